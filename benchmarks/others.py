@@ -45,12 +45,12 @@ class Program:
     needs: tuple[str, ...] = ()
     ranks: int = 1
     rounding: float = 0.02
-    seconds: float = 45
     needs_gpu: bool = False
+    seconds: float = 45
 
 
-def _of(title: str, function: str, *needs: str, ranks: int = 1, rounding: float = 0.02, **options: Any) -> Program:
-    return Program(title, function, options, needs, ranks, rounding)
+def _of(title: str, function: str, *needs: str, ranks: int = 1, rounding: float = 0.02, needs_gpu: bool = False, **options: Any) -> Program:
+    return Program(title, function, options, needs, ranks, rounding, needs_gpu)
 
 
 _FRAMEWORKS, _TORCH = "others_frameworks", "others_torch"
@@ -85,7 +85,7 @@ FAMILIES: dict[str, tuple[Program, ...]] = {
         for compiled in (False, True)
     ),
     "context-parallel": tuple(
-        _of(f"context parallel, {rotation}", f"{_TORCH}:context_parallel_attention", rotation=rotation)
+        _of(f"context parallel, {rotation}", f"{_TORCH}:context_parallel_attention", needs_gpu=True, rotation=rotation)
         for rotation in ("allgather", "alltoall")
     ),
     "new-tensors": tuple(
@@ -94,7 +94,7 @@ FAMILIES: dict[str, tuple[Program, ...]] = {
         for nbytes in (4 << 10, 256 << 10, 16 << 20)
     ),
     "decoder": tuple(
-        _of(f"decoder, batch {batch}, {'graph' if graph else 'eager'}", f"{_TORCH}:decoder", batch=batch, graph=graph)
+        _of(f"decoder, batch {batch}, {'graph' if graph else 'eager'}", f"{_TORCH}:decoder", needs_gpu=graph, batch=batch, graph=graph)
         for batch in (1, 256)
         for graph in (False, True)
     ),

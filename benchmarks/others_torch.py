@@ -50,11 +50,11 @@ class Block(nn.Module):
 
 
 def blocks(world: World, layers: int, width: int) -> nn.Sequential:
-    """Layers with the same weights on all ranks, tiny on CPUs."""
+    """Layers with the same weights on all ranks, narrow on CPUs."""
     torch.manual_seed(1)
     width = width if world.on_gpus else 64
     with world.device:
-        return nn.Sequential(*(Block(width) for _ in range(layers if world.on_gpus else 2))).to(world.dtype)
+        return nn.Sequential(*(Block(width) for _ in range(layers))).to(world.dtype)
 
 
 def rows_for(world: World, model: nn.Sequential, rows: int, seed: int = 0) -> Tensor:
@@ -136,21 +136,19 @@ def context_parallel_attention(world: World, *, rotation: str) -> None:
     set_rotate_method(rotation)
     torch.manual_seed(0)
     q, k, v = (
-        torch.randn(1, heads, tokens, width, device=world.device, dtype=world.dtype, requires_grad=True)
+        torch.randn(1, heads, tokens, width, device=world.device, dtype=world.dtype)
         for _ in range(3)
     )
-    backend = SDPBackend.FLASH_ATTENTION
     for _ in world.steps():
-        whole = [tensor.detach().clone() for tensor in (q, k, v)]
-        with sdpa_kernel(backend), context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2]):
+        whole = [tensor.clone() for tensor in (q, k, v)]
+        shared = context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(whole))
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), shared:
             for tensor in whole:
                 tensor.requires_grad_()
             y = nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
             y.float().square().mean().backward()
             world.keep(y)
             world.keep(whole[1].grad)
-            for tensor in whole:
-                tensor.requires_grad_(False)
 
 
 def new_tensors(world: World, *, call: str, nbytes: int) -> None:
@@ -239,7 +237,7 @@ def pipeline(world: World, *, schedule: str) -> None:
     mine = [world.rank]
     if several:
         mine.append(stages - 1 - world.rank if in_v else world.size + world.rank)
-    parts = [PipelineStage(model[0 if not world.on_gpus else stage], stage, stages, world.device) for stage in mine]
+    parts = [PipelineStage(model[stage], stage, stages, world.device) for stage in mine]
     micro = 4 * world.size
     target = torch.zeros_like(x := rows_for(world, model, 512 * micro))
     options = {"loss_fn": lambda y, _: y.float().square().mean()}

@@ -317,7 +317,8 @@ def run_others(families: list[str], contender: str, parsed: Any, end: float, col
             collected.fail(f"{', '.join(left)} by {by}", f"the {parsed.seconds} s were up", [])
             return
         command = [sys.executable, str(_OTHERS), *left, "--by", by, *(("--quick",) if parsed.quick else ())]
-        commands = [(each, {**given, **CONTENDERS[contender]}) for each, given in ranks_of(command, parsed.ranks)]
+        own = {**CONTENDERS[contender], "TORCHELASTIC_RUN_ID": "programs"}  # as torchrun has; Lightning looks for it
+        commands = [(each, {**given, **own}) for each, given in ranks_of(command, parsed.ranks)]
         output: list[str] = []
         running = ""
         with log.open("w") as others, closing(Job(commands, seconds, others)) as job:
