@@ -36,6 +36,7 @@ class Program:
         ranks: the fewest that it can have.
         needs_gpu: whether it has no case for CPUs.
         rounding: the largest difference between the outputs of two contenders, relative to the largest output.
+        variants: whether ours is run with other settings too.
         seconds: after which it is ended.
     """
 
@@ -46,17 +47,20 @@ class Program:
     ranks: int = 1
     rounding: float = 0.02
     needs_gpu: bool = False
+    variants: bool = True
     seconds: float = 45
 
 
-def _of(title: str, function: str, *needs: str, ranks: int = 1, rounding: float = 0.02, needs_gpu: bool = False, **options: Any) -> Program:
-    return Program(title, function, options, needs, ranks, rounding, needs_gpu)
+def _of(title: str, function: str, *needs: str, about: dict[str, Any] | None = None, **options: Any) -> Program:
+    return Program(title, function, options, needs, **about or {})
 
 
 _FRAMEWORKS, _TORCH = "others_frameworks", "others_torch"
 FAMILIES: dict[str, tuple[Program, ...]] = {
     "accelerate": tuple(
-        _of(f"Accelerate {how}, Llama", f"{_FRAMEWORKS}:accelerate_llama", "accelerate", "transformers", sharded=sharded)
+        _of(
+            f"Accelerate {how}, Llama", f"{_FRAMEWORKS}:accelerate_llama", "accelerate", "transformers", sharded=sharded
+        )
         for how, sharded in (("DDP", False), ("FSDP2", True))
     ),
     "lightning": (_of("Lightning DDP, SyncBatchNorm", f"{_FRAMEWORKS}:lightning_ddp", "pytorch_lightning"),),
@@ -66,6 +70,7 @@ FAMILIES: dict[str, tuple[Program, ...]] = {
             f"{_FRAMEWORKS}:llama_tp",
             "transformers",
             "accelerate",
+            about={"seconds": 90, "variants": not compiled},
             what=what,
             compiled=compiled,
         )
@@ -74,7 +79,7 @@ FAMILIES: dict[str, tuple[Program, ...]] = {
     ),
     "tensor-parallel": (
         _of("DTensor TP, sequence parallel", f"{_TORCH}:tensor_parallel", copies=1),
-        _of("DTensor TP, sequence parallel, under FSDP2", f"{_TORCH}:tensor_parallel", ranks=4, copies=2),
+        _of("DTensor TP, sequence parallel, under FSDP2", f"{_TORCH}:tensor_parallel", about={"ranks": 4}, copies=2),
     ),
     "fsdp": (
         _of("FSDP2", f"{_TORCH}:fsdp2", offload=False),
@@ -85,24 +90,43 @@ FAMILIES: dict[str, tuple[Program, ...]] = {
         for compiled in (False, True)
     ),
     "context-parallel": tuple(
-        _of(f"context parallel, {rotation}", f"{_TORCH}:context_parallel_attention", needs_gpu=True, rotation=rotation)
+        _of(
+            f"context parallel, {rotation}",
+            f"{_TORCH}:context_parallel_attention",
+            about={"needs_gpu": True},
+            rotation=rotation,
+        )
         for rotation in ("allgather", "alltoall")
     ),
     "new-tensors": tuple(
-        _of(f"{call}, new tensors, {nbytes >> 10} KiB", f"{_TORCH}:new_tensors", call=call, nbytes=nbytes, rounding=1e-6)
+        _of(
+            f"{call}, new tensors, {nbytes >> 10} KiB",
+            f"{_TORCH}:new_tensors",
+            call=call,
+            about={"rounding": 1e-6},
+            nbytes=nbytes,
+        )
         for call in ("all_reduce", "all_gather")
         for nbytes in (4 << 10, 256 << 10, 16 << 20)
     ),
     "decoder": tuple(
-        _of(f"decoder, batch {batch}, {'graph' if graph else 'eager'}", f"{_TORCH}:decoder", needs_gpu=graph, batch=batch, graph=graph)
+        _of(
+            f"decoder, batch {batch}, {'graph' if graph else 'eager'}",
+            f"{_TORCH}:decoder",
+            about={"needs_gpu": graph},
+            batch=batch,
+            graph=graph,
+        )
         for batch in (1, 256)
         for graph in (False, True)
     ),
     "checkpoint": tuple(
-        _of(f"DCP {what} of FSDP2", f"{_TORCH}:checkpoint", what=what, rounding=1e-6) for what in ("save", "load")
+        _of(f"DCP {what} of FSDP2", f"{_TORCH}:checkpoint", about={"rounding": 1e-6}, what=what)
+        for what in ("save", "load")
     ),
     "pipelines": tuple(
-        _of(f"pipeline, {schedule}", f"{_TORCH}:pipeline", ranks=2, schedule=schedule) for schedule in SCHEDULES
+        _of(f"pipeline, {schedule}", f"{_TORCH}:pipeline", about={"ranks": 2}, schedule=schedule)
+        for schedule in SCHEDULES
     ),
 }
 

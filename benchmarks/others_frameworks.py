@@ -6,8 +6,6 @@ Models come from configurations, with random weights. Each program takes a `Worl
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import
@@ -53,7 +51,9 @@ def accelerate_llama(world: World, *, sharded: bool) -> None:
     plugin = None
     if sharded:
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         )
     accelerator = Accelerator(cpu=not world.on_gpus, fsdp_plugin=plugin)
     model = llama(world)
@@ -125,19 +125,15 @@ def llama_tp(world: World, *, what: str, compiled: bool) -> None:
     """Inference by transformers' own tensor parallelism, of a saved model: only loading splits it."""
     from transformers import AutoModelForCausalLM
 
-    folders: list[Any] = [tempfile.mkdtemp() if world.rank == 0 else None]
-    dist.broadcast_object_list(folders, device=world.device)
-    if world.rank == 0:
-        llama(world).save_pretrained(folders[0])
+    folder = world.folder / "llama"
+    if world.rank == 0 and not folder.exists():
+        llama(world).save_pretrained(folder)
     dist.barrier()
-    model = AutoModelForCausalLM.from_pretrained(folders[0], tp_plan="auto", dtype=world.dtype)
-    dist.barrier()
-    if world.rank == 0:
-        shutil.rmtree(folders[0])
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=world.dtype)
     tokens = tokens_for(world, model, seed=0)
     if compiled:
         model.forward = torch.compile(model.forward)
-    for _ in world.steps(24 if what == "forward" else 12):
+    for _ in world.steps(16 if what == "forward" else 10):
         with torch.no_grad():
             if what == "forward":
                 world.keep(model(input_ids=tokens).logits)

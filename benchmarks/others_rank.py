@@ -33,7 +33,7 @@ import proxyccl.torch  # noqa: F401  torch 2.15 and later find the backend witho
 from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.processes import stat_of
 
-_SAMPLES = 8
+_SAMPLES = 16
 _AIMED_STEPS = 10  # the first ones: none of them but the first should be slow
 _UNCOUNTED_STEPS = 3  # whose CPU time is not counted: they make what is made once
 
@@ -45,11 +45,13 @@ class World:
         rank, size: its number, and how many there are.
         on_gpus: whether each rank has a GPU.
         device: this rank's.
+        dtype: of models.
+        folder: for files, the same for all ranks and contenders.
         seconds: of each step: until the device has done it, and until it was issued.
         outputs: what the program keeps.
     """
 
-    def __init__(self, *, quick: bool) -> None:
+    def __init__(self, folder: Path, *, quick: bool) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local = int(os.environ["LOCAL_RANK"])
         wanted = os.environ.get("PROXYCCL_RUNTIME") != "host"
@@ -58,17 +60,17 @@ class World:
         self.dtype = torch.bfloat16 if self.on_gpus else torch.float32
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self.store = dist.TCPStore(*address, self.size, self.rank == 0, timedelta(seconds=60))
-        self._quick, self._met = quick, 0
+        self.folder, self._quick, self._met = folder, quick, 0
         self._pids = set(self.of_all(os.getpid()))
         self.forget()
 
     def forget(self) -> None:
         """Forgets the program before."""
         self.seconds: list[tuple[float, float]] = []
-        self.outputs: list[float] = []
+        self.outputs: list[Tensor] = []
         self._cpu = 0.0
 
-    def steps(self, count: int = 24) -> Iterator[int]:
+    def steps(self, count: int = 16) -> Iterator[int]:
         """The number of each step. A step ends when the next one is asked for and the device has done everything."""
         count = 5 if self._quick else count
         self.meet()
@@ -91,10 +93,9 @@ class World:
             done.synchronize()
 
     def keep(self, output: Tensor) -> None:
-        """Keeps a tensor's mean and some of its elements for the comparison with the other contenders."""
+        """Keeps elements of a tensor for the comparison with the other contenders; it doesn't wait for the device."""
         whole = output.detach().reshape(-1)
-        some = whole[:: max(1, whole.numel() // _SAMPLES)].double().tolist()
-        self.outputs += [float(whole.double().mean()), *some] if len(some) > 1 else some
+        self.outputs.append(whole[:: -(-whole.numel() // _SAMPLES)].clone())
 
     def of_all(self, own: Any) -> list[Any]:
         """The objects of all ranks. They go by a store, since the contender should only have the program's calls."""
@@ -125,8 +126,9 @@ class World:
         late = max(seconds[1:_AIMED_STEPS]) / median
         own = median, seconds[0], late, self._cpu, statistics.median(issued)
         step, first, late, cpu, issue = (max(column) for column in zip(*self.of_all(own), strict=True))
+        outputs = torch.cat(self.outputs).tolist()
         value = {"name": by, "ours": by.startswith(OURS), "value": step * 1e3, "cpu_share": min(1.0, issue / step)}
-        value |= {"first_ms": first * 1e3, "late": late, "cpu_ms": cpu * 1e3, "outputs": self.of_all(self.outputs)}
+        value |= {"first_ms": first * 1e3, "late": late, "cpu_ms": cpu * 1e3, "outputs": self.of_all(outputs)}
         return {"program": program.title, "figure": "a step", "unit": "ms", "values": [value]}
 
 
@@ -143,9 +145,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("programs", nargs="+", metavar="PROGRAM", help="titles in others.py")
     parser.add_argument("--by", required=True, metavar="CONTENDER", help="its name; its first word is the backend")
+    parser.add_argument("--folder", required=True, type=Path, help="for files of all contenders")
     parser.add_argument("--quick", action="store_true", help="measure less")
     parsed = parser.parse_args()
-    world = World(quick=parsed.quick)
+    world = World(parsed.folder, quick=parsed.quick)
     if world.on_gpus:
         torch.cuda.set_device(world.device)
     before = None

@@ -5,10 +5,7 @@ Each takes a `World`, whose `steps` it goes through and for which it keeps its o
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +15,15 @@ import torch.distributed.checkpoint as dcp
 from others_rank import World
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV, ScheduleZBVZeroBubble
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -98,7 +99,9 @@ def fsdp2(world: World, *, offload: bool) -> None:
     """Training by FSDP2, with parameters on the CPU if asked for."""
     model = blocks(world, 8, 2048)
     mesh = init_device_mesh(world.device.type, (world.size,))
-    options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=world.on_gpus)} if offload else {"mesh": mesh}
+    options = (
+        {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=world.on_gpus)} if offload else {"mesh": mesh}
+    )
     for block in model:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -123,10 +126,8 @@ def functional(world: World, *, compiled: bool) -> None:
         return funcol.reduce_scatter_tensor(torch.relu(whole @ first) @ second, "sum", 0, group)
 
     call: Callable[[Tensor], Tensor] = torch.compile(layer) if compiled else layer
-    for step in world.steps():
-        y = call(x)
-        if step < 4:
-            world.keep(y)
+    for _ in world.steps():
+        world.keep(call(x))
 
 
 def context_parallel_attention(world: World, *, rotation: str) -> None:
@@ -135,10 +136,7 @@ def context_parallel_attention(world: World, *, rotation: str) -> None:
     heads, tokens, width = (16, 16384, 128) if world.on_gpus else (4, 64, 16)
     set_rotate_method(rotation)
     torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(1, heads, tokens, width, device=world.device, dtype=world.dtype)
-        for _ in range(3)
-    )
+    q, k, v = (torch.randn(1, heads, tokens, width, device=world.device, dtype=world.dtype) for _ in range(3))
     for _ in world.steps():
         whole = [tensor.clone() for tensor in (q, k, v)]
         shared = context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(whole))
@@ -189,7 +187,7 @@ def decoder(world: World, *, batch: int, graph: bool) -> None:
 
     call: Callable[[], Any] = token
     y = None
-    for step in world.steps(48):
+    for step in world.steps(40):
         if graph and step == 1:  # the first one warms up
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured):
@@ -207,11 +205,9 @@ def checkpoint(world: World, *, what: str) -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     x = rows_for(world, model, 16)
-    names: list[Any] = [tempfile.mkdtemp() if world.rank == 0 else None]
-    dist.broadcast_object_list(names)
-    path = Path(names[0]) / "saved"
+    path = world.folder / f"checkpoint {dist.get_backend()}"
     dcp.save(get_model_state_dict(model), checkpoint_id=path)
-    for _ in world.steps(12):
+    for _ in world.steps(6):
         if what == "save":
             dcp.save(get_model_state_dict(model), checkpoint_id=path)
             continue
@@ -222,9 +218,6 @@ def checkpoint(world: World, *, what: str) -> None:
         dcp.load(state, checkpoint_id=path)
         set_model_state_dict(model, state)
     world.keep(model(x))
-    dist.barrier()
-    if world.rank == 0:
-        shutil.rmtree(names[0])
 
 
 def pipeline(world: World, *, schedule: str) -> None:

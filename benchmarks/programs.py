@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from others import BEGIN, CONTENDERS, FAMILIES, PROBLEM, named
+from others import BEGIN, CONTENDERS, FAMILIES, OURS, PROBLEM, named
 from program import FACTS, RESULT, common_arguments
 
 from proxyccl.device.runtimes import find_runtime
@@ -254,6 +254,7 @@ class Collected:
         self._path, self.facts = path, facts
         self.rows: list[Fields] = []
         self.failed: dict[str, str] = {}
+        self.outputs: dict[tuple[str, str], list[list[float]]] = {}  # of each rank, by program and contender
         self._table = Table(_COLUMNS)
         self._table.header()
 
@@ -306,17 +307,31 @@ def run(name: str, part: Part, parsed: Any, more: list[str], collected: Collecte
         collected.fail(name, reason, output + others.read_text().splitlines())
 
 
-def run_others(families: list[str], contender: str, parsed: Any, end: float, collected: Collected, log: Path) -> None:
+def run_others(
+    families: list[str], contender: str, parsed: Any, end: float, collected: Collected, folder: Path
+) -> None:
     """Runs other people's programs by a contender. A job that ends early is followed by one of the programs left."""
     peer = "gloo" if os.environ["PROXYCCL_RUNTIME"] == "host" else "nccl"
     by = peer if contender == "peer" else contender
-    left = [program.title for family in families for program in FAMILIES[family]]
+    log, default = folder / "others.log", contender in (OURS, "peer")
+    left = [each.title for family in families for each in FAMILIES[family] if default or each.variants]
     while left:
-        seconds = min(_START_SECONDS + sum(program.seconds for _, program in named(left).values()), end - time.monotonic())
+        seconds = min(
+            _START_SECONDS + sum(program.seconds for _, program in named(left).values()), end - time.monotonic()
+        )
         if seconds <= 0:
             collected.fail(f"{', '.join(left)} by {by}", f"the {parsed.seconds} s were up", [])
             return
-        command = [sys.executable, str(_OTHERS), *left, "--by", by, *(("--quick",) if parsed.quick else ())]
+        command = [
+            sys.executable,
+            str(_OTHERS),
+            *left,
+            "--by",
+            by,
+            "--folder",
+            str(folder),
+            *(("--quick",) if parsed.quick else ()),
+        ]
         own = {**CONTENDERS[contender], "TORCHELASTIC_RUN_ID": "programs"}  # as torchrun has; Lightning looks for it
         commands = [(each, {**given, **own}) for each, given in ranks_of(command, parsed.ranks)]
         output: list[str] = []
@@ -331,8 +346,10 @@ def run_others(families: list[str], contender: str, parsed: Any, end: float, col
                     title, reason = json.loads(line.removeprefix(PROBLEM))
                     collected.fail(title, reason, [])
                 elif line.startswith(RESULT):
-                    collected.add(json.loads(line.removeprefix(RESULT)))
-                    compare(collected, running, peer)
+                    found = json.loads(line.removeprefix(RESULT))
+                    collected.outputs[running, by] = found["values"][0].pop("outputs")
+                    collected.add(found)
+                    compare(collected, running, by, peer)
                 else:
                     output.append(line)
             status = job.status()
@@ -344,16 +361,12 @@ def run_others(families: list[str], contender: str, parsed: Any, end: float, col
             return
 
 
-def compare(collected: Collected, title: str, peer: str) -> None:
-    """Notes whether outputs of a program differ by more than rounding from the peer's, of the values that have any."""
-    (row,) = (row for row in collected.rows if row["program"] == title and row["figure"] == "a step")
-    by = {value["name"]: value for value in row["values"]}
-    if peer not in by:
-        return
-    right = by[peer]["outputs"]
+def compare(collected: Collected, title: str, by: str, peer: str) -> None:
+    """Notes outputs of a program that differ by more than rounding from the peer's, once both are known."""
     ((_, program),) = named([title]).values()
-    for name, value in by.items():
-        if (found := difference(value["outputs"], right)) > program.rounding:
+    theirs = collected.outputs.get((title, peer))
+    for (other, name), outputs in collected.outputs.items() if theirs is not None else ():
+        if other == title and by in (name, peer) and (found := difference(outputs, theirs)) > program.rounding:
             collected.fail(f"{title} by {name}", f"its outputs differ by {found:.2g} of the largest from {peer}'s", [])
 
 
@@ -374,7 +387,9 @@ def main() -> int:
     parser.set_defaults(seconds=470)
     parser.add_argument("-n", "--ranks", type=options.count, default=2, help="number of ranks (default %(default)s)")
     parser.add_argument("-p", "--parts", nargs="+", choices=[*PARTS, *FAMILIES], help="default: all", metavar="PART")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="of others' programs")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="of others' programs"
+    )
     parser.add_argument("--cases", nargs="+", default=[], help="only these of the trainings, such as fsdp-bf16")
     parser.add_argument(
         "--variant", action="append", default=[], metavar="WORDS", help="of ours in trainings: see programs_ranks.py"
@@ -407,7 +422,7 @@ def main() -> int:
             run(name, part, parsed, more, collected, Path(folder))
         if families := [name for name in parts if name in FAMILIES]:
             for contender in parsed.contenders:
-                run_others(families, contender, parsed, end, collected, Path(folder) / "others.log")
+                run_others(families, contender, parsed, end, collected, Path(folder))
     collected.write()
     return 1 if collected.failed else 0
 
