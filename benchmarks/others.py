@@ -59,7 +59,12 @@ _FRAMEWORKS, _TORCH = "others_frameworks", "others_torch"
 FAMILIES: dict[str, tuple[Program, ...]] = {
     "accelerate": tuple(
         _of(
-            f"Accelerate {how}, Llama", f"{_FRAMEWORKS}:accelerate_llama", "accelerate", "transformers", sharded=sharded
+            f"Accelerate {how}, Llama",
+            f"{_FRAMEWORKS}:accelerate_llama",
+            "accelerate",
+            "transformers",
+            about={"needs_gpu": sharded},  # Accelerate shards no model on CPUs
+            sharded=sharded,
         )
         for how, sharded in (("DDP", False), ("FSDP2", True))
     ),

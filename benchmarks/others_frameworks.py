@@ -56,6 +56,8 @@ def accelerate_llama(world: World, *, sharded: bool) -> None:
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         )
     accelerator = Accelerator(cpu=not world.on_gpus, fsdp_plugin=plugin)
+    if sharded and not accelerator.is_fsdp2:
+        raise RuntimeError("Accelerate would not shard this model")
     model = llama(world)
     tokens = tokens_for(world, model, seed=world.rank)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))

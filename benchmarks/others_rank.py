@@ -126,7 +126,7 @@ class World:
         late = max(seconds[1:_AIMED_STEPS]) / median
         own = median, seconds[0], late, self._cpu, statistics.median(issued)
         step, first, late, cpu, issue = (max(column) for column in zip(*self.of_all(own), strict=True))
-        outputs = torch.cat(self.outputs).tolist()
+        outputs = torch.cat(self.outputs).tolist() if self.outputs else []
         value = {"name": by, "ours": by.startswith(OURS), "value": step * 1e3, "cpu_share": min(1.0, issue / step)}
         value |= {"first_ms": first * 1e3, "late": late, "cpu_ms": cpu * 1e3, "outputs": self.of_all(outputs)}
         return {"program": program.title, "figure": "a step", "unit": "ms", "values": [value]}

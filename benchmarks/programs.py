@@ -5,6 +5,10 @@ DDP, a mixture of experts, the issue of calls, and calls by proxies that rest. T
 so a part that fails or is ended costs only its own rows; the file says which and why. A time is that of the slowest
 rank.
 
+Other people's programs (others.py) follow, each contender in a job of its own: ours with the defaults, the peer, and
+ours with other settings. Their rows also have the first step, the slowest of the steps 2 to 10 over the median
+("late"), and the CPU time of a step, that of the proxies included.
+
 The CPU's share is the part of the time in which the CPU issued what was measured: near 1, a faster GPU gains nothing.
 Of calls after a rest it is the share of a core that an idle proxy takes.
 
