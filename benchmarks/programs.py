@@ -5,6 +5,10 @@ DDP, a mixture of experts, the issue of calls, and calls by proxies that rest. T
 so a part that fails or is ended costs only its own rows; the file says which and why. A time is that of the slowest
 rank.
 
+Other people's programs (others.py) follow, each contender in a job of its own: ours with the defaults, the peer, and
+ours with other settings. Their rows also have the first step, the slowest of the steps 2 to 10 over the median
+("late"), and the CPU time of a step, that of the proxies included.
+
 The CPU's share is the part of the time in which the CPU issued what was measured: near 1, a faster GPU gains nothing.
 Of calls after a rest it is the share of a core that an idle proxy takes.
 
@@ -14,6 +18,7 @@ Without a GPU for each rank it runs tiny cases on the host runtime, beside gloo:
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -29,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from others import BEGIN, CONTENDERS, FAMILIES, OURS, PROBLEM, named
 from program import FACTS, RESULT, common_arguments
 
 from proxyccl.device.runtimes import find_runtime
@@ -38,6 +44,8 @@ from proxyccl.tools.tables import Column, Table
 
 _HERE = Path(__file__).parent
 _RANK = _HERE / "programs_rank.py"
+_OTHERS = _HERE / "others_rank.py"
+_START_SECONDS = 60.0  # for imports and the ranks' meeting
 _MIXTURE = _HERE.parent / "examples" / "moe_training.py"
 _WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _GRACE_SECONDS = 3.0
@@ -50,6 +58,9 @@ _COLUMNS = (
     Column("unit", "", 8, left=True),
     Column("CPU's", "share", 6, ".2f"),
     Column("over", "ours", 6, ".2f"),
+    Column("first", "ms", 9, ",.1f"),
+    Column("late", "/ median", 8, ".2f"),
+    Column("CPU", "ms", 8, ",.2f"),
 )
 
 Rows = Callable[[Fields], list[Fields]]
@@ -221,19 +232,23 @@ class Job:
 
 
 def commands_of(part: Part, parsed: Any, more: list[str], written: Path) -> list[tuple[list[str], dict[str, str]]]:
-    """The function that starts a part's ranks."""
+    """The commands of a part's ranks, with their variables."""
     arguments = [part.arguments[0], *parsed.cases] if parsed.cases and part is PARTS["trainings"] else part.arguments
     given = [*arguments, *(part.quick if parsed.quick else ()), *more]
     if part.of_file is not None:
         launcher = [*shlex.split(parsed.mpiexec), "-n", str(parsed.ranks), sys.executable, "-m", "mpi4py"]
         return [([*launcher, *given, "--json", str(written)], {})]
+    return ranks_of([sys.executable, *given], parsed.ranks)
+
+
+def ranks_of(command: list[str], ranks: int) -> list[tuple[list[str], dict[str, str]]]:
+    """The command for each rank, with torchrun's variables."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(parsed.ranks)}
-    common |= {"LOCAL_WORLD_SIZE": str(parsed.ranks), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    command = [sys.executable, *given]
-    return [(command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(parsed.ranks)]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    common |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return [(command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
 
 
 class Collected:
@@ -243,20 +258,22 @@ class Collected:
         self._path, self.facts = path, facts
         self.rows: list[Fields] = []
         self.failed: dict[str, str] = {}
+        self.outputs: dict[tuple[str, str], list[list[float]]] = {}  # of each rank, by program and contender
         self._table = Table(_COLUMNS)
         self._table.header()
 
     def add(self, new: Fields) -> None:
-        """A row; one that says more of the last row's figure is joined to it."""
-        last = self.rows[-1] if self.rows else {}
-        if all(last.get(key) == new[key] for key in ("program", "figure", "unit")):
-            last["values"] += new["values"]
+        """A row; one that says more of an earlier row's figure is joined to it."""
+        same = [row for row in self.rows if all(row[key] == new[key] for key in ("program", "figure", "unit"))]
+        if same:
+            same[0]["values"] += new["values"]
         else:
             self.rows.append(new)
-        ours = self.rows[-1]["values"][0]["value"]
+        ours = (same or [new])[0]["values"][0]["value"]
         for value in new["values"]:
             ratio = value["value"] / ours if value["value"] and ours else None
             given = (value["value"], new["unit"], value["cpu_share"], ratio)
+            given += tuple(value.get(key) for key in ("first_ms", "late", "cpu_ms"))
             self._table.row(new["program"], new["figure"], value["name"], *given)
         self.write()
 
@@ -294,11 +311,89 @@ def run(name: str, part: Part, parsed: Any, more: list[str], collected: Collecte
         collected.fail(name, reason, output + others.read_text().splitlines())
 
 
+def run_others(
+    families: list[str], contender: str, parsed: Any, end: float, collected: Collected, folder: Path
+) -> None:
+    """Runs other people's programs by a contender. A job that ends early is followed by one of the programs left."""
+    peer = "gloo" if os.environ["PROXYCCL_RUNTIME"] == "host" else "nccl"
+    by = peer if contender == "peer" else contender
+    log, default = folder / "others.log", contender in (OURS, "peer")
+    left = [each.title for family in families for each in FAMILIES[family] if default or each.variants]
+    while left:
+        seconds = min(
+            _START_SECONDS + sum(program.seconds for _, program in named(left).values()), end - time.monotonic()
+        )
+        if seconds <= 0:
+            collected.fail(f"{', '.join(left)} by {by}", f"the {parsed.seconds} s were up", [])
+            return
+        command = [
+            sys.executable,
+            str(_OTHERS),
+            *left,
+            "--by",
+            by,
+            "--folder",
+            str(folder),
+            *(("--quick",) if parsed.quick else ()),
+        ]
+        own = {**CONTENDERS[contender], "TORCHELASTIC_RUN_ID": "programs"}  # as torchrun has; Lightning looks for it
+        commands = [(each, {**given, **own}) for each, given in ranks_of(command, parsed.ranks)]
+        output: list[str] = []
+        running = ""
+        with log.open("w") as others, closing(Job(commands, seconds, others)) as job:
+            for line in job.lines():
+                if line.startswith(BEGIN):
+                    running = line.removeprefix(BEGIN).strip()
+                    left = left[left.index(running) + 1 :]
+                    output.clear()
+                elif line.startswith(PROBLEM):
+                    title, reason = json.loads(line.removeprefix(PROBLEM))
+                    collected.fail(title, reason, [])
+                elif line.startswith(RESULT):
+                    found = json.loads(line.removeprefix(RESULT))
+                    collected.outputs[running, by] = found["values"][0].pop("outputs")
+                    collected.add(found)
+                    compare(collected, running, by, peer)
+                else:
+                    output.append(line)
+            status = job.status()
+        if not (job.timed_out or status):
+            return
+        reason = "the time was up" if job.timed_out else f"status {status}"
+        collected.fail(f"{running or 'the start'} by {by}", reason, output + log.read_text().splitlines())
+        if not running:
+            return
+
+
+def compare(collected: Collected, title: str, by: str, peer: str) -> None:
+    """Notes outputs of a program that differ by more than rounding from the peer's, once both are known."""
+    ((_, program),) = named([title]).values()
+    theirs = collected.outputs.get((title, peer))
+    for (other, name), outputs in collected.outputs.items() if theirs is not None else ():
+        if other == title and by in (name, peer) and (found := difference(outputs, theirs)) > program.rounding:
+            collected.fail(f"{title} by {name}", f"its outputs differ by {found:.2g} of the largest from {peer}'s", [])
+
+
+def difference(outputs: list[list[float]], right: list[list[float]]) -> float:
+    """The largest difference between the ranks' outputs, relative to the largest output; infinite for other counts and
+    for NaN."""
+    if [len(each) for each in outputs] != [len(each) for each in right]:
+        return float("inf")
+    pairs = [pair for ours, theirs in zip(outputs, right, strict=True) for pair in zip(ours, theirs, strict=True)]
+    largest = max((abs(value) for _, value in pairs), default=0.0)
+    most = max((abs(ours - theirs) for ours, theirs in pairs), default=0.0)
+    whole = all(math.isfinite(value) for pair in pairs for value in pair)
+    return most / (largest or 1.0) if whole else float("inf")
+
+
 def main() -> int:
     parser = common_arguments(__doc__.splitlines()[0])
-    parser.set_defaults(seconds=170)
+    parser.set_defaults(seconds=470)
     parser.add_argument("-n", "--ranks", type=options.count, default=2, help="number of ranks (default %(default)s)")
-    parser.add_argument("-p", "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("-p", "--parts", nargs="+", choices=[*PARTS, *FAMILIES], help="default: all", metavar="PART")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="of others' programs"
+    )
     parser.add_argument("--cases", nargs="+", default=[], help="only these of the trainings, such as fsdp-bf16")
     parser.add_argument(
         "--variant", action="append", default=[], metavar="WORDS", help="of ours in trainings: see programs_ranks.py"
@@ -315,8 +410,9 @@ def main() -> int:
     method = "contenders in turns; median, of the slowest rank"
     collected = Collected(parsed.json, {"runtime": runtime, "world_size": parsed.ranks, "method": method})
     end = time.monotonic() + parsed.seconds
+    parts = parsed.parts or [*PARTS, *FAMILIES]
     with tempfile.TemporaryDirectory() as folder:
-        for name in parsed.parts:
+        for name in (name for name in parts if name in PARTS):
             part = PARTS[name]
             if (part.needs_gpus and runtime == "host") or part.ranks not in (None, parsed.ranks):
                 continue
@@ -328,6 +424,9 @@ def main() -> int:
                 more = [word for variant in parsed.variant for word in ("--variant", variant)]
                 more += ["--together"] if parsed.together else []
             run(name, part, parsed, more, collected, Path(folder))
+        if families := [name for name in parts if name in FAMILIES]:
+            for contender in parsed.contenders:
+                run_others(families, contender, parsed, end, collected, Path(folder))
     collected.write()
     return 1 if collected.failed else 0
 

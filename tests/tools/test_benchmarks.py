@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -291,6 +292,38 @@ def test_a_program_s_part_that_hangs_is_ended_with_the_rows_that_it_had(tmp_path
     written = json.loads((tmp_path / "programs.json").read_text())
     assert [row["program"] for row in written["rows"]] == ["p"]
     assert written["failed"] == {"hanging": "ended after 3 s"}
+
+
+def test_a_program_of_others_that_dies_costs_no_other_and_wrong_outputs_are_told(
+    tmp_path: Path, programs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "by = sys.argv[sys.argv.index('--by') + 1]\n"
+        "for title in sys.argv[1 : sys.argv.index('--by')]:\n"
+        "    print('BEGIN ' + title, flush=True)\n"
+        "    if title.endswith('save of FSDP2') and by == 'proxyccl':\n"
+        "        sys.exit(3)\n"
+        "    value = {'name': by, 'ours': by != 'gloo', 'value': 1.0, 'cpu_share': None}\n"
+        "    value['outputs'] = [[1.0, float('nan') if by == 'proxyccl, unlent' else 1.0]]\n"
+        "    row = {'program': title, 'figure': 'a step', 'unit': 'ms', 'values': [value]}\n"
+        "    print('RESULT ' + json.dumps(row), flush=True)\n"
+    )
+    monkeypatch.setattr(programs, "_OTHERS", program)
+    monkeypatch.setenv("PROXYCCL_RUNTIME", "host")
+    collected = programs.Collected(tmp_path / "programs.json", {})
+    parsed = SimpleNamespace(ranks=1, quick=False, seconds=60)
+    for contender in ("proxyccl", "peer", "proxyccl, unlent"):
+        programs.run_others(["checkpoint"], contender, parsed, time.monotonic() + 60, collected, tmp_path)
+    written = json.loads((tmp_path / "programs.json").read_text())
+    names = {row["program"]: [value["name"] for value in row["values"]] for row in written["rows"]}
+    assert names["DCP load of FSDP2"] == ["proxyccl", "gloo", "proxyccl, unlent"]
+    assert written["failed"] == {
+        "DCP save of FSDP2 by proxyccl": "status 3",
+        "DCP save of FSDP2 by proxyccl, unlent": "its outputs differ by inf of the largest from gloo's",
+        "DCP load of FSDP2 by proxyccl, unlent": "its outputs differ by inf of the largest from gloo's",
+    }
 
 
 def test_the_page_shows_deep_eps_normal_mode_beside_nccl(tmp_path: Path) -> None:

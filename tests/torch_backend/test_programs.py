@@ -44,6 +44,27 @@ def test_programs_run_beside_gloo_and_report_their_rows(tmp_path: Path) -> None:
     assert all(value["value"] > 0 for row in results["rows"] for value in row["values"])
 
 
+def test_programs_of_others_run_by_each_contender_and_agree(tmp_path: Path) -> None:
+    path = tmp_path / "programs.json"
+    options = ["--quick", "--json", str(path), "-p", "tensor-parallel", "pipelines", "--contenders", "proxyccl", "peer"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "programs.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, "PROXYCCL_RUNTIME": "host"},
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr  # a program that was not run counts as failed
+    results = json.loads(path.read_text())
+    assert results["failed"] == {"DTensor TP, sequence parallel, under FSDP2": "not run: it takes 4 ranks"}
+    names = {row["program"]: [value["name"] for value in row["values"]] for row in results["rows"]}
+    assert {"DTensor TP, sequence parallel", "pipeline, GPipe", "pipeline, DualPipeV"} <= set(names)
+    assert all(each == ["proxyccl", "gloo"] for each in names.values())
+    values = [value for row in results["rows"] for value in row["values"]]
+    assert all(value[key] > 0 for value in values for key in ("value", "first_ms", "late", "cpu_ms"))
+
+
 def test_weights_go_from_an_fsdp_trainer_to_samplers() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "weights.py"), "--hidden", "64"],

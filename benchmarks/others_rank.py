@@ -1,0 +1,193 @@
+"""A rank of other people's programs: others_rank.py --by nccl FSDP2 "FSDP2, CPU offload" …, with torchrun's variables
+
+The programs are listed in others.py. A job has one contender, as torch's default group; each family of programs has a
+group of its own. The first rank prints a row for each program, with the outputs of all ranks, which `programs.py`
+compares. A program that fails ends the job, and `programs.py` starts another for the programs after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from others import BEGIN, OURS, PROBLEM, Program, named
+from program import RESULT
+from torch import Tensor
+
+import proxyccl.torch  # noqa: F401  torch 2.15 and later find the backend without this line
+from proxyccl.proxy.observe.publications import find
+from proxyccl.proxy.processes import stat_of
+
+_SAMPLES = 16
+_AIMED_STEPS = 10  # the first ones: none of them but the first should be slow
+_UNCOUNTED_STEPS = 3  # whose CPU time is not counted: they make what is made once
+
+
+class World:
+    """This rank among the others, and the steps of the program that runs.
+
+    Attributes:
+        rank, size: its number, and how many there are.
+        on_gpus: whether each rank has a GPU.
+        device: this rank's.
+        dtype: of models.
+        folder: for files, the same for all ranks and contenders.
+        seconds: of each step: until the device has done it, and until it was issued.
+        outputs: what the program keeps.
+    """
+
+    def __init__(self, folder: Path, *, quick: bool) -> None:
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local = int(os.environ["LOCAL_RANK"])
+        wanted = os.environ.get("PROXYCCL_RUNTIME") != "host"
+        self.on_gpus = wanted and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+        self.device = torch.device("cuda", local) if self.on_gpus else torch.device("cpu")
+        self.dtype = torch.bfloat16 if self.on_gpus else torch.float32
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.store = dist.TCPStore(*address, self.size, self.rank == 0, timedelta(seconds=60))
+        self.folder, self._quick, self._met = folder, quick, 0
+        self._pids = set(self.of_all(os.getpid()))
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the program before."""
+        self.seconds: list[tuple[float, float]] = []
+        self.outputs: list[Tensor] = []
+        self._cpu = 0.0
+
+    def steps(self, count: int = 16) -> Iterator[int]:
+        """The number of each step. A step ends when the next one is asked for and the device has done everything."""
+        count = 5 if self._quick else count
+        self.meet()
+        for step in range(count):
+            if step == _UNCOUNTED_STEPS:
+                proxies = self._proxies()
+                before = self._cpu_seconds(proxies)
+            start = time.perf_counter()
+            yield step
+            issued = time.perf_counter() - start
+            self.synchronize()
+            self.seconds.append((time.perf_counter() - start, issued))
+        self._cpu = (self._cpu_seconds(proxies) - before) / (count - _UNCOUNTED_STEPS)
+
+    def synchronize(self) -> None:
+        """Waits for the device, without spinning, which would be CPU time."""
+        if self.on_gpus:
+            done = torch.cuda.Event(blocking=True)
+            done.record()
+            done.synchronize()
+
+    def keep(self, output: Tensor) -> None:
+        """Keeps elements of a tensor for the comparison with the other contenders; it doesn't wait for the device."""
+        whole = output.detach().reshape(-1)
+        self.outputs.append(whole[:: -(-whole.numel() // _SAMPLES)].clone())
+
+    def of_all(self, own: Any) -> list[Any]:
+        """The objects of all ranks. They go by a store, since the contender should only have the program's calls."""
+        self._met += 1
+        self.store.set(f"met/{self._met}/{self.rank}", json.dumps(own))
+        return [json.loads(self.store.get(f"met/{self._met}/{rank}")) for rank in range(self.size)]
+
+    def meet(self) -> None:
+        """Waits until all ranks have come, with nothing queued."""
+        if self.on_gpus:
+            torch.cuda.synchronize()
+        self.of_all(None)
+
+    def _proxies(self) -> set[int]:
+        """The processes that work for these ranks and are none of them."""
+        program = Path(sys.argv[0]).name
+        return {found.pid for _, found in find() if found.description.program == program} - self._pids
+
+    def _cpu_seconds(self, proxies: set[int]) -> float:
+        """CPU time of all threads of this process, and a rank's share of that of the proxies' processes."""
+        ticks = sum(int(field) for pid in proxies for field in stat_of(Path(f"/proc/{pid}/stat"))[11:13])
+        return time.process_time() + ticks / os.sysconf("SC_CLK_TCK") / self.size
+
+    def row(self, program: Program, by: str) -> dict[str, Any]:
+        """The row of a program. All ranks call this together; times are the slowest rank's."""
+        seconds, issued = zip(*self.seconds, strict=True)
+        median = statistics.median(seconds)
+        late = max(seconds[1:_AIMED_STEPS]) / median
+        own = median, seconds[0], late, self._cpu, statistics.median(issued)
+        step, first, late, cpu, issue = (max(column) for column in zip(*self.of_all(own), strict=True))
+        outputs = torch.cat(self.outputs).tolist() if self.outputs else []
+        value = {"name": by, "ours": by.startswith(OURS), "value": step * 1e3, "cpu_share": min(1.0, issue / step)}
+        value |= {"first_ms": first * 1e3, "late": late, "cpu_ms": cpu * 1e3, "outputs": self.of_all(outputs)}
+        return {"program": program.title, "figure": "a step", "unit": "ms", "values": [value]}
+
+
+def why_not(program: Program, world: World) -> str:
+    """Why a program can't run here; "" if it can."""
+    if missing := [module for module in program.needs if find_spec(module) is None]:
+        return f"no module named {missing[0]}"
+    if world.size < program.ranks:
+        return f"it takes {program.ranks} ranks"
+    return "it needs a GPU" if program.needs_gpu and not world.on_gpus else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("programs", nargs="+", metavar="PROGRAM", help="titles in others.py")
+    parser.add_argument("--by", required=True, metavar="CONTENDER", help="its name; its first word is the backend")
+    parser.add_argument("--folder", required=True, type=Path, help="for files of all contenders")
+    parser.add_argument("--quick", action="store_true", help="measure less")
+    parsed = parser.parse_args()
+    world = World(parsed.folder, quick=parsed.quick)
+    if world.on_gpus:
+        torch.cuda.set_device(world.device)
+    before = None
+    for title, (family, program) in named(parsed.programs).items():
+        if world.rank == 0:
+            print(BEGIN + title, flush=True)
+        if reason := why_not(program, world):
+            if world.rank == 0:
+                print(PROBLEM + json.dumps([title, f"not run: {reason}"]), flush=True)
+            continue
+        faulthandler.dump_traceback_later(program.seconds, exit=True)
+        if family != before:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            store = dist.PrefixStore(f"{family}/", world.store)
+            dist.init_process_group(parsed.by.split(",")[0], store=store, rank=world.rank, world_size=world.size)
+            before = family
+        world.forget()
+        torch.manual_seed(world.rank)
+        module, function = program.function.split(":")
+        getattr(importlib.import_module(module), function)(world, **program.options)
+        row = world.row(program, parsed.by)
+        if world.rank == 0:
+            print(RESULT + json.dumps(row), flush=True)
+        faulthandler.cancel_dump_traceback_later()
+        gc.collect()  # models hold themselves
+        if world.on_gpus:
+            torch.cuda.empty_cache()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    world.store.set(f"ended/{world.rank}", "")
+    if world.rank == 0:  # it has the store
+        world.store.wait([f"ended/{rank}" for rank in range(world.size)])
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # without the groups' ends, which would wait for the other ranks
