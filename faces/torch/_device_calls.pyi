@@ -123,11 +123,9 @@ class CallIssuer:
 
     Attributes:
         count: how many calls were issued.
-        number: of the latest of them.
     """
 
     count: int
-    number: int
 
     def __new__(
         cls,

@@ -17,7 +17,7 @@ typedef struct {
   PyObject *own, *numbers, *log, *forget, *work, *hand_out, *source;
   uintptr_t own_stream;
   int blocks;
-  unsigned long long count, number; /* of calls that were issued, and of the latest */
+  unsigned long long count;         /* of calls that were issued */
   unsigned long long marks, waited; /* of calls that were recorded with one, and on the current stream */
 } CallIssuer;
 
@@ -119,11 +119,6 @@ static PyObject* record(CallIssuer* self, PyObject* named, PyObject* x, PyObject
   PyObject* const name = PyTuple_GetItem(named, 0);
   PyObject* number = name == NULL ? NULL : PyIter_Next(self->numbers);
   if (number == NULL) return NULL;
-  self->number = PyLong_AsUnsignedLongLong(number);
-  if (PyErr_Occurred() != NULL) {
-    Py_DECREF(number);
-    return NULL;
-  }
   const int captured = proxyccl_stream_captures(self->gpu->order, stream);
   PyObject* work;
   if (!waits || self->blocks)
@@ -222,7 +217,6 @@ static PyMethodDef methods[] = {
 };
 static PyMemberDef members[] = {
     {"count", T_ULONGLONG, offsetof(CallIssuer, count), READONLY, NULL},
-    {"number", T_ULONGLONG, offsetof(CallIssuer, number), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot slots[] = {

@@ -516,7 +516,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return _choices[collective, policy] if watched is None else _Choice(collective, policy, watched)
 
     def _overlaps_of(self, device: torch.device) -> Overlaps | None:
-        """None if the ranks choose for no call. The ranks have met, so no collective of the GPU is queued any more."""
+        """None if the ranks choose for no call. The ranks have met, so collectives of the GPU are no longer queued."""
         with torch_errors():
             comm = self._endpoints.of_all(device)
             calls = comm.tensor_calls
