@@ -131,7 +131,7 @@ def llama_tp(world: World, *, what: str, compiled: bool) -> None:
     if world.rank == 0 and not folder.exists():
         llama(world).save_pretrained(folder)
     dist.barrier()
-    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=world.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=world.dtype).to(world.device)
     tokens = tokens_for(world, model, seed=0)
     if compiled:
         model.forward = torch.compile(model.forward)

@@ -102,7 +102,10 @@ class Collectives:
         starts = self.group.exchange.all_gather(own, _START, "collectives")
         for rank, other in enumerate(starts):
             if other.cta_policy != starts[0].cta_policy:
-                policies = f"rank 0 has {starts[0].cta_policy or 'none'}, rank {rank} {other.cta_policy or 'none'}"
+                first, others = (
+                    "none" if each.cta_policy is None else repr(each.cta_policy) for each in (starts[0], other)
+                )
+                policies = f"rank 0 has {first}, rank {rank} {others}"
                 raise ArgumentError("cta_policy", f"must be the same on all ranks; {policies}")
         self._all_mapped = Team.all_mapped_of(self.group.world_size, [start.reaches_all for start in starts])
         self._whole_lines = all(start.whole_lines for start in starts)

@@ -178,22 +178,16 @@ def gathers(device: torch.device) -> None:
             assert (out.view(ranks, COUNT)[:, 7] == torch.arange(ranks, device=device) + turn).all()
         stream.synchronize()
 
-    def kernels(stream: torch.cuda.Stream) -> set[str]:
-        if stream is side:
-            torch.cuda._sleep(40 * CYCLES)  # until the profiler has begun
-            gather(5, stream)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            gather(5, stream)
-        return {event.key for event in found.key_averages() if "gather" in event.key}
+    def is_by_proxy(stream: torch.cuda.Stream) -> bool:
+        for turn in range(4):
+            gather(turn, stream)
+        ((_, call),) = group.launches.recent_calls(1)
+        return "zero" in call["algorithm"]
 
-    current = torch.cuda.current_stream(device)
-    lent_memory = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group.lent_memory
-    call_until(lambda: gather(0, side), lambda: lent_memory.is_received_in(out.data_ptr(), out.nbytes), device)
-    assert not kernels(side)
-    for turn in range(4):
-        gather(turn, current)
-    assert kernels(current)
-    assert not kernels(side)
+    group = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group
+    current, lent = torch.cuda.current_stream(device), group.lent_memory
+    call_until(lambda: gather(0, side), lambda: lent.is_received_in(out.data_ptr(), out.nbytes), device)
+    assert [is_by_proxy(stream) for stream in (side, current, side)] == [True, False, True]
     for turn in range(12):
         gather(turn, side if (rank + turn // 2) % 2 else current)
 
