@@ -24,13 +24,13 @@ def runtime_name(device: torch.device) -> str:
 
 def compile_early(rank: int, world_size: int) -> None:
     """Begins to compile, beside the program, what its calls will most likely need and the cache does not have: a kernel
-    takes a second. Does nothing if the program has not used a GPU so far.
+    takes a second. Does nothing for one rank, or if the program has not used a GPU so far.
 
     Args:
         rank: this rank. Ranks begin at different kernels, as those of a host wait for each other's.
         world_size: number of ranks.
     """
-    if not torch.cuda.is_initialized():
+    if world_size == 1 or not torch.cuda.is_initialized():
         return
     first = rank * len(KERNELS_OF_STEPS) // world_size
     kernels = (*KERNELS_OF_STEPS[first:], *KERNELS_OF_STEPS[:first])
