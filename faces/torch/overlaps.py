@@ -65,6 +65,7 @@ class Watched:
     def continues(self) -> None:
         """The program leaves the wait to a future's user, such as DDP, which waits at the end of its step."""
         self._overlaps.learn(self.kind, computes=True)
+        self.give_back()
 
     def computes(self) -> bool | None:
         """Whether the program computed beside the call; None before the call has ended."""
@@ -134,8 +135,15 @@ class Overlaps:
         return main is not None and not main.query()
 
     def _learn_pending(self) -> None:
-        while self.pending and (computes := self.pending[0].computes()) is not None:
-            watched = self.pending.popleft()
+        while self.pending:
+            try:
+                watched = self.pending.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
+            computes = watched.computes()
+            if computes is None:
+                self.pending.appendleft(watched)
+                return
             self.learn(watched.kind, computes=computes)
             watched.give_back()
 
