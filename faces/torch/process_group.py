@@ -516,7 +516,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return _choices[collective, policy] if watched is None else _Choice(collective, policy, watched)
 
     def _overlaps_of(self, device: torch.device) -> Overlaps | None:
-        """None if the ranks choose for no call. The ranks have met, so collectives of the GPU are no longer queued."""
+        """None where the ranks never choose. The ranks have met, so collectives of the GPU are no longer queued."""
         with torch_errors():
             comm = self._endpoints.of_all(device)
             calls = comm.tensor_calls
@@ -788,7 +788,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduces several tensors over all ranks, in place."""
         if _goes_apart(tensors):
-            name = "all_reduce" if all(_nbytes(x) < LEAST_BYTES for x in tensors) else None  # a choice is for one call
+            name = _name_of_short("all_reduce", tensors)
             return self._joint(self.allreduce, tensors, tensors, opts, "reduceOp", name)
         op, tensors = _op_of(opts), in_memory(tensors)
 
@@ -858,7 +858,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`all_gather_single` of several tensors."""
         if _goes_apart(inputs):
-            name = "all_gather" if all(_nbytes(output) < LEAST_BYTES for output in outputs) else None
+            name = _name_of_short("all_gather", outputs)
             return self._joint(self.all_gather_single, inputs, outputs, opts, None, name)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         for output, x in zip(outputs, inputs, strict=True):
@@ -950,7 +950,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`reduce_scatter_single` of several tensors."""
         if _goes_apart(inputs):
-            name = "reduce_scatter" if all(_nbytes(x) < LEAST_BYTES for x in inputs) else None
+            name = _name_of_short("reduce_scatter", inputs)
             return self._joint(self.reduce_scatter_single, inputs, outputs, opts, "reduceOp", name)
         op, outputs, inputs = _op_of(opts), in_memory(outputs), in_memory(inputs)
         for output, x in zip(outputs, inputs, strict=True):
@@ -1188,6 +1188,11 @@ def _goes_apart(tensors: Tensors) -> bool:
 
 def _nbytes(x: torch.Tensor) -> int:
     return int(x.numel() * x.element_size())
+
+
+def _name_of_short(collective: str, tensors: Tensors) -> str | None:
+    """The name for `_joint` of calls with these tensors; None if one is long: the ranks choose for each call."""
+    return collective if all(_nbytes(x) < LEAST_BYTES for x in tensors) else None
 
 
 def _waits(opts: Any) -> bool:

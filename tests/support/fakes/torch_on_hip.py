@@ -18,6 +18,9 @@ import torch
 
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import open_runtime
+from support.paths import ROOT
+
+_HIP_ON_HOST = ROOT / "build/rocm-on-host"
 
 
 @functools.cache
@@ -141,7 +144,11 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes torch, and so the backend, use such devices for a test."""
+    """Makes torch, and so the backend, use such devices for a test, and threads for proxies. Skips it without the runtime."""
+    if not (_HIP_ON_HOST / "lib/libamdhip64.so").exists():
+        pytest.skip("needs: make rocm-on-host")
+    monkeypatch.setenv("ROCM_PATH", str(_HIP_ON_HOST))
+    monkeypatch.setenv("PROXYCCL_PROXY", "thread")
     names = {
         "ExternalStream": _Stream,
         "current_stream": _current_stream,
