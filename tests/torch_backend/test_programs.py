@@ -21,11 +21,9 @@ pytestmark = pytest.mark.host_only(reason="on GPUs the benchmark itself runs")
 SECONDS = 400
 
 
-def test_programs_run_beside_gloo_and_report_their_rows(tmp_path: Path) -> None:
-    path = tmp_path / "programs.json"
-    options = ["--quick", "--json", str(path), "-t", str(SECONDS), "-p", "trainings", "moe", "calls"]
-    options += ["--cases", "fsdp-f32", "--variant", "default", "--variant", "1+proxy+registered"]
-    done = subprocess.run(
+def run_programs(options: list[str]) -> subprocess.CompletedProcess[str]:
+    """programs.py with these options, on the host runtime."""
+    return subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "programs.py"), *options],
         capture_output=True,
         text=True,
@@ -33,6 +31,13 @@ def test_programs_run_beside_gloo_and_report_their_rows(tmp_path: Path) -> None:
         env={**os.environ, "PROXYCCL_RUNTIME": "host"},
         check=False,
     )
+
+
+def test_programs_run_beside_gloo_and_report_their_rows(tmp_path: Path) -> None:
+    path = tmp_path / "programs.json"
+    options = ["--quick", "--json", str(path), "-t", str(SECONDS), "-p", "trainings", "moe", "calls"]
+    options += ["--cases", "fsdp-f32", "--variant", "default", "--variant", "1+proxy+registered"]
+    done = run_programs(options)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(path.read_text())
     names = {row["program"]: [value["name"] for value in row["values"]] for row in results["rows"]}
@@ -47,14 +52,7 @@ def test_programs_run_beside_gloo_and_report_their_rows(tmp_path: Path) -> None:
 def test_programs_of_others_run_by_each_contender_and_agree(tmp_path: Path) -> None:
     path = tmp_path / "programs.json"
     options = ["--quick", "--json", str(path), "-p", "tensor-parallel", "pipelines", "--contenders", "proxyccl", "peer"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "programs.py"), *options],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        env={**os.environ, "PROXYCCL_RUNTIME": "host"},
-        check=False,
-    )
+    done = run_programs(options)
     assert done.returncode == 1, done.stdout + done.stderr  # a program that was not run counts as failed
     results = json.loads(path.read_text())
     assert results["failed"] == {"DTensor TP, sequence parallel, under FSDP2": "not run: it takes 4 ranks"}

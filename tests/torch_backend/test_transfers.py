@@ -22,11 +22,9 @@ from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
 from proxyccl.torch import process_group  # noqa: E402
 from proxyccl.torch.endpoints import Endpoints  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
-from support.paths import ROOT  # noqa: E402
 from support.torch_groups import TIMEOUT, run  # noqa: E402
 
 T = TypeVar("T")
-HIP = ROOT / "build/rocm-on-host"
 LONG = 1 << 20  # elements: more than scratch memory holds
 
 
@@ -57,10 +55,6 @@ class Ranks:
 @pytest.fixture(params=["cpu", "gpu"])
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ranks:
     if request.param == "gpu":
-        if not (HIP / "lib/libamdhip64.so").exists():
-            pytest.skip("needs: make rocm-on-host")
-        monkeypatch.setenv("ROCM_PATH", str(HIP))
-        monkeypatch.setenv("PROXYCCL_PROXY", "thread")
         torch_on_hip.use(monkeypatch)
     return Ranks(request.param)
 

@@ -144,7 +144,7 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes torch, and so the backend, use such devices for a test, and threads for proxies. Skips it without the runtime."""
+    """Makes torch, and so the backend, use such devices for a test, and threads for proxies, or skips the test."""
     if not (_HIP_ON_HOST / "lib/libamdhip64.so").exists():
         pytest.skip("needs: make rocm-on-host")
     monkeypatch.setenv("ROCM_PATH", str(_HIP_ON_HOST))
