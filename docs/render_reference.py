@@ -79,10 +79,13 @@ def _signature(name: str, value: Callable[..., Any]) -> str:
 
 
 def _docstring(value: Any) -> str:
-    """A docstring of Google's style as Markdown."""
+    """A docstring of Google's style as Markdown. A public name without one ends the program."""
     out: list[str] = []
     section = ""
-    for line in (inspect.getdoc(value) or "").splitlines():
+    text = inspect.getdoc(value)
+    if not text:
+        raise SystemExit(f"{value.__module__}.{value.__qualname__} is in the reference and has no docstring")
+    for line in text.splitlines():
         if found := SECTION.match(line):
             section = found[1]
             out += [f"{'Arguments' if section == 'Args' else section}:", ""]

@@ -44,9 +44,9 @@ class Request(IntEnum):
 class Exchanging(Protocol):
     """The calls of an agent that the exchange needs."""
 
-    def loadRemoteMD(self, remote_metadata: bytes) -> bytes: ...  # noqa: D102
-    def getLocalMD(self) -> bytes: ...  # noqa: D102
-    def forgetSender(self, metadata: bytes) -> None: ...  # noqa: D102
+    def loadRemoteMD(self, remote_metadata: bytes) -> bytes: ...
+    def getLocalMD(self) -> bytes: ...
+    def forgetSender(self, metadata: bytes) -> None: ...
 
 
 class Listener:
