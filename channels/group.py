@@ -284,7 +284,7 @@ class Group:
     def _begin_watching(self, observer: Observer) -> None:
         context = ContextWatch(self.launches.default_stream, self.failure.file_lost_context)
 
-        def each_turn() -> None:
+        def each_turn() -> int:
             self.symmetric.update()
             self.lent_memory.update()
             now = time.monotonic()
@@ -298,6 +298,7 @@ class Group:
                 proxy.check_turns(self.timeout)
             if self._parent is None:
                 context.look()
+            return self.launches.call_count
 
         def end_waits() -> None:
             if (proxy := self.links.proxy_if_started) is not None:  # otherwise no stream waits for it

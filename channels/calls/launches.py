@@ -228,6 +228,11 @@ class Launches:
             return None
         return reachable_stream(self._runtime, last)
 
+    @property
+    def call_count(self) -> int:
+        """The number of collective calls that this rank has made."""
+        return self._call_log.count
+
     def recent_calls(self, count: int) -> list[tuple[int, dict[str, str]]]:
         """The last collective calls of this rank in order: each with its number, from 1, and its fields in words."""
         return [(number, describe_call(fields)) for number, fields in self._call_log.recent(count)]

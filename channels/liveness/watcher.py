@@ -1,7 +1,8 @@
 """The thread that notices when a peer's process ends (process_watch.py) or a rank of another host fails, and passes
 failures on.
 
-It also maps what peers announce, within INTERVAL_MS. A communicator and those that were split from it share the thread.
+It also maps what peers announce: within INTERVAL_MS while this rank makes calls, and within IDLE_INTERVAL_MS otherwise,
+so that a rank without work costs no measurable CPU time. A communicator and those that were split from it share the thread.
 After a failure it ends the waits of streams for the proxy. This thread, which already exists, handles failures: once
 memory has run out, no other can be started.
 """
@@ -13,6 +14,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -59,6 +61,8 @@ class WatchThread:
     """
 
     INTERVAL_MS = 20
+    IDLE_INTERVAL_MS = 200
+    BUSY_SECONDS = 1.0  # after a call
     RELEASING_MS = 1
 
     def __init__(self, name: str) -> None:
@@ -114,8 +118,13 @@ class WatchThread:
                 watchers = list(self._watchers)
             for watcher in watchers:
                 self._have_look(watcher, [descriptor for descriptor in readable if whose[descriptor] is watcher])
-            releasing = any(watcher.releasing for watcher in watchers)
-            readable = {fd for fd, _ in self._poll.poll(self.RELEASING_MS if releasing else self.INTERVAL_MS)}
+            if any(watcher.releasing for watcher in watchers):
+                interval = self.RELEASING_MS
+            elif any(watcher.busy_until > time.monotonic() for watcher in watchers):
+                interval = self.INTERVAL_MS
+            else:
+                interval = max(self.INTERVAL_MS, self.IDLE_INTERVAL_MS)
+            readable = {fd for fd, _ in self._poll.poll(interval)}
 
     @staticmethod
     def _have_look(watcher: Watcher, readable: list[int]) -> None:
@@ -154,7 +163,7 @@ class Watcher:
         processes: theirs, if they are not this one; empty with a parent, which watches them.
         links: to the ranks of other hosts; the watcher closes them.
         on_abort: called in a separate thread after the abort was passed on.
-        each_turn: called in the thread every INTERVAL_MS at least, until the abort.
+        each_turn: called in the thread at each turn, until the abort. Returns the number of calls that the rank has made.
         on_error: called in the thread with an error that keeps it from watching, once; it ends the communicator.
         end_waits: ends the waits of streams for the proxy. It is called in the thread every RELEASING_MS once the abort
             was passed on: a caller that checks after a stream must learn of it.
@@ -173,7 +182,7 @@ class Watcher:
         processes: Mapping[int, PeerProcess],
         links: Mapping[int, Link],
         on_abort: Callable[[], None] = lambda: None,
-        each_turn: Callable[[], None] = lambda: None,
+        each_turn: Callable[[], int] = lambda: 0,
         end_waits: Callable[[], None] = lambda: None,
         on_error: Callable[[BaseException], None] = lambda _: None,
         parent: Watcher | None = None,
@@ -203,6 +212,8 @@ class Watcher:
         self._passed_on = self._closed = False
         self._reporting: Thread | None = None
         self.releasing = False
+        self._calls = 0
+        self.busy_until = time.monotonic() + WatchThread.BUSY_SECONDS
         self._thread.add(self)
 
     @property
@@ -245,8 +256,8 @@ class Watcher:
             self.pass_on()
             self._passed_on = self.releasing = True
             self._report()
-        else:
-            self._each_turn()
+        elif (calls := self._each_turn()) != self._calls:
+            self._calls, self.busy_until = calls, time.monotonic() + WatchThread.BUSY_SECONDS
 
     def _follow_processes(self) -> None:
         # Without descriptors the next turn tries again. Meanwhile other ranks watch the same processes.

@@ -86,9 +86,14 @@ class CallLog:
         """Logs a call and compares it. 0, or one of CALL_ABORTED, CALL_DIFFERS and CALL_DIFFERED."""
         return int(lib.proxyccl_calls_agree(self._callers, call))
 
+    @property
+    def count(self) -> int:
+        """The number of calls that this rank has made. For any thread."""
+        return int(self._callers.sequence)
+
     def recent(self, count: int) -> list[tuple[int, tuple[int, ...]]]:
         """The last calls of this rank in order, each with its number, from 1. For any thread."""
-        return _read(self._callers.own, self._callers.sequence, count)
+        return _read(self._callers.own, self.count, count)
 
     def difference(self) -> tuple[int, tuple[int, ...]]:
         """After CALL_DIFFERS or CALL_DIFFERED: the rank that made another call, and the fields of its last."""
