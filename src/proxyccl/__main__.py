@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
 
 from proxyccl.device.environment import warn_of_unknown
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
@@ -345,6 +345,16 @@ def _bench(parsed: argparse.Namespace) -> int:
     )
 
 
+class _ShowVersion(argparse.Action):
+    """Prints the version, which takes 10 ms to look up, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"proxyccl {version('proxyccl')}")
+        parser.exit()
+
+
 class _Command(NamedTuple):
     """A command: its description, its arguments, its call, and the text that ends its help."""
 
@@ -388,6 +398,7 @@ def command_parser(chosen: str | None = None) -> argparse.ArgumentParser:
             modules that need not be imported. None for the arguments of all.
     """
     parser = argparse.ArgumentParser(prog="proxyccl", description="Host-proxy communication for GPU kernels.")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
         added = _add_command(commands, name, command.what, command.epilog)
@@ -406,7 +417,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, or 1 for a failure.
 
     Raises:
-        SystemExit: with code 2 for wrong arguments, with 0 after ``--help``.
+        SystemExit: with code 2 for wrong arguments, with 0 after ``--help`` or ``--version``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: its encoding may lack characters of names

@@ -52,6 +52,11 @@ def test_info_tells_what_there_is_and_how_to_get_the_rest() -> None:
         assert word in result.stdout
 
 
+def test_the_version_is_all_that_is_printed() -> None:
+    result = proxyccl("--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"proxyccl {__version__}\n", "")
+
+
 def machine_of(ranks: int, cpu: str) -> tuned.Machine:
     return tuned.Machine(cpu, 2, "cuda", "H200", (ranks,), {"mapped": ranks - 1}, "process")
 
