@@ -44,7 +44,7 @@ quietly = $(call step,$1,$2); said=$$($3 2>&1) || { printf '%s\n' "$$said"; exit
 # Tests start a thousand processes: they shall not compile every module again, where that is turned off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric bare-writes test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page signatures lint docs docs-test wheel clean
+.PHONY: demo test test-slow test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric bare-loops test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page signatures lint docs docs-test wheel clean
 
 demo:
 	$(MAKE) --jobs 2 $(VENV)/.built
@@ -211,9 +211,9 @@ test-gpu: $(if $(filter $(BIN)/%,$(PYTEST)),$(VENV)/.installed)
 	$(call step,TEST,on GPUs)
 	PROXYCCL_RUNTIME=$(GPU_RUNTIME) $(PYTEST) tests --full
 
-bench: $(VENV)/.built
-	$(BIN)/proxyccl bench ring
-	$(RUN) $(BIN)/proxyccl bench all_reduce
+bench: $(VENV)/.built bare-loops
+	$(BIN)/python benchmarks/ring.py
+	$(RUN) benchmarks/collectives.py all_reduce
 
 # All benchmarks on this machine's GPUs, beside the peers of its own Python's torch:
 #   make bench-gpu RANKS=4 MPIEXEC="mpirun --allow-run-as-root" GPU_PYTHON=python3
@@ -222,7 +222,7 @@ GPU_PYTHON ?= $(BIN)/python
 RESULTS := benchmarks/results
 # A benchmark's program as ranks: their number, its name, and what the name of its results has before that number.
 measure = $(call step,BENCH,$2); $(MPIEXEC) -n $1 $(GPU_PYTHON) -m mpi4py benchmarks/$2.py --json $(RESULTS)/$2$3_$1.json
-bench-gpu:
+bench-gpu: bare-loops
 	$(call step,BENCH,programs)
 	$(GPU_PYTHON) benchmarks/programs.py --ranks $(RANKS) --mpiexec "$(MPIEXEC)" --json $(RESULTS)/programs_$(RANKS).json
 	$(call measure,$(RANKS),all_reduce)
@@ -242,7 +242,7 @@ bench-gpu:
 	$(call step,BENCH,first_result)
 	$(GPU_PYTHON) benchmarks/first_result.py --mpiexec "$(MPIEXEC)" --json $(RESULTS)/first_result_$(GPU_RUNTIME)_2.json
 	$(call step,BENCH,ring)
-	$(GPU_PYTHON) -m proxyccl bench ring --json $(RESULTS)/ring_1.json
+	$(GPU_PYTHON) benchmarks/ring.py --json $(RESULTS)/ring_1.json
 	$(GPU_PYTHON) benchmarks/results_page.py
 
 # All that a machine with RANKS GPUs shows: behaviour, the examples among it, with proxies in the ranks and in the daemon; then the
@@ -253,7 +253,7 @@ gpu-report: test-gpu
 	$(MAKE) bench-gpu
 
 # RDMA in the machine with Soft-RoCE, which keeps no files: the results are printed after the tables.
-bench-rdma: $(VENV)/.installed bare-writes
+bench-rdma: $(VENV)/.installed bare-loops
 	$(call step,BENCH,rdma_writes)
 	$(BIN)/python $(SOFT_ROCE)/machine.py --timeout 600 -- sh -c "$(BIN)/python benchmarks/rdma_writes.py \
 	  --json /tmp/rdma_writes.json && cat /tmp/rdma_writes.json" > build/rdma_writes.txt
@@ -262,7 +262,7 @@ bench-rdma: $(VENV)/.installed bare-writes
 
 # Writes through libfabric, beside iperf3 and fi_pingpong, which are fetched where they can be; and all_reduce between two
 # hosts of two ranks, which are network namespaces of this machine, beside MPI and gloo.
-bench-fabric: $(VENV)/.installed .venv-torch/.installed bare-writes
+bench-fabric: $(VENV)/.installed .venv-torch/.installed bare-loops
 	$(BIN)/python tests/support/packages/fetch_network_peers.py build/network-peers || test $$? = 2
 	$(call step,BENCH,fabric_writes)
 	$(BIN)/python tests/support/hosts/run_on_hosts.py -- $(BIN)/python \
@@ -353,10 +353,10 @@ $(FAKE_FABRIC)/libfake_endpoint.so: tests/support/fakes/fake_endpoint.h
 $(FAKE_FABRIC)/libfake_%.so: tests/support/fakes/fake_%.c
 	$(call step,CC,$@); mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread -Ibuild/fabric-headers/usr/include $(filter %.c,$^) -ldl -o $@
 
-# The loops that benchmarks compare proxied writes with. No part of the package.
-BARE_WRITES := build/bare-writes/libbare_writes.so
-bare-writes: $(BARE_WRITES)
-$(BARE_WRITES): $(wildcard benchmarks/bare_writes/*.c benchmarks/bare_writes/*.h) proxy/engine/clock.h proxy/engine/verbs_transport.h
+# The loops with which benchmarks compare the engine, and by which tests fill rings. They are not part of the package.
+BARE_LOOPS := build/bare-loops/libbare_loops.so
+bare-loops: $(BARE_LOOPS)
+$(BARE_LOOPS): $(wildcard benchmarks/bare_loops/*.c benchmarks/bare_loops/*.h) proxy/engine/clock.h proxy/engine/ring.h proxy/engine/verbs_transport.h
 	$(call step,CC,$@); mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -Iproxy/engine -Idevice/include \
 	  -Ibuild/rdma-headers/usr/include -Ibuild/fabric-headers/usr/include $(filter %.c,$^) -o $@
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -25,20 +26,18 @@ def show_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _whole(least: int, text: str) -> int:
-    if not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected a whole number from {least}, not {text!r}")
-    return int(text)
+def whole(least: int) -> Callable[[str], int]:
+    """A type for whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, not {text!r}")
+        return int(text)
+
+    return number
 
 
-def count(text: str) -> int:
-    """A whole number from 1."""
-    return _whole(1, text)
-
-
-def count_or_none(text: str) -> int:
-    """A whole number from 0."""
-    return _whole(0, text)
+count = whole(1)
 
 
 def port(text: str) -> int:
@@ -46,11 +45,6 @@ def port(text: str) -> int:
     if not text.isdigit() or int(text) >= 1 << 16:
         raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, not {text!r}")
     return int(text)
-
-
-def factor(text: str) -> int:
-    """A whole number from 2."""
-    return _whole(2, text)
 
 
 def seconds(text: str) -> float:
@@ -66,7 +60,7 @@ def seconds(text: str) -> float:
 
 def ranks(text: str) -> tuple[int, ...]:
     """Numbers of ranks, such as 0,3."""
-    return tuple(_whole(0, part) for part in text.split(","))
+    return tuple(map(whole(0), text.split(",")))
 
 
 def json_file(text: str) -> Path:

@@ -260,91 +260,6 @@ def _doctor(parsed: argparse.Namespace) -> int:
     return doctor.run(parsed.reports, full=parsed.full, as_json=parsed.json)
 
 
-def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    from proxyccl.channels.collectives.reductions import OPS
-    from proxyccl.device.arrays.dtypes import DTYPES, reduction_dtypes
-    from proxyccl.tools import bench_collectives
-
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-
-    ring = _add_command(benchmarks, "ring", "measure the trigger ring and the engine that drains it, in one process")
-    ring.add_argument("-t", "--seconds", type=options.count, default=20, help="time to spend (default %(default)s)")
-    ring.add_argument(
-        "-n", "--triggers", type=options.count, help="triggers in each timed run (default: what the time allows)"
-    )
-    ring.add_argument(
-        "-r", "--repeats", type=options.count, default=7, help="repeats of each timed run (default %(default)s)"
-    )
-    ring.add_argument(
-        "--fifo-size",
-        type=options.count,
-        default=1024,
-        help="slots of the ring, a power of two (default %(default)s)",
-    )
-    ring.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results to FILE")
-
-    for name in bench_collectives.COLLECTIVES:
-        reduction = name in bench_collectives.REDUCTIONS
-        sub = _add_command(
-            benchmarks,
-            name,
-            f"measure {name} beside MPI's, under mpiexec",
-            f"Start it with: mpiexec -n 4 python -m mpi4py -m proxyccl bench {name}",
-        )
-        sub.add_argument(
-            "-b", "--min-bytes", type=options.size, default=1 << 10, metavar="SIZE", help="first size (default 1K)"
-        )
-        sub.add_argument(
-            "-e", "--max-bytes", type=options.size, default=1 << 20, metavar="SIZE", help="last size (default 1M)"
-        )
-        sub.add_argument(
-            "-f", "--step-factor", type=options.factor, default=4, help="factor between sizes (default %(default)s)"
-        )
-        dtypes = reduction_dtypes() if reduction else list(DTYPES)
-        sub.add_argument("-d", "--dtype", choices=dtypes, default="float32", help="element type (default %(default)s)")
-        if reduction:
-            sub.add_argument("-o", "--op", choices=OPS, default="sum", help="reduction (default %(default)s)")
-        sub.add_argument(
-            "-a", "--algorithm", default="auto", help="an algorithm, auto, or each for all (default %(default)s)"
-        )
-        sub.add_argument(
-            "-n",
-            "--iterations",
-            type=options.count,
-            default=20,
-            help="most timed calls of a size (default %(default)s)",
-        )
-        sub.add_argument(
-            "-w", "--warm-up", type=options.count_or_none, default=2, help="calls before those (default %(default)s)"
-        )
-        sub.add_argument("-t", "--seconds", type=options.count, default=8, help="time to spend (default %(default)s)")
-        sub.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results to FILE")
-
-
-def _bench(parsed: argparse.Namespace) -> int:
-    from proxyccl.tools import bench_collectives, bench_ring
-
-    if parsed.benchmark == "ring":
-        return bench_ring.run(parsed.seconds, parsed.repeats, parsed.fifo_size, parsed.json, parsed.triggers)
-    if parsed.min_bytes > parsed.max_bytes:
-        raise ArgumentError("--min-bytes", f"{parsed.min_bytes} is larger than --max-bytes {parsed.max_bytes}")
-    return bench_collectives.run(
-        bench_collectives.Options(
-            collective=parsed.benchmark,
-            min_bytes=parsed.min_bytes,
-            max_bytes=parsed.max_bytes,
-            step_factor=parsed.step_factor,
-            dtype=parsed.dtype,
-            op=getattr(parsed, "op", "sum"),
-            algorithm=parsed.algorithm,
-            iterations=parsed.iterations,
-            warm_up=parsed.warm_up,
-            seconds=parsed.seconds,
-            json=parsed.json,
-        )
-    )
-
-
 class _ShowVersion(argparse.Action):
     """Prints the version, which takes 10 ms to look up, and ends."""
 
@@ -386,7 +301,6 @@ _COMMANDS = {
     "doctor": _Command(
         "read the reports of ranks that hang, and say who waits for whom and why", _doctor_arguments, _doctor
     ),
-    "bench": _Command("measure the trigger ring or a collective", _bench_arguments, _bench),
 }
 
 

@@ -28,7 +28,7 @@ from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import ReportError
 from proxyccl.proxy.trigger import Operation
-from proxyccl.tools import ring_loops
+from support.bare_loops import produce
 from support.device_arrays import on_device
 from support.devices import processes
 from support.hanging import KERNELS, caught, hang
@@ -311,7 +311,7 @@ def test_a_ring_seen_from_the_side() -> None:
 
     def push(first: int, count: int, size: int) -> None:
         words = Trigger(Operation.DATA, channel=5, size=size).encode()
-        assert ring_loops.produce(fifo, first, words, count, 1.0) == count
+        assert produce(fifo, first, words, count, 1.0) == count
 
     push(0, 6, 100)
     assert [ticket for ticket, _ in fifo.snapshot().waiting] == list(range(6))
