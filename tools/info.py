@@ -381,16 +381,13 @@ def _environment() -> list[Finding]:
 def findings() -> list[Finding]:
     """All findings, in the order in which they are shown. Proxies are watched while the others are made."""
     watch = Watch()
-    try:
-        with contextlib.suppress(ArgumentError):  # `_idle_policies` reports it
-            watch.rates()
-        mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer one
-        kernels = (*_shipped(), *_compiler(), *_cache())
-        before = [*_runtimes(), *_devices(), *_rdma(), *_fabric()]
-        after = [*mpi, *kernels, *_tuning(), *_environment()]
-        return [*before, *_proxies(watch), *_agents(), *_containers(), *after]
-    finally:
-        watch.close()
+    with contextlib.suppress(ArgumentError):  # `_idle_policies` reports it
+        watch.rates()
+    mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer one
+    kernels = (*_shipped(), *_compiler(), *_cache())
+    before = [*_runtimes(), *_devices(), *_rdma(), *_fabric()]
+    after = [*mpi, *kernels, *_tuning(), *_environment()]
+    return [*before, *_proxies(watch), *_agents(), *_containers(), *after]
 
 
 def _marks(out: TextIO) -> tuple[str, str, str]:

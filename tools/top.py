@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import shutil
@@ -12,12 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from proxyccl.channels.transfers.published import find_agents
-from proxyccl.device.errors import ArgumentError
 from proxyccl.device.shown_text import printed_json, shown
 from proxyccl.proxy.codec import Codec
-from proxyccl.proxy.observe.publications import find, none_found
+from proxyccl.proxy.observe.publications import none_found
 from proxyccl.proxy.observe.rates import ChannelRates, ServiceRates, rates_between
-from proxyccl.proxy.observe.reader import Observer, ServiceView
+from proxyccl.proxy.observe.reader import ServiceView, snapshots
 from proxyccl.proxy.reports.document import MOST_BYTES
 from proxyccl.tools.tables import Column, Table
 
@@ -51,37 +49,22 @@ class Watch:
     """
 
     def __init__(self, job: str | None = None, process: int | None = None) -> None:
-        self._job = job
-        self._process = process
-        self._observers: dict[Path, Observer] = {}
+        self._of = job, process
         self._views: dict[Path, ServiceView] = {}
 
     def rates(self) -> list[ServiceRates]:
-        """The services' activity since the last call, ordered by job and rank; without services that are new."""
-        before, self._views = self._views, {}
-        rates = []
-        found = dict(find(self._job, process=self._process))
-        for path in self._observers.keys() - found.keys():
-            self._observers.pop(path).close()
-        for path, publication in found.items():
-            if path not in self._observers:
-                with contextlib.suppress(ArgumentError):  # it was closed meanwhile
-                    self._observers[path] = Observer(publication)
-            if path in self._observers:
-                view = self._views[path] = self._observers[path].snapshot()
-                if path in before:
-                    rates.append(rates_between(before[path], view))
-        return rates
+        """The services' activity since the last call, ordered by job and rank; without services that are new.
+
+        Raises:
+            ArgumentError: the directory of publications is not this user's own.
+        """
+        before, self._views = self._views, snapshots(*self._of)
+        return [rates_between(before[path], view) for path, view in self._views.items() if path in before]
 
     @property
     def views(self) -> list[ServiceView]:
         """The services at the last call of `rates`, new ones among them."""
         return list(self._views.values())
-
-    def close(self) -> None:
-        """Stops observing."""
-        while self._observers:
-            self._observers.popitem()[1].close()
 
 
 def short(value: float) -> str:
@@ -227,8 +210,6 @@ def run(interval: float, job: str | None, process: int | None, *, once: bool, as
                 break
     except KeyboardInterrupt:
         return 0
-    finally:
-        watch.close()
     if not any_shown and with_agents and not as_json and (agents := agents_text()):
         print(agents)
         return 0
