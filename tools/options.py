@@ -1,4 +1,4 @@
-"""Types of command-line arguments that the tools and the benchmark programs share, for argparse's `type`."""
+"""Command-line arguments that tools share; types of arguments, for argparse's `type`, that benchmarks use too."""
 
 from __future__ import annotations
 
@@ -69,3 +69,36 @@ def json_file(text: str) -> Path:
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in an existing directory, not {text!r}")
     return path
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that select proxies."""
+    parser.add_argument("--job", metavar="ID", help="only proxies of this job (default: all)")
+    parser.add_argument(
+        "--daemon",
+        nargs="?",
+        const="",
+        metavar="SOCKET",
+        help="only proxies in this node daemon; without SOCKET, in the one at the default socket",
+    )
+
+
+def selected_process(daemon: str | None) -> int | None:
+    """Process id of the daemon that --daemon selects; None without that option."""
+    if daemon is None:
+        return None
+    from proxyccl.proxy.daemon.client import daemon_process
+    from proxyccl.proxy.daemon.protocol import socket_path
+
+    return daemon_process(socket_path(daemon))
+
+
+def add_web(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--web",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="show the activity of this machine's ranks in a browser, at HOST:PORT, or a part of it (without ADDRESS: "
+        "any free port of localhost); the URL that is printed has a token",
+    )

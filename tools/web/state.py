@@ -13,13 +13,13 @@ from proxyccl.channels.reports.diagnosis import Diagnosis, diagnose
 from proxyccl.channels.reports.find import Found
 from proxyccl.channels.reports.render import counted
 from proxyccl.channels.segment.error_record import SCHEDULE_WAITS
+from proxyccl.channels.transfers.published import agents_text
 from proxyccl.proxy.codec import Codec, Message
-from proxyccl.proxy.observe.rates import ServiceRates
+from proxyccl.proxy.observe.rates import ServiceRates, Watch
 from proxyccl.proxy.observe.reader import ServiceView
 from proxyccl.proxy.reports.document import MOST_BYTES, ReportError
 from proxyccl.proxy.reports.files import directory, reports_in
 from proxyccl.tools.communicators import CommunicatorView, WaitView, communicators
-from proxyccl.tools.top import Watch, agents_text
 
 _REPORTS = 64  # the newest, which are read
 _DIAGNOSES = 5  # the newest, which are shown

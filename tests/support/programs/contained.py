@@ -16,8 +16,8 @@ import sys
 import numpy as np
 
 from proxyccl import Communicator, FileBootstrap, PeerLostError, ProxyCCLError
+from proxyccl.proxy.observe.rates import Watch
 from proxyccl.tools.communicators import communicators
-from proxyccl.tools.top import Watch
 from proxyccl.transfer import Agent, shared_empty
 from support.devices import rank_runtime
 
