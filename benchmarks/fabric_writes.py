@@ -6,7 +6,7 @@ same memory, and ask for as many completions. They take turns; a ratio is the me
 iperf3 and fi_pingpong are installed, they tell before what they get on the same interface: a stream of TCP, and
 messages to and fro.
 
-    make bare-writes                                       the bare loop
+    make bare-loops                                       the bare loop
     python benchmarks/fabric_writes.py --interface lo      both processes on one host, over its loopback
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import aims
-import bare_writes
+import bare_loops
 import numpy as np
 from network_peers import NetworkPeers
 from program import common_arguments, end_if_it_hangs
@@ -59,7 +59,7 @@ def serve(pipe: Connection, options: FabricOptions) -> None:
     pipe.send((endpoint.address, registration.address, registration.key))
     queue = endpoint.connect(pipe.recv(), 0).queue
     while not pipe.poll():
-        if bare_writes.fabric_serve(queue, 0.05):
+        if bare_loops.fabric_serve(queue, 0.05):
             break
     pipe.send(memory.tobytes())
     endpoint.close()
@@ -83,7 +83,7 @@ class Bare:
 
     def __call__(self, nbytes: int, count: int) -> float:
         """Seconds that this many writes take."""
-        taken = bare_writes.fabric_write(**self._options, bytes=nbytes, count=count)
+        taken = bare_loops.fabric_write(**self._options, bytes=nbytes, count=count)
         if taken < 0:
             raise TransportError(f"the bare loop: {load().words(-taken)}")
         return taken / 1e9

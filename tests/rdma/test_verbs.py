@@ -31,7 +31,7 @@ from proxyccl.proxy.observe.tracing import Tracer
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
-from support.bare_writes import verbs_write
+from support.bare_loops import verbs_write
 from support.fakes.verbs import (
     LKEY,
     RKEY,

@@ -16,7 +16,7 @@ from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.trigger import MAX_MEMORIES, Operation
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
-from proxyccl.tools import ring_loops
+from support.bare_loops import produce
 from support.devices import rank_runtime
 from support.fakes.writer import FakeWriter
 from support.running import TIMEOUT, wait_for
@@ -86,7 +86,7 @@ class Producer:
         """Pushes copies of a trigger, waiting for room. Returns the last one's ticket."""
         ring = self._service.fifo_for(trigger.channel)
         first = self._tickets.get(ring, 0)
-        pushed = ring_loops.produce(ring, first, trigger.encode(), count, TIMEOUT)
+        pushed = produce(ring, first, trigger.encode(), count, TIMEOUT)
         self._tickets[ring] = first + pushed
         assert pushed == count, "the ring stays full"
         return first + count - 1

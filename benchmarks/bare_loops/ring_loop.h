@@ -1,6 +1,6 @@
 /* Loops that only drain or fill a ring: the ring's limit, with which benchmarks compare the engine. */
-#ifndef PROXYCCL_RING_LOOPS_H
-#define PROXYCCL_RING_LOOPS_H
+#ifndef PROXYCCL_RING_LOOP_H
+#define PROXYCCL_RING_LOOP_H
 
 #include <stdint.h>
 

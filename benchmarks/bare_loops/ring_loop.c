@@ -1,4 +1,4 @@
-#include "ring_loops.h"
+#include "ring_loop.h"
 
 #include <sched.h>
 

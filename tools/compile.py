@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -68,10 +69,21 @@ def compile_all(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int
     return compile_kernels(compiler, architecture, kernels, threads)
 
 
-def run(architectures: Sequence[str]) -> int:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "--arch",
+        action="append",
+        default=[],
+        metavar="ARCH",
+        help="architecture of the GPUs, such as sm_90 or gfx942; may be repeated (default: this machine's)",
+    )
+
+
+def run(parsed: Namespace) -> int:
     """The command. Returns the exit code."""
     kernels = (*EXPERT_KERNELS, *KERNELS_OF_STEPS)
-    for architecture in architectures or _here():
+    for architecture in parsed.arch or _here():
         began = time.perf_counter()
         made, cached = compile_all(architecture, kernels)
         seconds = time.perf_counter() - began

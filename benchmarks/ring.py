@@ -1,9 +1,9 @@
-"""`proxyccl bench ring`: how fast the engine drains a ring, and how fast a bare loop does; in one process.
+"""How fast the engine drains a ring, and how fast a bare loop does, in one process: python ring.py
 
 It measures:
 
 - The drain rate. One CPU thread produces triggers. The consumer is a proxy worker or a C loop that only takes them out
-  (`ring_loops.drain`), over a ring of the same size and kind; the two alternate. The engine decodes each trigger,
+  (`bare_loops.drain`), over a ring of the same size and kind; the two alternate. The engine decodes each trigger,
   checks it against its tables, executes and counts it. A put of 0 bytes shows the engine's own work. A signal and a
   flush add a call of the transport and the runtime, with a store of 8 bytes. A put of 8 bytes adds a copy.
 - The rate at which kernels push, by the layout of the producing threads and the size of the ring. The engine or the
@@ -18,6 +18,7 @@ signal calls the driver.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import statistics
 import struct
@@ -29,10 +30,12 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+import bare_loops
+
 from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
-from proxyccl.device.errors import CompileError, ProxyCCLError, WaitTimeoutError
+from proxyccl.device.errors import ArgumentError, CompileError, ProxyCCLError, WaitTimeoutError
 from proxyccl.device.kernel import Module
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import open_runtime
@@ -42,7 +45,7 @@ from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Operation, Trigger
-from proxyccl.tools import ring_loops
+from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions, write_json
 from proxyccl.tools.tables import Column, Table
 
@@ -181,7 +184,7 @@ def _produce(fifo: Fifo, first: int, trigger: tuple[int, int], count: int) -> fl
     """Pushes from this thread, waits until all are taken, and returns the seconds since the first push."""
     tail = fifo.tail
     start = time.perf_counter()
-    pushed = ring_loops.produce(fifo, first, trigger, count, _TIMEOUT)
+    pushed = bare_loops.produce(fifo, first, trigger, count, _TIMEOUT)
     while tail[0] < first + count:
         if pushed < count or time.perf_counter() - start > _TIMEOUT:
             raise WaitTimeoutError(f"only {tail[0] - first} of {count} triggers were taken within {_TIMEOUT:g} s")
@@ -192,7 +195,7 @@ def _produce(fifo: Fifo, first: int, trigger: tuple[int, int], count: int) -> fl
 def _bare_drain(runtime: Runtime, fifo_size: int, count: int) -> Iterator[Fifo]:
     """A fresh ring, and a thread with the bare loop that takes `count` triggers out of it."""
     fifo = Fifo(runtime, fifo_size)
-    consumer = threading.Thread(target=ring_loops.drain, args=(fifo, count, _TIMEOUT), name="bare-drain")
+    consumer = threading.Thread(target=bare_loops.drain, args=(fifo, count, _TIMEOUT), name="bare-drain")
     consumer.start()
     try:
         yield fifo
@@ -445,19 +448,8 @@ def _show_idling(results: Fields) -> None:
     print(f"CPU use: {100 * results['cpu']:.1f} % of a core")
 
 
-def run(seconds: float, repeats: int, fifo_size: int, json: Path | None, triggers: int | None = None) -> int:
-    """The command. Returns the exit code.
-
-    Args:
-        seconds: to spend, about.
-        repeats: of each timed run.
-        fifo_size: slots of the rings, a power of two.
-        json: where to write the results, or None.
-        triggers: in each timed run; None for as many as fit in the time.
-
-    Raises:
-        ArgumentError: fifo_size is not a power of two.
-    """
+def run(seconds: float, repeats: int, fifo_size: int, json: Path | None, triggers: int | None) -> None:
+    """Measures, prints the tables, and writes the results to `json` if it is not None."""
     runtime = open_runtime()
     facts = machine()
     results: Fields = {
@@ -490,4 +482,28 @@ def run(seconds: float, repeats: int, fifo_size: int, json: Path | None, trigger
     _show_idling(results["idle"])
     if json is not None:
         write_json(json, results)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-t", "--seconds", type=options.count, default=20, help="time to spend (default %(default)s)")
+    parser.add_argument(
+        "-n", "--triggers", type=options.count, help="triggers in each timed run (default: what the time allows)"
+    )
+    parser.add_argument(
+        "-r", "--repeats", type=options.count, default=7, help="repeats of each timed run (default %(default)s)"
+    )
+    parser.add_argument(
+        "--fifo-size", type=options.count, default=1024, help="slots, a power of two (default %(default)s)"
+    )
+    parser.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results to FILE")
+    parsed = parser.parse_args()
+    try:
+        run(parsed.seconds, parsed.repeats, parsed.fifo_size, parsed.json, parsed.triggers)
+    except ArgumentError as error:
+        parser.error(str(error))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
