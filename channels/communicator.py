@@ -9,17 +9,12 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from proxyccl.channels import array_libraries, kernel_languages, proxy_channel, sm_channel
-from proxyccl.channels.collectives.all_gather import ALL_GATHER
-from proxyccl.channels.collectives.all_reduce import ALL_REDUCE
-from proxyccl.channels.collectives.all_to_all import ALL_TO_ALL
-from proxyccl.channels.collectives.barrier import barrier
-from proxyccl.channels.collectives.broadcast import BROADCAST
+from proxyccl.channels.collectives.collective import EXECUTE
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.planned import EXECUTE
-from proxyccl.channels.collectives.reduce import reduce
-from proxyccl.channels.collectives.reduce_scatter import REDUCE_SCATTER
+from proxyccl.channels.collectives.moves import ALL_GATHER, ALL_TO_ALL, BROADCAST
+from proxyccl.channels.collectives.reductions import ALL_REDUCE, REDUCE_SCATTER, reduce
 from proxyccl.channels.collectives.request import CtaPolicy, requested_policy
-from proxyccl.channels.collectives.run import run
+from proxyccl.channels.collectives.run import barrier, run
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.collectives.tensor_calls import TensorCalls
 from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gather, recv, scatter, send

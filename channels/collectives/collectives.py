@@ -11,13 +11,13 @@ from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.by_proxy import ByProxy
 from proxyccl.channels.collectives.flows import Flows
 from proxyccl.channels.collectives.packet_team import MAX_RANKS, carries_whole_lines
-from proxyccl.channels.collectives.proxied_kernels import proxied_kernel_bytes
 from proxyccl.channels.collectives.request import CtaPolicy, Request, request
 from proxyccl.channels.collectives.selection import (
     ALGORITHMS_BY_COLLECTIVE,
     PACKET_ALGORITHMS,
     Selector,
     default_selector,
+    proxied_kernel_bytes,
 )
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.execution_plans.executor import ExecutionPlans

@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from proxyccl.channels.calls._calls import FlowCalls
 from proxyccl.channels.calls.launches import CurrentStream, array_types
-from proxyccl.channels.collectives.links import Links
 from proxyccl.channels.collectives.table import COLLECTIVES
+from proxyccl.channels.collectives.team import Links
 from proxyccl.channels.group import Group
 from proxyccl.channels.joining.exchange import FLAG
 from proxyccl.channels.memory import allocate, register

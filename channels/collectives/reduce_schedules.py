@@ -151,12 +151,6 @@ def all_reduce_steps(
     return steps
 
 
-def prepare_all_reduce(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
-    """The stream operations of an all_reduce of all ranks; `target` may be `source`."""
-    ranks = by_proxy.group.world_size
-    return by_proxy.rings.prepare(all_reduce_steps(by_proxy, source, target, op, range(ranks), ranks))
-
-
 def _all_reduce_round(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares, divisor: int
 ) -> list[Step]:
@@ -169,18 +163,16 @@ def _all_reduce_round(
     found = memories.target(target.ptr + start, nbytes)
     output = memories.found_or_staged(found, "target", nbytes)
     sends = tuple(
-        ScheduleSend(
-            links.sends[peer],
-            output.memory.source_id(peer),
-            output.offset + own + begin * itemsize,
+        links.send(
+            peer,
+            output.at(own + begin * itemsize),
             shares.length(rank, begin, most) * itemsize,
-            post_channel=links.posts[peer],
             dst_offset=own + begin * itemsize,
             gate=number + 1,
         )
         for peer, begin, most, number in part.pieces.results()
     )
-    posts = tuple(SchedulePost(links.posts[peer], output.memory.id_at(peer), output.offset) for peer in peers)
+    posts = tuple(links.post(peer, output) for peer in peers)
     receives = tuple(ScheduleReceive(links.sends[peer], sends=part.pieces.results_from(peer)) for peer in peers)
     schedule = Schedule((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives), joined=_JOINED)
     copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # none in place
@@ -200,17 +192,7 @@ def _one_crossing(
     replaced = sent.ptr == target.ptr  # the result replaces what is sent
     schedule = Schedule(
         posts=slots.posts(links.posts),
-        sends=tuple(
-            ScheduleSend(
-                links.sends[peer],
-                sent.memory.source_id(peer),
-                sent.offset,
-                nbytes,
-                post_channel=links.posts[peer],
-                stage=0 if replaced else None,
-            )
-            for peer in peers
-        ),
+        sends=tuple(links.send(peer, sent, nbytes, stage=0 if replaced else None) for peer in peers),
         receives=tuple(ScheduleReceive(links.sends[peer], stage=0) for peer in peers),
         joined=_JOINED,
     )
@@ -360,13 +342,12 @@ class _Reduction:
         """Sends every peer the part that it reduces, piece by piece."""
         links = self._by_proxy.links
         return tuple(
-            ScheduleSend(
-                links.sends[peer],
-                self._inputs[peer].memory.source_id(peer),
-                self._inputs[peer].offset + begin * self._itemsize,
+            links.send(
+                peer,
+                self._inputs[peer].at(begin * self._itemsize),
                 self._shares.length(peer, begin, most) * self._itemsize,
-                post_channel=links.scratch_posts[peer],
                 dst_offset=begin * self._itemsize,
+                to_scratch=True,
             )
             for peer, begin, most in self.pieces.values()
         )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from proxyccl.channels.collectives.proxied_kernels import proxied_kernel_bytes
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.segment.calls import register_names
 from proxyccl.device.arguments.integers import as_integer
@@ -233,6 +232,21 @@ class Selector:
             symmetric: whether the callers promise symmetric arrays.
         """
         return self.tables[Case.of(collective, as_dtype(dtype), symmetric=symmetric)].choose(nbytes)
+
+
+def sends_through_pinned_memory(group: Group) -> bool:
+    """Whether kernels send to other nodes through pinned memory; the same on all ranks."""
+    return group.runtime.launch_defaults.pinned_kernel_bytes > 0 and group.topology.stages_remote_pairs()
+
+
+def proxied_kernel_bytes(group: Group) -> int:
+    """The longest share that kernels move to peers of other nodes, by default, through the proxy; the same on all
+    ranks. 0: they move none.
+    """
+    defaults = group.runtime.launch_defaults
+    if defaults.proxied_kernel_bytes > 0 or not sends_through_pinned_memory(group):
+        return defaults.proxied_kernel_bytes
+    return defaults.pinned_kernel_bytes // max(1, group.world_size - min(map(len, group.topology.node_members())))
 
 
 def default_selector(group: Group, *, lines: bool = False) -> Selector:

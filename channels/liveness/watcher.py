@@ -2,9 +2,9 @@
 failures on.
 
 It also maps what peers announce: within INTERVAL_MS while this rank makes calls, and within IDLE_INTERVAL_MS otherwise,
-so that a rank without work costs no measurable CPU time. A communicator and those that were split from it share the thread.
-After a failure it ends the waits of streams for the proxy. This thread, which already exists, handles failures: once
-memory has run out, no other can be started.
+so that a rank without work costs no measurable CPU time. A communicator and those that were split from it share the
+thread. After a failure it ends the waits of streams for the proxy. This thread, which already exists, handles failures:
+once memory has run out, no other can be started.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Watcher:
         processes: theirs, if they are not this one; empty with a parent, which watches them.
         links: to the ranks of other hosts; the watcher closes them.
         on_abort: called in a separate thread after the abort was passed on.
-        each_turn: called in the thread at each turn, until the abort. Returns the number of calls that the rank has made.
+        each_turn: called in the thread at each turn, until the abort. Returns the number of calls that this rank made.
         on_error: called in the thread with an error that keeps it from watching, once; it ends the communicator.
         end_waits: ends the waits of streams for the proxy. It is called in the thread every RELEASING_MS once the abort
             was passed on: a caller that checks after a stream must learn of it.

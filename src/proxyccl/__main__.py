@@ -261,7 +261,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    from proxyccl.channels.collectives.reductions import OPS
+    from proxyccl.channels.collectives.table import OPS
     from proxyccl.device.arrays.dtypes import DTYPES, reduction_dtypes
     from proxyccl.tools import bench_collectives
 
