@@ -381,7 +381,7 @@ class RegisteredMemory:
         self._closed = True
         if not self._group.failure.closed:  # forms name the ids, which go to other memory
             self._group.launches.calls.unset_reached(self._number)
-            self._group.symmetric.notify(self.ptr, self.ptr + self.nbytes)
+            self._group.launches.calls.forget(self.ptr, self.ptr + self.nbytes)
         self._group.links.schedule_ids -= self._schedule_ids
         service = self._group.links.proxy_if_started
         if service is not None:

@@ -119,7 +119,7 @@ class Flows:
         self._events = runtime.stream_events()
         self._idle_streams: list[Stream] = []
         lock = threading.Lock()
-        group.launches.add_lock(lock)
+        group.launches.locks.append(lock)
         self.calls = self._make_calls(group, lock, 4 * defaults.bytes_per_block)
 
     def _make_calls(self, group: Group, lock: threading.Lock, bytes_per_lane: int) -> FlowCalls:

@@ -59,7 +59,7 @@ def _policy(argument: str, value: object) -> CtaPolicy:
     raise ArgumentError(argument, f"{value!r} is not one of {', '.join(map(repr, CTA_POLICIES))}")
 
 
-def request(
+def request_of(
     collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool, standing: CtaPolicy | None
 ) -> Request:
     """The request of a call.

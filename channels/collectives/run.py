@@ -13,7 +13,7 @@ from proxyccl.channels.calls._calls import Form
 from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.collectives.collective import Collective, Options, Planned, plain_arrays, planned
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.request import request_for
+from proxyccl.channels.collectives.request import request_for, request_of
 from proxyccl.channels.collectives.table import require_op
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
@@ -113,7 +113,9 @@ def _prepare(
         collective = Planned(options.algorithm, collective, options.registered_x, options.registered_out)
         request = request_for(options.algorithm)
     else:
-        request = collectives.request(collective.table, options.algorithm, options.cta_policy, options.symmetric)
+        request = request_of(
+            collective.table, options.algorithm, options.cta_policy, options.symmetric, collectives.cta_policy
+        )
     call = replace(collective.check(collectives, x, out, options, request), reached=reached)
     plan = collectives.execution_plan(collective.table, call.request, call.source, call.target, call.op)
     if plan is not None:

@@ -79,12 +79,12 @@ class TensorCalls:
             beside: whether this rank's program is expected to compute beside the call.
             output: tells where the output lies.
         """
-        launches = self._collectives.group.launches
-        wish: CtaPolicy = "efficiency" if beside or launches.shares_device else "default"
+        log = self._collectives.group.launches.log
+        wish: CtaPolicy = "efficiency" if beside or log.shares_device else "default"
         if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
             wish = "zero"
-        chosen = CTA_POLICIES[launches.choose(CTA_POLICIES.index(wish))]
-        if chosen == "zero" and collective == "all_gather" and not self._collectives.has_by_proxy:  # on no rank
+        chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
+        if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:  # on no rank
             self._collectives.by_proxy()  # so that peers' proxies get the next output
             return "efficiency"
         return chosen
@@ -98,7 +98,7 @@ class TensorCalls:
             return False
         if collective == "all_gather":
             lent = collectives.group.lent_memory
-            return not collectives.has_by_proxy or lent.is_received_in(output(), nbytes)
+            return collectives.made_by_proxy is None or lent.is_received_in(output(), nbytes)
         return collective == "all_reduce"
 
     def exchange(self, x: Any, out: Any, options: tuple[str, Any, Any]) -> bool:

@@ -62,7 +62,7 @@ class Machine(Message, frozen=True):
             device=runtime.device_name,
             nodes=tuple(len(members) for members in topology.node_members()),
             links=dict(sorted(links.items())),
-            proxy=group.links.place,
+            proxy=group.links.place.where,
         )
 
     def __str__(self) -> str:

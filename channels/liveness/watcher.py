@@ -16,8 +16,8 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
+from proxyccl.channels.liveness.host_links import HostLink
 from proxyccl.channels.liveness.process_watch import ProcessWatch
 from proxyccl.channels.segment import process_descriptors
 from proxyccl.channels.segment.control import ControlSegment, Presence
@@ -29,26 +29,6 @@ from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.process.threads import Thread
 
 _logger = logging.getLogger("proxyccl")
-
-
-class Link(Protocol):
-    """A connection to a rank of another host (host_links.py)."""
-
-    def fileno(self) -> int:
-        """Descriptor for poll()."""
-        ...
-
-    def send(self, message: ErrorRecord | Presence) -> None:
-        """Sends the record of an abort, or whether this rank may still touch the peer's memory. Never blocks."""
-        ...
-
-    def receive(self) -> ErrorRecord | Presence | str | None:
-        """The peer's next message: the record of its abort, its presence, "lost", or None if there is none yet."""
-        ...
-
-    def close(self) -> None:
-        """Closes the connection."""
-        ...
 
 
 class WatchThread:
@@ -180,7 +160,7 @@ class Watcher:
         own: ControlSegment,
         segments: Mapping[int, ControlSegment],
         processes: Mapping[int, PeerProcess],
-        links: Mapping[int, Link],
+        links: Mapping[int, HostLink],
         on_abort: Callable[[], None] = lambda: None,
         each_turn: Callable[[], int] = lambda: 0,
         end_waits: Callable[[], None] = lambda: None,

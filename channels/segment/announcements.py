@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from proxyccl.proxy._engine import ffi, lib
 
+TABLE_BYTES: int = ffi.sizeof("ProxycclAnnouncements")
 ENTRIES: int = lib.PROXYCCL_ANNOUNCEMENTS
 MOST_RANKS: int = lib.PROXYCCL_ANNOUNCEMENT_PEERS
 LONGEST_HANDLE: int = lib.PROXYCCL_ANNOUNCED_HANDLE_BYTES
@@ -38,7 +39,7 @@ class Announcement(Struct, frozen=True):
 
 
 class Announcements:
-    """A rank's table, this rank's or a peer's.
+    """A rank's table of TABLE_BYTES, this rank's or a peer's.
 
     Args:
         address: where it lies, for the CPU. Fresh memory is an empty table.
@@ -48,11 +49,6 @@ class Announcements:
         self._table = ffi.cast("ProxycclAnnouncements *", address)
         self._copy = ffi.new("ProxycclAnnouncement *")
         self._handled = ffi.new("uint64_t[]", ENTRIES)  # by a peer
-
-    @staticmethod
-    def table_bytes() -> int:
-        """The size of a table."""
-        return ffi.sizeof("ProxycclAnnouncements")
 
     @property
     def changes(self) -> int:

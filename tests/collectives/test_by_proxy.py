@@ -27,6 +27,7 @@ from proxyccl import (
 )
 from proxyccl.channels import memory, symmetric
 from proxyccl.channels.collectives import move_schedules, reduce_schedules, reductions
+from proxyccl.channels.collectives.request import Request
 from proxyccl.channels.schedules import rings as schedule_rings
 from proxyccl.device._native import lib
 from proxyccl.device.arrays.dtypes import as_dtype
@@ -188,8 +189,7 @@ def test_between_nodes_kernels_move_short_shares_and_schedules_longer_ones(colle
 
     def body(comm: Communicator) -> None:
         collectives = comm.collectives
-        request = collectives.request(collective, None, None, False)
-        chosen = collectives.choose(collective, request, as_dtype("uint8"), max(call.sizes(nodes)))
+        chosen = collectives.choose(collective, Request(), as_dtype("uint8"), max(call.sizes(nodes)))
         if nodes > 1:
             assert collectives.goes_by_schedule(chosen) == (more > 0 or longest == 0)
         if count > 0:
