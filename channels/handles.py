@@ -57,7 +57,6 @@ class HandleArray:
 
     @property
     def device_pointer(self) -> int:
-        """The address of the first one; 0 if there are none."""
         return self._memory.ptr if self._memory is not None else 0
 
 
@@ -96,7 +95,6 @@ class Channel:
         return DeviceHandle(self.semaphore_kind, self._part("semaphore"), (self, self._kept))
 
     def _part(self, field: str) -> bytes:
-        """A struct that the handle contains."""
         part = getattr(self._handle, field)
         return bytes(ffi.buffer(ffi.addressof(self._handle, field), ffi.sizeof(part)))
 

@@ -40,7 +40,6 @@ class _Offer(Message, frozen=True):
     """A rank's description of the memory that it registers.
 
     Attributes:
-        nbytes: its size.
         handle: maps it in ranks of the same host; empty if it can't be shared.
         unshared_reason: the reason why it can't be shared; empty if it can, or has no bytes.
         exposed: by remote transport, the address and the key by which peers name it.
@@ -60,7 +59,6 @@ _IDS = Codec[dict[int, Uint32]](dict[int, Uint32], 1 << 20, name="memory ids")
 
 
 def require_room(shape: tuple[int, ...], dtype: DType) -> None:
-    """Raises ResourceError for an array that no memory has room for."""
     if dtype.itemsize * math.prod(shape) > MOST_BYTES or any(n > MOST_BYTES for n in shape):
         raise ResourceError(f"can't allocate {shape} of {dtype}: no memory has more than {MOST_BYTES} bytes")
 
@@ -90,8 +88,6 @@ def register(
     """Registers an array on all ranks together, to be symmetric memory too or not. See `Communicator.register`.
 
     Args:
-        group: the ranks.
-        array: this rank's array.
         symmetric: whether collectives use it in place.
         reserved: whether it may take memory ids that are reserved for memory that schedules must have.
         argument: the caller's name for the array, for messages.

@@ -48,13 +48,8 @@ class PeerLinks:
     """The proxy and the connections that move data between this rank's memory and its peers'.
 
     Args:
-        runtime: of this rank.
-        control: its control segment.
         segments: the control segments of the host's other ranks.
-        exchange: between all ranks.
         failure: told when the proxy fails.
-        proxy_place: where the proxy runs.
-        proxy_options: of the proxy.
         transport_options: of transports between hosts.
         description: the proxy's description for observers.
         whole: the links of the group from which this one was split; None if it was not.
@@ -187,7 +182,6 @@ class PeerLinks:
         return parse_cores(cores, self._runtime.numa_node()) if cores is not None else None
 
     def _of_host(self) -> list[RankInfo]:
-        """The ranks of this host."""
         return [info for rank, info in enumerate(self.topology.ranks) if self.topology.same_host(rank)]
 
     def _of_container(self) -> list[RankInfo]:

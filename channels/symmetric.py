@@ -148,7 +148,6 @@ class SymmetricArrayMemory:
 
     @property
     def closed(self) -> bool:
-        """Whether it was freed."""
         return not self._finalizer.alive
 
     def close(self) -> None:
@@ -164,12 +163,7 @@ class SymmetricMemory:
     """One rank's announcements, and its mappings of its peers'.
 
     Args:
-        runtime: the rank's.
-        mappings: maps peers' memory.
-        own: this rank's table.
         peers: the tables of the host's other ranks, by rank.
-        topology: the placement of the ranks.
-        rank: this rank.
         calls: the calls of the group, which learn how peers reach the memory.
 
     Attributes:
@@ -215,7 +209,6 @@ class SymmetricMemory:
         """Device memory that is announced, unless the table is full or peers can't map it.
 
         Args:
-            nbytes: its size.
             reserved: whether it may take one of the entries that are reserved for memory that must be announced.
 
         Raises:
@@ -238,8 +231,6 @@ class SymmetricMemory:
         Each call that returns something is paired with a `withdraw`.
 
         Args:
-            ptr: its address.
-            nbytes: its size.
             memory: keeps it from being freed; released when it was withdrawn and no peer maps it.
             reserved: as for `allocate`.
         """
@@ -413,7 +404,6 @@ class SymmetricMemory:
 
     @property
     def lent_sizes(self) -> list[int]:
-        """The sizes of the ranges that are lent."""
         with self._lock:
             return [announced.nbytes for announced in self._announced.values() if announced.lent]
 
@@ -482,7 +472,6 @@ class SymmetricMemory:
             self._ask_proxies(announced)
 
     def find(self, ptr: int, nbytes: int) -> Announced | None:
-        """The announced range that contains a range."""
         with self._lock:
             found = [a for a in self._announced.values() if a.start <= ptr and ptr + nbytes <= a.end]
         for announced in found:
@@ -599,7 +588,6 @@ class SymmetricMemory:
         return handled.memory
 
     def _map(self, peer: int, handle: bytes, handled: _Handled) -> int:
-        """The address to reply for a handle."""
         if not handle:
             return 0
         if not self._topology.accessible[peer]:

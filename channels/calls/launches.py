@@ -50,7 +50,6 @@ class Launches:
     """Launches of one rank's collectives.
 
     Args:
-        runtime: where they run.
         failure: checked before a launch, and where a call waits.
         log: compares the ranks' calls.
         rank, ranks: this rank's number, and how many there are.
@@ -231,7 +230,6 @@ class Launches:
         self.calls.set_stream(None)
 
     def close(self) -> None:
-        """Frees the default stream."""
         self.default_stream.close()
         forget(self._default_handle)
 

@@ -158,8 +158,6 @@ class Planned(Collective):
     """A collective that a plan runs. Arrays may be registered memory, which peers reach in place.
 
     Args:
-        plan: the plan.
-        collective: the collective that it implements.
         registered_x, registered_out: the caller's input and output where these are registered memory.
     """
 
@@ -191,7 +189,6 @@ class Planned(Collective):
         return (lead * gpu.output_chunks // gpu.input_chunks, *source.shape[1:])
 
     def new_output(self, collectives: Collectives, x: Any) -> Any:
-        """See `Collective.new_output`."""
         (array, _), _ = plain_arrays(x, None)
         return super().new_output(collectives, array)
 
@@ -208,11 +205,9 @@ class Planned(Collective):
         return Call(x, out, source, target, options.op, options.root, request)
 
     def share(self, ranks: int, call: Call) -> int:
-        """See `Collective.share`."""
         return call.source.size
 
     def entry(self, ranks: int, call: Call) -> CollectiveCall:
-        """See `Collective.entry`."""
         registered = tuple(memory.digest for memory in self._reached(call).values())
         return replace(super().entry(ranks, call), shape=call.source.shape, registered=registered)
 

@@ -37,7 +37,6 @@ _NO_STREAM = 2**64 - 1
 
 
 def load_kernel(runtime: Runtime) -> Kernel:
-    """The kernel of transfers; loads it if necessary."""
     (kernel,) = COLLECTIVES["send"]
     return runtime.shipped(kernel.file, kernel.name)
 
@@ -76,9 +75,6 @@ class Transfer(Struct, frozen=True):
 
 class Flows:
     """All ranks make them together.
-
-    Args:
-        group: whose ranks.
 
     Attributes:
         calls: issues them.

@@ -60,9 +60,6 @@ def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share:
     """The stream operations of a collective that moves bytes.
 
     Args:
-        by_proxy: the parts of schedules.
-        source: input of this rank.
-        target: its output.
         share: bytes that one rank sends to one other.
         part: this rank's part.
     """

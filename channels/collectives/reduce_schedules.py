@@ -58,11 +58,9 @@ class _Shares(Struct, frozen=True):
     lengths: tuple[int, ...]
 
     def start(self, rank: int) -> int:
-        """The number of a rank's first element."""
         return self.first + self.members.index(rank) * self.stride
 
     def whole(self, rank: int) -> int:
-        """The number of elements of a rank's share."""
         return self.lengths[self.members.index(rank)]
 
     def length(self, rank: int, begin: int, most: int) -> int:
@@ -208,12 +206,8 @@ class _Slots:
     """This rank's memory for the data that it reduces: a slot for each peer.
 
     Args:
-        by_proxy: what schedules are made with.
-        dtype: of the elements.
-        op: the operator.
         nbytes: most bytes that a peer sends.
         members: the ranks that take part, in order.
-        divisor: of an average.
         may_be_pinned: whether short data may go through pinned memory, as it then does on the senders' side too.
 
     Attributes:
@@ -270,7 +264,6 @@ class _Slots:
         Args:
             own: this rank's elements.
             result: where the reduced ones go.
-            count: of elements.
             pieces: the offset and the most elements of each; number n is stage n of the schedule.
             first: transfers of the first stage; 0: they are complete when the kernel is launched.
             transfers: of each other stage.
@@ -304,13 +297,6 @@ class _Slots:
 class _Reduction:
     """The data that a rank sends its peers to reduce, and its own part of the reduction, in one schedule.
 
-    Args:
-        by_proxy: what schedules are made with.
-        source: input of this rank.
-        op: the operator.
-        shares: of the ranks.
-        divisor: of an average.
-
     Attributes:
         pieces: of the longest share.
         copies_in: the steps that stage the input.
@@ -335,7 +321,6 @@ class _Reduction:
         ]
 
     def posts(self) -> tuple[SchedulePost, ...]:
-        """Lets peers write to the slots."""
         return self._slots.posts(self._by_proxy.links.scratch_posts)
 
     def sends(self) -> tuple[ScheduleSend, ...]:

@@ -102,7 +102,6 @@ def _one_round(
 
 
 def _part(view: ArrayView, first: int, count: int) -> ArrayView:
-    """Some elements of an array."""
     ptr = view.ptr + first * view.dtype.itemsize
     return ArrayView(ptr, (count,), view.dtype, view.device, view.writable, view.owner)
 
@@ -162,9 +161,7 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
     crossing, and such short shares are not worth one. So are the elements that do not divide into even shares.
 
     Attributes:
-        collectives: of all ranks.
         partial: the operator inside a node.
-        policy: of the call.
         is_short: whether some bytes fit one round between the nodes.
         reduce_whole: the steps that reduce, in place, an array that each rank of a node has, between the nodes.
         reduce_share: the same for the rank's share.

@@ -36,7 +36,6 @@ class Request(NamedTuple):
 
 
 def request_for(plan: ExecutionPlan) -> Request:
-    """The request of a call that a plan executes."""
     return Request(plan.call_name, plan.call_name)
 
 
@@ -65,7 +64,6 @@ def request_of(
     """The request of a call.
 
     Args:
-        collective: its name.
         algorithm, cta_policy, symmetric: the caller's arguments.
         standing: the communicator's policy, for calls that name neither an algorithm nor a policy; None for "default".
 

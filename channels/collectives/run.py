@@ -40,9 +40,6 @@ def run(
     """Runs a collective.
 
     Args:
-        collectives: the state of the group's collectives.
-        collective: which one.
-        x, out: the caller's input and output.
         op: the operator; None if the collective does not reduce.
         root: the rank; None if the collective has no root.
         algorithm, cta_policy, symmetric, stream: as for `Communicator.all_reduce`.

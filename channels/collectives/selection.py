@@ -41,7 +41,6 @@ _ELEMENTS: dict[str, tuple[Elements, ...]] = {
 
 
 def require_algorithm(name: str, collective: str = "all_reduce") -> None:
-    """Raises ArgumentError if the name is not an algorithm of a collective."""
     known = ALGORITHMS_BY_COLLECTIVE[collective]
     if name not in known:
         raise ArgumentError("algorithm", f"unknown algorithm {name!r}; expected one of {', '.join(known)}")
@@ -253,7 +252,6 @@ def default_selector(group: Group, *, lines: bool = False) -> Selector:
     """The tables for a group's ranks before any are measured or set; the same on all ranks.
 
     Args:
-        group: the ranks.
         lines: whether their long packets are lines.
     """
     topology = group.topology
@@ -288,7 +286,6 @@ def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
     travel. From measurements on 2, 3 and 4 H200 (benchmarks/results).
 
     Args:
-        ranks: the world size.
         symmetric: whether the callers promise symmetric arrays.
     """
     if ranks == 1:
@@ -307,8 +304,6 @@ def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tu
     symmetric memory a two-shot in place loads, which is soon better than packets.
 
     Args:
-        ranks: the world size.
-        runtime: "host", "cuda" or "hip".
         symmetric: whether the callers promise symmetric arrays.
         short: whether partial sums are longer than the values, so that none are sent.
     """

@@ -18,7 +18,6 @@ OPS = ("sum", "prod", "min", "max", "avg", *BITWISE_OPS)
 
 
 def require_op(op: str) -> None:
-    """Raises ArgumentError if the name is not an operator."""
     if not isinstance(op, str) or op not in OPS:
         raise ArgumentError("op", f"unknown op {op!r}; expected one of {', '.join(OPS)}")
 
@@ -36,7 +35,6 @@ class CollectiveKernel(Struct, frozen=True):
     """A shipped kernel.
 
     Attributes:
-        file: its header in device/kernels.
         name: its name there.
         reduces: whether there is one for each element type and operator.
     """

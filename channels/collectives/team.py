@@ -44,7 +44,6 @@ class Links:
     """A table of ProxycclLink (team.h), [lanes][members]. All ranks make it together.
 
     Args:
-        group: whose ranks.
         memory: the scratch memory that peers write to.
         proxied: the same, for proxies.
         members: the ranks of the table's columns.
@@ -90,7 +89,6 @@ class Links:
 
     @property
     def raw(self) -> bytes:
-        """The table's bytes."""
         return bytes(ffi.buffer(self.table))
 
     def close(self) -> None:
@@ -104,7 +102,6 @@ class Team:
     Raises ResourceError for more members than a block of the shipped kernels has threads.
 
     Args:
-        group: whose ranks.
         members: the ranks of this rank's team, itself included; None for all. The kernels' ranks are indices into this
             list.
         whole_lines: whether all ranks' links carry lines of 128 bytes in one piece (lines.h).

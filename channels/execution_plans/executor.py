@@ -46,7 +46,6 @@ class ExecutionPlans:
     """The plans that one group has executed.
 
     Args:
-        group: the ranks.
         forget: called when memory of a plan has moved. Results of earlier calls of `prepare` must not be launched then.
     """
 
@@ -78,7 +77,6 @@ class ExecutionPlans:
 
         Args:
             plan: one that executes such a call.
-            source, target: input and output.
             given: the registered arrays that peers reach where they lie, the same on all ranks.
 
         Raises:
@@ -215,7 +213,6 @@ class _Resources:
     # -- launches ---
 
     def prepare(self, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
-        """See `ExecutionPlans.prepare`."""
         plan, runtime = self._plan, self._group.runtime
         chunk = source.nbytes // self._gpu.input_chunks
         half = self._scratch_bytes(chunk)
@@ -346,7 +343,6 @@ class _Resources:
         return ProxiedStruct.of(bytes(ffi.buffer(execution)), sleepers, pointers=_ARRAY_POINTERS)
 
     def close(self) -> None:
-        """Frees what the kernels use."""
         for buffer in self._buffers.values():
             buffer.close()
         for memory in (*self._privates, self._words[0], self._port_table):

@@ -49,7 +49,6 @@ class Moving(Struct, frozen=True):
 
     @property
     def packets(self) -> bool:
-        """Whether it uses packets."""
         return any(operand.packets for operand in (*self.sources, *self.destinations))
 
 

@@ -63,8 +63,6 @@ class Tables(Struct):
 
 
 class _Block(Struct):
-    """The steps of one threadblock as they are written, and their operands."""
-
     steps: list[ProxycclStepPointer] = field(default_factory=list)
     operands: list[bytes] = field(default_factory=list)
     by_all: bool | None = None  # the threads (all, or one) whose last step was not followed by a barrier of the block
@@ -75,8 +73,6 @@ def _filled(found: list[bytes], count: int, empty: bytes) -> bytes:
 
 
 class Writer:
-    """Writes the tables of one rank."""
-
     def __init__(self, rank: int, threads: int, layout: Layout) -> None:
         self._rank = rank
         self._threads = threads

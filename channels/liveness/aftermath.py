@@ -31,10 +31,7 @@ class Aftermath:
     kept until they have ended.
 
     Args:
-        rank: this rank.
-        own: its control segment.
-        segments: those of the host's other ranks.
-        processes: of these ranks.
+        processes: of the host's other ranks.
         patience: the bound in seconds, from the first query after a failure.
 
     Attributes:
@@ -70,7 +67,6 @@ class Aftermath:
             self._end()
 
     def keep(self, *kept: object) -> None:
-        """Keeps objects until it is over."""
         with self._lock:
             if not self.over:
                 self._kept += kept

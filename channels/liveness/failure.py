@@ -40,9 +40,7 @@ class Observer(Protocol):
         """Around an exchange of the bootstrap. A failed one remains visible."""
         ...
 
-    def close(self) -> None:
-        """Called when the group ends."""
-        ...
+    def close(self) -> None: ...
 
 
 class _NoObserver:
@@ -74,7 +72,6 @@ class FailureState:
     """Opening, open, then closed; and failed, from the first failure of any rank on.
 
     Args:
-        rank: this rank.
         control: its control segment, whose abort word says that a rank has failed.
         parent: of the communicator that this one was split from.
 
@@ -131,7 +128,6 @@ class FailureState:
 
     @property
     def opening(self) -> bool:
-        """Whether `watch` was not called yet."""
         return self.state == "opening"
 
     @property
@@ -141,12 +137,10 @@ class FailureState:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
         return self.state == "closed"
 
     @property
     def aborted(self) -> bool:
-        """Whether a rank has failed."""
         return self._control.aborted
 
     def check(self) -> None:
@@ -221,7 +215,6 @@ class FailureState:
         """Ends the group because a peer's call differs from this rank's. Returns the exception to raise.
 
         Args:
-            peer: that rank.
             cause: the calls of the two in words, given this rank as a subject and as a place: "this rank" and "here",
                 or for the other ranks its number.
             field: number in CALL_FIELDS of the argument that differs.

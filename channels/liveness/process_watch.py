@@ -20,7 +20,6 @@ class ProcessWatch:
     """See above. `follow` is called by one thread at a time.
 
     Args:
-        rank: this rank.
         processes: those of the host's other ranks, by rank.
         has_left: whether a rank has left: its process may end in any way, and no longer watches others.
 
@@ -87,7 +86,6 @@ class ProcessWatch:
         process_descriptors.release(descriptor)
 
     def knows(self, peer: int) -> bool:
-        """Whether a rank's process is among them."""
         return peer in self._processes
 
     def is_ending(self, peer: int) -> bool:
@@ -107,7 +105,6 @@ class ProcessWatch:
             return self._asked[peer]
 
     def close(self) -> None:
-        """Releases all descriptors."""
         with self._lock:
             for descriptor in (*self.watched, *self._asked.values()):
                 process_descriptors.release(descriptor)

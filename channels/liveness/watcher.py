@@ -82,7 +82,6 @@ class WatchThread:
                 self._forget(descriptor)
 
     def forget(self, descriptor: int) -> None:
-        """Stops polling a descriptor."""
         with self._lock:
             self._forget(descriptor)
 
@@ -137,8 +136,6 @@ class Watcher:
     links.
 
     Args:
-        rank: this rank.
-        own: its segment.
         segments: the segments of the host's other ranks.
         processes: theirs, if they are not this one; empty with a parent, which watches them.
         links: to the ranks of other hosts; the watcher closes them.
@@ -216,7 +213,6 @@ class Watcher:
                 self._end_waits()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the communicator by an error of the thread."""
         on_error, self._on_error = self._on_error, None
         if on_error is not None:
             _logger.error("rank %d: its watcher has failed", self._rank, exc_info=error)
@@ -365,7 +361,6 @@ class Watcher:
             link.send(presence)
 
     def presence(self, peer: int) -> Presence:
-        """A peer's last announced presence."""
         if peer in self._segments:
             return self._segments[peer].presence
         return self._remote_presence[peer]

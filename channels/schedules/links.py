@@ -18,9 +18,6 @@ _KINDS = 3
 class ScheduleLinks:
     """Channels of this rank's proxy for schedules. All ranks make them together.
 
-    Args:
-        group: the ranks.
-
     Attributes:
         posts: by peer, the channel whose posts tell the peer where this rank's output lies, and on which the peer's
             come in.
@@ -70,7 +67,6 @@ def schedule_channels(group: Group, peers: Sequence[int], kinds: int) -> list[di
     """Channels to each of some peers, by kind and peer. All ranks make them together.
 
     Args:
-        group: the ranks.
         peers: others, each of which names this rank too.
         kinds: how many there are to each.
 

@@ -38,8 +38,6 @@ CHUNKS_DONE, HERE, TAKEN, BLOCKS_DONE, OPENED = 0, STAGES, 2 * STAGES, 2 * STAGE
 
 
 class ScheduleMemory(Protocol):
-    """A range of this rank's memory."""
-
     def source_id(self, peer: int) -> int:
         """Its first id in this rank's proxy, for sends to a peer."""
         ...
@@ -57,7 +55,6 @@ class ScheduleSpan(Struct, frozen=True):
     ptr: int
 
     def at(self, offset: int) -> ScheduleSpan:
-        """The bytes from `offset` on."""
         return ScheduleSpan(self.memory, self.offset + offset, self.ptr + offset)
 
 
@@ -90,9 +87,6 @@ class _PinnedBoxes:
 
 class ScheduleMemories:
     """Finds the memory of arrays, and memory to stage those in which have none. All ranks make it together.
-
-    Args:
-        group: the ranks.
 
     Attributes:
         staged_together: whether all ranks make stages together, also those that need none.

@@ -34,7 +34,6 @@ class Announcement(Struct, frozen=True):
 
     @property
     def for_proxies(self) -> bool:
-        """Whether its owner wants peers' proxies to have it."""
         return self.proxies_version == self.version
 
 
@@ -52,7 +51,6 @@ class Announcements:
 
     @property
     def changes(self) -> int:
-        """How often the owner has changed the table."""
         return lib.proxyccl_announcement_changes(self._table)
 
     def announce(self, entry: int, handle: bytes) -> None:

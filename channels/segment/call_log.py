@@ -34,9 +34,7 @@ class CallLog:
     """This rank's log of collective calls, and those of the peers of its host (calls.h).
 
     Args:
-        own: this rank's segment.
         peers: the segments of the others, by rank.
-        rank: this rank.
     """
 
     def __init__(self, own: ControlSegment, peers: dict[int, ControlSegment], rank: int) -> None:
@@ -135,5 +133,4 @@ def _read(log: ProxycclCallEntryPointer, last: int, count: int) -> list[tuple[in
 
 
 def encode_fields(fields: tuple[int, ...]) -> ProxycclCallPointer:
-    """A ProxycclCall."""
     return ffi.new("ProxycclCall *", [fields])

@@ -101,7 +101,6 @@ class ControlSegment:
         self.rendezvous = Rendezvous(memory.host_ptr + _RENDEZVOUS_OFFSET)
 
     def initialise(self, rank: int, timeout: float) -> None:
-        """Fills this rank's fresh segment."""
         self._control.rank = rank
         self.set_timeout(timeout)
 
@@ -120,12 +119,10 @@ class ControlSegment:
 
     @property
     def device_pointer(self) -> int:
-        """The device's address of the control block."""
         return self.memory.ptr
 
     @property
     def host_pointer(self) -> int:
-        """The CPU's address of the control block."""
         return self.memory.host_ptr
 
     @staticmethod
@@ -134,7 +131,6 @@ class ControlSegment:
         return _SEMAPHORES_OFFSET + 8 * channel
 
     def semaphore_host(self, channel: int) -> int:
-        """The CPU's address of that word."""
         return self.memory.host_ptr + self.semaphore_offset(channel)
 
     def semaphore_handle(self, channel: int) -> bytes:
@@ -146,7 +142,6 @@ class ControlSegment:
         ctypes.c_uint64.from_address(self.semaphore_host(channel)).value = 0
 
     def semaphore_device(self, channel: int) -> int:
-        """The device's address of the same word."""
         return self.memory.ptr + self.semaphore_offset(channel)
 
     @property
@@ -279,13 +274,11 @@ class ControlSegment:
         return self.memory.host_ptr + offset
 
     def close(self) -> None:
-        """Unmaps the segment."""
         vars(self).pop("_control", None)  # gone: a later call fails in Python, not in C
         self.memory.close()
 
 
 def create_segment(runtime: Runtime, rank: int, timeout: float, world_size: int = 1) -> ControlSegment:
-    """A fresh segment for this rank."""
     segment = ControlSegment(runtime.allocate_pinned(segment_bytes(world_size)))
     segment.initialise(rank, timeout)
     return segment

@@ -104,7 +104,6 @@ class Published:
         self._path = try_write(new_name(_SUFFIX), _RANKS.encode(rank))
 
     def withdraw(self) -> None:
-        """Removes the file; not in a fork's child."""
         path, self._path = self._path, None
         if path is not None and self._pid == os.getpid():
             withdraw(path)
@@ -150,12 +149,10 @@ class RankView(Message, frozen=True):
 
     @property
     def rank(self) -> int:
-        """Its rank."""
         return self.publication.description.rank
 
     @property
     def made(self) -> int:
-        """The number of its calls."""
         return sum(self.calls.values())
 
 
@@ -183,7 +180,6 @@ class RankObserver:
         self.close()
 
     def close(self) -> None:
-        """Unmaps the segment."""
         self._segment.close()
 
     def snapshot(self) -> RankView:

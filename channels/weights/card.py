@@ -66,7 +66,6 @@ _MESSAGE: Codec[Said] = Codec(Join | Offered | HasRead | Leave, 65 << 20, name="
 
 
 def encode_card(card: Card) -> bytes:
-    """A card as bytes."""
     return _CARD.encode(card)
 
 
@@ -83,7 +82,6 @@ def decode_card(data: bytes) -> Card:
 
 
 def encode(message: Said) -> bytes:
-    """A message as bytes."""
     return _MESSAGE.encode(message)
 
 

@@ -136,7 +136,6 @@ class Holder:
             return self._agent.add(metadata)
 
     def _admit(self, name: str, metadata: bytes, number: int) -> None:
-        """Adds a reader."""
         self._meet(metadata)
         self._readers[name] = 0
         self._numbers[name] = number
