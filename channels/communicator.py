@@ -217,7 +217,9 @@ class Communicator:
             RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap can't join some of its ranks.
         """
         self._group.failure.require_usable()
-        members = self._members(ranks)
+        members = as_ranks(self.world_size, ranks, "ranks")
+        if self.rank not in members:
+            raise ArgumentError("ranks", f"this rank, {self.rank}, is not among {members}; only members call this")
         bounded = self.timeout if timeout is None else timeout_from(timeout)
         if bootstrap is not None:
             place = getattr(bootstrap, "rank", None), getattr(bootstrap, "world_size", None)
@@ -258,16 +260,20 @@ class Communicator:
         self._group.failure.require_own_process()
         if self.closed:
             raise ClosedError("the communicator is closed; expected it to be shrunk before that")
-        excluded = self._excluded(exclude)
+        excluded = as_ranks(self.world_size, exclude, "exclude")
+        if self.rank in excluded:
+            raise ArgumentError(
+                "exclude", f"{self.rank} is this rank; expected others, because only ranks that stay call this"
+            )
         bounded = self.timeout if timeout is None else timeout_from(timeout)
         shrunk = object.__new__(Communicator)
         try:
-            shrunk._take(self._group.shrink(excluded, bounded), self._collectives.cta_policy)
+            shrunk._take(self._group.shrink(frozenset(excluded), bounded), self._collectives.cta_policy)
         except ResourceError as error:  # the others go on without this rank when they find that it has left
             self._group.failure.abort(f"shrink: {error}")
             self._group.close()
             raise
-        shrunk._inherit(self)
+        shrunk._group.symmetric.inherit(self._group.symmetric)
         if self._group.failure.aborted:
             self._group.close()
         try:
@@ -281,17 +287,6 @@ class Communicator:
             shrunk._group.close()
             raise
         return shrunk
-
-    def _excluded(self, exclude: Sequence[int]) -> frozenset[int]:
-        excluded = as_ranks(self.world_size, exclude, "exclude")
-        if self.rank in excluded:
-            raise ArgumentError(
-                "exclude", f"{self.rank} is this rank; expected others, because only ranks that stay call this"
-            )
-        return frozenset(excluded)
-
-    def _inherit(self, other: Communicator) -> None:
-        self._group.symmetric.inherit(other._group.symmetric)
 
     def grow(self, bootstrap: Any, *, timeout: float | None = None) -> Communicator:
         """A communicator of these ranks and new ones, which join them over a bootstrap.
@@ -312,19 +307,13 @@ class Communicator:
         joined, made_here = as_bootstrap(bootstrap)
         grown = object.__new__(Communicator)
         grown._open(self._group.grow(joined, bounded, owns_bootstrap=made_here), self._collectives.cta_policy)
-        grown._inherit(self)
+        grown._group.symmetric.inherit(self._group.symmetric)
         return grown
 
     @property
     def members(self) -> tuple[int, ...]:
         """By rank, its number in the communicator that this one was split or shrunk from; empty for any other."""
         return self._group.members
-
-    def _members(self, ranks: Sequence[int]) -> list[int]:
-        members = as_ranks(self.world_size, ranks, "ranks")
-        if self.rank not in members:
-            raise ArgumentError("ranks", f"this rank, {self.rank}, is not among {members}; only members call this")
-        return members
 
     @classmethod
     def from_mpi(cls, comm: Any = None, **options: Any) -> Communicator:

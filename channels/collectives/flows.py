@@ -98,9 +98,7 @@ class Flows:
         ends = 2 * lanes  # of each peer: a lane's two flows
         self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
         counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
-        raw = self._links.raw
-        self._memory = runtime.allocate(counters_bytes + len(raw))
-        runtime.copy(self._memory.ptr + counters_bytes, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+        self._memory = self._links.on_device(runtime, counters_bytes)
         flows = ffi.new("ProxycclFlows *")
         flows.rank, flows.world_size, flows.lanes = group.rank, ranks, lanes
         flows.control = ffi.cast("ProxycclControl *", group.control.device_pointer)

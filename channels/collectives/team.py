@@ -18,6 +18,7 @@ from proxyccl.channels.sm_channel import SmSemaphores
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.errors import ResourceError
+from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.device.sleepers import ProxiedStruct
 
 if TYPE_CHECKING:
@@ -87,9 +88,12 @@ class Links:
                     self._semaphores.fill(link.semaphore, peer, lane)
                     link.remote = ffi.cast("char *", memory.peer_ptr(peer))
 
-    @property
-    def raw(self) -> bytes:
-        return bytes(ffi.buffer(self.table))
+    def on_device(self, runtime: Runtime, before: int) -> Memory:
+        """Device memory of `before` bytes and, after them, the table."""
+        raw = bytes(ffi.buffer(self.table))
+        memory = runtime.allocate(before + len(raw))
+        runtime.copy(memory.ptr + before, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+        return memory
 
     def close(self) -> None:
         """Frees the semaphores' own words. Kernels of this rank must have ended."""
@@ -147,13 +151,9 @@ class Team:
         proxied, by_any = self._pinned or memory, not all(flags)
         self._links = Links(group, memory, proxied, members, via_proxy, lanes, proxied_anywhere=by_any)
         self.proxy_channels = self._links.proxy_channels
-        links = self._links.table
-
         epochs_offset = ffi.sizeof("ProxycclTeamCounters")
         counters_bytes = round_up(epochs_offset + lanes * ffi.sizeof("uint32_t"), 128)
-        self._memory = runtime.allocate(counters_bytes + ffi.sizeof(links))
-        raw = self._links.raw
-        runtime.copy(self._memory.ptr + counters_bytes, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+        self._memory = self._links.on_device(runtime, counters_bytes)
         team = self._team = ffi.new("ProxycclTeam *")
         team.rank, team.world_size, team.divisor = members.index(rank), ranks, ranks
         team.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
@@ -169,7 +169,7 @@ class Team:
         team.one_crossing_bytes = most if self.all_mapped or ranks > 2 else _NO_LIMIT
         team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes
         for number in range(min(ranks, lib.PROXYCCL_MAX_MAPPED_RANKS)):
-            team.remote[number] = links[number].remote
+            team.remote[number] = self._links.table[number].remote
         with_packets = self.all_mapped and ranks == group.world_size <= packet_team.MAX_RANKS
         self.packets = PacketTeam(group, whole_lines=whole_lines) if with_packets else None
 

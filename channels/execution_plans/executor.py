@@ -17,7 +17,7 @@ from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.execution_plans.document import BufferName
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.execution_plans.program import ChannelEnd
-from proxyccl.channels.execution_plans.steps import Layout, Writer
+from proxyccl.channels.execution_plans.steps import Writer
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import RegisteredMemory, allocate, register
 from proxyccl.channels.proxy_channel import connect_handles
@@ -273,7 +273,9 @@ class _Resources:
             return first, self._share(rank, buffer, source, target)
 
         chunk = source.nbytes // self._gpu.input_chunks
-        layout = Layout(
+        writer = Writer(
+            own,
+            self._threads,
             chunk,
             document.buffer_alignment,
             document.use_double_scratch_buffer,
@@ -283,7 +285,7 @@ class _Resources:
             self._semaphores.__getitem__,
         )
         program = plan.programs[own] or ((),)  # a rank without threadblocks counts executions too
-        tables = Writer(own, self._threads, layout).tables(program)
+        tables = writer.tables(program)
         steps = tables.steps + bytes(-len(tables.steps) % 16)
         memory = self._upload(steps + tables.operands)
         return _Sized(memory, len(steps), len(program), tables.block_steps, tables.block_operands)

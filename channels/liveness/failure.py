@@ -6,7 +6,6 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 from proxyccl.channels.liveness.watcher import Watcher
 from proxyccl.channels.segment.calls import CALL_FIELDS
@@ -21,43 +20,24 @@ from proxyccl.proxy.interface import ProxyFailure
 _OWNED = "the communicator"
 
 
-class Observer(Protocol):
-    """An observer of a group's failures and exchanges, to report them."""
+class Observer:
+    """An observer of a group's failures and exchanges, to report them. This one does nothing."""
 
     def failed(self) -> None:
         """Called in the watcher's thread when the group has failed."""
-        ...
 
     def asked(self) -> None:
         """Called in the watcher's thread when a peer has asked this process for reports. Does not wait."""
-        ...
 
     def annotate(self, error: BaseException) -> None:
         """Adds the report's path to a failure's exception."""
-        ...
 
     def exchanging(self, purpose: str) -> AbstractContextManager[None]:
         """Around an exchange of the bootstrap. A failed one remains visible."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class _NoObserver:
-    def failed(self) -> None:
-        pass
-
-    def asked(self) -> None:
-        pass
-
-    def annotate(self, error: BaseException) -> None:
-        pass
-
-    def exchanging(self, purpose: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def close(self) -> None:
-        pass
+        """Called when the group ends."""
 
 
 def _copied(error: CommunicatorError) -> CommunicatorError:
@@ -92,7 +72,7 @@ class FailureState:
         self._exception: CommunicatorError | None = None
         self._lock = threading.RLock()  # a signal's handler may ask while it is held
         self.cause = ""
-        self.observer: Observer = _NoObserver()
+        self.observer = Observer()
 
     def __str__(self) -> str:
         return self.state

@@ -29,7 +29,7 @@ class ProcessWatch:
 
     def __init__(self, rank: int, processes: Mapping[int, PeerProcess], has_left: Callable[[int], bool]) -> None:
         self._order = sorted(processes, key=lambda peer: (peer < rank, peer))
-        self._processes = processes
+        self.processes = processes
         self._has_left = has_left
         self.watched: dict[int, int] = {}
         self._asked: dict[int, int] = {}  # descriptors, by rank
@@ -78,19 +78,11 @@ class ProcessWatch:
 
     def _acquire(self, peer: int) -> int:
         with naming_exhaustion(f"the watch of rank {peer}'s process"):
-            return process_descriptors.acquire(self._processes[peer])
-
-    @staticmethod
-    def release(descriptor: int) -> None:
-        """Ends the use of one that `follow` no longer watches."""
-        process_descriptors.release(descriptor)
-
-    def knows(self, peer: int) -> bool:
-        return peer in self._processes
+            return process_descriptors.acquire(self.processes[peer])
 
     def is_ending(self, peer: int) -> bool:
         """Whether a rank's process has begun to end (`PeerProcess.is_ending`)."""
-        return self._processes[peer].is_ending
+        return self.processes[peer].is_ending
 
     def descriptor_of(self, peer: int) -> int:
         """A descriptor of a rank's process, watched or not, until `close`. Any thread may call this.

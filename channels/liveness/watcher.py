@@ -241,7 +241,7 @@ class Watcher:
             new, old, lost = self._processes.follow()
             for descriptor in old:
                 self._thread.forget(descriptor)
-                self._processes.release(descriptor)
+                process_descriptors.release(descriptor)
             for descriptor in new:
                 self._thread.watch(self, descriptor)
             for peer in lost:
@@ -301,7 +301,7 @@ class Watcher:
                 self._parent.check_for_end(self._members[peer])
             self._end_with_parent()
             return
-        if self._processes.knows(peer):
+        if peer in self._processes.processes:
             try:
                 descriptor = self._processes.descriptor_of(peer)
                 ended = _is_readable(descriptor, self.ENDING_MS) or self._processes.is_ending(peer)
@@ -335,7 +335,7 @@ class Watcher:
                             return True
         if self.presence(peer) is Presence.LEFT:
             return True
-        if self._processes.knows(peer):
+        if peer in self._processes.processes:
             try:
                 return process_descriptors.has_ended(self._processes.descriptor_of(peer))
             except ProcessLookupError:
