@@ -9,7 +9,7 @@ from typing import Any
 
 from proxyccl.channels import array_libraries
 from proxyccl.channels.calls._calls import SentCall
-from proxyccl.channels.collectives.barrier import barrier
+from proxyccl.channels.collectives.run import barrier
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array, whole_number
 from proxyccl.channels.expert_parallel.arrays import strides_of
