@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from proxyccl.device.driver import LOST_CONTEXT
 from proxyccl.device.errors import DriverError
-from proxyccl.device.gpu.lost_context import LOST_CONTEXT
 from proxyccl.device.runtime import Stream
 
 INTERVAL = 0.25

@@ -149,7 +149,9 @@ class GpuRuntime:
         self._kernels: dict[tuple[str, ...], Kernel] = {}
         self._copies = GpuStream(self.context)
         self._order = stream_order.of(driver, device)
-        self._launch_target = LaunchTarget(driver.launch_address(), driver.current_address(), self.context.handle)
+        self._launch_target = LaunchTarget(
+            driver.address("LaunchKernel"), driver.address("CtxGetCurrent"), self.context.handle
+        )
 
     def __repr__(self) -> str:
         return f"GpuRuntime({self.name}, device={self.device})"

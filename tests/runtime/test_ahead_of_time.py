@@ -160,10 +160,8 @@ def without_a_device() -> tuple[GpuRuntime, list[bytes]]:
         legacy_stream=1,
         engine_functions=lambda: EngineFunctions(*[0] * len(EngineFunctions.__struct_fields__)),
         stream_order_calls=lambda: StreamOrderCalls(*[0] * len(StreamOrderCalls.__struct_fields__)),
-        **dict.fromkeys(
-            ("allocate", "context", "current", "make_current", "relax_capture", "create_stream", "destroy_stream"), zero
-        ),
-        **dict.fromkeys(("launch_address", "current_address"), zero),
+        **dict.fromkeys(("allocate", "context", "current", "make_current", "relax_capture"), zero),
+        **dict.fromkeys(("create_stream", "destroy_stream", "address"), zero),
     )
     return GpuRuntime(driver), loaded
 
