@@ -5,8 +5,8 @@ Arrays, launches and `InFlight` need only this part of a runtime; `proxyccl.devi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -318,30 +318,32 @@ class LaunchDefaults(Struct, frozen=True):
 
 
 class BaseRuntime(Protocol):
-    """A device and its driver."""
+    """A device and its driver. Methods with a body are those of a device without a driver.
 
-    @property
-    def name(self) -> str:
-        """One of "host", "cuda" and "hip"."""
-        ...
+    Attributes:
+        name: one of "host", "cuda" and "hip".
+        device: number of the device that this runtime object uses.
+        device_id: identifies the physical device on this machine, the same in every process.
+        launch_defaults: launch shapes that suit the device.
+        thread_stream: the handle that means each thread's own default stream; None if there is none.
+        legacy_stream: the handle of the stream whose work runs after all work on the threads' default streams; None if
+            those do not exist.
+    """
 
-    @property
-    def device(self) -> int:
-        """Number of the device that this runtime object uses."""
-        ...
-
-    @property
-    def launch_defaults(self) -> LaunchDefaults:
-        """Launch shapes that suit the device."""
-        ...
+    name: str
+    device: int
+    device_id: str
+    launch_defaults: LaunchDefaults
+    thread_stream: int | None
+    legacy_stream: int | None
 
     def activate(self, *, for_proxy: bool = False) -> None:
         """Makes the device current on the calling thread; `for_proxy` if the thread runs the engine."""
-        ...
+        return
 
-    def current(self) -> AbstractContextManager[None]:
+    def current(self) -> contextlib.AbstractContextManager[None]:
         """Makes the device current within a block."""
-        ...
+        return contextlib.nullcontext()
 
     @property
     def device_name(self) -> str:
@@ -361,11 +363,11 @@ class BaseRuntime(Protocol):
 
         Raises RuntimeUnavailableError if the driver has none.
         """
-        ...
+        return
 
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
         """Says that a range of any memory was used, and is likely to be used repeatedly. Does not change contents."""
-        ...
+        return
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         """Zeroed pinned host memory that other processes can map."""
@@ -377,7 +379,7 @@ class BaseRuntime(Protocol):
 
         Raises ResourceError if the driver refuses.
         """
-        ...
+        return None
 
     def export(self, ptr: int, nbytes: int) -> bytes:
         """A handle with which other processes can open the memory at `ptr`, which must not be freed during the call.
@@ -389,7 +391,7 @@ class BaseRuntime(Protocol):
     def end_export(self, handle: bytes) -> None:
         """Ends an `export`: nobody needs to open the handle from now on. Until then some drivers keep memory that its
         owner frees."""
-        ...
+        return
 
     def open(self, handle: bytes) -> Memory:
         """Maps memory that another process (or this one) exported. Raises ArgumentError if the handle is invalid."""
@@ -411,7 +413,7 @@ class BaseRuntime(Protocol):
 
         Returns the call that ends this; it is made when the kernels have ended.
         """
-        ...
+        return lambda: None
 
     def warm_up(self, peers: Collection[str]) -> None:
         """Makes the driver do now, for copies to peers, what it otherwise does at the first copy.
@@ -419,23 +421,23 @@ class BaseRuntime(Protocol):
         Args:
             peers: their device_ids. Devices that this process does not see, or can't reach, are left out.
         """
-        ...
+        return
 
     def numa_node(self) -> int | None:
         """The NUMA node that the device is next to; None if it is not known."""
-        ...
+        return None
 
     @property
     def loads_lazily(self) -> bool:
         """Whether a kernel's first launch may load it, and hold up every other call of the process meanwhile."""
-        ...
+        return False
 
     @property
     def queue_limit(self) -> str | None:
         """The setting by which streams share fewer of the device's queues than usual, such as
         ``CUDA_DEVICE_MAX_CONNECTIONS=1``; None if there is none.
         """
-        ...
+        return None
 
     @property
     def orders_rdma_writes(self) -> bool:
@@ -448,7 +450,7 @@ class BaseRuntime(Protocol):
 
         The caller closes the descriptor. None if the driver does not offer one, or if the memory is the host's.
         """
-        ...
+        return None
 
     def can_access_peer(self, device_id: str) -> bool:
         """Whether kernels here can touch memory of the device with this `device_id`."""
@@ -459,11 +461,6 @@ class BaseRuntime(Protocol):
 
         False if the driver does not say so: over PCIe alone, or if this process does not see the device.
         """
-        ...
-
-    @property
-    def device_id(self) -> str:
-        """Identifies the physical device on this machine, the same in every process."""
         ...
 
     def pointer_device(self, ptr: int) -> int | None:
@@ -517,21 +514,9 @@ class BaseRuntime(Protocol):
         """
         ...
 
-    @property
-    def thread_stream(self) -> int | None:
-        """The handle that means each thread's own default stream; None if there is none."""
-        ...
-
-    @property
-    def legacy_stream(self) -> int | None:
-        """The handle of the stream whose work runs after all work on the threads' default streams; None if those do
-        not exist.
-        """
-        ...
-
     def is_capturing(self, stream: int) -> bool:
         """Whether work queued on the stream with this handle goes into a graph."""
-        ...
+        return False
 
     def order_streams(self, first: int, then: int) -> None:
         """Makes later work of stream handle `then` wait for work queued on `first`; both must exist."""
@@ -541,7 +526,7 @@ class BaseRuntime(Protocol):
         """For a caller in C that orders streams itself: the address of their order (stream_order.h), an event of the
         caller's own, and the handle that means another stream in each thread. None if `order_streams` alone does it.
         """
-        ...
+        return None
 
     def stream_events(self) -> StreamEvents:
         """The driver's events, by which C orders its streams."""
@@ -567,30 +552,8 @@ class BaseRuntime(Protocol):
         """Waits for all work queued on a stream. Raises KernelError if any of it failed."""
         ...
 
-    def write_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
-        """Queues the store of a value to a word, after all earlier work of the stream, without a kernel.
-
-        Args:
-            ptr: the device's address of a word of 8 bytes, aligned to 8: pinned memory, or device memory.
-            value: from 0 to 2**63 - 1.
-            stream: None for the default stream.
-
-        Raises:
-            ArgumentError: the address or the value is out of range.
-            KernelError: the driver refused it.
-        """
-        ...
-
-    def wait_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
-        """Holds up later work of the stream until a word is at least `value`, without a kernel.
-
-        The wait is not bounded: its caller makes sure that the word is stored, also after a failure. Arguments
-        and errors as for `write_value`.
-        """
-        ...
-
     def stream_operation_calls(self) -> StreamOperationCalls:
-        """The calls that `write_value` and `wait_value` use."""
+        """The calls for operations that a stream performs in order (stream_operations.py)."""
         ...
 
     def launch_target(self) -> LaunchTarget:
