@@ -116,86 +116,64 @@ class Event(Protocol):
         ...
 
 
-class EngineFunctions(Struct, frozen=True):
-    """Addresses of the driver calls that the engine makes (proxy/engine/runtime_table.h).
+class DriverCalls(Struct, frozen=True):
+    """Addresses of the driver's calls, for callers in C: the proxy's engine, launches and operations of streams.
 
-    `make_current` takes a `LaunchTarget.context`; 0 if there is none. Threads that serve several devices call it.
-    `add_helper` and `remove_helper` exist if kernels wait on the CPU (host/runtime.h), otherwise 0. `copy_many` issues
-    several copies in one call; 0 if the driver lacks that.
-    """
-
-    copy: int
-    write64: int
-    write32: int
-    event_record: int
-    event_query: int
-    make_current: int = 0
-    add_helper: int = 0
-    remove_helper: int = 0
-    copy_many: int = 0
-
-
-class LaunchTarget(Struct, frozen=True):
-    """The target of launches (launch.h).
-
-    Attributes:
-        call: address of the driver's launch call, with cuLaunchKernel's signature.
-        current: address of a call that stores the thread's current context; 0 if there is none.
-        context: the context that this runtime's kernels belong to.
-        synchronize: address of a call that waits for a stream, if a call without a stream waits for its end;
-            otherwise 0.
-    """
-
-    call: int
-    current: int = 0
-    context: int = 0
-    synchronize: int = 0
-
-
-class StreamOperationCalls(Struct, frozen=True):
-    """Addresses of the driver's calls for operations that a stream performs in order (stream_operations.h).
+    0 stands for a call that the driver lacks or does not need. The host runtime has neither contexts nor captures.
 
     Attributes:
         copy: a copy between addresses of the device.
+        copy_many: several copies in one call.
         set: the setting of bytes.
-        batch: several operations on words in one call; 0 if the driver lacks it.
-        write64: one write of a word; needed if `batch` is 0.
-        wait64: one wait for a word; needed if `batch` is 0.
-        is_capturing: whether a stream is being captured; 0 if there are no graphs.
-        current: stores the thread's current context; 0 if there is none.
-        context: the context that this runtime's streams belong to.
-    """
-
-    copy: int
-    set: int
-    batch: int = 0
-    write64: int = 0
-    wait64: int = 0
-    is_capturing: int = 0
-    current: int = 0
-    context: int = 0
-
-
-class StreamOrderCalls(Struct, frozen=True):
-    """Addresses of the driver's calls that order streams by events (stream_order.h).
-
-    Attributes:
-        record: records an event on a stream.
-        wait: makes a stream wait for an event.
-        query: tells whether an event was reached.
+        write64, write32: one write of a word by a stream.
+        wait64: one wait of a stream for a word; needed if `batch` is 0.
+        batch: several operations of a stream on words in one call.
+        event_record: records an event on a stream.
+        event_query: tells whether an event was reached.
+        wait_event: makes a stream wait for an event.
+        launch: a launch, with cuLaunchKernel's signature.
+        synchronize: waits for a stream, if a call without a stream waits for its end.
+        current: stores the thread's current context.
+        make_current: makes a context current. Threads that serve several devices call it.
+        context: the context that this runtime's kernels, streams and memory belong to.
         is_capturing: whether a stream is being captured.
         exchange_capture_mode: exchanges the thread's capture mode.
-        relaxed: the capture mode in which an event may be queried.
-        current: stores the thread's current context.
+        relaxed: the capture mode in which allocating, and querying an event, is allowed.
+        allocate: allocates; 0 if memory needs flags.
+        allocate_with_flags: allocates with `flags`; needed if `allocate` is 0.
+        flags: see there.
+        free: frees memory; waits for the device.
+        pointer_attribute: returns an attribute of an address.
+        buffer_id: the attribute that is the number of the address's allocation.
+        add_helper, remove_helper: exist if kernels wait on the CPU (host/runtime.h).
     """
 
-    record: int
-    wait: int
-    query: int
-    is_capturing: int
-    exchange_capture_mode: int
-    relaxed: int
-    current: int
+    copy: int = 0
+    copy_many: int = 0
+    set: int = 0
+    write64: int = 0
+    write32: int = 0
+    wait64: int = 0
+    batch: int = 0
+    event_record: int = 0
+    event_query: int = 0
+    wait_event: int = 0
+    launch: int = 0
+    synchronize: int = 0
+    current: int = 0
+    make_current: int = 0
+    context: int = 0
+    is_capturing: int = 0
+    exchange_capture_mode: int = 0
+    relaxed: int = 0
+    allocate: int = 0
+    allocate_with_flags: int = 0
+    flags: int = 0
+    free: int = 0
+    pointer_attribute: int = 0
+    buffer_id: int = 0
+    add_helper: int = 0
+    remove_helper: int = 0
 
 
 class StreamEvents(Struct, frozen=True):
@@ -210,36 +188,6 @@ class StreamEvents(Struct, frozen=True):
     order: int
     take: Callable[[], int]
     give: Callable[[int], object]
-
-
-class AllocationCalls(Struct, frozen=True):
-    """Addresses of the driver's calls for allocations (memory_pool.h, allocation_guard.h).
-
-    Attributes:
-        free: frees memory; waits for the device.
-        pointer_attribute: returns an attribute of an address.
-        buffer_id: the attribute that is the number of the address's allocation.
-        allocate: allocates; 0 if memory needs flags.
-        allocate_with_flags: allocates with `flags`; needed if `allocate` is 0.
-        flags: see there.
-        current: stores the thread's current context; 0 if there is none.
-        make_current: makes a context current; 0 if there is none.
-        exchange_capture_mode: exchanges the thread's capture mode; 0 if there is none.
-        relaxed: the capture mode in which allocating is allowed.
-        context: the context that this runtime's memory belongs to.
-    """
-
-    free: int
-    pointer_attribute: int
-    buffer_id: int
-    allocate: int = 0
-    allocate_with_flags: int = 0
-    flags: int = 0
-    current: int = 0
-    make_current: int = 0
-    exchange_capture_mode: int = 0
-    relaxed: int = 0
-    context: int = 0
 
 
 Allocations = tuple[tuple[int, int], ...]
@@ -328,6 +276,7 @@ class BaseRuntime(Protocol):
         thread_stream: the handle that means each thread's own default stream; None if there is none.
         legacy_stream: the handle of the stream whose work runs after all work on the threads' default streams; None if
             those do not exist.
+        calls: the driver's calls, for callers in C.
     """
 
     name: str
@@ -336,6 +285,7 @@ class BaseRuntime(Protocol):
     launch_defaults: LaunchDefaults
     thread_stream: int | None
     legacy_stream: int | None
+    calls: DriverCalls
 
     def activate(self, *, for_proxy: bool = False) -> None:
         """Makes the device current on the calling thread; `for_proxy` if the thread runs the engine."""
@@ -483,12 +433,8 @@ class BaseRuntime(Protocol):
         """
         ...
 
-    def allocation_calls(self) -> AllocationCalls:
-        """The calls that allocate memory like `allocate`, and that number allocations."""
-        ...
-
     def free_later(self, ptr: int) -> None:
-        """Frees memory that `allocation_calls` allocated, when the device is waited for next."""
+        """Frees memory that `calls.allocate` allocated, when the device is waited for next."""
         ...
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> Stream:
@@ -552,20 +498,8 @@ class BaseRuntime(Protocol):
         """Waits for all work queued on a stream. Raises KernelError if any of it failed."""
         ...
 
-    def stream_operation_calls(self) -> StreamOperationCalls:
-        """The calls for operations that a stream performs in order (stream_operations.py)."""
-        ...
-
-    def launch_target(self) -> LaunchTarget:
-        """Where launches go."""
-        ...
-
     def check(self, status: int, call: str) -> None:
         """Raises an exception that names the call and the driver's message unless status is 0."""
-        ...
-
-    def engine_functions(self) -> EngineFunctions:
-        """The driver calls for the engine."""
         ...
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from msgspec import Struct
 
-from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls, StreamOrderCalls
+from proxyccl.device.base_runtime import DriverCalls
 from proxyccl.device.errors import DriverError
 
 LOST_CONTEXT = {
@@ -108,8 +108,6 @@ class Driver(ABC):
     _PREFIX: ClassVar[str]
     _OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
     """The vendor's names of calls by CUDA's, both without their prefixes, where they differ."""
-    _COPY: ClassVar[str] = "MemcpyAsync"
-    """The copy between addresses of the device that takes no kind."""
 
     # -- the binding ---
 
@@ -379,44 +377,27 @@ class Driver(ABC):
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
         """Lets a kernel be launched with this much dynamic shared memory."""
 
-    # -- addresses for callers in C ---
+    @abstractmethod
+    def _own_calls(self) -> dict[str, int]:
+        """The addresses of `calls` that differ between vendors."""
 
-    def engine_functions(self) -> EngineFunctions:
-        """The calls that the proxy's engine makes."""
-        return EngineFunctions(
-            copy=self.address(self._COPY),
+    def calls(self) -> DriverCalls:
+        """The calls for callers in C; the context is left to the runtime."""
+        return DriverCalls(
+            set=self.address("MemsetD8Async"),
             write64=self.address("StreamWriteValue64"),
             write32=self.address("StreamWriteValue32"),
             event_record=self.address("EventRecord"),
             event_query=self.address("EventQuery"),
+            wait_event=self.address("StreamWaitEvent"),
+            launch=self.address("LaunchKernel"),
+            current=self.address("CtxGetCurrent"),
             make_current=self.address("CtxSetCurrent"),
-        )
-
-    @abstractmethod
-    def stream_operation_calls(self) -> StreamOperationCalls:
-        """The calls for words of memory in a stream; the context is left to the caller."""
-
-    def stream_order_calls(self) -> StreamOrderCalls:
-        """The calls that order streams by events."""
-        return StreamOrderCalls(
-            record=self.address("EventRecord"),
-            wait=self.address("StreamWaitEvent"),
-            query=self.address("EventQuery"),
             is_capturing=self.address("StreamIsCapturing"),
             exchange_capture_mode=self.address("ThreadExchangeStreamCaptureMode"),
             relaxed=CAPTURE_MODE_RELAXED,
-            current=self.address("CtxGetCurrent"),
-        )
-
-    def allocation_calls(self) -> AllocationCalls:
-        """The calls that allocate and number memory; the context is left to the caller, and `allocate` to the
-        vendor."""
-        return AllocationCalls(
             free=self.address("MemFree"),
             pointer_attribute=self.address("PointerGetAttribute"),
             buffer_id=_BUFFER_ID,
-            current=self.address("CtxGetCurrent"),
-            make_current=self.address("CtxSetCurrent"),
-            exchange_capture_mode=self.address("ThreadExchangeStreamCaptureMode"),
-            relaxed=CAPTURE_MODE_RELAXED,
+            **self._own_calls(),
         )

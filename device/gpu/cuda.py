@@ -7,9 +7,6 @@ import functools
 import os
 from typing import Any
 
-from msgspec.structs import replace
-
-from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls
 from proxyccl.device.driver import CAPTURE_MODE_RELAXED, DeviceInfo, Driver
 from proxyccl.device.errors import DriverError, RuntimeUnavailableError
 from proxyccl.device.gpu.cuda_bindings import cu
@@ -213,24 +210,14 @@ class CudaDriver(Driver):
             kind = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self.call("FuncSetAttribute", cu.CUfunction(function), kind, nbytes)
 
-    # -- addresses ---
-
-    def engine_functions(self) -> EngineFunctions:
+    def _own_calls(self) -> dict[str, int]:
         status, copy_many = _find_address("cuMemcpyBatchAsync", _BATCHES_SINCE)
-        return replace(super().engine_functions(), copy_many=0 if status else copy_many)
-
-    def stream_operation_calls(self) -> StreamOperationCalls:
-        """Words by cuStreamBatchMemOp."""
-        return StreamOperationCalls(
-            copy=self.address("MemcpyAsync"),
-            set=self.address("MemsetD8Async"),
-            batch=self.address("StreamBatchMemOp"),
-            is_capturing=self.address("StreamIsCapturing"),
-            current=self.address("CtxGetCurrent"),
-        )
-
-    def allocation_calls(self) -> AllocationCalls:
-        return replace(super().allocation_calls(), allocate=self.address("MemAlloc"))
+        return {
+            "copy": self.address("MemcpyAsync"),
+            "copy_many": 0 if status else copy_many,
+            "batch": self.address("StreamBatchMemOp"),
+            "allocate": self.address("MemAlloc"),
+        }
 
 
 @functools.cache

@@ -11,9 +11,6 @@ import ctypes
 import functools
 from typing import Any
 
-from msgspec.structs import replace
-
-from proxyccl.device.base_runtime import AllocationCalls, StreamOperationCalls
 from proxyccl.device.driver import CAPTURE_MODE_RELAXED, DeviceInfo, Driver
 from proxyccl.device.errors import DriverError, RuntimeUnavailableError
 from proxyccl.device.gpu.hip_bindings import hip, library
@@ -63,7 +60,6 @@ class HipDriver(Driver):
         "MemHostRegister": "HostRegister",
         "MemHostUnregister": "HostUnregister",
     }
-    _COPY = "MemcpyDtoDAsync"
 
     def __init__(self) -> None:
         try:
@@ -195,19 +191,11 @@ class HipDriver(Driver):
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
         """Nothing: a launch may ask for all shared memory."""
 
-    # -- addresses ---
-
-    def stream_operation_calls(self) -> StreamOperationCalls:
+    def _own_calls(self) -> dict[str, int]:
         """One call for each word: older ROCm lacks hipStreamBatchMemOp."""
-        return StreamOperationCalls(
-            copy=self.address(self._COPY),
-            set=self.address("MemsetD8Async"),
-            write64=self.address("StreamWriteValue64"),
-            wait64=self.address("StreamWaitValue64"),
-            is_capturing=self.address("StreamIsCapturing"),
-            current=self.address("CtxGetCurrent"),
-        )
-
-    def allocation_calls(self) -> AllocationCalls:
-        allocate = self.address("ExtMallocWithFlags")
-        return replace(super().allocation_calls(), allocate_with_flags=allocate, flags=_MALLOC_UNCACHED)
+        return {
+            "copy": self.address("MemcpyDtoDAsync"),
+            "wait64": self.address("StreamWaitValue64"),
+            "allocate_with_flags": self.address("ExtMallocWithFlags"),
+            "flags": _MALLOC_UNCACHED,
+        }

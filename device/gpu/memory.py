@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from proxyccl.device.arguments.integers import find_integer
-from proxyccl.device.base_runtime import AllocationCalls, Allocations
+from proxyccl.device.base_runtime import Allocations
 from proxyccl.device.driver import Driver
 from proxyccl.device.errors import (
     AlreadyMappedError,
@@ -216,6 +216,7 @@ class GpuMemoryRuntime(Runtime):
         self.device_id = self.info.device_id
         self.in_flight = InFlight(self)
         self.context = DeviceContext(driver, number)
+        self.calls = replace(driver.calls(), context=self.context.handle)
         self.unused = UnusedMemory.on(driver.runtime, number)
         self._new = driver.allocate
 
@@ -420,9 +421,6 @@ class GpuMemoryRuntime(Runtime):
     def memory_left(self) -> tuple[int, int]:
         with self.current():
             return self.driver.memory_left()
-
-    def allocation_calls(self) -> AllocationCalls:
-        return replace(self.driver.allocation_calls(), context=self.context.handle)
 
     def free_later(self, ptr: int) -> None:
         self.unused.append_allocation(ptr, functools.partial(self.context.call, self.driver.free, ptr))

@@ -12,18 +12,13 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from proxyccl.device._native import ffi
 from proxyccl.device.arguments.texts import require_text, require_texts
 from proxyccl.device.base_runtime import (
-    EngineFunctions,
     Event,
     LaunchDefaults,
-    LaunchTarget,
     StreamEvents,
     StreamLike,
-    StreamOperationCalls,
 )
 from proxyccl.device.build.compile_cache import (
     CUDA_NAMES_DIR,
@@ -84,7 +79,7 @@ class GpuRuntime(GpuMemoryRuntime):
         super().__init__(driver, device)
         self.thread_stream = driver.thread_stream
         self.legacy_stream = driver.legacy_stream
-        bundles = driver.engine_functions().copy_many != 0
+        bundles = self.calls.copy_many != 0
         processors = self.info.multiprocessors  # a block on each at the most: blocks wait for one another
         small = driver.runtime == "cuda"  # PROXYCCL_SMALL_BLOCKS (instance.h)
         self.launch_defaults = LaunchDefaults(
@@ -121,9 +116,6 @@ class GpuRuntime(GpuMemoryRuntime):
         self._kernels: dict[tuple[str, ...], Kernel] = {}
         self._copies = GpuStream(self.context)
         self._order = stream_order.of(driver, self.device)
-        self._launch_target = LaunchTarget(
-            driver.address("LaunchKernel"), driver.address("CtxGetCurrent"), self.context.handle
-        )
 
     def __repr__(self) -> str:
         return f"GpuRuntime({self.name}, device={self.device})"
@@ -248,9 +240,6 @@ class GpuRuntime(GpuMemoryRuntime):
         with self.current():
             self.driver.stream_wait_event(stream, event.handle)
 
-    def stream_operation_calls(self) -> StreamOperationCalls:
-        return replace(self.driver.stream_operation_calls(), context=self.context.handle)
-
     def synchronize(self) -> None:
         """Waits for all work of the device's context, other libraries' in this process included."""
         with self.in_flight.ending():
@@ -363,12 +352,6 @@ class GpuRuntime(GpuMemoryRuntime):
         self.copy(int(ffi.cast("uintptr_t", table)), address, nbytes)
         return Kernel(self, name, ffi.cast("void *", function), parameters_of(table), module)
 
-    def launch_target(self) -> LaunchTarget:
-        return self._launch_target
-
     def check(self, status: int, call: str) -> None:
         if status:
             raise DriverError(call, status, self.driver.error_text(status))
-
-    def engine_functions(self) -> EngineFunctions:
-        return self.driver.engine_functions()

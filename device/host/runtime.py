@@ -13,15 +13,12 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arguments.texts import require_text, require_texts
 from proxyccl.device.base_runtime import (
-    AllocationCalls,
     Allocations,
-    EngineFunctions,
+    DriverCalls,
     Event,
     LaunchDefaults,
-    LaunchTarget,
     StreamEvents,
     StreamLike,
-    StreamOperationCalls,
     foreign_stream_handle,
 )
 from proxyccl.device.build.compile_cache import shipped_source
@@ -61,6 +58,24 @@ class HostRuntime(Runtime):
     name = "host"
     thread_stream = None
     legacy_stream = None
+    calls = DriverCalls(
+        copy=_address("proxyccl_host_copy"),
+        set=_address("proxyccl_host_set"),
+        write64=_address("proxyccl_host_write64"),
+        write32=_address("proxyccl_host_write32"),
+        batch=_address("proxyccl_host_stream_operations"),
+        event_record=_address("proxyccl_host_event_record"),
+        event_query=_address("proxyccl_host_event_query"),
+        wait_event=_address("proxyccl_host_stream_wait_event"),
+        launch=_address("proxyccl_host_launch"),
+        synchronize=_address("proxyccl_host_stream_synchronize"),
+        allocate=_address("proxyccl_host_allocate"),
+        free=_address("proxyccl_host_free"),
+        pointer_attribute=_address("proxyccl_host_pointer_attribute"),
+        buffer_id=lib.PROXYCCL_HOST_BUFFER_ID,
+        add_helper=_address("proxyccl_host_add_helper"),
+        remove_helper=_address("proxyccl_host_remove_helper"),
+    )
     _allocations: ClassVar[weakref.WeakValueDictionary[int, SharedMemory]] = weakref.WeakValueDictionary()
     _allocations_lock: ClassVar[threading.Lock] = threading.Lock()
 
@@ -188,14 +203,6 @@ class HostRuntime(Runtime):
             return ()
         return ((ptr, number[0]),)
 
-    def allocation_calls(self) -> AllocationCalls:
-        return AllocationCalls(
-            free=_address("proxyccl_host_free"),
-            pointer_attribute=_address("proxyccl_host_pointer_attribute"),
-            buffer_id=lib.PROXYCCL_HOST_BUFFER_ID,
-            allocate=_address("proxyccl_host_allocate"),
-        )
-
     def free_later(self, ptr: int) -> None:
         """Frees memory at once: it disappears with its last mapping."""
         check_status(lib.proxyccl_host_free(ptr), "free")
@@ -247,8 +254,7 @@ class HostRuntime(Runtime):
 
     def stream_events(self) -> StreamEvents:
         """The host runtime's own calls, and events that are destroyed when they are given back."""
-        record, wait = _address("proxyccl_host_event_record"), _address("proxyccl_host_stream_wait_event")
-        events = HostEvents(record, wait, _address("proxyccl_host_event_query"), self.create_event)
+        events = HostEvents(self.calls, self.create_event)
         return StreamEvents(events.order, events.take, events.give)
 
     def order_streams(self, first: int, then: int) -> None:
@@ -278,13 +284,6 @@ class HostRuntime(Runtime):
         else:
             handle = ffi.cast("void *", self.stream_handle(stream))
             check_status(lib.proxyccl_host_set(ffi.cast("void *", dst), value, nbytes, handle), "fill")
-
-    def stream_operation_calls(self) -> StreamOperationCalls:
-        return StreamOperationCalls(
-            copy=_address("proxyccl_host_copy"),
-            set=_address("proxyccl_host_set"),
-            batch=_address("proxyccl_host_stream_operations"),
-        )
 
     def synchronize(self) -> None:
         failed: KernelError | None = None
@@ -353,22 +352,8 @@ class HostRuntime(Runtime):
                 raise CompileError(f"{error}; reinstall proxyccl") from None
         return self._shipped.setdefault((file, name), self._kernel(module, name))
 
-    def launch_target(self) -> LaunchTarget:
-        return LaunchTarget(_address("proxyccl_host_launch"), synchronize=_address("proxyccl_host_stream_synchronize"))
-
     def check(self, status: int, call: str) -> None:
         check_status(status, call)
-
-    def engine_functions(self) -> EngineFunctions:
-        return EngineFunctions(
-            copy=_address("proxyccl_host_copy"),
-            write64=_address("proxyccl_host_write64"),
-            write32=_address("proxyccl_host_write32"),
-            event_record=_address("proxyccl_host_event_record"),
-            event_query=_address("proxyccl_host_event_query"),
-            add_helper=_address("proxyccl_host_add_helper"),
-            remove_helper=_address("proxyccl_host_remove_helper"),
-        )
 
     def pointer_device(self, ptr: int) -> int:
         """This device: every address is the CPU's."""
