@@ -30,6 +30,7 @@ from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.segment.published import Neighbour, Published
 from proxyccl.channels.semaphore_words import SemaphoreWords
 from proxyccl.channels.symmetric import SymmetricMemory
+from proxyccl.device.driver import LOST_CONTEXT
 from proxyccl.device.errors import (
     ArgumentError,
     ClosedError,
@@ -39,7 +40,6 @@ from proxyccl.device.errors import (
     ProxyCCLError,
     WaitTimeoutError,
 )
-from proxyccl.device.gpu.lost_context import LOST_CONTEXT
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.memory.handle_cache import HandleCache
 from proxyccl.device.process import forks

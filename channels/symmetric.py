@@ -264,7 +264,7 @@ class SymmetricMemory:
 
     def lend(self, exported: Export) -> None:
         """Announces a range that no program has registered, unless it is announced or has changed since its export."""
-        guard = AllocationGuard(self._runtime.allocation_calls(), exported.allocations)
+        guard = AllocationGuard(self._runtime.calls, exported.allocations)
         with self._runtime.current():
             is_unchanged = guard.holds
         if is_unchanged and self.find(exported.ptr, exported.nbytes) is None:
@@ -276,7 +276,7 @@ class SymmetricMemory:
         self, exported: Export, memory: object = None, *, reserved: bool = False, lent: bool = False
     ) -> Announced | None:
         start, handle = exported.ptr, exported.handle
-        guard = AllocationGuard(self._runtime.allocation_calls(), exported.allocations)
+        guard = AllocationGuard(self._runtime.calls, exported.allocations)
         with self._lock:
             self.let_go_withdrawn()
             if self._closed or len(self._free) <= (0 if reserved else _RESERVED_ENTRIES):

@@ -17,17 +17,18 @@ def realize_types(ffi: Any) -> None:
             _ = ctype.fields
 
 
-def set_functions(ffi: Any, struct: Any, calls: object, *names: str) -> None:
+def set_functions(ffi: Any, struct: Any, calls: object, *names: str, **other_names: str) -> None:
     """Sets fields of a struct that point to functions.
 
     Args:
         ffi: the extension's.
         struct: the struct.
-        calls: has the functions' addresses as attributes of the same names; 0 is NULL.
-        names: the fields.
+        calls: has the functions' addresses as attributes; 0 is NULL.
+        names: the fields whose attributes have the same names.
+        other_names: the attributes' names, by those of the fields.
     """
-    for name in names:
-        setattr(struct, name, ffi.cast("void *", getattr(calls, name)))
+    for field, name in (*zip(names, names, strict=True), *other_names.items()):
+        setattr(struct, field, ffi.cast("void *", getattr(calls, name)))
 
 
 def _is_complete(ffi: Any, ctype: Any) -> bool:

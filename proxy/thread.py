@@ -16,7 +16,7 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.process.threads import Thread
-from proxyccl.device.runtime import EngineFunctions
+from proxyccl.device.runtime import DriverCalls
 from proxyccl.proxy import _engine
 from proxyccl.proxy.created import created
 
@@ -133,7 +133,7 @@ class ProxyThread:
         idle: IdlePolicy,
         cores: Collection[int] | None = None,
         begin: Callable[[], None] = lambda: None,
-        functions: EngineFunctions | None = None,
+        functions: DriverCalls | None = None,
     ) -> None:
         self._default = self._idle = idle
         self._served: dict[int, tuple[IdlePolicy, _engine.ProxycclWorkerStatsPointer]] = {}  # by the worker's address

@@ -84,7 +84,7 @@ class Launches:
         if (order := runtime.stream_order_in_c()) is not None:
             self.calls.order_by(*order)
         when_interrupted(self._default_handle, lambda error: failure.abort(f"interrupted by {type(error).__name__}"))
-        if synchronize := runtime.launch_target().synchronize:
+        if synchronize := runtime.calls.synchronize:
             log.wait_on(self._default_handle, synchronize)
 
     def stream_for(self, stream: StreamLike, x: Any, *others: Any) -> StreamLike:

@@ -35,7 +35,7 @@ class ByProxy:
         self.memories = ScheduleMemories(group)
         self.links = ScheduleLinks(group)
         self.rings = ScheduleRings(group)
-        self.in_turn = group.runtime.engine_functions().copy_many != 0 and not self.memories.staged_together
+        self.in_turn = group.runtime.calls.copy_many != 0 and not self.memories.staged_together
         self.awaits_data = group.runtime.launch_defaults.awaits_data and not self.memories.staged_together
         self.one_crossing_bytes = group.runtime.launch_defaults.one_crossing_bytes
         self.longest_round = _LONGEST_ROUND

@@ -104,14 +104,14 @@ class Copier:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        functions, calls = runtime.engine_functions(), runtime.allocation_calls()
+        calls = runtime.calls
         self.calls = ffi.new(
             "ProxycclCopier *",
             {
-                "copy": functions.copy,
-                "write64": functions.write64,
-                "event_record": functions.event_record,
-                "event_query": functions.event_query,
+                "copy": calls.copy,
+                "write64": calls.write64,
+                "event_record": calls.event_record,
+                "event_query": calls.event_query,
                 "current": calls.current,
                 "make_current": calls.make_current,
                 "context": calls.context,

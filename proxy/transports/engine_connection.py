@@ -28,7 +28,7 @@ class EngineRuntime:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.functions = functions = runtime.engine_functions()
+        self.functions = functions = runtime.calls
         self.table = ffi.new("ProxycclRuntimeTable *")
         set_functions(
             ffi, self.table, functions, "copy", "write64", "write32", "event_record", "event_query", "copy_many"

@@ -33,6 +33,7 @@ from proxyccl.transfer import (
 from support.agents import force_path
 from support.devices import RUNTIME, rank_runtime
 from support.paths import PROGRAMS, TESTS
+from support.stream_words import wait_value, write_value
 
 NBYTES = 6 << 20
 
@@ -218,20 +219,20 @@ def test_a_stream_is_released_whatever_becomes_of_its_transfer(pair: OnDevices) 
     gate = runtime.allocate_pinned(8)
     transfer = pair.a.prepare("write", "b", [(pair.host_regions[0].address, pair.host_regions[1].address, NBYTES)])
     before = pair.hosts[1].copy()
-    runtime.wait_value(gate.ptr, 1, first)
+    wait_value(runtime, gate.ptr, 1, first)
     transfer.start(stream=first)  # the stream does not come to it
     with pytest.raises(TransferTimeoutError):
         transfer.wait(0.05)
     with pytest.raises(ActiveError):
         transfer.start(stream=second)
     transfer.cancel()
-    runtime.write_value(gate.ptr, 1, second)
+    write_value(runtime, gate.ptr, 1, second)
     first.synchronize()
     np.testing.assert_array_equal(pair.hosts[1], before)
-    runtime.wait_value(gate.ptr, 2, first)
+    wait_value(runtime, gate.ptr, 2, first)
     transfer.start(stream=first)
     pair.a.close()
-    runtime.write_value(gate.ptr, 2, second)
+    write_value(runtime, gate.ptr, 2, second)
     first.synchronize()
     second.synchronize()
     np.testing.assert_array_equal(pair.hosts[1], before)
@@ -243,16 +244,16 @@ def test_a_stream_that_comes_to_a_canceled_transfer_begins_no_other(pair: OnDevi
     gate = runtime.allocate_pinned(8)
     blocks = [(pair.host_regions[0].address, pair.host_regions[1].address, NBYTES)]
     before = pair.hosts[1].copy()
-    runtime.wait_value(gate.ptr, 1, first)
+    wait_value(runtime, gate.ptr, 1, first)
     pair.a.prepare("write", "b", blocks).start(stream=first).cancel()  # and dropped
-    runtime.wait_value(gate.ptr, 2, second)
+    wait_value(runtime, gate.ptr, 2, second)
     transfer = pair.a.prepare("write", "b", blocks).start(stream=second)
-    runtime.write_value(gate.ptr, 1, third)
+    write_value(runtime, gate.ptr, 1, third)
     first.synchronize()
     with pytest.raises(TransferTimeoutError):
         transfer.wait(0.05)
     np.testing.assert_array_equal(pair.hosts[1], before)
-    runtime.write_value(gate.ptr, 2, third)
+    write_value(runtime, gate.ptr, 2, third)
     transfer.wait()
     second.synchronize()
     np.testing.assert_array_equal(pair.hosts[1], pair.hosts[0])

@@ -127,6 +127,6 @@ def test_amd_driver_is_asked_where_it_knows_the_attribute(
         pciDeviceID=0,
     )
     monkeypatch.setattr(hip.hip, "hipDeviceAttribute_t", kinds)
-    answers = {("hipGetDeviceProperties", 0): properties, ("hipDeviceGetAttribute", name, 0): ordering}
-    monkeypatch.setattr(hip, "call", lambda *arguments: answers[arguments])
+    monkeypatch.setattr(hip.hip, "hipGetDeviceProperties", lambda device: (0, properties))
+    monkeypatch.setattr(hip.hip, "hipDeviceGetAttribute", lambda kind, device: (0, ordering))
     assert object.__new__(hip.HipDriver).device(0).orders_rdma_writes is ordered

@@ -17,7 +17,7 @@ from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.device._native import lib as native
 from proxyccl.device.arrays.dtypes import as_dtype
-from proxyccl.device.runtime import EngineFunctions, PinnedMemory
+from proxyccl.device.runtime import DriverCalls, PinnedMemory
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, StagedWire, staged_area_bytes
 from proxyccl.proxy.trigger import Operation
@@ -37,14 +37,11 @@ class OtherCalls:
     """A runtime that replaces some of the engine's driver calls."""
 
     def __init__(self, runtime: Runtime, **calls: int) -> None:
-        self._runtime, self._calls = runtime, calls
+        self._runtime = runtime
+        self.calls: DriverCalls = replace(runtime.calls, **calls)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
-
-    def engine_functions(self) -> EngineFunctions:
-        """The driver's calls, except those that are replaced."""
-        return replace(self._runtime.engine_functions(), **self._calls)
 
 
 class End(OwnTriggers):
