@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from proxyccl.nixl import _bindings as nixlBind
-from proxyccl.nixl.descriptors import deserialize
+from proxyccl.nixl.descriptors import deserialize, nixlRegDList, nixlXferDList
+from proxyccl.nixl.enums import nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_xfer_op_t
 from proxyccl.nixl.logging import get_logger
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _T = TypeVar("_T")
-_List = TypeVar("_List", nixlBind.nixlXferDList, nixlBind.nixlRegDList)
+_List = TypeVar("_List", nixlXferDList, nixlRegDList)
 
 logger = get_logger("_api")
 
@@ -54,8 +54,6 @@ class _Handle:
 
 
 class nixl_prepped_dlist_handle(_Handle):
-    """A prepared list of descriptors."""
-
     def _release(self) -> None:
         self._agent.releasedDlistH(self._handle)
 
@@ -65,15 +63,6 @@ class nixl_xfer_handle(_Handle):
 
     def _release(self) -> None:
         self._agent.releaseXferReq(self._handle)
-
-
-class nixl_thread_sync_t(Enum):
-    """How calls of several threads are kept apart. Every mode is safe here."""
-
-    NIXL_THREAD_SYNC_NONE = nixlBind.NIXL_THREAD_SYNC_NONE
-    NIXL_THREAD_SYNC_STRICT = nixlBind.NIXL_THREAD_SYNC_STRICT
-    NIXL_THREAD_SYNC_RW = nixlBind.NIXL_THREAD_SYNC_RW
-    NIXL_THREAD_SYNC_DEFAULT = nixlBind.NIXL_THREAD_SYNC_DEFAULT
 
 
 class nixl_agent_config:
@@ -136,17 +125,9 @@ class nixl_agent:
         if nixl_conf and instantiate_all:
             logger.warning("instantiate_all is ignored: the configuration names the backends")
         conf = nixl_conf or nixl_agent_config()
-        default = (
-            nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-            if conf.enable_listen
-            else nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE
+        config = nixlBind.nixlAgentConfig(
+            useListenThread=conf.enable_listen, listenPort=conf.port, captureTelemetry=conf.capture_telemetry
         )
-        config = nixlBind.nixlAgentConfig()
-        config.useProgThread = conf.enable_pthread
-        config.useListenThread = conf.enable_listen
-        config.listenPort = conf.port
-        config.syncMode = (conf.sync_mode or default).value
-        config.captureTelemetry = conf.capture_telemetry
         self.agent = nixlBind.nixlAgent(agent_name, config)
         self.name = agent_name
         self.notifs: dict[str, list[bytes]] = {}
@@ -160,21 +141,20 @@ class nixl_agent:
             else:
                 logger.warning("The backend %s is skipped: it is not one of %s", backend, ", ".join(self.plugin_list))
         self.nixl_mems = {
-            "DRAM": nixlBind.DRAM_SEG,
-            "VRAM": nixlBind.VRAM_SEG,
-            "FILE": nixlBind.FILE_SEG,
-            "BLOCK": nixlBind.BLK_SEG,
-            "OBJ": nixlBind.OBJ_SEG,
-            "cpu": nixlBind.DRAM_SEG,
-            "cuda": nixlBind.VRAM_SEG,
+            "DRAM": nixl_mem_t.DRAM_SEG,
+            "VRAM": nixl_mem_t.VRAM_SEG,
+            "FILE": nixl_mem_t.FILE_SEG,
+            "BLOCK": nixl_mem_t.BLK_SEG,
+            "OBJ": nixl_mem_t.OBJ_SEG,
+            "cpu": nixl_mem_t.DRAM_SEG,
+            "cuda": nixl_mem_t.VRAM_SEG,
         }
-        self.nixl_ops = {"WRITE": nixlBind.NIXL_WRITE, "READ": nixlBind.NIXL_READ}
+        self.nixl_ops = {"WRITE": nixl_xfer_op_t.NIXL_WRITE, "READ": nixl_xfer_op_t.NIXL_READ}
         logger.info("Initialized NIXL agent: %s", agent_name)
 
     # Backends
 
     def get_plugin_list(self) -> list[str]:
-        """Names of the backends that can be created."""
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
@@ -182,7 +162,6 @@ class nixl_agent:
         return self._plugin(backend)[1]
 
     def get_plugin_params(self, backend: str) -> dict[str, str]:
-        """Parameters of a backend that can be created; none, and a warning, for another name."""
         return self._plugin(backend)[0]
 
     def _plugin(self, backend: str) -> tuple[dict[str, str], list[str]]:
@@ -196,7 +175,6 @@ class nixl_agent:
         return self._created(backend, self.backend_mems) or []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
-        """Parameters of a backend that was created; none, and a warning, for another one."""
         return self._created(backend, self.backend_options) or {}
 
     def _created(self, backend: str, known: dict[str, _T]) -> _T | None:
@@ -221,9 +199,7 @@ class nixl_agent:
 
     # Memory
 
-    def register_memory(
-        self, reg_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
-    ) -> nixlBind.nixlRegDList:
+    def register_memory(self, reg_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()) -> nixlRegDList:
         """Registers memory.
 
         Args:
@@ -242,7 +218,7 @@ class nixl_agent:
         self.agent.registerMem(descs, self._handles(backends))  # type: ignore[arg-type]  # None is a TypeError
         return descs  # type: ignore[return-value]
 
-    def deregister_memory(self, dereg_list: nixlBind.nixlRegDList, backends: Sequence[str] = ()) -> None:
+    def deregister_memory(self, dereg_list: nixlRegDList, backends: Sequence[str] = ()) -> None:
         """Ends a registration. Raises nixlNotFoundError."""
         self.agent.deregisterMem(dereg_list, self._handles(backends))
 
@@ -292,7 +268,7 @@ class nixl_agent:
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
         """Duration and error margin in microseconds, and the method: (0, 0, "UNKNOWN"), as nothing is estimated."""
         duration, margin, method = self.agent.estimateXferCost(req_handle._handle)
-        known = method == nixlBind.NIXL_COST_ANALYTICAL_BACKEND
+        known = method == nixl_cost_t.NIXL_COST_ANALYTICAL_BACKEND
         return duration, margin, "ANALYTICAL_BACKEND" if known else "UNKNOWN"
 
     def make_prepped_xfer(
@@ -337,8 +313,8 @@ class nixl_agent:
     def initialize_xfer(
         self,
         operation: str,
-        local_descs: nixlBind.nixlXferDList,
-        remote_descs: nixlBind.nixlXferDList,
+        local_descs: nixlXferDList,
+        remote_descs: nixlXferDList,
         remote_agent: str | bytes,
         notif_msg: bytes | str = b"",
         backends: Sequence[str] = (),
@@ -386,7 +362,6 @@ class nixl_agent:
         return self.agent.getXferTelemetry(handle._handle)
 
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
-        """The name of the backend that a transfer uses."""
         backend = self.agent.queryXferBackend(handle._handle)
         return next(name for name, value in self.backends.items() if value == backend)
 
@@ -443,7 +418,7 @@ class nixl_agent:
         return self.agent.getLocalMD()
 
     def get_partial_agent_metadata(
-        self, descs: nixlBind.nixlRegDList, inc_conn_info: bool = False, backends: Sequence[str] = ()
+        self, descs: nixlRegDList, inc_conn_info: bool = False, backends: Sequence[str] = ()
     ) -> bytes:
         """A part of this agent's metadata.
 
@@ -478,7 +453,7 @@ class nixl_agent:
 
     def send_partial_agent_metadata(
         self,
-        descs: nixlBind.nixlRegDList,
+        descs: nixlRegDList,
         inc_conn_info: bool = False,
         backends: Sequence[str] = (),
         ip_addr: str = "",
@@ -498,14 +473,14 @@ class nixl_agent:
         """Makes a peer that listens forget this agent."""
         self.agent.invalidateLocalMD(ip_addr, port)
 
-    def check_remote_metadata(self, agent: str | bytes, descs: nixlBind.nixlXferDList | None = None) -> bool:
+    def check_remote_metadata(self, agent: str | bytes, descs: nixlXferDList | None = None) -> bool:
         """Whether an agent is known, and, if given, all of these descriptors."""
-        asked = nixlBind.nixlXferDList(nixlBind.DRAM_SEG) if descs is None else descs
-        return self.agent.checkRemoteMD(agent, asked) == nixlBind.NIXL_SUCCESS
+        asked = nixlXferDList(nixl_mem_t.DRAM_SEG) if descs is None else descs
+        return self.agent.checkRemoteMD(agent, asked) == nixl_status_t.NIXL_SUCCESS
 
     # Descriptors
 
-    def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> nixlBind.nixlXferDList | None:
+    def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> nixlXferDList | None:
         """A list of descriptors for a transfer.
 
         Args:
@@ -516,18 +491,18 @@ class nixl_agent:
         Returns:
             The list; None, with an error in the log, for other input.
         """
-        if isinstance(descs, nixlBind.nixlRegDList):
+        if isinstance(descs, nixlRegDList):
             logger.error("This is a list for registration; expected one for a transfer")
             return None
-        return self._descs(nixlBind.nixlXferDList, (), descs, mem_type)
+        return self._descs(nixlXferDList, (), descs, mem_type)
 
-    def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> nixlBind.nixlRegDList | None:
+    def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> nixlRegDList | None:
         """A list of descriptors for registration. Like `get_xfer_descs`, but tuples have four elements: the last is
         text or bytes, without effect."""
-        if isinstance(descs, nixlBind.nixlXferDList):
+        if isinstance(descs, nixlXferDList):
             logger.error("This is a list for a transfer; expected one for registration")
             return None
-        return self._descs(nixlBind.nixlRegDList, ("",), descs, mem_type)
+        return self._descs(nixlRegDList, ("",), descs, mem_type)
 
     def _descs(self, kind: type[_List], rest: tuple[str, ...], descs: Any, mem_type: str | None) -> _List | None:
         if isinstance(descs, kind):
@@ -553,11 +528,10 @@ class nixl_agent:
         rows = [(tensor.data_ptr(), tensor.numel() * tensor.element_size(), number, *rest) for tensor in tensors]
         return kind(self.nixl_mems["DRAM" if tensors[0].get_device() == -1 else "VRAM"], rows)
 
-    def get_serialized_descs(self, descs: nixlBind.nixlXferDList | nixlBind.nixlRegDList) -> bytes:
-        """A list of descriptors as bytes."""
+    def get_serialized_descs(self, descs: nixlXferDList | nixlRegDList) -> bytes:
         return descs.serialize()
 
-    def deserialize_descs(self, serialized_descs: bytes) -> nixlBind.nixlXferDList | nixlBind.nixlRegDList:
+    def deserialize_descs(self, serialized_descs: bytes) -> nixlXferDList | nixlRegDList:
         """The list of such bytes. Raises nixlMismatchError."""
         return deserialize(serialized_descs)
 
@@ -567,5 +541,5 @@ def _is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _state(status: nixlBind.nixl_status_t) -> str:
-    return "DONE" if status is nixlBind.NIXL_SUCCESS else "PROC"
+def _state(status: nixl_status_t) -> str:
+    return "DONE" if status is nixl_status_t.NIXL_SUCCESS else "PROC"

@@ -20,12 +20,10 @@ _ADDRESSES = 1 << 64
 
 
 def text_of(name: str | bytes) -> str:
-    """An agent's name, which may also be bytes."""
     return bytes(name).decode() if isinstance(name, bytes | bytearray) else name
 
 
 def bytes_of(message: str | bytes) -> bytes:
-    """A message, which may also be text."""
     return message.encode() if isinstance(message, str) else bytes(message)
 
 
@@ -59,18 +57,15 @@ class _DescList:
             self._notes = [b""] * len(self.rows) * (self._fields == 4)
 
     def getType(self) -> nixl_mem_t:
-        """The kind of memory."""
         return self._type
 
     def descCount(self) -> int:
-        """The number of descriptors."""
         return len(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def isEmpty(self) -> bool:
-        """Whether there are none."""
         return len(self.rows) == 0
 
     def __eq__(self, other: object) -> bool:
@@ -92,7 +87,6 @@ class _DescList:
             self._notes[index] = bytes_of(desc[3])
 
     def addDesc(self, desc: tuple[Any, ...]) -> None:
-        """Adds a descriptor at the end."""
         self.rows = np.concatenate((self.rows, np.array([desc[:3]], np.uint64)))
         if self._fields == 4:
             self._notes.append(bytes_of(desc[3]))
@@ -100,31 +94,26 @@ class _DescList:
     append = addDesc
 
     def index(self, desc: tuple[Any, ...]) -> int:
-        """Where a descriptor is. Raises nixlNotFoundError."""
         found = np.flatnonzero((self.rows == np.array(desc[:3], np.uint64)).all(axis=1))
         if not len(found):
             raise nixlNotFoundError(f"the list has no descriptor {desc[:3]}")
         return int(found[0])
 
     def remDesc(self, index: int) -> None:
-        """Removes a descriptor."""
         self.rows = np.delete(self.rows, index, 0)
         del self._notes[index : index + 1]
 
     def clear(self) -> None:
-        """Removes all."""
         self.rows = self.rows[:0]
         self._notes = []
 
     def print(self) -> None:
-        """Prints the list."""
         print(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._type.name}, {[self[index] for index in range(len(self))]})"
 
     def serialize(self) -> bytes:
-        """The list as bytes, for `deserialize`."""
         notes = b"".join(len(note).to_bytes(4, "little") + note for note in self._notes)
         head = _HEAD.pack(_FORMAT, self._fields, self._type, len(self.rows), len(notes))
         return head + self.rows.tobytes() + notes
