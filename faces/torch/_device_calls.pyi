@@ -1,4 +1,4 @@
-"""The extension that call_issuer.c, queued_call.c and on_gpu.c make."""
+"""The extension that call_issuer.c and queued_call.c make."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol

@@ -1,7 +1,11 @@
-"""Dumps for the analyzer of torch's flight recorder, ``torch.distributed.flight_recorder.fr_trace`` (torchfrtrace).
+"""The process's groups as torch's tools see them, and the watchdog that reports those that fail.
 
-A dump contains the names of calls, which each group knows anyway (`UnderWay`); it contains neither sizes nor times, so
+Dumps are for the analyzer of torch's flight recorder, ``torch.distributed.flight_recorder.fr_trace`` (torchfrtrace). A
+dump contains the names of calls, which each group knows anyway (`UnderWay`); it contains neither sizes nor times, so
 recording costs a call almost nothing. The analyzer compares the ranks' dumps by the calls' numbers in their group.
+
+The watchdog is a thread that logs the oldest call in progress when a group fails. A failure shows in the next call, or
+where a Work is waited for; a program that waits elsewhere, such as for its device, would learn nothing.
 """
 
 from __future__ import annotations
@@ -10,13 +14,21 @@ import logging
 import os
 import pickle
 import threading
-from collections.abc import Hashable, Mapping
+import time
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from proxyccl.device.process import forks
+from proxyccl.device.process.threads import Thread
 from proxyccl.torch.under_way import Recorded
+
+if TYPE_CHECKING:
+    from proxyccl.torch.endpoints import Endpoints
 
 _VERSION = "2.10"
 """The version of the dump's format: that of torch 2.11 to 2.15."""
@@ -29,6 +41,8 @@ _logger = logging.getLogger("proxyccl.torch")
 _lock = threading.Lock()
 forks.hold_while_forking(_lock)
 _has_failed = False
+_INTERVAL_SECONDS = 0.5
+_watchdog: Thread | None = None
 
 
 @dataclass(frozen=True)
@@ -36,10 +50,8 @@ class GroupRecord:
     """The calls of one process group on this rank.
 
     Attributes:
-        name: torch's name of the group.
-        description: the program's.
+        name, description: torch's name of the group, and the program's.
         ranks: the members' numbers in the default group, in the order of the group.
-        rank: this rank's number in the group.
         calls: by flow. The flow of a transfer ends with the peer's number and whether this rank sends; None is the flow
             of collectives.
     """
@@ -51,17 +63,61 @@ class GroupRecord:
     calls: Mapping[Hashable, Recorded]
 
 
-class Group(Protocol):
-    """A process group."""
+class Calls(Protocol):
+    def oldest(self) -> str:
+        """The oldest call that has not ended, in words, with its number and the rank's."""
+        ...
 
     def record(self) -> GroupRecord:
-        """Its calls."""
+        """Those in progress, and the latest that have ended."""
         ...
+
+
+class Group(Protocol):
+    @property
+    def calls(self) -> Calls: ...
+
+    @property
+    def endpoints(self) -> Endpoints: ...
 
 
 groups: dict[Group, None] = {}
 """The groups that were not shut down, in the order of their making. torch keeps only their C++ part, which needs the
 Python part to work: this keeps it alive."""
+
+
+def watch(group: Group) -> None:
+    """Adds a process group to `groups`, which the watchdog watches."""
+    global _watchdog  # noqa: PLW0603  one thread for the process
+    with _lock:
+        groups[group] = None
+        if _watchdog is None or not _watchdog.is_alive():
+            thread = Thread(_run_watchdog, "proxyccl-torch-watchdog")
+            thread.start()
+            _watchdog = thread
+
+
+def _run_watchdog() -> None:
+    reported: weakref.WeakSet[Group] = weakref.WeakSet()
+    while True:
+        time.sleep(_INTERVAL_SECONDS)
+        _look(reported)
+
+
+def _look(reported: weakref.WeakSet[Group]) -> None:
+    """Reports the groups that failed after the last look. A function of its own: no frame then holds a group while the
+    watchdog sleeps."""
+    for group in [group for group in list(groups) if group not in reported]:
+        try:
+            oldest = group.calls.oldest()
+            comm = group.endpoints.failed
+            if comm is not None:
+                reported.add(group)
+                write_failure()
+                _logger.error("%s: %s", oldest, comm.group.failure.exception())
+        except Exception:  # the other groups are still watched
+            reported.add(group)
+            _logger.exception("a process group is no longer watched")
 
 
 def write_failure() -> None:
@@ -94,7 +150,7 @@ def write_flight_record(prefix: str) -> Path:
     Raises:
         RuntimeError: this process has no group.
     """
-    records = [group.record() for group in list(groups)]
+    records = [group.calls.record() for group in list(groups)]
     if not records:
         raise RuntimeError("write_flight_record: there is no process group; expected init_process_group before")
     path = Path(f"{prefix}{records[0].ranks[records[0].rank]}")
@@ -152,3 +208,39 @@ def _entry(record_id: int, group: tuple[str, str], number: int, operation: str, 
         "is_p2p": is_transfer,
         "frames": [],
     }
+
+
+def profiler_event(
+    name: str,
+    outs: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor],
+    *,
+    ranks: Sequence[int],
+    group: tuple[str, str],
+) -> AbstractContextManager[None]:
+    """The event of a call in torch's profiler, which lasts as long as the context.
+
+    Its keys are those of NCCL's ``record_param_comms``. That name is impossible here: torch's profiler reads the
+    details of such an event from a C++ object, and crashes without one.
+
+    Args:
+        name: of the call, whose first word says which collective it is.
+        outs: the tensors that it writes.
+        xs: the others that it uses.
+        ranks: the group's, in the default group.
+        group: its name and description.
+    """
+    inputs, outputs = list(xs or outs), list(outs or xs)
+    details: dict[str, Any] = {
+        "Collective name": name.split(maxsplit=1)[0],
+        "In msg nelems": sum(x.numel() for x in inputs),
+        "Out msg nelems": sum(x.numel() for x in outputs),
+        "dtype": str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
+        "Group size": len(ranks),
+        "Process Group Name": group[0],
+        "Process Group Description": group[1],
+        "Process Group Ranks": str(list(ranks)),
+    }
+    made: Any = torch._C._profiler._RecordFunctionFast(f"proxyccl:{name}", inputs, details)
+    event: AbstractContextManager[None] = made
+    return event

@@ -1,4 +1,7 @@
-"""Ranks that meet through a torch.distributed store: TCPStore, FileStore or HashStore. No MPI is involved."""
+"""Ranks that meet through a torch.distributed store: TCPStore, FileStore or HashStore. No MPI is involved.
+
+The monitored barrier needs no communicator, so it works when one is stuck.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from torch.distributed import DistError, PrefixStore
 
 _FIRST_PAUSE_SECONDS = 2e-4
 _LONGEST_PAUSE_SECONDS = 0.02
+_BARRIER_PAUSE_SECONDS = 0.002
 
 
 class StoreBootstrap:
@@ -98,12 +102,10 @@ class StoreBootstrap:
         return ranks_missing("the bootstrap's all_gather over torch's store", missing, self.rank)
 
     def subset(self, members: Sequence[int], key: int) -> StoreBootstrap:
-        """The bootstrap of some ranks. See `Bootstrap`."""
         members = list(members)
         return StoreBootstrap(PrefixStore(f"subset-{key:x}", self._store), members.index(self.rank), len(members))
 
     def withdraw(self) -> None:
-        """See `Bootstrap`."""
         with contextlib.suppress(DistError):  # whoever uses the store next learns that it is gone
             for number in range(self._round):
                 self._store.delete_key(f"{number}/{self.rank}")
@@ -120,7 +122,6 @@ class StoreBootstrap:
 
 
 def _bundle_key(number: int) -> str:
-    """The key of a round's bundle, which the first rank sets."""
     return f"{number}/all"
 
 
@@ -129,22 +130,58 @@ class _StoreBoard:
         self._store, self._rank = store, rank
 
     def post(self, number: int, note: bytes) -> None:
-        """See `Board`."""
         self._store.set(f"note-{number}-{self._rank}", note)
 
     def read(self, rank: int, number: int) -> bytes | None:
-        """See `Board`."""
         return self._get(f"note-{number}-{rank}")
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """See `Board`."""
         # Stores compare text.
         return bytes.fromhex(self._store.compare_set(f"answer-{number}", "", answer.hex()).decode())
 
     def settled(self, number: int) -> bytes | None:
-        """See `Board`."""
         answer = self._get(f"answer-{number}")
         return None if answer is None else bytes.fromhex(answer.decode())
 
     def _get(self, key: str) -> bytes | None:
         return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+
+def monitored_barrier(
+    store: Any, number: int, rank: int, world_size: int, seconds: float, *, wait_all_ranks: bool
+) -> None:
+    """Waits until all ranks have arrived: rank 0 waits for the others and releases them.
+
+    torch's gloo backend does the same; programs search for its messages. The barrier's number is the same on all ranks.
+    With `wait_all_ranks` rank 0 waits for the time-out to name all missing ranks, and not only the first.
+    """
+    deadline = time.monotonic() + seconds
+    milliseconds = round(1000 * seconds)
+    if rank:
+        store.set(f"{number}/{rank}", b"")
+        if not _wait(store, f"{number}/go", deadline):
+            raise RuntimeError(
+                f"[Rank {rank}]: Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
+                f"for send/recv from rank 0 within {milliseconds} ms. Please check rank 0 logs for faulty rank."
+            )
+        return
+    if seconds <= 0:
+        raise RuntimeError(f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {milliseconds} ms")
+    missing = []
+    for peer in range(1, world_size):
+        if not _wait(store, f"{number}/{peer}", deadline):
+            missing.append(peer)
+            if not wait_all_ranks:
+                raise RuntimeError(f"[Rank 0]: Rank {peer} failed to pass monitoredBarrier in {milliseconds} ms")
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        raise RuntimeError(f"[Rank 0]: Ranks {ranks} failed to pass monitoredBarrier in {milliseconds} ms")
+    store.set(f"{number}/go", b"")
+
+
+def _wait(store: Any, key: str, deadline: float) -> bool:
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_BARRIER_PAUSE_SECONDS)
+    return True

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from proxyccl.device.errors import WaitTimeoutError
-from proxyccl.torch.tensors import as_bytes, put_back
+from proxyccl.torch.tensor_collectives import as_bytes, put_back
 
 _LOOK_SECONDS = 0.1
 """How often a wait looks whether the group has ended."""
@@ -37,10 +37,6 @@ class ToSelf:
     """The transfers of a rank to itself: on each device its sends meet its receives in order.
 
     `send` and `recv` are called by a thread each, on the stream that is then current, and wait for the other.
-
-    Args:
-        rank: the rank.
-        require_open: raises what has ended the group.
     """
 
     def __init__(self, rank: int, require_open: Callable[[], None]) -> None:
@@ -51,10 +47,6 @@ class ToSelf:
 
     def send(self, tensor: torch.Tensor, seconds: float) -> None:
         """Sends a tensor to this rank's next receive on the device. The current stream then comes after the copy.
-
-        Args:
-            tensor: any.
-            seconds: bound of the wait.
 
         Raises:
             ValueError: the receive is of another size.

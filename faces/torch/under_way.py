@@ -35,21 +35,12 @@ class Recorded(NamedTuple):
 
 
 class _Flow:
-    """The calls of a flow.
-
-    Attributes:
-        calls: those that are not known to have ended.
-        ended: the names of the latest ones that have.
-        ended_count: the number of all that have.
-    """
-
     def __init__(self) -> None:
-        self.calls: deque[_Call] = deque(maxlen=_MOST)
-        self.ended: deque[str] = deque(maxlen=_ENDED)
-        self.ended_count = 0
+        self.calls: deque[_Call] = deque(maxlen=_MOST)  # that are not known to have ended
+        self.ended: deque[str] = deque(maxlen=_ENDED)  # names of the latest that have
+        self.ended_count = 0  # of all that have
 
     def forget(self, count: int) -> None:
-        """Forgets the oldest calls."""
         take = self.calls.popleft
         self.ended.extend([take()[1] for _ in range(count)])
         self.ended_count += count
@@ -91,14 +82,8 @@ class UnderWay:
         self._tells: defaultdict[Hashable, itertools.count[int]] = defaultdict(functools.partial(itertools.count, 1))
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
-        """Adds a call. Nearly always without a lock: a deque is appended to by one operation.
-
-        Args:
-            flow: the flow that orders it.
-            number: rises from call to call.
-            name: for messages.
-            ended: tells whether it has ended; None if `end`, or a later call of the flow, will tell.
-        """
+        """Adds a call, whose number is above those before it. Nearly always without a lock: a deque is appended to by
+        one operation. `ended` tells whether it has ended; None if `end`, or a later call of the flow, will tell."""
         self._flow(flow).calls.append((number, name, ended))
         if ended is not None and not next(self._tells[flow]) % ADDED_BETWEEN:
             self.forget_ended(flow)
