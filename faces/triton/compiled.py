@@ -12,7 +12,7 @@ from proxyccl.device.errors import ArgumentError, CompileError, RuntimeUnavailab
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.kernel import POINTER, Kernel
 from proxyccl.triton.arguments import CONSTEXPR, Argument
-from proxyccl.triton.jit import VERSION
+from proxyccl.triton.basics import VERSION
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -17,8 +17,8 @@ from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.runtime import StreamLike
 from proxyccl.triton import interpreter
 from proxyccl.triton.arguments import CONSTEXPR, Argument, annotated, as_argument, constant
+from proxyccl.triton.basics import INTERPRETED
 from proxyccl.triton.compiled import Variant
-from proxyccl.triton.jit import INTERPRETED
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelParam
