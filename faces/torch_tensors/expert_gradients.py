@@ -28,17 +28,9 @@ class Layer(Protocol):
     ctx: DispatchCombineContext
     forms: Forms
 
-    def redispatch(self, *arguments: Any, **options: Any) -> Any:
-        """See `EPAll2AllLayer.redispatch`."""
-        ...
-
-    def combine(self, *arguments: Any, **options: Any) -> Any:
-        """See `EPAll2AllLayer.combine`."""
-        ...
-
-    def combine_weights(self, *arguments: Any, **options: Any) -> Any:
-        """See `EPAll2AllLayer.combine_weights`."""
-        ...
+    def redispatch(self, *arguments: Any, **options: Any) -> Any: ...
+    def combine(self, *arguments: Any, **options: Any) -> Any: ...
+    def combine_weights(self, *arguments: Any, **options: Any) -> Any: ...
 
 
 def is_recording() -> bool:
