@@ -43,15 +43,8 @@ class Gpu:
     """A GPU as the calls of one process group use it. Streams are known by their handles.
 
     Args:
-        order: address of the ProxycclStreamOrder of the GPU's streams.
-        idle: events that nothing uses.
-        more: makes one more of them.
-        finish: called as finish(status, name, arguments) for a call of stream_order.h whose status is not 0; see
-            `StreamOrder.finish`.
+        order, idle, more, finish: of `StreamOrder.in_c`.
         owner: the group's part there.
-
-    Attributes:
-        owner: the same.
     """
 
     owner: Owner

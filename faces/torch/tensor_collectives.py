@@ -207,16 +207,23 @@ def _usual(_: Communicator) -> None:
 
 
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, policy: Policy = _usual) -> None:
-    plain = plain_op(op, tensor.dtype)
-    calls = comm.tensor_calls
-    if plain is not None and is_plain(tensor):
-        calls.make(calls.options("all_reduce", plain, cta_policy=policy(comm)), tensor, tensor)
+    _reduce_all(comm, "all_reduce", tensor, tensor, op, policy)
+
+
+def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any, policy: Policy = _usual) -> None:
+    _reduce_all(comm, "reduce_scatter", output, x, op, policy)
+
+
+def _reduce_all(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, op: Any, policy: Policy) -> None:
+    """Reduces tensors over all ranks, to an output on each, which may be the input."""
+    plain, calls = plain_op(op, x.dtype), comm.tensor_calls
+    if plain is not None and is_plain(x) and (output is x or is_plain(output)):
+        calls.make(calls.options(name, plain, cta_policy=policy(comm)), x, output)
         return
-    how = reduction(op, tensor.dtype)
-    values = flat(tensor)
-    given = how.of(how.given(values, into=values))
-    calls.make(calls.options("all_reduce", how.op, cta_policy=policy(comm)), given, given)
-    put_back(tensor, values)
+    how, result = reduction(op, x.dtype), flat(output)
+    given = how.given(result, into=result) if output is x else how.given(flat(x))
+    calls.make(calls.options(name, how.op, cta_policy=policy(comm)), how.of(given), how.of(result))
+    put_back(output, result)
 
 
 def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> None:
@@ -248,22 +255,28 @@ def _by_dtype(tensors: Tensors) -> list[list[torch.Tensor]]:
 
 
 def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> None:
-    values = _moved(tensor)
-    calls = comm.tensor_calls
-    calls.make(calls.options("broadcast", root=root), values, values)
-    put_back(tensor, values)
+    _move(comm, "broadcast", tensor, tensor, root=root)
+
+
+def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
+    """Concatenates the ranks' tensors of one size."""
+    _move(comm, "all_gather", output, x, cta_policy=policy(comm))
+
+
+def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
+    """The i-th share of each rank goes to rank i."""
+    _move(comm, "all_to_all", output, x, cta_policy=policy(comm))
+
+
+def _move(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, **options: Any) -> None:
+    result, calls = _moved(output), comm.tensor_calls
+    calls.make(calls.options(name, **options), result if output is x else _moved(x), result)
+    put_back(output, result)
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if its memory holds its elements in order, else a copy of its bytes."""
     return tensor if is_plain(tensor) else as_bytes(tensor)
-
-
-def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
-    """Concatenates the ranks' tensors of one size."""
-    values, calls = _moved(output), comm.tensor_calls
-    calls.make(calls.options("all_gather", cta_policy=policy(comm)), _moved(x), values)
-    put_back(output, values)
 
 
 def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) -> None:
@@ -279,19 +292,6 @@ def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) 
         part = everyone[:, at : at + size].clone(memory_format=torch.contiguous_format)  # aligned for any type
         put_back(output, part.view(-1))
         at += size
-
-
-def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any, policy: Policy = _usual) -> None:
-    """Reduces a tensor over all ranks and gives each its share."""
-    plain, calls = plain_op(op, x.dtype), comm.tensor_calls
-    if plain is not None and is_plain(x) and is_plain(output):
-        calls.make(calls.options("reduce_scatter", plain, cta_policy=policy(comm)), x, output)
-        return
-    how = reduction(op, x.dtype)
-    share = flat(output)
-    options = calls.options("reduce_scatter", how.op, cta_policy=policy(comm))
-    calls.make(options, how.of(how.given(flat(x))), how.of(share))
-    put_back(output, share)
 
 
 def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors, op: Any) -> None:
@@ -362,12 +362,6 @@ def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor, opti
     """Every rank's tensor, of any sizes, into a list."""
     require_same_dtype([x, *outputs])
     exchange(comm, x, tuple(outputs), options)
-
-
-def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
-    values, calls = _moved(output), comm.tensor_calls
-    calls.make(calls.options("all_to_all", cta_policy=policy(comm)), _moved(x), values)
-    put_back(output, values)
 
 
 def all_to_all_v(comm: Communicator, output: torch.Tensor, x: torch.Tensor, options: Transfers) -> None:
