@@ -105,6 +105,8 @@ class nixl_agent_config:
 class nixl_agent:
     """An agent: registers memory, and moves blocks between it and the memory of other agents.
 
+    The `backends` of its calls are names of backends that were created.
+
     Args:
         agent_name: its name.
         nixl_conf: see `nixl_agent_config`.
@@ -205,7 +207,6 @@ class nixl_agent:
         Args:
             reg_list: whatever `get_reg_descs` takes.
             mem_type: likewise.
-            backends: names of backends that were created.
 
         Returns:
             The list, for `deregister_memory`.
@@ -248,7 +249,6 @@ class nixl_agent:
                 (address, bytes, device, stride, count): `count` blocks that begin `stride` bytes apart. An index then
                 counts through the blocks of all rows.
             mem_type: likewise.
-            backends: names of backends that were created.
 
         Raises:
             nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered. The blocks of
@@ -289,7 +289,6 @@ class nixl_agent:
             local_xfer_side, remote_xfer_side: prepared lists.
             local_indices, remote_indices: the descriptors, in order.
             notif_msg: told to the other agent when the data has arrived; empty: nothing.
-            backends: names of backends that were created.
             skip_desc_merge: without effect.
 
         Raises:
@@ -326,7 +325,6 @@ class nixl_agent:
             local_descs, remote_descs: the lists.
             remote_agent: the other agent's name, or this agent's own.
             notif_msg: told to the other agent when the data has arrived; empty: nothing.
-            backends: names of backends that were created.
 
         Raises:
             KeyError: the operation is another.
@@ -396,7 +394,6 @@ class nixl_agent:
         Args:
             remote_agent_name: the sender.
             lookup_tag: the beginning of the message, or a part of it.
-            backends: names of backends that were created.
             tag_is_prefix: False: the tag may be anywhere in the message.
         """
         name = remote_agent_name.decode() if isinstance(remote_agent_name, bytes) else remote_agent_name
@@ -425,7 +422,6 @@ class nixl_agent:
         Args:
             descs: registered memory; an empty list: only where the agent listens.
             inc_conn_info: whether to include where the agent listens.
-            backends: names of backends that were created.
 
         Raises:
             nixlNotFoundError: a descriptor is not registered.

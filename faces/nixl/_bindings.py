@@ -35,7 +35,7 @@ from proxyccl.nixl.errors import (
     nixlNotPostedError,
     nixlNotSupportedError,
 )
-from proxyccl.nixl.metadata_exchange import Listener, Request, Sender
+from proxyccl.nixl.metadata_exchange import Request, Sender, listen
 
 DEFAULT_COMM_PORT = 8888
 NIXL_INIT_AGENT = ""
@@ -126,7 +126,7 @@ class nixlAgent:
         self._transfers: dict[int, _Posted] = {}
         self._sender: Sender | None = None
         if config.useListenThread:
-            Listener(self, config.listenPort)
+            listen(self, config.listenPort)
 
     # Backends
 

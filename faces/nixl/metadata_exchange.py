@@ -49,25 +49,18 @@ class Exchanging(Protocol):
     def forgetSender(self, metadata: bytes) -> None: ...
 
 
-class Listener:
-    """Serves peers until the agent is gone.
-
-    Args:
-        agent: it is not kept alive.
-        port: 0: any free one.
+def listen(agent: Exchanging, port: int) -> None:
+    """Serves peers at a port, or at any free one if it is 0, until the agent is gone. The agent is not kept alive.
 
     Raises:
         OSError: the port is taken.
     """
-
-    def __init__(self, agent: Exchanging, port: int) -> None:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        listener = socket.create_server(("", port), family=family, backlog=64, dualstack_ipv6=dual)
-        self.port: int = listener.getsockname()[1]
-        forks.keep_from_children(listener)
-        forks.finalizer(agent, _end, listener)
-        Thread(_Server(listener, weakref.ref(agent)).run, "proxyccl-nixl-listener").start()
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    listener = socket.create_server(("", port), family=family, backlog=64, dualstack_ipv6=dual)
+    forks.keep_from_children(listener)
+    forks.finalizer(agent, _end, listener)
+    Thread(_Server(listener, weakref.ref(agent)).run, "proxyccl-nixl-listener").start()
 
 
 def _end(listener: socket.socket) -> None:
