@@ -27,7 +27,7 @@ except ImportError as error:
 
 
 def _load_numpy_functions() -> None:
-    """Lets Numba-CUDA load its implementations of NumPy's functions with NumPy 2.5, before the first kernel is compiled.
+    """Lets Numba-CUDA load its implementations of NumPy's functions with NumPy 2.5, before it compiles a kernel.
 
     Numba-CUDA 0.30 has one for ``numpy.row_stack``, which NumPy 2.5 removed: the first launch would raise
     AttributeError.
