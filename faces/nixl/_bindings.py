@@ -52,28 +52,18 @@ _HANDLES = itertools.count(16, 16)
 _YES = ("y", "yes", "1", "on", "true")
 
 
-class nixlAgentConfig:
+class nixlAgentConfig(Struct):
     """The configuration of an agent. Fields that steer NIXL's own threads have no effect here."""
 
-    def __init__(
-        self,
-        useProgThread: bool = False,
-        useListenThread: bool = False,
-        listenPort: int = 0,
-        syncMode: nixl_thread_sync_t = nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE,
-        numWorkers: int = 1,
-        pthrDelay: int = 0,
-        lthrDelay: int = 100000,
-        captureTelemetry: bool = False,
-    ) -> None:
-        self.useProgThread = useProgThread
-        self.useListenThread = useListenThread
-        self.listenPort = listenPort
-        self.syncMode = syncMode
-        self.pthrDelay = pthrDelay
-        self.lthrDelay = lthrDelay
-        self.captureTelemetry = captureTelemetry
-        self.etcdWatchTimeout = 5000000
+    useProgThread: bool = False
+    useListenThread: bool = False
+    listenPort: int = 0
+    syncMode: nixl_thread_sync_t = nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE
+    numWorkers: int = 1
+    pthrDelay: int = 0
+    lthrDelay: int = 100000
+    captureTelemetry: bool = False
+    etcdWatchTimeout: int = 5000000
 
 
 class nixlXferTelemetry(Struct):

@@ -16,19 +16,15 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 from proxyccl.torch.under_way import Recorded
-
-if TYPE_CHECKING:
-    from proxyccl.torch.endpoints import Endpoints
 
 _VERSION = "2.10"
 """The version of the dump's format: that of torch 2.11 to 2.15."""
@@ -45,40 +41,11 @@ _INTERVAL_SECONDS = 0.5
 _watchdog: Thread | None = None
 
 
-@dataclass(frozen=True)
-class GroupRecord:
-    """The calls of one process group on this rank.
-
-    Attributes:
-        name, description: torch's name of the group, and the program's.
-        ranks: the members' numbers in the default group, in the order of the group.
-        calls: by flow. The flow of a transfer ends with the peer's number and whether this rank sends; None is the flow
-            of collectives.
-    """
-
-    name: str
-    description: str
-    ranks: list[int]
-    rank: int
-    calls: Mapping[Hashable, Recorded]
-
-
-class Calls(Protocol):
-    def oldest(self) -> str:
-        """The oldest call that has not ended, in words, with its number and the rank's."""
-        ...
-
-    def record(self) -> GroupRecord:
-        """Those in progress, and the latest that have ended."""
-        ...
-
-
 class Group(Protocol):
-    @property
-    def calls(self) -> Calls: ...
+    """A process group, with its `IssuedCalls` and its `Endpoints`."""
 
-    @property
-    def endpoints(self) -> Endpoints: ...
+    calls: Any
+    endpoints: Any
 
 
 groups: dict[Group, None] = {}
@@ -150,17 +117,17 @@ def write_flight_record(prefix: str) -> Path:
     Raises:
         RuntimeError: this process has no group.
     """
-    records = [group.calls.record() for group in list(groups)]
-    if not records:
+    of_groups = [group.calls for group in list(groups)]
+    if not of_groups:
         raise RuntimeError("write_flight_record: there is no process group; expected init_process_group before")
-    path = Path(f"{prefix}{records[0].ranks[records[0].rank]}")
+    path = Path(f"{prefix}{of_groups[0].members[of_groups[0].rank]}")
     config: dict[str, dict[str, str]] = {}
     entries: list[dict[str, Any]] = []
-    for record in records:
-        for flow, calls in {None: Recorded(1, [], 0), **record.calls}.items():
-            group, ranks, ends = (record.name, record.description), record.ranks, ""
+    for of_group in of_groups:
+        for flow, calls in {None: Recorded(1, [], 0), **of_group.under_way.recorded()}.items():
+            group, ranks, ends = (of_group.group_name, of_group.group_desc or "undefined"), of_group.members, ""
             if flow is not None:
-                group, ranks, ends = _pair(record, flow)
+                group, ranks, ends = _pair(of_group, flow)
             if len(ranks) == 1 and ends:
                 continue  # a rank's transfers to itself, which miss nobody
             config[group[0]] = {"name": group[0], "desc": group[1], "ranks": str(ranks)}
@@ -173,16 +140,16 @@ def write_flight_record(prefix: str) -> Path:
     return path
 
 
-def _pair(record: GroupRecord, flow: Any) -> tuple[tuple[str, str], list[int], str]:
+def _pair(calls: Any, flow: Any) -> tuple[tuple[str, str], list[int], str]:
     """The transfers from one rank to another as a group of their own: its name and description, its ranks, and the
     analyzer's words for who sends. In the whole group the analyzer would miss the other ranks."""
     (peer, sends), on = (flow, "") if isinstance(flow[0], int) else (flow[1], f" on {flow[0].type}")
-    own, other = record.ranks[record.rank], record.ranks[peer]
+    own, other = calls.members[calls.rank], calls.members[peer]
     sender, receiver = (own, other) if sends else (other, own)
     ranks = sorted({own, other})
     source, target = ranks.index(sender), ranks.index(receiver)
     ends = f" {source}->{target}" if sends else f" {target}<-{source}"
-    return (f"{record.name}: {sender} to {receiver}{on}", "transfers"), ranks, ends
+    return (f"{calls.group_name}: {sender} to {receiver}{on}", "transfers"), ranks, ends
 
 
 def _entry(record_id: int, group: tuple[str, str], number: int, operation: str, *, ended: bool) -> dict[str, Any]:

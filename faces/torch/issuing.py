@@ -27,7 +27,7 @@ from proxyccl.torch._device_calls import ADDED_BETWEEN, CallIssuer, QueuedCall
 from proxyccl.torch.endpoints import Endpoints
 from proxyccl.torch.errors import raise_as_torch, torch_errors
 from proxyccl.torch.executor import Flow, GroupThreads
-from proxyccl.torch.flight_recorder import GroupRecord, profiler_event
+from proxyccl.torch.flight_recorder import profiler_event
 from proxyccl.torch.on_gpu import GroupOnGpu, GroupOnGpus
 from proxyccl.torch.overlaps import CHOICES, LEAST_BYTES, Choice, Overlaps
 from proxyccl.torch.tensor_collectives import PLAIN_OPS, in_memory
@@ -144,6 +144,7 @@ class IssuedCalls:
     """The calls of one rank of a process group.
 
     Attributes:
+        rank: this rank's number in the group.
         process: that of the group: in a fork's child no call is made.
         threads, gpus: where the calls run.
         under_way: the calls in progress.
@@ -152,7 +153,7 @@ class IssuedCalls:
     """
 
     def __init__(self, rank: int, size: int, endpoints: Endpoints) -> None:
-        self._rank, self._size, self._endpoints = rank, size, endpoints
+        self.rank, self._size, self._endpoints = rank, size, endpoints
         self.process = forks.here()
         self.threads = GroupThreads(rank, endpoints)
         self.gpus = GroupOnGpus(endpoints.check)
@@ -180,16 +181,12 @@ class IssuedCalls:
     def oldest(self) -> str:
         oldest = self.under_way.oldest()
         name = "no call" if oldest is None else f"{oldest[1]}, call {oldest[0]}"
-        return f"{name} of rank {self._rank}"
+        return f"{name} of rank {self.rank}"
 
-    def record(self) -> GroupRecord:
-        return GroupRecord(
-            name=self.group_name,
-            description=self.group_desc or "undefined",
-            ranks=self._endpoints.members,
-            rank=self._rank,
-            calls=self.under_way.recorded(),
-        )
+    @property
+    def members(self) -> list[int]:
+        """The ranks' numbers in the default group."""
+        return self._endpoints.members
 
     # -- calls on a GPU that C issues ---
 
@@ -325,7 +322,7 @@ class IssuedCalls:
         shown: Any = _NO_EVENT
         if profiler._is_profiler_enabled:
             group = self.group_name, self.group_desc
-            shown = profiler_event(call.name, call.outs, call.xs, ranks=self._endpoints.members, group=group)
+            shown = profiler_event(call.name, call.outs, call.xs, ranks=self.members, group=group)
         with shown:
             if call.device.type == "cpu":
                 work: Any = self._issue_on_cpu(call)
@@ -431,7 +428,7 @@ class IssuedCalls:
             self.under_way.add(order, call.number, call.name, work.passed)
         elif not has_met:
             expected = "a transfer with that rank before, which makes what transfers need"
-            if peer == self._rank:
+            if peer == self.rank:
                 expected = "a copy, as this is that rank itself"
             raise RuntimeError(f"{call.name}: a graph is being captured; expected {expected}")
 
@@ -460,14 +457,14 @@ class IssuedCalls:
     def _log_failed_meeting(self, call: _Call, error: BaseException) -> None:
         """Logs why ranks have no communicator, which the watchdog can't see, for programs that wait elsewhere."""
         if isinstance(error, CommunicatorError) and not self._endpoints.has_met(call.device, call.peer):
-            _logger.error("%s, call %d of rank %d: %s", call.name, call.number, self._rank, error)
+            _logger.error("%s, call %d of rank %d: %s", call.name, call.number, self.rank, error)
 
     # -- transfers ---
 
     def transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
         """Makes a transfer with a peer. Returns its Work; None while calls are coalesced."""
         (x,) = tensors
-        named, flow = _by_flow(peer, int(self._rank < peer), sends), (peer, sends)
+        named, flow = _by_flow(peer, int(self.rank < peer), sends), (peer, sends)
         work = self._transfer_in_c(x, flow, named)
         if work is NotImplemented:
             tensors = in_memory(tensors)
@@ -475,7 +472,7 @@ class IssuedCalls:
             (tensor,) = tensors
 
             def make() -> None:
-                if peer == self._rank:
+                if peer == self.rank:
                     self._endpoints.to_self(tensor, sends=sends)
                     return
                 comm = self._endpoints.with_peer(tensor.device, peer)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -79,13 +77,13 @@ class UnderWay:
         self._healthy = healthy
         self._lock = threading.Lock()
         self._flows: dict[Hashable, _Flow] = {}
-        self._tells: defaultdict[Hashable, itertools.count[int]] = defaultdict(functools.partial(itertools.count, 1))
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
         """Adds a call, whose number is above those before it. Nearly always without a lock: a deque is appended to by
         one operation. `ended` tells whether it has ended; None if `end`, or a later call of the flow, will tell."""
-        self._flow(flow).calls.append((number, name, ended))
-        if ended is not None and not next(self._tells[flow]) % ADDED_BETWEEN:
+        calls = self._flow(flow).calls
+        calls.append((number, name, ended))
+        if ended is not None and not len(calls) % ADDED_BETWEEN:
             self.forget_ended(flow)
 
     def log(self, flow: Hashable) -> Callable[[_Call], None]:
