@@ -185,12 +185,7 @@ class nixl_agent:
         return known.get(backend)
 
     def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:
-        """Creates a backend.
-
-        Raises:
-            nixlNotFoundError: there is none of this name.
-            nixlInvalidParamError: it exists.
-        """
+        """Creates a backend. Raises nixlNotFoundError for another name, and nixlInvalidParamError if it exists."""
         handle = self.agent.createBackend(backend, initParams or {})
         self.backends[backend] = handle
         self.backend_options[backend], self.backend_mems[backend] = self.agent.getBackendParams(handle)
@@ -202,14 +197,7 @@ class nixl_agent:
     # Memory
 
     def register_memory(self, reg_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()) -> nixlRegDList:
-        """Registers memory.
-
-        Args:
-            reg_list: whatever `get_reg_descs` takes.
-            mem_type: likewise.
-
-        Returns:
-            The list, for `deregister_memory`.
+        """Registers memory, given as for `get_reg_descs`. Returns the list, for `deregister_memory`.
 
         Raises:
             nixlBackendError: it is neither the host's memory nor a device's that can be shared.
@@ -282,19 +270,14 @@ class nixl_agent:
         backends: Sequence[str] = (),
         skip_desc_merge: bool = False,
     ) -> nixl_xfer_handle:
-        """A transfer between descriptors of two prepared lists.
-
-        Args:
-            operation: "READ" or "WRITE".
-            local_xfer_side, remote_xfer_side: prepared lists.
-            local_indices, remote_indices: the descriptors, in order.
-            notif_msg: told to the other agent when the data has arrived; empty: nothing.
-            skip_desc_merge: without effect.
+        """A transfer between descriptors of two prepared lists, by their indices, in order. `notif_msg` is told to the
+        other agent when the data has arrived, unless it is empty. `skip_desc_merge` has no effect.
 
         Raises:
-            KeyError: the operation is another.
+            KeyError: the operation is neither "READ" nor "WRITE".
             nixlInvalidParamError: of the lists, the indices, or lengths that differ.
-            nixlNotFoundError: the agent was removed.
+            nixlNotFoundError: the agent was removed, also if another one has its name, or memory of a list was
+                deregistered, also if it was registered anew.
         """
         op = self.nixl_ops[operation]
         handle = self.agent.makeXferReq(
@@ -318,16 +301,10 @@ class nixl_agent:
         notif_msg: bytes | str = b"",
         backends: Sequence[str] = (),
     ) -> nixl_xfer_handle:
-        """A transfer between two lists of `get_xfer_descs`.
-
-        Args:
-            operation: "READ" or "WRITE".
-            local_descs, remote_descs: the lists.
-            remote_agent: the other agent's name, or this agent's own.
-            notif_msg: told to the other agent when the data has arrived; empty: nothing.
+        """A transfer between two lists of `get_xfer_descs`, the other of which may be this agent's own. See also
+        `make_prepped_xfer`.
 
         Raises:
-            KeyError: the operation is another.
             nixlInvalidParamError: the lists differ in number or length.
             nixlNotFoundError: the agent is unknown, the lists are empty, or a descriptor is not registered.
             nixlRemoteDisconnectError: the agent can't be reached.
@@ -338,11 +315,8 @@ class nixl_agent:
         return nixl_xfer_handle(self.agent, handle)
 
     def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes | str = b"") -> str:
-        """Starts a transfer, again if it has ended: "DONE" or "PROC".
-
-        Args:
-            handle: the transfer.
-            notif_msg: in place of the transfer's own, if it is not empty.
+        """Starts a transfer, again if it has ended: "DONE" or "PROC". `notif_msg` replaces the transfer's own, if it is
+        not empty.
 
         Raises:
             nixlNotFoundError: the agent was removed.
@@ -389,13 +363,8 @@ class nixl_agent:
         backends: Sequence[str] = (),
         tag_is_prefix: bool = True,
     ) -> bool:
-        """Whether a notification with a tag has come. It is then removed from those that are kept in the agent.
-
-        Args:
-            remote_agent_name: the sender.
-            lookup_tag: the beginning of the message, or a part of it.
-            tag_is_prefix: False: the tag may be anywhere in the message.
-        """
+        """Whether a notification has come that begins with a tag, or contains it unless `tag_is_prefix`. It is then
+        removed from those that are kept in the agent."""
         name = remote_agent_name.decode() if isinstance(remote_agent_name, bytes) else remote_agent_name
         messages = self.update_notifs(backends).get(name, [])
         for index, message in enumerate(messages):
@@ -417,15 +386,8 @@ class nixl_agent:
     def get_partial_agent_metadata(
         self, descs: nixlRegDList, inc_conn_info: bool = False, backends: Sequence[str] = ()
     ) -> bytes:
-        """A part of this agent's metadata.
-
-        Args:
-            descs: registered memory; an empty list: only where the agent listens.
-            inc_conn_info: whether to include where the agent listens.
-
-        Raises:
-            nixlNotFoundError: a descriptor is not registered.
-        """
+        """A part of this agent's metadata: registered memory, and where the agent listens, with `inc_conn_info` or if
+        there is no descriptor. Raises nixlNotFoundError for a descriptor that is not registered."""
         return self.agent.getLocalPartialMD(descs, inc_conn_info, self._handles(backends))
 
     def add_remote_agent(self, metadata: bytes) -> bytes:

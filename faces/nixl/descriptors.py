@@ -6,7 +6,7 @@ Blocks at equal distances may be given as one row, (address, bytes, device, stri
 from __future__ import annotations
 
 import struct
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,22 +39,20 @@ class _DescList:
 
     def __init__(self, type: nixl_mem_t, descs: Any = None, init_size: int = 0) -> None:
         self._type = nixl_mem_t(type)
-        self._notes: list[bytes] = []
         if isinstance(descs, np.ndarray):
             self.rows = _checked_array(descs, 3).astype(np.uint64)
-            self._notes = [b""] * len(self.rows) * (self._fields == 4)
         elif isinstance(descs, list):
             self.rows = np.empty((len(descs), 3), np.uint64)
-            self._notes = [b""] * len(descs) * (self._fields == 4)
+        else:
+            self.rows = np.zeros((int(descs or init_size), 3), np.uint64)
+        self._notes = [b""] * len(self.rows) * (self._fields == 4)
+        if isinstance(descs, list):
             for index, desc in enumerate(descs):
                 if not isinstance(desc, tuple):
                     raise TypeError("Each descriptor must be a tuple when provided as a list")
                 if len(desc) != self._fields:
                     raise ValueError(f"Each descriptor tuple must have exactly {self._fields} elements")
                 self[index] = desc
-        else:
-            self.rows = np.zeros((int(descs or init_size), 3), np.uint64)
-            self._notes = [b""] * len(self.rows) * (self._fields == 4)
 
     def getType(self) -> nixl_mem_t:
         return self._type
@@ -118,10 +116,6 @@ class _DescList:
         head = _HEAD.pack(_FORMAT, self._fields, self._type, len(self.rows), len(notes))
         return head + self.rows.tobytes() + notes
 
-    def _with(self, rows: NDArray[np.uint64], notes: list[bytes]) -> Self:
-        self.rows, self._notes = rows, notes
-        return self
-
 
 class nixlXferDList(_DescList):
     """Descriptors of a transfer: (address, bytes, device)."""
@@ -158,9 +152,11 @@ def deserialize(data: bytes) -> nixlXferDList | nixlRegDList:
             at += 4 + length
         if len(notes) != count * (fields == 4) or at != len(data):
             raise nixlMismatchError("the bytes are not a list of descriptors")
-        return (nixlRegDList if fields == 4 else nixlXferDList)(nixl_mem_t(kind))._with(rows, notes)
+        made = (nixlRegDList if fields == 4 else nixlXferDList)(nixl_mem_t(kind))
     except (struct.error, ValueError, TypeError) as error:
         raise nixlMismatchError(f"the bytes are not a list of descriptors: {error}") from None
+    made.rows, made._notes = rows, notes
+    return made
 
 
 class StridedRows:

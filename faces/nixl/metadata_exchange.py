@@ -69,12 +69,7 @@ def _end(listener: socket.socket) -> None:
 
 
 class _Exchange:
-    """One peer's request, as far as it has come, and then the answer, as far as it is not sent. No call waits.
-
-    Attributes:
-        connection: to the peer.
-        deadline: when it must have ended.
-    """
+    """One peer's request, as far as it has come, and then the answer, as far as it is not sent. No call waits."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -84,11 +79,8 @@ class _Exchange:
         self._answer: memoryview | None = None
 
     def proceed(self, reference: weakref.ref[Exchanging]) -> int:
-        """Goes on with it. Returns the event to wait for, 0 if it has ended.
-
-        Raises:
-            OSError: the peer has left, or sent nothing valid.
-        """
+        """Proceeds. Returns the event to wait for, 0 at the end. Raises OSError if the peer has left, or sent nothing
+        valid."""
         try:
             if self._answer is None:
                 part = self.connection.recv(_PART)
@@ -189,11 +181,7 @@ class _Server:
 
 
 class Sender:
-    """Sends requests to listening peers, one after the other, in a thread of its own.
-
-    Args:
-        agent: it is not kept alive.
-    """
+    """Sends requests to listening peers, one after the other, in a thread of its own. The agent is not kept alive."""
 
     def __init__(self, agent: Exchanging) -> None:
         self._agent = weakref.ref(agent)
@@ -241,11 +229,7 @@ def _reach(address: str, port: int) -> socket.socket:
 
 
 def _split(received: bytearray) -> tuple[int, bytes] | None:
-    """A request and its data, or None: they have not come whole.
-
-    Raises:
-        OSError: they are not valid.
-    """
+    """A request and its data, or None: they have not come whole. Raises OSError if they are not valid."""
     if len(received) < _HEAD.size:
         return None
     name, request, length = _HEAD.unpack_from(received)

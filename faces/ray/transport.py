@@ -50,10 +50,10 @@ class ProxyCCLMetadata(TensorTransportMetadata):
     generation: int = 0
 
 
+@dataclass
 class _Peer:
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
-        self.known = 0  # objects
+    generation: int
+    known: int = 0  # objects
 
 
 class _Reading:

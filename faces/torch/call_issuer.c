@@ -247,11 +247,8 @@ static int add_types(PyObject* module) {
   if (intern_names() != 0) return -1;
   if (PyModule_AddIntConstant(module, "ADDED_BETWEEN", ADDED_BETWEEN) != 0) return -1;
   if (proxyccl_add_queued_call(module) != 0) return -1;
-  PyObject* type = PyType_FromSpec(&spec);
-  if (type == NULL) return -1;
-  const int status = PyModule_AddObjectRef(module, "CallIssuer", type);
-  Py_DECREF(type);
-  return status;
+  static PyTypeObject* type;
+  return proxyccl_add_type(module, &type, &spec, "CallIssuer");
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_types}, {0, NULL}};

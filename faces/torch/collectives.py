@@ -14,7 +14,8 @@ import torch.distributed as dist
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch.issuing import CPU, IssuedCalls, reduce_to, require_rank
 from proxyccl.torch.overlaps import LEAST_BYTES
-from proxyccl.torch.tensor_collectives import Transfers, in_memory
+from proxyccl.torch.tensor_collectives import in_memory
+from proxyccl.torch.work import JointWork
 from proxyccl.torch_tensors.untraced import untraced
 
 Tensors = Sequence[torch.Tensor]
@@ -33,17 +34,6 @@ class Collectives:
     calls: IssuedCalls
     _rank: int
     _size: int
-    _all_gather: Transfers
-    _all_to_all: Transfers
-    _to_all: dict[int, Transfers]
-    _from_all: dict[int, Transfers]
-
-    def _prepare_options(self) -> None:
-        """Makes the options of calls that are transfers between all ranks."""
-        everyone = tuple(range(self._size))
-        self._to_all = {root: ("scatter", everyone if self._rank == root else (), root) for root in everyone}
-        self._from_all = {root: ("gather", root, everyone if self._rank == root else ()) for root in everyone}
-        self._all_gather, self._all_to_all = ("all_gather", "all", everyone), ("all_to_all", everyone, everyone)
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
@@ -83,7 +73,7 @@ class Collectives:
         return self.calls.collective("reduce", tensors, (), opts, on_tensors.reduce, x, opts.reduceOp, root)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Any:
-        (x,), (given,), options = inputs, map(tuple, outputs), self._all_gather
+        (x,), (given,), options = inputs, map(tuple, outputs), self.calls.between_all["all_gather"]
         work = self.calls.exchange_in_c(x, x, given, opts, options)
         if work is not NotImplemented:
             return work
@@ -129,7 +119,7 @@ class Collectives:
         (x,), root = inputs, opts.rootRank
         given = tuple(outputs[0]) if self._rank == root else ()
         require_rank(root, self._size, "root")
-        options = self._from_all[root]
+        options = self.calls.between_all["gather", root]
         work = self.calls.exchange_in_c(x, x, given, opts, options)
         if work is not NotImplemented:
             return work
@@ -143,7 +133,7 @@ class Collectives:
         (output,), root = outputs, opts.rootRank
         given = tuple(inputs[0]) if self._rank == root else ()
         require_rank(root, self._size, "root")
-        options = self._to_all[root]
+        options = self.calls.between_all["scatter", root]
         work = self.calls.exchange_in_c(output, given, output, opts, options)
         if work is not NotImplemented:
             return work
@@ -221,7 +211,7 @@ class Collectives:
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Any:
         """A list's i-th tensor to rank i."""
-        targets, sources, options = tuple(outputs), tuple(inputs), self._all_to_all
+        targets, sources, options = tuple(outputs), tuple(inputs), self.calls.between_all["all_to_all"]
         if sources:
             work = self.calls.exchange_in_c(sources[0], sources, targets, opts, options)
             if work is not NotImplemented:
@@ -257,12 +247,15 @@ class Collectives:
     recvAnysource = recv_anysource  # noqa: N815
 
     def start_coalescing(self, device: Any = None) -> None:
-        self.calls.start_coalescing()
+        self.calls.coalescing.works = []
 
     _start_coalescing = start_coalescing
 
     def end_coalescing(self, device: Any = None) -> Any:
-        return self.calls.end_coalescing()
+        collected, self.calls.coalescing.works = self.calls.coalescing.works, None
+        if collected is None:
+            raise RuntimeError("end_coalescing: there was no start_coalescing before it")
+        return JointWork(collected)
 
     _end_coalescing = end_coalescing
 

@@ -31,16 +31,11 @@ _Key = tuple[str, int | None, int | None]
 
 
 class _Making:
-    """An attempt to make a communicator.
-
-    Attributes:
-        lock: held by the thread that makes it, and waited for by those that need it too.
-        error: the error that ended the attempt.
-    """
+    """An attempt to make a communicator."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.error: BaseException | None = None
+        self.lock = threading.Lock()  # held by the thread that makes it; those that need it too wait for it
+        self.error: BaseException | None = None  # that ended the attempt
 
 
 class Endpoints:
@@ -56,8 +51,6 @@ class Endpoints:
 
     Args:
         store: where the ranks meet: of this group alone, and not one that an earlier group of its name has used.
-        rank, world_size: this rank's number in the process group, and how many there are.
-        timeout: bound of every wait, in seconds.
         whole: the endpoints of the default group; None for the default group itself.
         members: the ranks' numbers there.
         runtimes: of this rank's GPUs; None for those of `whole`, or for new ones.
@@ -252,10 +245,8 @@ class Endpoints:
         return None if made is None or not made.group.failure.usable else made
 
     def part(self, store: Any, ranks: Sequence[int], timeout: float) -> Endpoints:
-        """The endpoints of some ranks of the group, this one among them.
-
-        They are split from the default group's, which lives as long as any other.
-        """
+        """The endpoints of some ranks of the group, this one among them, which are split from the default group's: that
+        lives as long as any other."""
         whole = self if self._whole is None else self._whole
         members = [self._members[rank] for rank in ranks] if self._members else list(ranks)
         return Endpoints(store, list(ranks).index(self._rank), len(ranks), timeout, whole, members)

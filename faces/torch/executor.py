@@ -24,11 +24,8 @@ _LOOK_SECONDS = 0.05
 
 
 class Executor:
-    """One queue of tasks. Its thread starts with the first task that must wait, and ends with the executor.
-
-    Args:
-        name: of the thread.
-        begin: called by the thread first.
+    """One queue of tasks. Its thread starts with the first task that must wait, and ends with the executor. It calls
+    `begin` first.
 
     Attributes:
         ended: the number of tasks that have ended in its thread.

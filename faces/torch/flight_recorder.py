@@ -189,13 +189,6 @@ def profiler_event(
 
     Its keys are those of NCCL's ``record_param_comms``. That name is impossible here: torch's profiler reads the
     details of such an event from a C++ object, and crashes without one.
-
-    Args:
-        name: of the call, whose first word says which collective it is.
-        outs: the tensors that it writes.
-        xs: the others that it uses.
-        ranks: the group's, in the default group.
-        group: its name and description.
     """
     inputs, outputs = list(xs or outs), list(outs or xs)
     details: dict[str, Any] = {

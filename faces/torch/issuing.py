@@ -147,6 +147,8 @@ class IssuedCalls:
         rank: this rank's number in the group.
         process: that of the group: in a fork's child no call is made.
         threads, gpus: where the calls run.
+        between_all: options of calls that are transfers between all ranks, by name, and by root if there is one.
+        coalescing: the Work that each thread collects, between torch's start and end of coalescing.
         under_way: the calls in progress.
         unwaited: the Works that are kept until somebody waits for them.
         group_name, group_desc: the group's name and description.
@@ -155,6 +157,13 @@ class IssuedCalls:
     def __init__(self, rank: int, size: int, endpoints: Endpoints) -> None:
         self.rank, self._size, self._endpoints = rank, size, endpoints
         self.process = forks.here()
+        everyone = tuple(range(size))
+        self.between_all: dict[Any, on_tensors.Transfers] = {
+            "all_gather": ("all_gather", "all", everyone),
+            "all_to_all": ("all_to_all", everyone, everyone),
+            **{("scatter", root): ("scatter", everyone if rank == root else (), root) for root in everyone},
+            **{("gather", root): ("gather", root, everyone if rank == root else ()) for root in everyone},
+        }
         self.threads = GroupThreads(rank, endpoints)
         self.gpus = GroupOnGpus(endpoints.check)
         self._overlaps: dict[int, Overlaps | None] = {}  # by the GPU's number, once it has made a long call
@@ -163,7 +172,7 @@ class IssuedCalls:
         self._numbers = itertools.count(1)  # of the group's calls
         self._collectives = 0  # that C has not issued
         self._waited = itertools.count(1)  # synchronous ones on GPUs, of which few have a mark
-        self._coalescing = _Coalescing()
+        self.coalescing = _Coalescing()
         self.group_name = self.group_desc = ""
         self.unwaited = Unwaited()
         self.under_way = UnderWay(lambda: endpoints.failed is None)
@@ -294,16 +303,8 @@ class IssuedCalls:
         device: torch.device | None = None,
         blocks: bool = False,
     ) -> Any:
-        """Makes a call of all ranks.
-
-        Args:
-            name: for messages.
-            outs: the tensors that it writes, which are its result.
-            xs: the others that it uses.
-            opts: torch's options, which say whether the program continues meanwhile.
-            function, arguments: ``function(communicator, *arguments)`` makes the call.
-            device: of the tensors; None if there are some, which tell it.
-            blocks: whether the end of a device's call is waited for on the CPU.
+        """Makes a call of all ranks, by ``function(communicator, *arguments)``. The device is by default that of the
+        tensors; for the other arguments see `_Call`.
 
         Returns:
             Its Work; None for a call on the current stream, for which torch need not wait.
@@ -334,8 +335,8 @@ class IssuedCalls:
 
     def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
         """A Work for torch, which is kept where torch does not."""
-        if self._coalescing.works is not None:
-            self._coalescing.works.append(work)
+        if self.coalescing.works is not None:
+            self.coalescing.works.append(work)
         elif not waits and not IS_BACKEND:
             self.unwaited.add(work)
         return work
@@ -425,7 +426,8 @@ class IssuedCalls:
         executor, has_met = self.threads.of(device, flow), self._endpoints.has_met(device, peer)
         is_captured = gpu.order.is_capturing(current)
         if not is_captured:
-            self.under_way.add(order, call.number, call.name, work.passed)
+            marks = work.marks  # without the tensors
+            self.under_way.add(order, call.number, call.name, lambda: bool(marks) and marks[0].query())
         elif not has_met:
             expected = "a transfer with that rank before, which makes what transfers need"
             if peer == self.rank:
@@ -483,7 +485,7 @@ class IssuedCalls:
             outs, xs = ((), tensors) if sends else (tensors, ())
             number = next(self._numbers)
             work = self._issue(_Call(named[0], outs, xs, make, tensor.device, False, None, flow, False, number))
-        return None if self._coalescing.works is not None else work
+        return None if self.coalescing.works is not None else work
 
     def _transfer_in_c(self, x: torch.Tensor, flow: Flow, named: _Named) -> Any:
         """As `in_c`, for a transfer: once the ranks have met, and while no other of its flow is queued."""
@@ -523,23 +525,13 @@ class IssuedCalls:
         done, first = (0, None) if issued is NotImplemented else issued
         if first is not None:
             collected.append(first)
-        outer, self._coalescing.works = self._coalescing.works, collected
+        outer, self.coalescing.works = self.coalescing.works, collected
         try:
             for x, out in zip(xs[done:], outs[done:], strict=True):
                 call(*((x,) if out is x else (out, x)), opts)
         finally:
-            self._coalescing.works = outer
+            self.coalescing.works = outer
         return self._handed_out(JointWork(collected), waits=_waits(opts)) if collected else None
-
-    def start_coalescing(self) -> None:
-        self._coalescing.works = []
-
-    def end_coalescing(self) -> JointWork:
-        """Ends `start_coalescing`. Returns one Work of all calls since then."""
-        collected, self._coalescing.works = self._coalescing.works, None
-        if collected is None:
-            raise RuntimeError("end_coalescing: there was no start_coalescing before it")
-        return JointWork(collected)
 
     def close(self) -> None:
         """Lets other groups use the streams. The communicators are closed."""

@@ -147,7 +147,6 @@ class Choice:
     """How a call is made on a GPU.
 
     Args:
-        collective: its name.
         policy: that the ranks chose; None for the usual one.
         watched: measures what the program does meanwhile; None for a call that is not measured.
         queued: the size and a function that tells the output's address, of a call for which the ranks choose when its

@@ -124,7 +124,6 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
             )
         self.endpoints: Endpoints = endpoints
         self.calls = IssuedCalls(rank, size, endpoints)
-        self._prepare_options()
         self._barriers = itertools.count()
         self._splits = itertools.count()
         flight_recorder.watch(self)
@@ -176,11 +175,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
             self.endpoints.of_all(with_index(device))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have arrived; rank 0 raises an error that names the missing ones.
-
-        Raises:
-            RuntimeError: a rank did not arrive in time.
-        """
+        """Waits until all ranks have arrived; rank 0 raises a RuntimeError that names the missing ones."""
         given: timedelta | None = getattr(timeout, "timeout", timeout)  # torch 2.15 gives options
         seconds = (self._timeout if given is None or given < timedelta(0) else given).total_seconds()
         store = dist.PrefixStore("proxyccl-monitored-barrier", self._store)
@@ -189,18 +184,10 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
 
     # -- groups that are made of this one ---
 
-    @property
-    def supports_splitting(self) -> bool:
-        return True
-
-    @property
-    def supports_coalescing(self) -> bool:
-        return True
-
-    @property
-    def supports_shrinking(self) -> bool:
-        """Whether torch may call `shrink`: it then makes its own process group around a backend."""
-        return IS_BACKEND
+    supports_splitting = supports_coalescing = True
+    """Whether torch may call `split`, and collect calls between `start_coalescing` and `end_coalescing`."""
+    supports_shrinking = IS_BACKEND
+    """Whether torch may call `shrink`: it then makes its own process group around a backend."""
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> ProcessGroupProxyCCL | None:
         """A group of some of this group's ranks, in their order; None on the others. All ranks call this together.

@@ -362,14 +362,13 @@ static PyType_Spec call_spec = {
     .slots = call_slots,
 };
 
-/* Makes the module's one type of a name, and adds it. 0, or -1 with an exception. */
-static int add_type(PyObject* module, PyTypeObject** type, PyType_Spec* spec, const char* name) {
+int proxyccl_add_type(PyObject* module, PyTypeObject** type, PyType_Spec* spec, const char* name) {
   if (*type == NULL) *type = (PyTypeObject*)PyType_FromSpec(spec);
   return *type == NULL ? -1 : PyModule_AddObjectRef(module, name, (PyObject*)*type);
 }
 
 int proxyccl_add_queued_call(PyObject* module) {
-  if (add_type(module, &proxyccl_gpu_type, &gpu_spec, "Gpu") != 0) return -1;
-  if (add_type(module, &mark_type, &mark_spec, "StreamMark") != 0) return -1;
-  return add_type(module, &call_type, &call_spec, "QueuedCall");
+  if (proxyccl_add_type(module, &proxyccl_gpu_type, &gpu_spec, "Gpu") != 0) return -1;
+  if (proxyccl_add_type(module, &mark_type, &mark_spec, "StreamMark") != 0) return -1;
+  return proxyccl_add_type(module, &call_type, &call_spec, "QueuedCall");
 }

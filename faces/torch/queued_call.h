@@ -17,6 +17,8 @@ typedef struct Gpu {
 /* The type Gpu, of the process's one module. */
 extern PyTypeObject* proxyccl_gpu_type;
 
+/* Makes a type of the process's one module unless it was made, and adds it. 0, or -1 with an exception. */
+int proxyccl_add_type(PyObject* module, PyTypeObject** type, PyType_Spec* spec, const char* name);
 /* Adds the types Gpu, StreamMark and QueuedCall to the module. 0, or -1 with an exception. */
 int proxyccl_add_queued_call(PyObject* module);
 /* Marks a stream's current end. NULL with an exception. */

@@ -55,18 +55,21 @@ class StoreBootstrap:
             number, self._round = self._round, self._round + 1
         keys = [f"{number}/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + timeout
+        collected = self.world_size >= COLLECTED_FROM
         try:
             self._store.set(keys[self.rank], data)
-            if self.world_size >= COLLECTED_FROM and self.rank:
-                everyone = self._bundled(number, keys, deadline, give_up)
+            if collected and self.rank:
+                self._await([_bundle_key(number)], keys, deadline, give_up)
+                bundled = bytes(self._store.get(_bundle_key(number)))
+                everyone = unbundle(bundled, self.world_size, "torch's store", self.rank)
             else:
                 self._await(keys, keys, deadline, give_up)
                 everyone = self._fetch(keys)
-                if self.world_size >= COLLECTED_FROM:
+                if collected:
                     self._store.set(_bundle_key(number), bundle(everyone))
             if number >= 2:  # all ranks have reached the round before this one, so they have read the one before that
                 self._store.delete_key(f"{number - 2}/{self.rank}")
-                if self.world_size >= COLLECTED_FROM and not self.rank:
+                if collected and not self.rank:
                     self._store.delete_key(_bundle_key(number - 2))
         except ClosedError:
             give_up()  # the user of the bootstrap tells better what has ended
@@ -92,10 +95,6 @@ class StoreBootstrap:
         if self._store.has_extended_api():
             return [bytes(value) for value in self._store.multi_get(keys)]
         return [bytes(self._store.get(key)) for key in keys]
-
-    def _bundled(self, number: int, keys: list[str], deadline: float, give_up: Callable[[], None]) -> list[bytes]:
-        self._await([_bundle_key(number)], keys, deadline, give_up)
-        return unbundle(bytes(self._store.get(_bundle_key(number))), self.world_size, "torch's store", self.rank)
 
     def _late(self, keys: list[str]) -> WaitTimeoutError:
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])] or [0]  # it made no bundle

@@ -136,12 +136,8 @@ class Reduction:
     flags: bool = False
 
     def given(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """The values that a rank contributes: a contiguous tensor of one dimension itself, or a tensor made of it.
-
-        Args:
-            flat: the tensor.
-            into: holds the values if they are made, for example the tensor itself; None for a new one.
-        """
+        """The values that a rank contributes: a contiguous tensor of one dimension itself, or a tensor made of it:
+        `into`, which may be the tensor itself, or a new one."""
         if self.flags:  # a tensor that is a view of other bytes may hold any
             return torch.ne(flat.view(torch.uint8), 0, out=into)
         if self.factor is None:
@@ -325,13 +321,9 @@ def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensor
 
 
 def exchange(comm: Communicator, x: Any, out: Any, options: Transfers) -> None:
-    """Sends tensors to ranks and receives tensors from ranks, all by one call.
+    """Sends tensors to ranks and receives tensors from ranks, all by one call; see `FlowCalls.call` (_calls.pyi).
 
     It serves the calls with a tensor for each rank: for these, nothing is copied before or after the call.
-
-    Args:
-        comm: the communicator.
-        x, out, options: as for `FlowCalls.call` (_calls.pyi).
     """
     if comm.tensor_calls.exchange(x, out, options):
         return

@@ -19,17 +19,11 @@ _Call = tuple[int, str, Callable[[], bool] | None]
 
 
 class Recorded(NamedTuple):
-    """The calls of a flow as all its ranks know them.
+    """The calls of a flow as all its ranks know them."""
 
-    Attributes:
-        first: the number of the first in the flow, counted from 1.
-        names: their names, in order.
-        ended: how many of them have ended.
-    """
-
-    first: int
+    first: int  # number of the first, counted from 1
     names: list[str]
-    ended: int
+    ended: int  # how many of them have
 
 
 class _Flow:

@@ -65,11 +65,7 @@ class Unwaited:
 
 @untraced
 class _KeptWork(dist.Work):
-    """A Work that may be kept until it is waited for.
-
-    Attributes:
-        _unwaited: where it is kept, or None. Its `forget` is called when this is waited for.
-    """
+    """A Work that may be kept until it is waited for."""
 
     __slots__ = ("_unwaited",)
     _unwaited: Unwaited | None
@@ -95,13 +91,8 @@ def _require_process(process: forks.Process, ended: threading.Event) -> None:
 
 @untraced
 class HostWork(_KeptWork):
-    """A call on CPU tensors. It is done when `finish` was called.
-
-    Args:
-        result: the tensors that it writes.
-        callbacks: completes its future, in a thread that no other call waits for.
-        source: the rank that sends to it; -1 for none.
-    """
+    """A call on CPU tensors. It is done when `finish` was called. `callbacks` completes its future, in a thread that no
+    other call waits for; `source` is the rank that sends to it, or -1."""
 
     def __init__(self, result: Sequence[torch.Tensor], callbacks: Executor, source: int = -1) -> None:
         super().__init__()
@@ -291,30 +282,17 @@ class DeviceWork(_KeptWork):
             future.set_result(self.result())
 
 
-class Passed:
-    """Tells whether a stream has got past a call. It is kept longer than the call, so it holds none of the tensors.
-
-    Attributes:
-        mark: the call's end; None before the call is on the stream.
-    """
-
-    mark: StreamMark | None = None
-
-    def __call__(self) -> bool:
-        return self.mark is not None and self.mark()
-
-
 @untraced
 class TransferWork(DeviceWork):
     """A call that may wait until its ranks have met, most often a transfer: a stream of a GPU holds it once `issued`
     was called.
 
     Attributes:
-        passed: whether the stream has got past it.
+        marks: the call's end, once the call is on the stream. The list is kept longer than the call and its tensors.
     """
 
-    __slots__ = ("_callbacks", "_issued", "_process", "passed")
-    passed: Passed
+    __slots__ = ("_callbacks", "_issued", "_process", "marks")
+    marks: list[StreamMark]
     _callbacks: Executor
     _issued: threading.Event
     _process: forks.Process
@@ -323,7 +301,7 @@ class TransferWork(DeviceWork):
     def of_transfer(cls, call: QueuedCall, callbacks: Executor) -> Self:
         """The Work of a call, whose future `callbacks` completes, in a thread that no other such call waits for."""
         work = cls.of(call)
-        work.passed = Passed()
+        work.marks = []
         work._callbacks = callbacks
         work._process = forks.here()
         work._issued = threading.Event()
@@ -334,7 +312,8 @@ class TransferWork(DeviceWork):
         call = self._call
         if error is None:
             call.mark_end()
-            self.passed.mark = call.mark
+            if call.mark is not None:
+                self.marks.append(call.mark)
         with _futures:
             if error is not None:
                 call.error = error
@@ -376,11 +355,7 @@ def _timed_out(timeout: timedelta) -> RuntimeError:
 
 @untraced
 class JointWork(_KeptWork):
-    """Several calls, which end together.
-
-    Args:
-        works: the Work of each.
-    """
+    """Several calls, which end together."""
 
     def __init__(self, works: Sequence[DeviceWork | HostWork | JointWork]) -> None:
         super().__init__()

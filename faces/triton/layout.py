@@ -23,8 +23,7 @@ def _constant(name: str) -> Any:
 
 
 _PROXY: Final = "ProxycclProxyChannel"
-PROXY_BYTES: int = ffi.sizeof(_PROXY)
-PROXY_WORDS = tl.constexpr(PROXY_BYTES // 8)
+PROXY_WORDS = tl.constexpr(ffi.sizeof(_PROXY) // 8)
 SLOTS_8 = _words(8, _PROXY, "fifo", "slots")
 TAIL_8 = _words(8, _PROXY, "fifo", "tail")
 HEAD_8 = _words(8, _PROXY, "fifo", "head")
@@ -43,8 +42,7 @@ DST_MEMORY_4 = _words(4, _PROXY, "dst_memory")
 SRC_MEMORY_4 = _words(4, _PROXY, "src_memory")
 
 _SM: Final = "ProxycclSmChannel"
-SM_BYTES: int = ffi.sizeof(_SM)
-SM_WORDS = tl.constexpr(SM_BYTES // 8)
+SM_WORDS = tl.constexpr(ffi.sizeof(_SM) // 8)
 SM_INBOUND_8 = _words(8, _SM, "semaphore", "inbound")
 SM_EXPECTED_8 = _words(8, _SM, "semaphore", "expected")
 SM_REMOTE_INBOUND_8 = _words(8, _SM, "semaphore", "remote_inbound")

@@ -253,7 +253,6 @@ def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
     complete. The peer may read the data after a `signal` that follows the put.
 
     Args:
-        channel: a ProxyChannel.
         dst_offset: where in the peer's memory, in bytes.
         src_offset: from where in local memory, in bytes.
         size: how many bytes.
@@ -273,7 +272,6 @@ def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
     complete. A `signal` after it tells the peer that its memory may be overwritten.
 
     Args:
-        channel: a ProxyChannel.
         dst_offset: where in local memory, in bytes.
         src_offset: from where in the peer's memory, in bytes.
         size: how many bytes.
@@ -290,7 +288,6 @@ def put_value(channel, dst_offset, value, dtype: tl.constexpr):
     """Writes a value to the peer's memory. It travels in the trigger, so no source is read later.
 
     Args:
-        channel: a ProxyChannel.
         dst_offset: where in the peer's memory, in bytes, of any alignment.
         value: a number.
         dtype: its type, of 1, 2, 4 or 8 bytes.
@@ -311,7 +308,6 @@ def signal(channel, value=None):
     """Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
 
     Args:
-        channel: a ProxyChannel.
         value: raises the semaphore to this count instead, as that many signals would. It must be above all
             earlier counts, or the communicator ends with a TriggerError.
     """
@@ -423,7 +419,6 @@ def wait_until(channel, value):
     """Waits until the peer's signals have reached a count, and consumes them. Otherwise like `wait`.
 
     Args:
-        channel: a ProxyChannel.
         value: a count of signals since the channel was made. If they were consumed before, the wait ends at once.
     """
     _require(channel)

@@ -53,7 +53,6 @@ def sm_signal(channel, value=None):
     The peer that waits for the signal sees all earlier stores of this program's threads.
 
     Args:
-        channel: an SmChannel.
         value: raises the semaphore to this count instead, as that many signals would. It must be above all
             earlier counts, or the communicator ends with a TriggerError.
     """
@@ -156,7 +155,6 @@ def put_packets(channel, packet_offset, values, flag, count=None):
     The peer's `get_packets` with the same flag waits for each packet.
 
     Args:
-        channel: an SmChannel.
         packet_offset: where in the peer's memory, in bytes; a multiple of 8. Packet i lies 8 * i bytes after it.
         values: shape [BLOCK], of any type of 32 bits.
         flag: 32 bits, not 0, and not the last flag of these packets; 0 ends the communicator with a TriggerError.
@@ -182,7 +180,6 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
     """Waits for the packets that the peer puts into this rank's packet buffer, and returns their values.
 
     Args:
-        channel: an SmChannel.
         packet_offset: where in the packet buffer, in bytes: the sender's, if the buffer is its target; a multiple of 8.
         flag: the sender's.
         BLOCK: how many values are returned.
