@@ -108,12 +108,9 @@ class nixl_agent:
     The `backends` of its calls are names of backends that were created.
 
     Args:
-        agent_name: its name.
-        nixl_conf: see `nixl_agent_config`.
         instantiate_all: whether to create all backends; ignored with `nixl_conf`.
 
     Attributes:
-        name: its name.
         agent: the object of `_bindings`.
         backends: handles of the backends that were created, by name.
 

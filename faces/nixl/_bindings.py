@@ -95,15 +95,7 @@ class _Posted(Struct, eq=False):
 
 
 class nixlAgent:
-    """An agent. Every call may be made by any thread, in every mode.
-
-    Args:
-        name: its name.
-        config: see `nixlAgentConfig`.
-
-    Raises:
-        ValueError: the name is empty.
-    """
+    """An agent. Every call may be made by any thread, in every mode. Raises ValueError if the name is empty."""
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
         self._agent = Agent(text_of(name))
