@@ -109,7 +109,7 @@ of_objects = [
             *(f"channels/calls/{name}.c" for name in CALLS),
             *(f"channels/expert_parallel/{name}.c" for name in EXPERT_CALLS),
         ],
-        "proxyccl.torch._device_calls": [f"faces/torch/{name}.c" for name in ("call_issuer", "queued_call", "on_gpu")],
+        "proxyccl.torch._device_calls": [f"faces/torch/{name}.c" for name in ("call_issuer", "queued_call")],
     }.items()
 ]
 
