@@ -39,14 +39,16 @@ class CallForm:
         self._on_host = parts.ctx.runtime_name == "host"
         self._fields = encode_fields(parts.ctx.logged(name, dtype, 0, most_tokens).encode())
 
-    def issuer(self) -> tuple[Any, ...]:
-        """How the call reaches its stream, for C (issuer.h)."""
+    def common(self, first: Launchable, second: Launchable) -> tuple[Any, ...]:
+        """How a call is issued, for C (layer_form.h): its launch or that of its first half, and that of other parts."""
         in_order = self._is_torch and not self._on_host
         current = libraries[self._arrays.kind].current_of_device() if in_order else None
         number = address_of(self._fields.fields) + ffi.sizeof("uint64_t") * ROOT_FIELD
-        calls = self._group.launches.calls
-        address, device = None if self._arrays.is_torch else self._arrays.address, self._group.runtime.device
-        return calls, self._on_host, current, CurrentStream, self._stream, self._queue, device, number, address
+        calls, device = self._group.launches.calls, self._group.runtime.device
+        address = None if self._arrays.is_torch else self._arrays.address
+        queued = self._stream, self._queue, device, number, address
+        parts = self.prepared(first), self.prepared(second, compared=False)
+        return calls, self._on_host, current, CurrentStream, *queued, *parts
 
     def prepared(self, launchable: Launchable, *, compared: bool = True) -> tuple[Any, ...]:
         """A launch of the call, for C (form.h). The first of a call is compared with the other ranks'."""

@@ -82,9 +82,7 @@ class Combine(CallForm):
         padded = parts.options.padded_rows if of_tokens else 0
         row_bytes = self._width * self._token.itemsize
         self.form = CombineForm(
-            self.issuer(),
-            self.prepared(launch),
-            self.prepared(launch, compared=False),
+            self.common(launch, launch),
             after_copy,
             (self._width, row_bytes, config.num_experts_per_rank if padded else 0, padded),
             parts.arguments.spare_rows,

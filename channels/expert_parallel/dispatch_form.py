@@ -246,10 +246,8 @@ class Dispatch(CallForm):
             places = buffers.address(1), buffers.nbytes, buffers.scales_offset
         phases = ROUTE | SEND | GATHER | RECEIVE | (TELL if self._exact else 0)
         return DispatchForm(
+            self.common(first, second),
             way,
-            self.issuer(),
-            self.prepared(first),
-            self.prepared(second, compared=False),
             (config.topk, options.most_of_call, options.grows and self._exact),
             address_of(call),
             filled,
@@ -432,13 +430,11 @@ class Redispatch(CallForm):
         call.row_bytes = self._width * self._outputs.dtype.itemsize + scale_bytes
         call.padded_rows = parts.options.padded_rows
         self._own_ids = 4 * ctx.nodes.own * config.max_tokens * config.topk
-        first = self.prepared(in_order(self._group.runtime, [*before, launch]))
+        launches = in_order(self._group.runtime, [*before, launch])
         tables = ctx.tables.of_call(None, buffered=False, wide_ids=False)
         self.form = DispatchForm(
+            self.common(launches, launches),
             _AGAIN,
-            self.issuer(),
-            first,
-            first,
             (config.topk, config.max_tokens, False),
             address_of(call),
             filled,
