@@ -276,10 +276,10 @@ class Dispatch(CallForm):
         (dispatch_form.c) a function that returns the maker of `lost_slots` for a number of tokens, and the addresses of
         the kernel's arguments and of the new ids.
         """
-        surviving = self._parts.surviving
+        surviving, topk = self._ctx.surviving, self._parts.options.config.topk
         if surviving is None:
             return [], (None, 0, 0, 0, 0)
-        launch, arrays, topk = surviving.launch(id_bytes), self._arrays, surviving.topk
+        launch, arrays = surviving.launch(id_bytes), self._arrays
         truth = arrays.type_of("bool")
         ids_at, lost_at, slots_at = (address_of(launch.packed(index)) for index in (0, 3, 4))
         filled = ids_at, lost_at, slots_at, surviving.ids.ptr

@@ -22,7 +22,6 @@ from proxyccl.channels.expert_parallel.members import Members, node_size
 from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.recording import Recording, recorder_of, refuse_output
-from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 
@@ -172,32 +171,9 @@ class EPAll2AllLayer:
     def _open(self, members: Members, options: LayerOptions) -> None:
         with members.closed_on_error():
             number = members.agree_on(options.compared, options.describe())
-            self.ctx = ctx = DispatchCombineContext(
-                members,
-                options.kernel_config,
-                number,
-                capacity=options.capacity,
-                num_sm=options.num_sm,
-                local_combine=options.enable_local_combine,
-                scales=options.scales,
-                quantizes=options.quantizes,
-                use_aot=options.use_aot,
-                dropping_ids=options.dropping_ids,
-                layout=options.output_layout,
-            )
+            self.ctx = DispatchCombineContext(members, options, number)
         self._take_options(options)
-        surviving: SurvivingExperts | None = None
-        if options.lost_ranks:
-            surviving = SurvivingExperts(
-                ctx.group,
-                (options.config.max_tokens, options.config.topk),
-                options.lost_ranks,
-                options.config.num_experts_per_rank,
-                dropping_ids=options.dropping_ids,
-                grid=ctx.grid,
-                use_aot=options.use_aot,
-            )
-        self._take_parts(LayerParts(ctx, options, surviving), UnderWay())
+        self._take_parts(LayerParts(self.ctx, options), UnderWay())
         self._narrowed: dict[int, EPAll2AllLayer] = {}
 
     def _take_parts(self, parts: LayerParts, under_way: UnderWay) -> None:

@@ -12,7 +12,6 @@ from proxyccl.channels.expert_parallel.arguments import input_array
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8, LayerOptions
-from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 from proxyccl.device.runtime import StreamLike
@@ -44,13 +43,11 @@ class LayerParts:
     Attributes:
         ctx: the buffers and launches.
         options: of the layer.
-        surviving: renumbers expert ids where ranks are lost; None if none are.
         arguments: of its calls.
     """
 
     ctx: DispatchCombineContext
     options: LayerOptions
-    surviving: SurvivingExperts | None
     arguments: Arguments = Arguments()
 
     def leading(self, rows: int) -> tuple[int, ...]:
@@ -167,4 +164,4 @@ class LayerParts:
         """Whether a token's rank sums one row, or one sum, of each rank, and knows ranks by the caller's ids."""
         experts = self.ctx.workspace.experts
         by_rank = experts.local_combine or self.options.by_rank
-        return bool(experts.nodes == 1 and by_rank and self.surviving is None)
+        return bool(experts.nodes == 1 and by_rank and self.ctx.surviving is None)
