@@ -9,10 +9,9 @@ from proxyccl.channels.arguments import input_view
 from proxyccl.channels.calls._calls import CombineForm
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
 from proxyccl.channels.expert_parallel.arrays import Maker
-from proxyccl.channels.expert_parallel.call_form import CallForm, address_of, name_of
+from proxyccl.channels.expert_parallel.call_form import CallForm, LayerParts, address_of, name_of
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.device._native import ffi
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations

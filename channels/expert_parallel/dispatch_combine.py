@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array, whole_number
+from proxyccl.channels.expert_parallel.call_form import Arguments, LayerParts
 from proxyccl.channels.expert_parallel.config import MAX_EXPERTS, TOKEN_DTYPES
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.forms import Forms
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members
 from proxyccl.channels.expert_parallel.options import LayerOptions
-from proxyccl.channels.expert_parallel.parts import Arguments, LayerParts
 from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError

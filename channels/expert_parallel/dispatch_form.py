@@ -14,12 +14,18 @@ from msgspec import Struct
 from proxyccl.channels.calls._calls import DispatchForm, SentCall
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
 from proxyccl.channels.expert_parallel.arrays import LibraryArrays, Maker, strides_of
-from proxyccl.channels.expert_parallel.call_form import CallForm, address_of, in_order, kernel_before, name_of
+from proxyccl.channels.expert_parallel.call_form import (
+    CallForm,
+    LayerParts,
+    address_of,
+    in_order,
+    kernel_before,
+    name_of,
+)
 from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, TELL
 from proxyccl.channels.expert_parallel.layout import NOT_RECEIVED, EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
-from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.channels.expert_parallel.tables import number_of
 from proxyccl.device._native import ffi

@@ -12,11 +12,11 @@ from typing import Any
 
 from proxyccl.channels.arguments import readable_view
 from proxyccl.channels.calls._calls import CombineForm, DispatchForm, FormList, SentCall
+from proxyccl.channels.expert_parallel.call_form import LayerParts
 from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Combine, Sums
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.dispatch_form import Dispatch, Redispatch
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import ArrayView

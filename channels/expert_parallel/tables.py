@@ -10,7 +10,7 @@ from msgspec import Struct
 from proxyccl.channels.expert_parallel.arrays import LibraryArrays, Maker, strides_of
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
-from proxyccl.channels.expert_parallel.nodes import Nodes
+from proxyccl.channels.expert_parallel.members import Nodes
 from proxyccl.device._native import ffi
 
 _ALIGNMENT = 128  # bytes

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from proxyccl.channels.communicator import Communicator
-from proxyccl.channels.expert_parallel.calls import LAYER_SIZE
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
-from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
+from proxyccl.channels.expert_parallel.members import LAYER_SIZE
 from proxyccl.channels.expert_parallel.options import MOST_BUFFERS
+from proxyccl.channels.expert_parallel.output_buffers import KEPT_OUTPUTS
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
 from proxyccl.proxy.codec import Codec
