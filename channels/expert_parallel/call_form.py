@@ -90,7 +90,6 @@ class LayerParts:
         return desc
 
     def is_capturing(self, stream: StreamLike) -> bool:
-        """Whether a stream is being captured in a graph."""
         runtime = self.ctx.group.runtime
         if runtime.name == "host":
             return False
@@ -131,7 +130,6 @@ class LayerParts:
             raise bad
 
     def check_ended(self) -> None:
-        """See `EPAll2AllLayer.check`."""
         ctx, options = self.ctx, self.options
         most, bad = ctx.most_rows(), ctx.bad_expert(self.arguments.ids, options.all_experts)
         if ctx.bad_indices():
@@ -162,7 +160,6 @@ class LayerParts:
 
     @property
     def sums_on_own_node(self) -> bool:
-        """Whether a token's rows are all summed by its own rank."""
         experts = self.ctx.workspace.experts
         return experts.nodes == 1 and not experts.local_combine
 
@@ -175,7 +172,6 @@ class LayerParts:
 
 
 def address_of(pointer: Any) -> int:
-    """The address that a pointer of cffi has."""
     return int(ffi.cast("uintptr_t", pointer))
 
 

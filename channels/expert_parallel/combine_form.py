@@ -94,7 +94,6 @@ class Combine(CallForm):
         )
 
     def _output_maker(self) -> Callable[[int], Maker]:
-        """Returns a function that returns the maker of results for a number of tokens."""
         arrays, native, width = self._arrays, self._arrays.type_of(self._token), self._width
         return lambda tokens: arrays.maker((tokens, width), (width, 1), native)
 

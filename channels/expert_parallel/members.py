@@ -68,7 +68,6 @@ class Members:
 
     @property
     def group(self) -> Group:
-        """The same ranks, for the library's own modules."""
         return self.communicator.group
 
     @contextlib.contextmanager
@@ -109,7 +108,6 @@ class Members:
         return number
 
     def close(self) -> None:
-        """Closes a communicator that was made for the layer."""
         if self.owned:
             self.communicator.close()
 
@@ -164,22 +162,18 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        """Number of the kernels' nodes."""
         return len(self.members)
 
     @property
     def local_size(self) -> int:
-        """Ranks of each."""
         return len(self.members[0])
 
     @property
     def own(self) -> int:
-        """This rank's node."""
         return self.of(self.config.rank)
 
     @property
     def local_rank(self) -> int:
-        """This rank's number within its node."""
         return self.members[self.own].index(self.config.rank)
 
     @property
@@ -201,5 +195,4 @@ class Nodes:
         return node * self.config.local_world_size + self.config.rank % self.config.local_world_size
 
     def of(self, rank: int) -> int:
-        """A rank's node."""
         return next(n for n, members in enumerate(self.members) if rank in members)

@@ -77,7 +77,6 @@ class LayerOptions:
 
     @classmethod
     def of(cls, config: EPConfig, **others: Any) -> LayerOptions:
-        """The options of a layer of a configuration."""
         sizes = config.max_tokens, config.hidden, config.topk, config.rank, config.num_experts
         types = config.token_dtype, config.weight_dtype
         return cls(*sizes, config.local_world_size, config.world_size, *types, **others)
@@ -229,7 +228,6 @@ class LayerOptions:
 
     @property
     def all_ranks(self) -> int:
-        """Number of ranks, with those that are lost."""
         return self.world_size + len(self.lost_ranks)
 
     @cached_property
@@ -244,7 +242,6 @@ class LayerOptions:
 
     @cached_property
     def most_of_call(self) -> int:
-        """The most tokens of one rank in a call."""
         return self.call_tokens or self.config.max_tokens
 
     @cached_property
@@ -269,7 +266,6 @@ class LayerOptions:
 
     @cached_property
     def quantized(self) -> bool:
-        """Whether tokens are sent in float8."""
         return self.dispatch_dtype is not None
 
     @cached_property
@@ -286,12 +282,10 @@ class LayerOptions:
 
     @cached_property
     def takes_wide_ids(self) -> bool:
-        """Whether expert ids may have 64 bits."""
         return self.minus_one_drops or self.by_rank
 
     @property
     def dropping_ids(self) -> int:
-        """Which expert ids drop a slot."""
         if self.minus_one_drops:
             return MINUS_ONE_DROPS
         return NUMBER_DROPS | MINUS_ONE_DROPS if self.by_rank else NUMBER_DROPS
@@ -303,7 +297,6 @@ class LayerOptions:
 
     @property
     def output_layout(self) -> OutputLayout:
-        """How the kernels lay out the rows."""
         return OutputLayout(
             chosen_per_rank=self.config.num_experts_per_rank if self.by_rank else 0,
             padded_rows=self.padded_rows,

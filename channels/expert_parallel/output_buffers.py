@@ -76,11 +76,9 @@ class OutputBuffers:
         return self._in_turn(self._count, arrays)
 
     def address(self, number: int) -> int:
-        """Where a buffer's rows begin."""
         return self._parts[number - 1].ptr
 
     def scales_address(self, number: int) -> int:
-        """Where its scales begin."""
         return self.address(number) + self.scales_offset
 
     @property
@@ -122,9 +120,7 @@ class OutputPlaces(Protocol):
         """The number of a free place, from 0, and an array of it of a type; None where there is none."""
         ...
 
-    def close(self) -> None:
-        """Ends the use of the memory."""
-        ...
+    def close(self) -> None: ...
 
 
 class PlaceOpener(Protocol):
@@ -159,7 +155,6 @@ class KeptOutputs(OutputBuffers):
 
     @property
     def passing(self) -> int:
-        """The number of the last."""
         return self._count
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
@@ -176,12 +171,10 @@ class KeptOutputs(OutputBuffers):
         return TakenBuffer(number, arrays.of_buffer(lease))
 
     def take_for_combine(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """A free buffer, or none."""
         taken = self.take(arrays, dtype, on_current_stream=on_current_stream)
         return NO_BUFFER if taken.passed else taken
 
     def close(self) -> None:
-        """Ends the use of the memory. Remaining arrays keep it."""
         if self._places is not None:
             self._places.close()
             self._places = None

@@ -69,7 +69,6 @@ class Tables(Struct, frozen=True):
 
 
 def number_of(table: str | None) -> int:
-    """A table's number in the order of ProxycclExpertLayout's fields; 0 for None."""
     return 0 if table is None else int(ffi.offsetof("ProxycclExpertLayout", table)) // 8
 
 

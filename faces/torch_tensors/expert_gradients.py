@@ -28,37 +28,27 @@ class Layer(Protocol):
     ctx: DispatchCombineContext
     forms: Forms
 
-    def redispatch(self, *arguments: Any, **options: Any) -> Any:
-        """See `EPAll2AllLayer.redispatch`."""
-        ...
+    def redispatch(self, *arguments: Any, **options: Any) -> Any: ...
 
-    def combine(self, *arguments: Any, **options: Any) -> Any:
-        """See `EPAll2AllLayer.combine`."""
-        ...
+    def combine(self, *arguments: Any, **options: Any) -> Any: ...
 
-    def combine_weights(self, *arguments: Any, **options: Any) -> Any:
-        """See `EPAll2AllLayer.combine_weights`."""
-        ...
+    def combine_weights(self, *arguments: Any, **options: Any) -> Any: ...
 
 
 def is_recording() -> bool:
-    """See `Recorder`."""
     return bool(torch.is_grad_enabled())
 
 
 def dispatch(layer: Layer, call: Callable[[], Dispatched], tokens: Any, weights: Any) -> Dispatched:
-    """See `Recorder`."""
     rows, row_weights, desc = _Dispatch.apply(layer, call, tokens, weights)
     return rows, row_weights, desc
 
 
 def redispatch(layer: Layer, call: Callable[[], Any], tokens: Any, desc: EPAllToAllLayoutDesc) -> Any:
-    """See `Recorder`."""
     return _Redispatch.apply(layer, call, tokens, desc)
 
 
 def combine(layer: Layer, call: Callable[[], Any], rows: Any, weights: Any, desc: EPAllToAllLayoutDesc) -> Any:
-    """See `Recorder`."""
     return _Combine.apply(layer, call, rows, weights, desc)
 
 
