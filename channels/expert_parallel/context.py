@@ -302,6 +302,7 @@ class DispatchCombineContext:
     # -- launches of forms ---
 
     def combine_launch(self, dtype: str) -> Launch:
+        """The combine of rows of a type, to `copy`."""
         return self._combine[dtype]
 
     def pack_launch(self, packed: int) -> Launch:

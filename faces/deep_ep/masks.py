@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
-from proxyccl.deep_ep.refusals import refuse
+from proxyccl.deep_ep.arguments import refuse
 from proxyccl.device.errors import PeerLostError
 
 
