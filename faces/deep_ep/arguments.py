@@ -39,7 +39,6 @@ class Names:
             raise
 
     def rename(self, error: ArgumentError | CapacityError) -> None:
-        """Has an error name DeepEP's arguments."""
         text, words = str(error), {**self.arguments, **self.words}
         if isinstance(error, ArgumentError):
             text = text.removeprefix(f"{error.argument}: ")
@@ -144,7 +143,6 @@ def require_bias(bias: Any, tokens: int, hidden: int, dtype: torch.dtype) -> tup
 
 
 def require_stats(stats: Any, experts: int) -> None:
-    """Checks the argument `cumulative_local_expert_recv_stats`, for a rank's number of experts."""
     if stats is not None:
         require_tensor("cumulative_local_expert_recv_stats", stats, (experts,), (torch.int32,))
 
@@ -162,7 +160,6 @@ def require_seconds(argument: str, value: Any) -> float:
 
 
 def refuse(what: str, reason: str) -> NotImplementedError:
-    """The error for a feature that is not supported."""
     return NotImplementedError(f"proxyccl.deep_ep has no {what}: {reason}")
 
 

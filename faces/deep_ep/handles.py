@@ -104,18 +104,15 @@ class NormalHandle(Handle):
 
     @property
     def rank_prefix_matrix(self) -> torch.Tensor:
-        """See the class."""
         layer, counts = self.routing.layer, self.routing.desc.counts
         return _of_all_ranks(layer, _of_all_ranks(layer, counts).t()).t().cumsum(0, dtype=torch.int32)
 
     @property
     def channel_prefix_matrix(self) -> torch.Tensor:
-        """See the class."""
         return _prefixes_of_channels(self.is_token_in_rank, self._channels)
 
     @property
     def recv_channel_prefix_matrix(self) -> torch.Tensor:
-        """See the class."""
         layer, desc = self.routing.layer, self.routing.desc
         sent = desc.num_input_tokens_per_rank
         ends = desc.counts[:, layer.ep_config.rank].cumsum(0)
@@ -124,13 +121,11 @@ class NormalHandle(Handle):
 
     @property
     def recv_src_idx(self) -> torch.Tensor:
-        """See the class."""
         tokens: torch.Tensor = self.routing.desc.source_tokens
         return tokens
 
     @property
     def send_head(self) -> torch.Tensor:
-        """See the class."""
         return _heads_of_channels(self.is_token_in_rank, self._channels)
 
 
@@ -167,23 +162,19 @@ class InternodeHandle(NormalHandle):
 
     @property
     def rdma_channel_prefix_matrix(self) -> torch.Tensor:
-        """See the class."""
         return _prefixes_of_channels(self._goes_to_node(), self._channels)
 
     @property
     def send_rdma_head(self) -> torch.Tensor:
-        """See the class."""
         return _heads_of_channels(self._goes_to_node(), self._channels)
 
     @property
     def recv_rdma_channel_prefix_matrix(self) -> torch.Tensor | None:
-        """See the class."""
         came = self._came_to_node()
         return None if came is None else torch.cat([_prefixes_of_channels(each, self._channels) for each in came])
 
     @property
     def recv_rdma_rank_prefix_sum(self) -> torch.Tensor | None:
-        """See the class."""
         came = self._came_to_node()
         if came is None:
             return None
@@ -191,19 +182,16 @@ class InternodeHandle(NormalHandle):
 
     @property
     def recv_gbl_channel_prefix_matrix(self) -> torch.Tensor:
-        """See the class."""
         ends = self.recv_gbl_rank_prefix_sum
         begins = torch.cat([ends.new_zeros(1), ends[:-1]])
         return begins.unsqueeze(1) + self.recv_channel_prefix_matrix
 
     @property
     def recv_gbl_rank_prefix_sum(self) -> torch.Tensor:
-        """See the class."""
         layer = self.routing.layer
         return _of_all_ranks(layer, self.routing.desc.counts[:, layer.ep_config.rank]).cumsum(0, dtype=torch.int32)
 
     def _goes_to_node(self) -> torch.Tensor:
-        """bool [T, nodes]."""
         in_rank = self.is_token_in_rank
         return in_rank.reshape(len(in_rank), self._nodes, in_rank.shape[1] // self._nodes).any(2)
 
@@ -216,22 +204,6 @@ class InternodeHandle(NormalHandle):
         ranks = desc.topk_indices_tensor.div(layer.ep_config.local_world_size, rounding_mode="floor")
         tokens = desc.num_input_tokens_per_rank[local_rank :: layer.ep_config.local_world_size].tolist()
         return [(of_node[:count] == node).any(1, keepdim=True) for of_node, count in zip(ranks, tokens, strict=True)]
-
-
-def normal_handle(
-    routing: Routing, is_token_in_rank: torch.Tensor, *, num_sms: int, nodes: int, has_ids: bool
-) -> NormalHandle:
-    """The handle of a dispatch in normal mode, across nodes or not.
-
-    Args:
-        routing: the dispatch.
-        is_token_in_rank: bool [T, ranks].
-        num_sms: the most multiprocessors, of which DeepEP takes two for a channel.
-        nodes: of all ranks.
-        has_ids: whether the dispatch had expert ids.
-    """
-    made = InternodeHandle if nodes > 1 else NormalHandle
-    return made(routing, is_token_in_rank, num_sms=num_sms, nodes=nodes, has_ids=has_ids)
 
 
 class LowLatencyHandle(Handle):
@@ -250,14 +222,12 @@ class LowLatencyHandle(Handle):
 
     @property
     def src_info(self) -> torch.Tensor:
-        """See the class."""
         experts = self.routing.layer.ep_config.num_experts_per_rank
         tokens: torch.Tensor = self.routing.desc.source_tokens.view(experts, -1)
         return tokens
 
     @property
     def layout_range(self) -> torch.Tensor:
-        """See the class."""
         layer, desc = self.routing.layer, self.routing.desc
         config = layer.ep_config
         own = config.rank * config.num_experts_per_rank
@@ -272,7 +242,6 @@ class LowLatencyHandle(Handle):
 
     @cached_property
     def combine_buffer(self) -> torch.Tensor:
-        """See `Buffer.get_next_low_latency_combine_buffer`."""
         desc, experts = self.routing.desc, self.routing.layer.ep_config.num_experts_per_rank
         shape = (experts, desc.rows // experts, self.hidden)
         results: torch.Tensor = desc.expert_rows.new_empty(shape, dtype=torch.bfloat16)

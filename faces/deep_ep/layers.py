@@ -53,14 +53,8 @@ class Shape(NamedTuple):
 
 
 class Turns:
-    """The two layers that calls with hooks of one shape take in turn, so that two of them can be in progress at once.
-
-    Args:
-        layers: both.
-
-    Attributes:
-        layers: as given.
-        next: which of them the next call takes.
+    """The two layers that calls with hooks of one shape take in turn, so that two of them can be in progress at once;
+    and the index of the one that is next.
     """
 
     def __init__(self, *layers: EPAll2AllLayer) -> None:
@@ -113,7 +107,6 @@ class Layers:
         return self._turns[shape]
 
     def add_form(self, key: tuple[Any, ...], form: Any) -> Any:
-        """Adds a form, in place of the oldest of many. Returns it."""
         if len(self.forms) == _MOST_FORMS:
             del self.forms[next(iter(self.forms))]
         self.forms[key] = form

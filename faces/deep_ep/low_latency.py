@@ -89,7 +89,6 @@ class Dispatches:
     def make(
         self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
     ) -> tuple[Rows, torch.Tensor, Handle, Half | None]:
-        """Makes a call."""
         options, turns = self._options, self._turns
         layer = self._layers[0 if turns is None else turns.next]
         require_stats(stats, self._experts)

@@ -10,7 +10,7 @@ from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Sums
 from proxyccl.channels.expert_parallel.config import MAX_TOPK
 from proxyccl.deep_ep.arguments import require_beside, require_bias, require_ids, require_tensor
-from proxyccl.deep_ep.handles import Handle, NormalHandle, Routing, Rows, normal_handle, routing_of
+from proxyccl.deep_ep.handles import Handle, InternodeHandle, NormalHandle, Routing, Rows, routing_of
 from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.deep_ep.tokens import Tokens
 from proxyccl.device.errors import ArgumentError
@@ -26,6 +26,10 @@ class Options(NamedTuple):
     most_rows: int | None
     num_sms: int
     nodes: int
+
+    def handle(self, routing: Routing, is_token_in_rank: torch.Tensor, *, has_ids: bool) -> NormalHandle:
+        made = InternodeHandle if self.nodes > 1 else NormalHandle
+        return made(routing, is_token_in_rank, num_sms=self.num_sms, nodes=self.nodes, has_ids=has_ids)
 
 
 def dispatch(
@@ -56,8 +60,7 @@ def dispatch(
     ids = desc.local_expert_ids
     if ids.dtype is not topk_idx.dtype:  # of a layer that has lost ranks
         ids = ids.to(topk_idx.dtype)
-    num_sms, nodes = options.num_sms, options.nodes
-    handle = normal_handle(Routing(layer, desc), is_token_in_rank, num_sms=num_sms, nodes=nodes, has_ids=True)
+    handle = options.handle(Routing(layer, desc), is_token_in_rank, has_ids=True)
     return values if tokens is None else tokens.as_given(values), ids, weights, counts, handle
 
 
@@ -82,7 +85,6 @@ def _check(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: An
 
 
 def require_choices(is_token_in_rank: Any, num_tokens_per_expert: Any, ranks: int) -> None:
-    """Checks the arguments is_token_in_rank and num_tokens_per_expert."""
     require_tensor("num_tokens_per_expert", num_tokens_per_expert, (None,))
     require_tensor("is_token_in_rank", is_token_in_rank, (None, ranks), (torch.bool,))
 
@@ -91,7 +93,7 @@ def dispatch_to_ranks(
     layers: Layers, options: Options, x: Rows, is_token_in_rank: torch.Tensor, num_tokens_per_expert: torch.Tensor
 ) -> Dispatched:
     """The same for a call without expert ids. Its layer takes each rank for one expert."""
-    ranks, expert_alignment, most_rows, num_sms, nodes = options
+    ranks, expert_alignment, most_rows, num_sms, _ = options
     require_choices(is_token_in_rank, num_tokens_per_expert, ranks)
     tokens = Tokens.of(x)
     rows = tokens.rows
@@ -109,12 +111,11 @@ def dispatch_to_ranks(
             raise
         what = f"names more than {MAX_TOPK} ranks for a token of some rank; expected at most {MAX_TOPK}"
         raise ArgumentError("is_token_in_rank", what) from None
-    handle = normal_handle(Routing(layer, desc), is_token_in_rank, num_sms=num_sms, nodes=nodes, has_ids=False)
+    handle = options.handle(Routing(layer, desc), is_token_in_rank, has_ids=False)
     return tokens.as_given(values), None, None, counts.aligned(expert_alignment) if counts else [], handle
 
 
 def repeat(x: Rows, handle: Any, *, scales_by_columns: bool = False) -> Rows:
-    """The rows of a dispatch by the routing of an earlier one."""
     routing, tokens = routing_of(handle), Tokens.of(x)
     with torch.no_grad():
         rows = routing.layer.redispatch(tokens.moved, routing.desc)

@@ -20,7 +20,6 @@ _has_streams = functools.cache(torch.cuda.is_available)
 
 @functools.cache
 def order_of(device: int) -> StreamOrder:
-    """Orders the streams of a GPU."""
     return stream_order.of(open_driver("hip" if torch.version.hip else "cuda"), device)
 
 
@@ -40,7 +39,6 @@ class EventHandle:
             self._mark = order_of(device).mark(stream)
 
     def current_stream_wait(self) -> None:
-        """Makes the current stream wait for it."""
         if self._mark is not None:
             self._mark.hold(_current_stream()[1])
 
