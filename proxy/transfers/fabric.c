@@ -14,15 +14,9 @@ enum { ROW = 6 }; /* words of a row */
 
 #if __has_include(<rdma/fi_rma.h>)
 
-#include <rdma/fabric.h>
-#include <rdma/fi_domain.h>
-#include <rdma/fi_endpoint.h>
-#include <rdma/fi_eq.h>
-#include <rdma/fi_errno.h>
-#include <rdma/fi_rma.h>
+#include "fabric_queue.h"
 
 enum {
-  COMPLETIONS = 16,
   ACTIVE_NS = 20000, /* between two looks into a queue without a descriptor */
   IDLE_NS = 1000000  /* likewise, without own requests */
 };
@@ -118,25 +112,15 @@ static void end_if_over(ProxycclTransfer *transfer) {
 static int post(Fabric *fabric, ProxycclTransfer *transfer) {
   const uint64_t *row = transfer->rows + ROW * transfer->at.index, offset = transfer->at.offset;
   const uint64_t rest = row[2] - offset, most = fabric->port.max_message;
-  const struct iovec own = {(char *)(uintptr_t)row[0] + offset, rest < most ? rest : most};
-  const struct fi_rma_iov theirs = {row[1] + offset, own.iov_len, row[4]};
-  void *descriptor = (void *)(uintptr_t)row[3];
+  const uint64_t bytes = rest < most ? rest : most;
   Request *request = fabric->unused;
-  const struct fi_msg_rma message = {
-      .msg_iov = &own,
-      .desc = &descriptor,
-      .iov_count = 1,
-      .addr = transfer->peer,
-      .rma_iov = &theirs,
-      .rma_iov_count = 1,
-      .context = request,
-  };
-  const ssize_t status = transfer->writes
-                             ? fi_writemsg(fabric->endpoint, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE)
-                             : fi_readmsg(fabric->endpoint, &message, FI_COMPLETION);
-  if (status == -FI_EAGAIN) return 0;
-  if (status != 0) {
-    transfer->error = (int)-status;
+  FabricParts parts = {0};
+  fabric_add_part(&parts, (char *)(uintptr_t)row[0] + offset, (void *)(uintptr_t)row[3], row[1] + offset, row[4],
+                  bytes);
+  const int error = fabric_post(fabric->endpoint, transfer->peer, !transfer->writes, 1, &parts, request);
+  if (error == FI_EAGAIN) return 0;
+  if (error != 0) {
+    transfer->error = error;
     transfer->fault.address = row[5] + offset;
     drop_rest(transfer);
     end_if_over(transfer);
@@ -147,15 +131,18 @@ static int post(Fabric *fabric, ProxycclTransfer *transfer) {
   request->remote = row[5] + offset;
   ++fabric->outstanding;
   ++transfer->unanswered;
-  transfer->left -= own.iov_len;
-  transfer->at =
-      own.iov_len < rest ? (Position){transfer->at.index, offset + own.iov_len} : (Position){transfer->at.index + 1, 0};
+  transfer->left -= bytes;
+  transfer->at = bytes < rest ? (Position){transfer->at.index, offset + bytes} : (Position){transfer->at.index + 1, 0};
   transfer_unqueue(transfer, &fabric->first, &fabric->last);
   if (transfer->left > 0) transfer_queue(transfer, &fabric->last);
   return 1;
 }
 
-static void complete(Fabric *fabric, Request *request, int error) {
+static void complete(void *owner, void *context, int error, const struct fi_cq_err_entry *entry) {
+  Fabric *fabric = owner;
+  Request *request = context;
+  (void)entry;
+  if (request == NULL) return; /* the queue has ended */
   ProxycclTransfer *transfer = request->transfer;
   request->transfer = NULL;
   request->next = fabric->unused;
@@ -176,7 +163,7 @@ static void complete(Fabric *fabric, Request *request, int error) {
 /* Ends all transfers: the queue will report no completion. */
 static void fail_all(Fabric *fabric) {
   for (uint32_t i = 0; i < fabric->port.depth; ++i) {
-    if (fabric->requests[i].transfer != NULL) complete(fabric, &fabric->requests[i], fabric->failed);
+    if (fabric->requests[i].transfer != NULL) complete(fabric, &fabric->requests[i], fabric->failed, NULL);
   }
   while (fabric->first != NULL) {
     ProxycclTransfer *transfer = fabric->first;
@@ -186,30 +173,14 @@ static void fail_all(Fabric *fabric) {
   }
 }
 
-/* Takes the error of a request. Returns 0, FI_EAGAIN if there is none, or why the queue has ended, as after an error
- * that names no request: which of them will not complete is not known. */
-static int take_error(Fabric *fabric) {
-  struct fi_cq_err_entry entry = {0};
-  const ssize_t taken = fi_cq_readerr(fabric->queue, &entry, 0);
-  if (taken < 0) return (int)-taken;
-  const int error = entry.err > 0 ? entry.err : EIO;
-  if (entry.op_context == NULL) return error;
-  complete(fabric, entry.op_context, error);
-  return 0;
-}
-
 void fabric_poll(ProxycclAgent *agent) {
   Fabric *fabric = agent->fabric;
-  struct fi_cq_entry entries[COMPLETIONS];
-  ssize_t taken = COMPLETIONS;
-  while (fabric->failed == 0 && (taken == COMPLETIONS || taken == -FI_EAVAIL)) {
-    taken = fi_cq_read(fabric->queue, entries, COMPLETIONS);
-    for (ssize_t i = 0; i < taken; ++i) complete(fabric, entries[i].op_context, 0);
-    const int error = taken == -FI_EAVAIL ? take_error(fabric) : taken < 0 ? (int)-taken : 0;
-    if (error == FI_EAGAIN) break;
-    fabric->failed = error;
+  uint32_t taken = 0;
+  if (fabric->failed == 0) {
+    fabric->failed = fabric_drain(fabric->queue, complete, fabric, &taken);
     /* Its descriptor may be readable for good. */
-    if (error != 0 && fabric->port.descriptor >= 0) agent_watch(agent, fabric->port.descriptor, 0, EPOLL_CTL_DEL, 0);
+    if (fabric->failed != 0 && fabric->port.descriptor >= 0)
+      agent_watch(agent, fabric->port.descriptor, 0, EPOLL_CTL_DEL, 0);
   }
   if (fabric->failed != 0) {
     fail_all(fabric);
