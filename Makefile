@@ -281,6 +281,7 @@ lint: $(VENV)/.installed
 	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 	$(BIN)/mypy -p proxyccl
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python docs/c_order.py
 	$(BIN)/python docs/dialect.py
 	$(BIN)/python docs/render_reference.py --check
 

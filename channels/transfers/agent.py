@@ -41,7 +41,7 @@ from proxyccl.channels.transfers.paths import (
     listen,
 )
 from proxyccl.channels.transfers.peers import Peer
-from proxyccl.channels.transfers.preparing import Preparer, Side, kind_of
+from proxyccl.channels.transfers.preparing import Pair, Preparer, Side, kind_of
 from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, is_unicode, problem_of
 from proxyccl.channels.transfers.transfer import State, Transfer, set_guard, set_label
@@ -631,7 +631,8 @@ class Agent:
         with self._lock:
             here, here_rows = ours.holders(moved[:, 0], self._own)
             there, there_rows = theirs.holders(moved[:, 1], self._regions(known))
-        transfer = self._preparer.prepare(link, known, name, writes, rows, (ours.kind, theirs.kind), (here, there))
+        kinds = (ours.kind, theirs.kind) if len(moved) else (DRAM, DRAM)
+        transfer = self._preparer.prepare(Pair(link, known, name, writes, moved, kinds, (here, there)))
         set_guard(transfer, False, self._ledger, here_rows)
         ledger = self._ledger if known is None else known.ledger
         if ledger is not None:

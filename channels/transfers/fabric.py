@@ -12,12 +12,12 @@ import numpy as np
 from msgspec import Struct
 
 from proxyccl.channels.transfers.blocks import Rows, joined
-from proxyccl.channels.transfers.copier import Table
+from proxyccl.channels.transfers.copier import Stages, Table
 from proxyccl.channels.transfers.device_memory import runtime_name
 from proxyccl.channels.transfers.errors import NoPathError
 from proxyccl.channels.transfers.regions import DRAM, Region, outermost
-from proxyccl.channels.transfers.stages import Stages
 from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
+from proxyccl.device.process import forks
 from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi
@@ -206,7 +206,17 @@ class AgentFabric:
             ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
         """
         self._release_ended()
-        return Stages(self._endpoint, table.memory.ptr, table.nbytes, table, self._ended)
+        made, stages = self._endpoint.register(table.memory.ptr, table.nbytes), Stages()
+        stages.fields = {
+            "by_fabric": 1,
+            "descriptor": self._endpoint.descriptor(made),
+            "key": made.key,
+            "base": made.address,
+        }
+        # A finalizer releases nothing itself: its thread may have any lock. The table is used for nothing else before
+        # the registration is released, because a peer's late write may still land there.
+        forks.finalizer(stages, self._ended.append, (made, table))
+        return stages
 
     def _release_ended(self) -> None:
         for registration, _ in take_each(self._ended):

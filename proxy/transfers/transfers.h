@@ -7,9 +7,6 @@
  *
  * Every function may be called from any thread at any time. None waits for a peer; proxyccl_transfer_wait and
  * proxyccl_agent_wait are bounded.
- *
- * agent.c has the thread and the inbox, link.c the sockets and their frames, transfer.c the transfers and the copies,
- * device.c those that a device makes.
  */
 #ifndef PROXYCCL_TRANSFERS_H
 #define PROXYCCL_TRANSFERS_H
@@ -176,21 +173,28 @@ const char *proxyccl_link_look(ProxycclLink *link);
  * or ENOMEM. */
 int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
 
-/* The path of a transfer. */
-typedef enum ProxycclWay {
-  PROXYCCL_BY_LINK,   /* the kernel, if the link has a process, else the socket */
-  PROXYCCL_BY_SOCKET, /* although the link has a process: the remote blocks are a device's */
-  PROXYCCL_BY_FABRIC, /* likewise, and the peer's endpoint of libfabric reads and writes the local stages */
-  PROXYCCL_BY_MAPPING /* the CPU: the remote blocks' addresses are those where this process has them mapped */
-} ProxycclWay;
+/* `count` blocks, none of them empty: arrays of (address, bytes), of equal bytes at each index, which outlive the
+ * transfer. */
+typedef struct ProxycclBlocks {
+  int32_t writes; /* to the remote ones */
+  const uint64_t *local, *remote;
+  uint64_t count;
+} ProxycclBlocks;
 
-/* Makes a transfer of `count` blocks, none of them empty. `local` and `remote` are arrays of (address, bytes), of equal
- * bytes at each index, and outlive it. `link`: NULL for a transfer within the agent. `staging`: if the local blocks are
- * a device's, and the link is one with another process, and for PROXYCCL_BY_FABRIC; its own, and outlives it. Otherwise
- * NULL. NULL with errno. */
-ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
-                                           const uint64_t *remote, uint64_t count, const ProxycclStaging *staging,
-                                           ProxycclWay way);
+/* The functions that make a transfer, one for each path. `link`: NULL within the agent. NULL with errno.
+ *
+ * This one is copied by threads. `pid`: the process that the kernel copies from and to; 0: the CPU copies, between
+ * addresses of this process. `staging`: its own, if the local blocks are a device's; otherwise NULL. */
+ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,
+                                           const ProxycclStaging *staging, int32_t pid);
+/* One by the link's socket. */
+ProxycclTransfer *proxyccl_transfer_create_by_socket(ProxycclAgent *agent, ProxycclLink *link,
+                                                     const ProxycclBlocks *blocks);
+/* One between a device and the link, by way of stages, its own, which outlive it. `by_fabric`: the peer's endpoint of
+ * libfabric reads and writes the stages; otherwise the link's socket carries them. */
+ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, ProxycclLink *link,
+                                                  const ProxycclBlocks *blocks, const ProxycclStaging *staging,
+                                                  int by_fabric);
 /* An endpoint of libfabric, by which transfers read and write registered memory of peers. */
 typedef struct ProxycclFabricPort {
   uint64_t endpoint, queue, fabric, peers; /* fid_ep *, fid_cq *, fid_fabric *, fid_av * */
@@ -200,12 +204,12 @@ typedef struct ProxycclFabricPort {
 } ProxycclFabricPort;
 /* Gives an agent an endpoint, which outlives its thread. 0, ENOMEM, or ENOSYS in a build without libfabric. */
 int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port);
-/* Makes a transfer by the agent's endpoint. `rows`: `count` of (local address, the peer's for requests, bytes, local
- * descriptor, the peer's key, the peer's address), which outlive it. `peer`: an fi_addr_t. NULL with errno. */
+/* One by the agent's endpoint. `rows`: `count` of (local address, the peer's for requests, bytes, local
+ * descriptor, the peer's key, the peer's address), which outlive it. `peer`: an fi_addr_t. */
 ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const uint64_t *rows, uint64_t count, uint64_t peer);
-/* Makes one that a device copies. `link`: NULL within the agent. `copier` outlives it. NULL with errno. */
-ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link,
+/* One that a device copies. `copier` outlives it. */
+ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);
 /* The registrations that a transfer's blocks belong to on one side, and the ledger that has them: `count` rows of
  * (number, address of a block), which outlive the transfer, as the ledger does. It does not begin, and a copy of the
