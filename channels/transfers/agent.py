@@ -341,12 +341,8 @@ class Agent:
             starts, ends = self._own.ranges() if serving is None else self._own.ranges(VRAM, serving.runtime.device)
             both = np.concatenate((starts, ends))
             bounds = ffi.cast("uint64_t *", both.ctypes.data)
-            if serving is None:
-                status = lib.proxyccl_agent_set_memory(self._handle, bounds, len(starts))
-            else:
-                staging = self._serving[serving]
-                status = lib.proxyccl_agent_set_device_memory(self._handle, staging, bounds, len(starts))
-            if status:
+            staging = ffi.NULL if serving is None else self._serving[serving]
+            if lib.proxyccl_agent_set_memory(self._handle, staging, bounds, len(starts)):
                 raise MemoryError("there is no memory for the regions")
 
     # Other agents

@@ -159,6 +159,7 @@ class Copier:
                 "rows": ffi.cast("uint64_t *", by_engine.ctypes.data),
                 "count": len(by_engine),
                 "launch": 0 if launch is None else int(native.cast("uintptr_t", launch.prepared)),
+                "blocks": len(rows),
                 "bytes": int(rows[:, 2].sum()),
                 "stream": stream.handle,
                 "event": self._event.handle,

@@ -90,27 +90,9 @@ void proxyccl_agent_tell_losses(ProxycclAgent *agent, int event) {
 
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent) { return (uintptr_t)agent->secret; }
 
-/* Replaces ranges by a copy of others. 0 or ENOMEM. */
-static int set_ranges(ProxycclAgent *agent, Ranges *ranges, const uint64_t *bounds, uint64_t count) {
-  uint64_t *copy = malloc((2 * count + 1) * sizeof *copy);
-  if (copy == NULL) return ENOMEM;
-  memcpy(copy, bounds, 2 * count * sizeof *copy);
-  free(ranges->bounds);
-  *ranges = (Ranges){copy, count};
-  ++agent->memory;
-  return 0;
-}
-
-int proxyccl_agent_set_memory(ProxycclAgent *agent, const uint64_t *ranges, uint64_t count) {
-  pthread_mutex_lock(&agent->lock);
-  const int error = set_ranges(agent, &agent->host, ranges, count);
-  pthread_mutex_unlock(&agent->lock);
-  return error;
-}
-
-int proxyccl_agent_set_device_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
-                                     uint64_t count) {
-  pthread_mutex_lock(&agent->lock);
+/* The ranges of a device, or of the host; NULL: there is no memory. */
+static Ranges *ranges_of(ProxycclAgent *agent, const ProxycclStaging *staging) {
+  if (staging == NULL) return &agent->host;
   Device *device = agent->devices;
   while (device != NULL && device->staging != staging) device = device->next;
   if (device == NULL && (device = calloc(1, sizeof *device)) != NULL) {
@@ -118,11 +100,27 @@ int proxyccl_agent_set_device_memory(ProxycclAgent *agent, const ProxycclStaging
     device->next = agent->devices;
     agent->devices = device;
   }
-  const int error = device == NULL ? ENOMEM : set_ranges(agent, &device->ranges, ranges, count);
+  return device == NULL ? NULL : &device->ranges;
+}
+
+int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
+                              uint64_t count) {
+  pthread_mutex_lock(&agent->lock);
+  Ranges *replaced = ranges_of(agent, staging);
+  uint64_t *copy = malloc((2 * count + 1) * sizeof *copy);
+  const int error = replaced == NULL || copy == NULL ? ENOMEM : 0;
+  if (error == 0) {
+    memcpy(copy, ranges, 2 * count * sizeof *copy);
+    free(replaced->bounds);
+    *replaced = (Ranges){copy, count};
+    ++agent->memory;
+  } else {
+    free(copy);
+  }
   const uint64_t last = agent->turns;
   const struct timespec deadline = agent_deadline(LONGEST_COPY_NS);
-  while (agent->stages.first != NULL && ((Stage *)agent->stages.first)->turn <= last && !agent->stopped &&
-         pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) == 0) {}
+  while (staging != NULL && agent->stages.first != NULL && ((Stage *)agent->stages.first)->turn <= last &&
+         !agent->stopped && pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) == 0) {}
   pthread_mutex_unlock(&agent->lock);
   return error;
 }

@@ -131,7 +131,7 @@ ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, Proxy
   DeviceTransfer *self = (DeviceTransfer *)transfer_new(agent, link, sizeof *self, &path);
   if (self == NULL) return NULL;
   self->base.writes = writes;
-  self->base.blocks = copies->count;
+  self->base.blocks = copies->blocks;
   self->base.bytes = copies->bytes;
   self->copier = copier;
   self->copies = *copies;

@@ -79,7 +79,7 @@ typedef struct ProxycclDeviceCopies {
   const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine: the device's addresses */
   uint64_t count;
   uint64_t launch;               /* a ProxycclLaunch that copies the rest, or 0 */
-  uint64_t bytes;                /* of all */
+  uint64_t blocks, bytes;        /* of all */
   uint64_t stream;               /* the one for starts without a stream */
   uint64_t event;                /* one that was never recorded: asking for it tells whether the device has failed */
   uint64_t word, word_on_device; /* a pinned word of the transfer's own, by its two addresses */
@@ -122,12 +122,11 @@ void proxyccl_agent_tell_losses(ProxycclAgent *agent, int event);
 /* Where its secret lies in this process: what a peer of this host reads to find out that it reaches this memory. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: `count` first addresses, in order, then for each
- * the highest end of the ranges up to it. When it returns, no socket touches other memory. 0 or ENOMEM. */
-int proxyccl_agent_set_memory(ProxycclAgent *agent, const uint64_t *ranges, uint64_t count);
-/* The same for the memory of a device. `staging`: names the device from its first call on, and outlives the agent's
- * thread. It waits for the device's copies from and to such memory, at most 30 s. */
-int proxyccl_agent_set_device_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
-                                     uint64_t count);
+ * the highest end of the ranges up to it. `staging`: of the device whose memory it is, which it names from its first
+ * call on, and outlives the agent's thread; NULL: the host's. When it returns, no socket touches other memory: it waits
+ * for the device's copies from and to such memory, at most 30 s. 0 or ENOMEM. */
+int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
+                              uint64_t count);
 /* Bytes in the inbox: for each message the lengths of the sender's name and of the message (8 bytes each), then both.
  */
 uint64_t proxyccl_agent_unread(const ProxycclAgent *agent);
@@ -221,14 +220,15 @@ void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
 /* Cancels it if it is active, and frees it. 0, or after 30 s EBUSY, as of proxyccl_transfer_cancel: its staging must
  * stay. */
 int proxyccl_transfer_release(ProxycclTransfer *transfer);
-/* Starts it. `message`: told to the peer when the data has arrived; NULL: none. `stream`: of the device that copies; it
- * then runs after the stream's earlier work, and before its later work. NULL: none. A short transfer without a stream
- * ends before it returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM. */
-int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
-/* Starts it once a stream has raised words[0]. When it has ended, however it did, words[1] is 1: the stream's later
- * work waits for that. The words are 0 before, of this start alone, in memory that streams write and wait for, and
- * outlive it. For a transfer that no device copies. 0 or an error as of proxyccl_transfer_post. */
-int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words);
+/* Starts it. `message`: told to the peer when the data has arrived; NULL: none. A short transfer without a stream ends
+ * before it returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM.
+ *
+ * `stream`: of the device that copies; it then runs after the stream's earlier work, and before its later work. NULL:
+ * none. `words`: for one that no device copies. It starts once a stream has raised words[0]. When it has ended, however
+ * it did, words[1] is 1: the stream's later work waits for that. The words are 0 before, of this start alone, in memory
+ * that streams write and wait for, and outlive it. NULL: it starts at once. */
+int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream,
+                           uint64_t *words);
 /* Ends it as canceled if it is active. A device's copies are waited for, and so is the stream's work before them, at
  * most 30 s; requests to libfabric, of this side or the peer's, which can't be taken back, until the time-out. 0: its
  * local memory is no longer touched. EBUSY: some of these requests still may touch it. It stays active, and ends as
