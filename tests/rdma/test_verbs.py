@@ -629,7 +629,7 @@ SOME = VerbsOptions(qp=8, send_depth=16, cq_depth=16, max_message=4096, signal_r
 def test_a_connection_knows_what_it_is() -> None:
     with Loop(memory(8), np.zeros(8, np.uint8)) as loop:
         connection = loop.peers[0].connection
-        assert (connection.transport, connection.peer, connection.owned) == ("verbs", 7, ())
+        assert (connection.transport, connection.peer) == ("verbs", 7)
 
 
 @pytest.mark.parametrize(
