@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from proxyccl.device._native import lib as native
-from proxyccl.device.errors import ClosedError, ProxyCCLError, ResourceError
+from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.process import forks
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.sleepers import Sleepers
@@ -22,7 +22,6 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.channel_table import ChannelTable
 from proxyccl.proxy.created import created
 from proxyccl.proxy.fifo import Fifo, Ring
-from proxyccl.proxy.handlers import Handlers, require_callable
 from proxyccl.proxy.interface import ChannelCounters, Connection, HandleProvider, Handler, ProxyFailure
 from proxyccl.proxy.memory_table import MemoryTable
 from proxyccl.proxy.observe import publications
@@ -43,6 +42,12 @@ from proxyccl.proxy.wire_workers import WireWorkers
 from proxyccl.proxy.workers import OwnThreads, Worker, Workers, require_rings
 
 ffi, lib = _engine.ffi, _engine.lib
+
+
+def require_callable(handler: object) -> None:
+    """Raises ArgumentError for a handler that can't be called."""
+    if not callable(handler):
+        raise ArgumentError("handler", f"must be callable, not {type(handler).__name__}")
 
 
 class ProxyService:
@@ -106,7 +111,8 @@ class ProxyService:
         self._engine = EngineRuntime(runtime)
         self._shared = SharedWords(shared, shared_offset)
         self._on_failure = on_failure
-        self._handlers = Handlers()
+        self._handlers: dict[int, Handler] = {}  # by channel
+        self._handling: dict[int, float] = {}
         self._connections: list[Connection] = []
         self.engine_connections: list[EngineConnection] = []  # by number
         self._closed = self._freed = False
@@ -389,14 +395,14 @@ class ProxyService:
         with self._lock:
             self._require_open()
             channel, worker = self._channels.reserve_for_handler(channel)
-            self._handlers.add(channel, handler)
+            self._handlers[channel] = handler
             self._channels.set_handler(channel, worker)
         return channel
 
     @property
     def handling(self) -> dict[int, float]:
         """The handlers that run now: for each one's channel, time.monotonic() when it began."""
-        return self._handlers.running
+        return self._handling
 
     def reserve_elsewhere(self) -> int:
         """Reserves a channel id for another service: one in a process that this service works for."""
@@ -465,14 +471,21 @@ class ProxyService:
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_LOCAL, None, None, 0, reason, error))
 
     def _handle(self, worker: Worker, info: Any) -> None:
-        words = info.trigger.word0, info.trigger.word1
-        error = self._handlers.call(info.channel, Trigger.decode(*words))
+        channel, words = info.channel, (info.trigger.word0, info.trigger.word1)
+        error: BaseException | None = None
+        self._handling[channel] = time.monotonic()
+        try:
+            self._handlers[channel](Trigger.decode(*words))
+        except BaseException as raised:  # a SystemExit too: it would end only the thread, and with it the proxy
+            error = raised
+        finally:
+            del self._handling[channel]
         if error is None:
             lib.proxyccl_worker_handled(worker.pointer)
             return
-        code, reason = native.PROXYCCL_ERROR_HANDLER, f"{type(error).__name__}: {error}"
-        self._shared.table[info.channel].errors += 1
-        self._fail(ProxyFailure(code, info.channel, words, 0, reason, error))
+        self._shared.table[channel].errors += 1
+        reason = f"{type(error).__name__}: {error}"
+        self._fail(ProxyFailure(native.PROXYCCL_ERROR_HANDLER, channel, words, 0, reason, error))
         self._workers.abandon(worker)
 
     def _failure(self, info: _engine.ProxycclExitInfoPointer) -> ProxyFailure:

@@ -152,10 +152,8 @@ class ChosenDaemon:
         return prepared
 
     def last_words(self) -> str:
-        """See `DaemonAddress.last_words`."""
         return "" if self._chosen is None else self._chosen.last_words()
 
     def close(self) -> None:
-        """See `DaemonAddress.close`."""
         if self._chosen is not None:
             self._chosen.close()

@@ -22,7 +22,6 @@ from proxyccl.proxy.daemon.connection import DaemonAddress, DaemonConnection, da
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.daemon.session_service import ServiceOptions, SessionService
 from proxyccl.proxy.fifo import Fifo
-from proxyccl.proxy.handlers import require_callable
 from proxyccl.proxy.interface import (
     ChannelCounters,
     Connection,
@@ -35,7 +34,7 @@ from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import ObservedView
 from proxyccl.proxy.ring import require_ring_size
 from proxyccl.proxy.schedule import SchedulePointers, ScheduleWait
-from proxyccl.proxy.service import ProxyService
+from proxyccl.proxy.service import ProxyService, require_callable
 from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.transport_options import TransportOptions

@@ -93,7 +93,6 @@ class NodeDaemon:
         return str(self._path)
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """See `DaemonAddress.connect`."""
         try:
             connection, answer = introduce(os.fspath(self._path), timeout)
         except BlockingIOError:
@@ -118,7 +117,7 @@ class NodeDaemon:
         return ""
 
     def close(self) -> None:
-        """Does nothing."""
+        pass
 
 
 def daemon_process(path: Path) -> int:

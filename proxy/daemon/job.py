@@ -132,7 +132,6 @@ class JobDaemon:
         return lines[-1] if lines else ""
 
     def close(self) -> None:
-        """See `DaemonAddress.close`."""
         if self._errors is not None:
             os.close(self._errors)
             self._errors = None

@@ -100,6 +100,15 @@ class Answer(Reply, frozen=True):
     result: Raw
 
 
+_Kind: TypeAlias = Literal["argument", "resource", "protocol", "unavailable", "transport", "other"]
+_KINDS: dict[_Kind, type[ProxyCCLError]] = {
+    "resource": ResourceError,
+    "protocol": ProtocolError,
+    "unavailable": RuntimeUnavailableError,
+    "transport": TransportError,
+}
+
+
 class Refused(Reply, frozen=True):
     """A request that the daemon did not carry out.
 
@@ -109,7 +118,7 @@ class Refused(Reply, frozen=True):
         argument: with "argument": its name.
     """
 
-    error: Literal["argument", "resource", "protocol", "unavailable", "transport", "other"]
+    error: _Kind
     message: str
     argument: str = ""
 
@@ -117,35 +126,23 @@ class Refused(Reply, frozen=True):
     def of(cls, error: ProxyCCLError) -> Refused:
         """The answer to a request that raised."""
         text = str(error)
-        match error:
-            case ArgumentError():
-                return cls("argument", text.removeprefix(f"{error.argument}: "), error.argument)
-            case ResourceError():
-                return cls("resource", text)
-            case ProtocolError():
-                return cls("protocol", text)
-            case RuntimeUnavailableError():
-                return cls("unavailable", text)
-            case TransportError():
-                return cls("transport", text)
-            case _:
-                return cls("other", text)
+        if isinstance(error, ArgumentError):
+            return cls("argument", text.removeprefix(f"{error.argument}: "), error.argument)
+        return cls(next((kind for kind, each in _KINDS.items() if isinstance(error, each)), "other"), text)
 
     def exception(self) -> ProxyCCLError:
         """The exception that the client raises."""
         match self.error:
             case "argument":
                 return ArgumentError(self.argument, self.message)
-            case "resource":
-                return ResourceError(self.message)
             case "protocol":
                 return ProxyLostError(f"{DAEMON} refuses this process: {self.message}", operation="proxy")
-            case "unavailable":
-                return RuntimeUnavailableError(self.message)
             case "transport":
                 return TransportError(self.message, operation="connect")
             case "other":
                 return ProxyCCLError(f"{DAEMON}: {self.message}")
+            case kind:
+                return _KINDS[kind](self.message)
 
 
 class Failed(Reply, frozen=True):

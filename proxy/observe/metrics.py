@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.observe.bounded_server import BoundedServer
@@ -18,6 +19,7 @@ from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, Observer,
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Labels = dict[str, object]
+V = TypeVar("V")
 
 _THREAD = "its thread (ranks of a node daemon share threads)"
 _WORKERS: tuple[tuple[str, str, str, Callable[[WorkerView], float]], ...] = (
@@ -69,6 +71,11 @@ def _labels_of(view: ServiceView) -> Labels:
     return {"communicator": who.description.job, "rank": who.description.rank, "pid": who.pid}
 
 
+def _labels_of_connection(view: ServiceView, each: ConnectionView) -> Labels:
+    way = {"worker": each.worker, "connection": each.number, "peer": each.peer, "transport": each.transport}
+    return {**_labels_of(view), **way}
+
+
 def _labels_of_channel(view: ServiceView, channel: ChannelView) -> Labels:
     connection = view.connection_of(channel)
     way = {"peer": connection.peer, "transport": connection.transport} if connection else {"transport": "handler"}
@@ -90,36 +97,15 @@ def metrics_text(views: Iterable[ServiceView]) -> str:
         lines.extend((f"# HELP proxyccl_{name} {text}", f"# TYPE proxyccl_{name} {kind}", *samples))
 
     family("up", "gauge", "A proxy service that runs.", (_sample("up", _labels_of(view), 1) for view in seen))
-    for name, kind, text, of_worker in _WORKERS:
-        samples = (
-            _sample(name, {**_labels_of(v), "worker": each.number}, of_worker(each)) for v in seen for each in v.workers
-        )
-        family(name, kind, text, samples)
-    for name, kind, text, of_ring in _RINGS:
-        samples = (
-            _sample(name, {**_labels_of(v), "ring": each.number}, of_ring(each)) for v in seen for each in v.rings
-        )
-        family(name, kind, text, samples)
-    for name, kind, text, of_connection in _CONNECTIONS:
-        samples = (
-            _sample(
-                name,
-                {
-                    **_labels_of(v),
-                    "worker": each.worker,
-                    "connection": each.number,
-                    "peer": each.peer,
-                    "transport": each.transport,
-                },
-                of_connection(each),
-            )
-            for v in seen
-            for each in v.connections
-        )
-        family(name, kind, text, samples)
-    for name, kind, text, of_channel in _CHANNELS:
-        samples = (_sample(name, _labels_of_channel(v, each), of_channel(each)) for v in seen for each in v.channels)
-        family(name, kind, text, samples)
+
+    def families(metrics: Iterable[tuple[str, str, str, Callable[[V], float]]], parts: list[tuple[Labels, V]]) -> None:
+        for name, kind, text, value in metrics:
+            family(name, kind, text, (_sample(name, labels, value(part)) for labels, part in parts))
+
+    families(_WORKERS, [({**_labels_of(v), "worker": each.number}, each) for v in seen for each in v.workers])
+    families(_RINGS, [({**_labels_of(v), "ring": each.number}, each) for v in seen for each in v.rings])
+    families(_CONNECTIONS, [(_labels_of_connection(v, each), each) for v in seen for each in v.connections])
+    families(_CHANNELS, [(_labels_of_channel(v, each), each) for v in seen for each in v.channels])
     flushes = (sample for v in seen for each in v.channels for sample in _flush_samples(v, each))
     family("channel_flush_seconds", "summary", "From issue to completion of the flushes that were timed.", flushes)
     return "\n".join(lines) + "\n"

@@ -29,22 +29,6 @@ def register_device_memory(
     return registrations.register(ptr, nbytes, dmabuf, allocation=allocation)
 
 
-def probe(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> Registration:
-    """Registers a few bytes of a runtime's device memory and releases them. Returns that registration.
-
-    Raises:
-        ResourceError: the system or the device has no room.
-        RuntimeUnavailableError: the RDMA device can't reach the runtime's device memory, or that does not order writes.
-    """
-    memory = runtime.allocate(_PROBE_BYTES)
-    try:
-        registration = register_device_memory(registrations, runtime, gpu_writes, memory.ptr, memory.nbytes)
-        registrations.release(registration)
-        return registration
-    finally:
-        memory.close()
-
-
 def unsupported_reason(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> str:
     """Why RDMA can't reach the runtime's device memory: the RDMA device does not, or the memory's device does not
     order RDMA writes. Empty if it can.
@@ -52,8 +36,11 @@ def unsupported_reason(registrations: Registrations, runtime: Runtime, gpu_write
     Raises:
         ResourceError: the system or the device has no room.
     """
+    memory = runtime.allocate(_PROBE_BYTES)
     try:
-        probe(registrations, runtime, gpu_writes)
+        registrations.release(register_device_memory(registrations, runtime, gpu_writes, memory.ptr, memory.nbytes))
     except RuntimeUnavailableError as error:
         return str(error)
+    finally:
+        memory.close()
     return ""
