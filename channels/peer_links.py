@@ -23,7 +23,7 @@ from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.connection import DaemonAddress, NodeDaemon
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
-from proxyccl.proxy.daemon.protocol import Prepare, socket_path
+from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.idle_choice import choose_idle
 from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
 from proxyccl.proxy.observe.publications import Description
@@ -91,7 +91,7 @@ class PeerLinks:
         self._whole = whole
         devices = {info.device_id for rank, info in enumerate(topology.ranks) if topology.same_host(rank)}
         own = runtime.device_id
-        self._daemon = ChosenDaemon(self._addresses, Prepare(runtime.name, own, sorted(devices - {own})))
+        self._daemon = ChosenDaemon(self._addresses, runtime.name, own, sorted(devices - {own}))
         self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and whether for private memory
         self._transports: dict[int, str] = {}
         self.topology = topology

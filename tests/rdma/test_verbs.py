@@ -631,7 +631,7 @@ def some(**wrong: Any) -> Any:
 def test_a_connection_knows_what_it_is() -> None:
     with Loop(memory(8), np.zeros(8, np.uint8)) as loop:
         connection = loop.peers[0].connection
-        assert (connection.transport, connection.peer, connection.owned) == ("verbs", 7, ())
+        assert (connection.transport, connection.peer) == ("verbs", 7)
 
 
 @pytest.mark.parametrize(
