@@ -318,6 +318,7 @@ lint: $(VENV)/.installed
 	$(call quietly,LINT,clang-format,$(BIN)/clang-format --dry-run -Werror $(C_SOURCES))
 	$(call quietly,LINT,mypy,$(BIN)/mypy -p proxyccl)
 	$(call quietly,LINT,import-linter,$(BIN)/lint-imports --no-logo --no-cache)
+	$(call quietly,LINT,C between rooms,$(BIN)/python docs/c_order.py)
 	$(call quietly,LINT,prose,$(BIN)/python docs/dialect.py)
 	$(call quietly,LINT,reference,$(BIN)/python docs/render_reference.py --check)
 

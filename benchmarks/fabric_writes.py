@@ -17,7 +17,6 @@ import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from proxied_writes import TIMEOUT, Place, ProxiedWrites
 
 from proxyccl import FabricOptions, open_runtime
 from proxyccl.device.errors import TransportError
-from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions, FabricEndpoint, FabricRegistration
+from proxyccl.proxy.fabric.endpoint import FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import FabricOffer, fabric_offers, load
 from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.tools.results import Fields, machine, versions, write_json
@@ -68,7 +67,7 @@ def serve(pipe: Connection, options: FabricOptions) -> None:
 class Bare:
     """The bare loop, on an endpoint."""
 
-    def __init__(self, to: FabricConnectionOptions, local: int, remote: int, key: int) -> None:
+    def __init__(self, to: Any, local: int, remote: int, key: int) -> None:
         self._options: dict[str, Any] = {
             "endpoint": to.endpoint,
             "queue": to.queue,
@@ -151,7 +150,7 @@ def main() -> int:
         closing.callback(endpoint.close)
         closing.callback(second.close)
         bare = Bare(to, own.ptr, remote, key)
-        options_of_ours = replace(second.connect(address, key), signal_key=key)
+        options_of_ours = second.connect(address, key)
         places = (Place(proxied.ptr, _BYTES, proxied.local_key), Place(remote, _BYTES, key))
         ours = closing.enter_context(
             ProxiedWrites(open_runtime("host"), "fabric", options_of_ours, *places, look=_LOOK, fifo_size=_FIFO_SIZE)

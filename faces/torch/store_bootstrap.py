@@ -1,8 +1,12 @@
-"""Ranks that meet through a torch.distributed store: TCPStore, FileStore or HashStore. No MPI is involved."""
+"""Ranks that meet through a torch.distributed store: TCPStore, FileStore or HashStore. No MPI is involved.
+
+The monitored barrier needs no communicator, so it works when one is stuck.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +15,8 @@ from proxyccl.channels.joining.bootstrap import require_place
 from proxyccl.channels.joining.survivors import Board, NoteBoard
 from proxyccl.device.errors import ClosedError, PeerLostError
 from torch.distributed import DistError, PrefixStore
+
+_BARRIER_PAUSE_SECONDS = 0.002
 
 
 class StoreBootstrap(BoardBootstrap):
@@ -44,14 +50,12 @@ class StoreBootstrap(BoardBootstrap):
             ) from error
 
     def subset(self, members: Sequence[int], key: int) -> StoreBootstrap:
-        """The bootstrap of some ranks. See `Bootstrap`."""
         members = list(members)
         return StoreBootstrap(
             PrefixStore(f"subset-{key:x}", self._messages.store), members.index(self.rank), len(members)
         )
 
     def withdraw(self) -> None:
-        """See `Bootstrap`."""
         with contextlib.suppress(DistError):  # whoever uses the store next learns that it is gone
             super().withdraw()
 
@@ -100,13 +104,53 @@ class _Messages:
 
 
 class _Notes:
-    """Notes in a store, as hexadecimal: stores compare text."""
+    """Notes in a store, as hexadecimal after a sign: stores compare text, and empty text may count as none."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def write_once(self, name: str, data: bytes) -> None:
-        self._store.compare_set(name, "", data.hex())
+        self._store.compare_set(name, "", f"={data.hex()}")
 
     def read(self, name: str) -> bytes | None:
-        return bytes.fromhex(self._store.get(name).decode()) if self._store.check([name]) else None
+        return bytes.fromhex(self._store.get(name).decode()[1:]) if self._store.check([name]) else None
+
+
+def monitored_barrier(
+    store: Any, number: int, rank: int, world_size: int, seconds: float, *, wait_all_ranks: bool
+) -> None:
+    """Waits until all ranks have arrived: rank 0 waits for the others and releases them.
+
+    torch's gloo backend does the same; programs search for its messages. The barrier's number is the same on all ranks.
+    With `wait_all_ranks` rank 0 waits for the time-out to name all missing ranks, and not only the first.
+    """
+    deadline = time.monotonic() + seconds
+    milliseconds = round(1000 * seconds)
+    if rank:
+        store.set(f"{number}/{rank}", b"")
+        if not _wait(store, f"{number}/go", deadline):
+            raise RuntimeError(
+                f"[Rank {rank}]: Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
+                f"for send/recv from rank 0 within {milliseconds} ms. Please check rank 0 logs for faulty rank."
+            )
+        return
+    if seconds <= 0:
+        raise RuntimeError(f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {milliseconds} ms")
+    missing = []
+    for peer in range(1, world_size):
+        if not _wait(store, f"{number}/{peer}", deadline):
+            missing.append(peer)
+            if not wait_all_ranks:
+                raise RuntimeError(f"[Rank 0]: Rank {peer} failed to pass monitoredBarrier in {milliseconds} ms")
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        raise RuntimeError(f"[Rank 0]: Ranks {ranks} failed to pass monitoredBarrier in {milliseconds} ms")
+    store.set(f"{number}/go", b"")
+
+
+def _wait(store: Any, key: str, deadline: float) -> bool:
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_BARRIER_PAUSE_SECONDS)
+    return True

@@ -18,7 +18,7 @@ from proxyccl import ArgumentError, Communicator, Operation, ProxyService, Trigg
 from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.device.host import HostRuntime
-from proxyccl.device.runtime import EngineFunctions, LaunchTarget
+from proxyccl.device.runtime import DriverCalls
 from proxyccl.device.sleepers import Sleepers
 from proxyccl.device.stream_operations import StreamOperations, WriteValue
 from proxyccl.proxy import _engine, workers
@@ -257,15 +257,9 @@ def test_each_workers_context_is_current_for_its_turn() -> None:
         def __init__(self, context: int) -> None:
             super().__init__()
             pointers = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-            self._context = context
             self._copy = ctypes.CFUNCTYPE(ctypes.c_int, *pointers)(lambda *_: copied.add((context, current[-1])) or 0)
-
-        def launch_target(self) -> LaunchTarget:
-            return replace(super().launch_target(), context=self._context)
-
-        def engine_functions(self) -> EngineFunctions:
             make, copy = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (make_current, self._copy))
-            return replace(super().engine_functions(), make_current=make, copy=copy)
+            self.calls = replace(self.calls, context=context, make_current=make, copy=copy)
 
     thread = ProxyThread("shared", IdlePolicy())
     with Client(thread, OfContext(0)) as zero, Client(thread, OfContext(7)) as seven:
@@ -287,7 +281,7 @@ def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
     add = ctypes.CFUNCTYPE(None, helper, ctypes.c_void_p)(lambda call, argument: helpers.update({argument: call}))
     remove = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda argument: helpers.pop(argument) and None)
     added, removed = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (add, remove))
-    functions = EngineFunctions(0, 0, 0, 0, 0, add_helper=added, remove_helper=removed)
+    functions = DriverCalls(add_helper=added, remove_helper=removed)
     thread = ProxyThread("helped", idle, functions=functions)
     ((argument, call),) = helpers.items()
     yield thread, lambda waits: call(argument, waits)

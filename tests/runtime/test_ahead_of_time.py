@@ -12,7 +12,7 @@ import pytest
 from proxyccl import ArgumentError, Communicator, CompileError, DispatchCombine, EPAll2AllLayer
 from proxyccl.__main__ import main
 from proxyccl.channels.collectives.table import KERNELS_OF_STEPS
-from proxyccl.device.base_runtime import EngineFunctions, StreamOrderCalls
+from proxyccl.device.base_runtime import DriverCalls
 from proxyccl.device.build.sealed_contents import unsealed
 from proxyccl.device.driver import DeviceInfo
 from proxyccl.device.gpu.runtime import GpuRuntime
@@ -158,12 +158,9 @@ def without_a_device() -> tuple[GpuRuntime, list[bytes]]:
         load_module=load,
         thread_stream=2,
         legacy_stream=1,
-        engine_functions=lambda: EngineFunctions(*[0] * len(EngineFunctions.__struct_fields__)),
-        stream_order_calls=lambda: StreamOrderCalls(*[0] * len(StreamOrderCalls.__struct_fields__)),
-        **dict.fromkeys(
-            ("allocate", "context", "current", "make_current", "relax_capture", "create_stream", "destroy_stream"), zero
-        ),
-        **dict.fromkeys(("launch_address", "current_address"), zero),
+        calls=DriverCalls,
+        **dict.fromkeys(("allocate", "context", "current", "make_current", "relax_capture"), zero),
+        **dict.fromkeys(("create_stream", "destroy_stream", "address"), zero),
     )
     return GpuRuntime(driver), loaded
 
