@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from proxyccl.channels import array_libraries
-from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
+from proxyccl.channels.joining.boards import BUNDLE, BoardBootstrap
 from proxyccl.channels.liveness.program_end import watch_mpi
-from proxyccl.channels.segment.rendezvous import ranks_missing
+from proxyccl.channels.segment.rendezvous import wait_until
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ArgumentError, ExchangeError, PeerLostError, WaitTimeoutError
 
@@ -153,23 +153,15 @@ class MpiBootstrap:
 
     def _wait(self, request: Any, buffers: object, deadline: float, give_up: Callable[[], None]) -> None:
         try:
-            self._await(request, deadline, give_up)
+            wait_until(request.Test, deadline, give_up, self._late)
         except BaseException:
             _abandoned.append((request, buffers))
             raise
 
-    def _await(self, request: Any, deadline: float, give_up: Callable[[], None]) -> None:
-        pause = 0.0
-        while not request.Test():
-            give_up()
-            if time.monotonic() > deadline:
-                raise WaitTimeoutError(
-                    "the bootstrap's all_gather over MPI: not all ranks came in time",
-                    rank=self.rank,
-                    operation="bootstrap",
-                )
-            time.sleep(pause)
-            pause = min(pause + 2e-5, 1e-3)
+    def _late(self) -> WaitTimeoutError:
+        return WaitTimeoutError(
+            "the bootstrap's all_gather over MPI: not all ranks came in time", rank=self.rank, operation="bootstrap"
+        )
 
     def subset(self, members: Sequence[int], key: int) -> MpiSubset:
         """The bootstrap of some ranks. See `Bootstrap`. An `all_gather` comes first."""
@@ -228,117 +220,68 @@ class _MpiPost:
         self.send(receiver, key, self._WITHDRAWN, b"")
 
 
-class MpiSubset:
+class _MpiBoard:
+    """The messages of a subset of an `MpiBootstrap`'s ranks."""
+
+    where, is_shared, longest_pause = "MPI", False, 1e-3
+
+    def __init__(self, post: _MpiPost, members: Sequence[int], key: int) -> None:
+        self._post, self._members, self._key = post, members, key
+
+    def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
+        for reader in readers:
+            self._post.send(self._members[reader], self._key, number, data)
+
+    def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
+        senders = {name: self._members[0 if name == BUNDLE else int(name)] for name in names}
+        taken = {name: self._post.take(sender, self._key, number) for name, sender in senders.items()}
+        return {name: data for name, data in taken.items() if data is not None}
+
+    def remove(self, number: int, of: str) -> None:
+        """Nothing to remove: a reader takes its message."""
+
+
+class MpiSubset(BoardBootstrap):
     """Some ranks of an `MpiBootstrap`. They exchange messages, because a communicator would need all ranks."""
 
     def __init__(self, post: _MpiPost, members: Sequence[int], key: int) -> None:
-        self._post, self._members, self._key = post, list(members), key
-        self._round = 0
-        self.rank, self.world_size = self._members.index(post.rank), len(self._members)
-
-    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`."""
-        deadline = time.monotonic() + timeout
-        number, self._round = self._round, self._round + 1
-        others = [peer for peer in range(self.world_size) if peer != self.rank]
-        if self.world_size >= COLLECTED_FROM:
-            return self._by_first(data, number, others, deadline, give_up)
-        for peer in others:
-            self._post.send(self._members[peer], self._key, number, data)
-        return self._sorted(data, self._take(number, others, deadline, give_up))
-
-    def _by_first(
-        self, data: bytes, number: int, others: list[int], deadline: float, give_up: Callable[[], None]
-    ) -> list[bytes]:
-        if self.rank:
-            self._post.send(self._members[0], self._key, number, data)
-            bundled = self._take(number, [0], deadline, give_up)[0]
-            return unbundle(bundled, self.world_size, "the all_gather over MPI", self.rank)
-        everyone = self._sorted(data, self._take(number, others, deadline, give_up))
-        for peer in others:
-            self._post.send(self._members[peer], self._key, number, bundle(everyone))
-        return everyone
-
-    def _sorted(self, own: bytes, others: dict[int, bytes]) -> list[bytes]:
-        return [own if rank == self.rank else others[rank] for rank in range(self.world_size)]
-
-    def _take(self, number: int, missing: list[int], deadline: float, give_up: Callable[[], None]) -> dict[int, bytes]:
-        """The messages of some members in a round."""
-        found: dict[int, bytes] = {}
-        pause = 0.0
-        while True:
-            for peer in missing:
-                came = self._post.take(self._members[peer], self._key, number)
-                if came is not None:
-                    found[peer] = came
-            missing = [peer for peer in missing if peer not in found]
-            if not missing:
-                return found
-            give_up()
-            if time.monotonic() > deadline:
-                raise ranks_missing("the bootstrap's all_gather over MPI", missing, self.rank)
-            time.sleep(pause)
-            pause = min(pause + 2e-5, 1e-3)
+        super().__init__(_MpiBoard(post, members, key), members.index(post.rank), len(members))
+        self._post, self._members, self._key = post, members, key
 
     def withdraw(self) -> None:
         """See `Bootstrap`."""
-        for member in self._members:
-            if member != self._post.rank:
-                self._post.withdraw(member, self._key)
-
-    def close(self) -> None:
-        """Nothing to free: the communicator belongs to the whole bootstrap."""
+        for peer in self._others:
+            self._post.withdraw(self._members[peer], self._key)
 
 
-class _Meeting:
-    """The state that the threads of a `ThreadBootstrap` share: one round of all_gather after the other."""
+class _ThreadBoard:
+    """The messages of threads of this process."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.changed = threading.Condition()
-        self.rounds: dict[int, dict[int, bytes]] = {}
-        self.fetched: dict[int, int] = {}
+    where, is_shared, longest_pause = "", True, 1e-3
+
+    def __init__(self) -> None:
+        self._messages: dict[tuple[int, str], bytes] = {}
+
+    def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
+        self._messages[number, of] = data
+
+    def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
+        found = {name: self._messages.get((number, name)) for name in names}
+        return {name: data for name, data in found.items() if data is not None}
+
+    def remove(self, number: int, of: str) -> None:
+        self._messages.pop((number, of), None)
 
 
-class ThreadBootstrap:
+class ThreadBootstrap(BoardBootstrap):
     """Ranks that are threads of one process; make them all with `ThreadBootstrap.create(world_size)`."""
-
-    def __init__(self, meeting: _Meeting, rank: int) -> None:
-        self._meeting = meeting
-        self._round = 0
-        self.rank = rank
-        self.world_size = meeting.world_size
 
     @classmethod
     def create(cls, world_size: int) -> list[ThreadBootstrap]:
         """One bootstrap for each of `world_size` threads."""
         _, size = require_place(0, world_size)
-        meeting = _Meeting(size)
-        return [cls(meeting, rank) for rank in range(size)]
-
-    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`."""
-        deadline = time.monotonic() + timeout
-        meeting, number = self._meeting, self._round
-        self._round += 1
-        with meeting.changed:
-            contributions = meeting.rounds.setdefault(number, {})
-            contributions[self.rank] = data
-            meeting.changed.notify_all()
-            while len(contributions) < self.world_size:
-                give_up()
-                if time.monotonic() > deadline:
-                    missing = sorted(set(range(self.world_size)) - set(contributions))
-                    raise ranks_missing("the bootstrap's all_gather", missing, self.rank)
-                meeting.changed.wait(0.02)
-            result = [contributions[rank] for rank in range(self.world_size)]
-            meeting.fetched[number] = meeting.fetched.get(number, 0) + 1
-            if meeting.fetched[number] == self.world_size:
-                del meeting.rounds[number], meeting.fetched[number]
-        return result
-
-    def close(self) -> None:
-        """Nothing to free."""
+        board = _ThreadBoard()
+        return [cls(board, rank, size) for rank in range(size)]
 
 
 def of_process_group(group: Any = None) -> Bootstrap:

@@ -6,30 +6,24 @@ import contextlib
 import os
 import secrets
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from proxyccl.channels.joining.boards import BUNDLE, BoardBootstrap
 from proxyccl.channels.joining.bootstrap import require_place
-from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
-from proxyccl.channels.joining.survivors import Board
-from proxyccl.channels.segment.rendezvous import ranks_missing
+from proxyccl.channels.joining.survivors import Board, NoteBoard
 from proxyccl.device.errors import ArgumentError, ExchangeError, ResourceError, UntrustedPathError
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.process.private_directories import open_private, read_private
 
-_FIRST_PAUSE_SECONDS = 2e-4
-_LONGEST_PAUSE_SECONDS = 0.02
-_ALL = "all"
-"""The name of a round's bundle, which the first rank writes."""
 
-
-class FileBootstrap:
+class FileBootstrap(BoardBootstrap):
     """A `Bootstrap` over a directory, on a local file system or on one that the hosts share.
 
     The ranks' files must stay private, because they include the secret of the links between hosts. So only this user
-    may have access to the directory.
+    may have access to the directory. `all_gather` raises ResourceError if this rank's message can't be written, for
+    example because the disk is full, and ExchangeError if a rank's message can't be read.
 
     Args:
         directory: fresh for each job, because ranks leave their files in it. If it is missing, it is created, with
@@ -45,89 +39,15 @@ class FileBootstrap:
     """
 
     def __init__(self, directory: str | os.PathLike[str], rank: int, world_size: int) -> None:
-        self.rank, self.world_size = require_place(rank, world_size)
+        rank, world_size = require_place(rank, world_size)
         self._directory = _Directory(directory)
-        self._round = 0
+        super().__init__(_Messages(self._directory, rank), rank, world_size)
         try:
             fresh = self._directory.write_once(f"rank-{self.rank}", b"")
         except ResourceError as error:
             raise ArgumentError("directory", str(error)) from error
         if not fresh:
             raise ArgumentError("directory", f"{directory} was used by a rank {rank} before; expected a fresh one")
-
-    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`.
-
-        Raises:
-            ResourceError: this rank's message can't be written, for example because the disk is full.
-            ExchangeError: a rank's message can't be read.
-        """
-        deadline = time.monotonic() + timeout
-        number, self._round = self._round, self._round + 1
-        if not self._directory.write_once(f"{number}-{self.rank}", data):
-            raise ExchangeError(
-                f"{self._directory} holds a message of this rank that it has not written; expected a fresh directory",
-                rank=self.rank,
-                peer=self.rank,
-                operation="bootstrap",
-            )
-        collected = self.world_size >= COLLECTED_FROM
-        if collected and self.rank:
-            found = self._await(number, [_ALL], deadline, give_up)
-            if found:
-                everyone = unbundle(found[_ALL], self.world_size, str(self._directory), self.rank)
-            else:
-                everyone = self._await_ranks(number, deadline, give_up)
-        else:
-            everyone = self._await_ranks(number, deadline, give_up)
-            if collected:
-                self._directory.write_once(f"{number}-{_ALL}", bundle(everyone))
-                self._directory.remove(f"{number - 2}-{_ALL}")
-        # All ranks have reached the round before this one, so they have read the one before that.
-        self._directory.remove(f"{number - 2}-{self.rank}")
-        return everyone
-
-    def _await_ranks(self, number: int, deadline: float, give_up: Callable[[], None]) -> list[bytes]:
-        """The messages of all ranks."""
-        names = [str(rank) for rank in range(self.world_size)]
-        found = self._await(number, names, deadline, give_up)
-        missing = [rank for rank, name in enumerate(names) if name not in found]
-        if missing:
-            raise ranks_missing(f"the bootstrap's all_gather over {self._directory}", missing, self.rank)
-        return [found[name] for name in names]
-
-    def _await(
-        self, number: int, names: Sequence[str], deadline: float, give_up: Callable[[], None]
-    ) -> dict[str, bytes]:
-        """The messages of a round, by name, as far as they are there at the deadline."""
-        found: dict[str, bytes] = {}
-        missing = list(names)
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
-            for name in missing:
-                message = self._message(number, name)
-                if message is not None:
-                    found[name] = message
-            missing = [name for name in missing if name not in found]
-            if not missing:
-                return found
-            give_up()
-            if time.monotonic() > deadline:
-                return found
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
-
-    def _message(self, number: int, name: str) -> bytes | None:
-        try:
-            return self._directory.read(f"{number}-{name}")
-        except (OSError, UntrustedPathError) as error:
-            rank = 0 if name == _ALL else int(name)
-            raise ExchangeError(
-                f"rank {rank}'s message in {self._directory} can't be read: {error}",
-                rank=self.rank,
-                peer=rank,
-                operation="bootstrap",
-            ) from error
 
     def subset(self, members: Sequence[int], key: int) -> FileBootstrap:
         """The bootstrap of some ranks. See `Bootstrap`."""
@@ -136,18 +56,12 @@ class FileBootstrap:
 
     def withdraw(self) -> None:
         """See `Bootstrap`. Another object of this rank may use the directory then."""
-        for number in range(self._round):
-            self._directory.remove(f"{number}-{self.rank}")
-            if not self.rank:
-                self._directory.remove(f"{number}-{_ALL}")
+        super().withdraw()
         self._directory.remove(f"rank-{self.rank}")
 
     def board(self) -> Board:
         """A board in the directory. See `Bootstrap`."""
-        return _FileBoard(self._directory, self.rank)
-
-    def close(self) -> None:
-        """The directory stays."""
+        return NoteBoard(self._directory, self.rank)
 
 
 def _close_all(descriptors: list[int]) -> None:
@@ -155,29 +69,43 @@ def _close_all(descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
-class _FileBoard:
+class _Messages:
+    """The messages of a rank's rounds."""
+
+    is_shared, longest_pause = True, 0.02
+
     def __init__(self, directory: _Directory, rank: int) -> None:
+        self.where = str(directory)
         self._directory, self._rank = directory, rank
 
-    def post(self, number: int, note: bytes) -> None:
-        """See `Board`."""
-        self._directory.write_once(f"note-{number}-{self._rank}", note)
+    def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
+        if not self._directory.write_once(f"{number}-{of}", data):
+            raise ExchangeError(
+                f"{self.where} holds a message of this rank that it has not written; expected a fresh directory",
+                rank=self._rank,
+                peer=self._rank,
+                operation="bootstrap",
+            )
 
-    def read(self, rank: int, number: int) -> bytes | None:
-        """See `Board`."""
-        return self._directory.read(f"note-{number}-{rank}")
+    def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
+        found = {}
+        for name in names:
+            try:
+                message = self._directory.read(f"{number}-{name}")
+            except (OSError, UntrustedPathError) as error:
+                peer = 0 if name == BUNDLE else int(name)
+                raise ExchangeError(
+                    f"rank {peer}'s message in {self.where} can't be read: {error}",
+                    rank=self._rank,
+                    peer=peer,
+                    operation="bootstrap",
+                ) from error
+            if message is not None:
+                found[name] = message
+        return found
 
-    def settle(self, number: int, answer: bytes) -> bytes:
-        """See `Board`."""
-        name = f"answer-{number}"
-        self._directory.write_once(name, answer)
-        settled = self._directory.read(name)
-        assert settled is not None  # nobody removes it
-        return settled
-
-    def settled(self, number: int) -> bytes | None:
-        """See `Board`."""
-        return self._directory.read(f"answer-{number}")
+    def remove(self, number: int, of: str) -> None:
+        self._directory.remove(f"{number}-{of}")
 
 
 class _Directory:

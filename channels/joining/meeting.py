@@ -7,7 +7,6 @@ and so do the remaining ranks when others have failed.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
 from collections import Counter
@@ -33,7 +32,7 @@ from proxyccl.channels.joining.topology import (
 from proxyccl.channels.joining.whereabouts import WHEREABOUTS, Whereabouts, find_hosts, open_ways
 from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.channels.segment.process_descriptors import PeerProcess
-from proxyccl.channels.segment.rendezvous import Mailboxes, wait_until
+from proxyccl.channels.segment.rendezvous import Mailboxes, key_of, wait_until
 from proxyccl.device.errors import (
     AbortedError,
     ArgumentError,
@@ -238,7 +237,7 @@ def meet_apart(
     whole.runtime.activate()
     part = topology.part(members)
     ranks = tuple(sorted(members))
-    key = _key(members, meetings[ranks])
+    key = key_of("split", list(ranks), meetings[ranks])
     bootstrap = own
     if own is None and part.spans_hosts:
         bootstrap = _subset(whole.bootstrap, members, key)
@@ -442,7 +441,7 @@ class _Refusals:
 
     def __init__(self, whole: Meeting, members: Sequence[int], number: int, give_up: Callable[[], None]) -> None:
         self._whole, self._give_up = whole, give_up
-        self._key = _key(members, number, "refused")
+        self._key = key_of("refused", sorted(members), number)
         self._others = [member for member in members if member in whole.segments]
 
     @contextlib.contextmanager
@@ -481,12 +480,6 @@ class _Refusals:
         except ArgumentError:
             self.check()
             raise
-
-
-def _key(members: Sequence[int], number: int, purpose: str = "split") -> int:
-    """A name, in 64 bits, of the number-th meeting of these ranks."""
-    digest = hashlib.sha256(repr((purpose, sorted(members), number)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") | 1  # 0 is not a key
 
 
 def _find_handles(

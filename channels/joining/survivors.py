@@ -13,7 +13,6 @@ not, the remaining members try again.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +21,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from proxyccl.channels.segment.rendezvous import MOST_DECISIONS, Rendezvous, wait_at_most
+from proxyccl.channels.segment.rendezvous import MOST_DECISIONS, Rendezvous, key_of, wait_at_most
 from proxyccl.device.errors import ExcludedError, MismatchError
 
 MOST_ATTEMPTS = 12
@@ -51,6 +50,44 @@ class Board(Protocol):
         ...
 
 
+class NotePlace(Protocol):
+    """A place for small texts by name, which outlives each of the ranks."""
+
+    def write_once(self, name: str, data: bytes) -> object:
+        """Keeps a text, unless there is one of that name."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """The text of a name; None if there is none."""
+        ...
+
+
+class NoteBoard:
+    """A `Board` in such a place."""
+
+    def __init__(self, place: NotePlace, rank: int) -> None:
+        self._place, self._rank = place, rank
+
+    def post(self, number: int, note: bytes) -> None:
+        """See `Board`."""
+        self._place.write_once(f"note-{number}-{self._rank}", note)
+
+    def read(self, rank: int, number: int) -> bytes | None:
+        """See `Board`."""
+        return self._place.read(f"note-{number}-{rank}")
+
+    def settle(self, number: int, answer: bytes) -> bytes:
+        """See `Board`."""
+        self._place.write_once(f"answer-{number}", answer)
+        settled = self.settled(number)
+        assert settled is not None  # nobody removes it
+        return settled
+
+    def settled(self, number: int) -> bytes | None:
+        """See `Board`."""
+        return self._place.read(f"answer-{number}")
+
+
 class SegmentBoard:
     """A `Board` in the control segments of a group whose ranks share a host.
 
@@ -66,15 +103,15 @@ class SegmentBoard:
 
     def post(self, number: int, note: bytes) -> None:
         """See `Board`."""
-        self._own.invite(_key("note", number), note)
+        self._own.invite(key_of("survivors", "note", number), note)
 
     def read(self, rank: int, number: int) -> bytes | None:
         """See `Board`."""
-        return self._rendezvous[rank].find(_key("note", number))
+        return self._rendezvous[rank].find(key_of("survivors", "note", number))
 
     def settle(self, number: int, answer: bytes) -> bytes:
         """See `Board`. It settles whose answer stands; the answers lie in the ranks' own segments."""
-        self._own.invite(_key("answer", number), answer)
+        self._own.invite(key_of("survivors", "answer", number), answer)
         return self._answer(self._first.decide(number, self._rank + 1), number)
 
     def settled(self, number: int) -> bytes | None:
@@ -83,16 +120,10 @@ class SegmentBoard:
         return None if standing is None else self._answer(standing, number)
 
     def _answer(self, standing: int, number: int) -> bytes:
-        answer = self._rendezvous[standing - 1].find(_key("answer", number))
+        answer = self._rendezvous[standing - 1].find(key_of("survivors", "answer", number))
         if answer is None:
             raise RuntimeError(f"rank {standing - 1} settled question {number} without an answer")
         return answer
-
-
-def _key(kind: str, number: int) -> int:
-    """A name in 64 bits."""
-    digest = hashlib.sha256(repr(("survivors", kind, number)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") | 1  # 0 is not a key
 
 
 class _Subject(IntEnum):

@@ -6,6 +6,7 @@ Each rank has one in its control segment, which the others map (rendezvous.h).
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,12 @@ def ranks_missing(exchange: str, missing: Sequence[int], rank: int) -> WaitTimeo
         peer=missing[0] if missing else None,
         operation="bootstrap",
     )
+
+
+def key_of(*what: object) -> int:
+    """A name in 64 bits for an invitation to something."""
+    digest = hashlib.sha256(repr(what).encode()).digest()
+    return int.from_bytes(digest[:8], "little") | 1  # 0 is not a key
 
 
 class Rendezvous:
@@ -156,13 +163,19 @@ def wait_until(
         raise late()
 
 
-def wait_at_most(found: Callable[[], object], deadline: float, give_up: Callable[[], None]) -> bool:
+def wait_at_most(
+    found: Callable[[], object],
+    deadline: float,
+    give_up: Callable[[], None],
+    longest_pause: float = _LONGEST_PAUSE_SECONDS,
+) -> bool:
     """Waits until `found` returns true, with ever longer pauses. False at the deadline.
 
     Args:
         found: called repeatedly.
         deadline: by `time.monotonic`.
         give_up: called while waiting; it raises to end the wait early.
+        longest_pause: seconds.
     """
     pause = _FIRST_PAUSE_SECONDS
     while not found():
@@ -175,5 +188,5 @@ def wait_at_most(found: Callable[[], object], deadline: float, give_up: Callable
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+        pause = min(1.5 * pause, longest_pause)
     return True

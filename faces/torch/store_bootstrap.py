@@ -6,24 +6,20 @@ The monitored barrier needs no communicator, so it works when one is stuck.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from proxyccl.channels.joining.boards import BoardBootstrap
 from proxyccl.channels.joining.bootstrap import require_place
-from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
-from proxyccl.channels.joining.survivors import Board
-from proxyccl.channels.segment.rendezvous import ranks_missing
-from proxyccl.device.errors import ClosedError, PeerLostError, WaitTimeoutError
+from proxyccl.channels.joining.survivors import Board, NoteBoard
+from proxyccl.device.errors import ClosedError, PeerLostError
 from torch.distributed import DistError, PrefixStore
 
-_FIRST_PAUSE_SECONDS = 2e-4
-_LONGEST_PAUSE_SECONDS = 0.02
 _BARRIER_PAUSE_SECONDS = 0.002
 
 
-class StoreBootstrap:
+class StoreBootstrap(BoardBootstrap):
     """A `Bootstrap` over a store. All ranks pass the same store, or a prefix of it that is used only for this.
 
     Args:
@@ -36,41 +32,14 @@ class StoreBootstrap:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = require_place(rank, world_size)
-        self._open_store: Any = store
-        self._round = 0
-        self._lock = threading.Lock()
-
-    @property
-    def _store(self) -> Any:
-        store = self._open_store
-        if store is None:
-            raise ClosedError("the bootstrap over torch's store was closed")
-        return store
+        self._messages = _Messages(store)
+        super().__init__(self._messages, *require_place(rank, world_size))
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
         """See `Bootstrap.all_gather`. Also raises PeerLostError if the store is gone, and ExchangeError if a bundle in
         it is not one."""
-        with self._lock:
-            number, self._round = self._round, self._round + 1
-        keys = [f"{number}/{rank}" for rank in range(self.world_size)]
-        deadline = time.monotonic() + timeout
-        collected = self.world_size >= COLLECTED_FROM
         try:
-            self._store.set(keys[self.rank], data)
-            if collected and self.rank:
-                self._await([_bundle_key(number)], keys, deadline, give_up)
-                bundled = bytes(self._store.get(_bundle_key(number)))
-                everyone = unbundle(bundled, self.world_size, "torch's store", self.rank)
-            else:
-                self._await(keys, keys, deadline, give_up)
-                everyone = self._fetch(keys)
-                if collected:
-                    self._store.set(_bundle_key(number), bundle(everyone))
-            if number >= 2:  # all ranks have reached the round before this one, so they have read the one before that
-                self._store.delete_key(f"{number - 2}/{self.rank}")
-                if collected and not self.rank:
-                    self._store.delete_key(_bundle_key(number - 2))
+            return super().all_gather(data, timeout, give_up)
         except ClosedError:
             give_up()  # the user of the bootstrap tells better what has ended
             raise
@@ -79,71 +48,72 @@ class StoreBootstrap:
             raise PeerLostError(
                 f"the bootstrap's all_gather over torch's store: {error}", rank=self.rank, operation="bootstrap"
             ) from error
-        return everyone
-
-    def _await(self, awaited: list[str], keys: list[str], deadline: float, give_up: Callable[[], None]) -> None:
-        pause = _FIRST_PAUSE_SECONDS
-        # The store's own wait would hold its connection, which other threads need meanwhile.
-        while not self._store.check(awaited):
-            give_up()
-            if time.monotonic() > deadline:
-                raise self._late(keys)
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
-
-    def _fetch(self, keys: list[str]) -> list[bytes]:
-        if self._store.has_extended_api():
-            return [bytes(value) for value in self._store.multi_get(keys)]
-        return [bytes(self._store.get(key)) for key in keys]
-
-    def _late(self, keys: list[str]) -> WaitTimeoutError:
-        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])] or [0]  # it made no bundle
-        return ranks_missing("the bootstrap's all_gather over torch's store", missing, self.rank)
 
     def subset(self, members: Sequence[int], key: int) -> StoreBootstrap:
         members = list(members)
-        return StoreBootstrap(PrefixStore(f"subset-{key:x}", self._store), members.index(self.rank), len(members))
+        return StoreBootstrap(
+            PrefixStore(f"subset-{key:x}", self._messages.store), members.index(self.rank), len(members)
+        )
 
     def withdraw(self) -> None:
         with contextlib.suppress(DistError):  # whoever uses the store next learns that it is gone
-            for number in range(self._round):
-                self._store.delete_key(f"{number}/{self.rank}")
-                if not self.rank:
-                    self._store.delete_key(_bundle_key(number))
+            super().withdraw()
 
     def board(self) -> Board:
         """A board in the store, which outlives the ranks that do not serve it. See `Bootstrap`."""
-        return _StoreBoard(PrefixStore("board", self._store), self.rank)
+        return NoteBoard(_Notes(PrefixStore("board", self._messages.store)), self.rank)
 
     def close(self) -> None:
         """Lets go of the store, which belongs to the caller: it ends when all have let go of it. No call may follow."""
+        self._messages.close()
+
+
+class _Messages:
+    """The messages of the ranks' rounds."""
+
+    where, is_shared, longest_pause = "torch's store", True, 0.02
+
+    def __init__(self, store: Any) -> None:
+        self._open_store = store
+
+    @property
+    def store(self) -> Any:
+        """The store. Raises ClosedError after `close`."""
+        store = self._open_store
+        if store is None:
+            raise ClosedError("the bootstrap over torch's store was closed")
+        return store
+
+    def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
+        self.store.set(f"{number}/{of}", data)
+
+    def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
+        # The store's own wait would hold its connection, which other threads need meanwhile.
+        store, keys = self.store, [f"{number}/{name}" for name in names]
+        if not keys or not store.check(keys):
+            return {}
+        values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+        return dict(zip(names, map(bytes, values), strict=True))
+
+    def remove(self, number: int, of: str) -> None:
+        if number >= 0:
+            self.store.delete_key(f"{number}/{of}")
+
+    def close(self) -> None:
         self._open_store = None
 
 
-def _bundle_key(number: int) -> str:
-    return f"{number}/all"
+class _Notes:
+    """Notes in a store, as hexadecimal after a sign: stores compare text, and empty text may count as none."""
 
+    def __init__(self, store: Any) -> None:
+        self._store = store
 
-class _StoreBoard:
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def write_once(self, name: str, data: bytes) -> None:
+        self._store.compare_set(name, "", f"={data.hex()}")
 
-    def post(self, number: int, note: bytes) -> None:
-        self._store.set(f"note-{number}-{self._rank}", note)
-
-    def read(self, rank: int, number: int) -> bytes | None:
-        return self._get(f"note-{number}-{rank}")
-
-    def settle(self, number: int, answer: bytes) -> bytes:
-        # Stores compare text.
-        return bytes.fromhex(self._store.compare_set(f"answer-{number}", "", answer.hex()).decode())
-
-    def settled(self, number: int) -> bytes | None:
-        answer = self._get(f"answer-{number}")
-        return None if answer is None else bytes.fromhex(answer.decode())
-
-    def _get(self, key: str) -> bytes | None:
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
+    def read(self, name: str) -> bytes | None:
+        return bytes.fromhex(self._store.get(name).decode()[1:]) if self._store.check([name]) else None
 
 
 def monitored_barrier(

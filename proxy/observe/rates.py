@@ -166,13 +166,9 @@ def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
 def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None, seconds: float) -> ChannelRates:
     ring = view.rings[new.ring]
     connection = view.connection_of(new)
-    triggers, signals, puts, gets, moved, flush_ns, timed = (
-        (old.triggers, old.signals, old.puts, old.gets, old.bytes, old.flush_ns, old.timed_flushes)
-        if old is not None
-        else (0, 0, 0, 0, 0, 0, 0)
-    )
-    sends = 0 if new.triggers else new.signals - signals  # a channel serves kernels or schedules
-    flushes = new.timed_flushes - timed
+    old = old or ChannelView(new.id, new.ring, new.worker, new.connection, *[0] * 9)
+    sends = 0 if new.triggers else new.signals - old.signals  # a channel serves kernels or schedules
+    flushes = new.timed_flushes - old.timed_flushes
     return ChannelRates(
         new.id,
         connection.peer if connection else None,
@@ -181,17 +177,17 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
         new.connection,
         new.triggers,
         new.signals,
-        (new.triggers - triggers) / seconds,
+        (new.triggers - old.triggers) / seconds,
         sends / seconds,
-        (new.puts - puts) / seconds,
-        (new.gets - gets) / seconds,
-        (new.bytes - moved) / seconds,
+        (new.puts - old.puts) / seconds,
+        (new.gets - old.gets) / seconds,
+        (new.bytes - old.bytes) / seconds,
         new.ring,
         ring.full,
         ring.size,
         connection.outstanding if connection else 0,
         connection.completed if connection else new.triggers,
-        (new.flush_ns - flush_ns) / flushes / 1e3 if flushes > 0 else None,
+        (new.flush_ns - old.flush_ns) / flushes / 1e3 if flushes > 0 else None,
         flushes,
         new.errors,
         connection.errors if connection else 0,

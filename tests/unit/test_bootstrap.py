@@ -28,8 +28,8 @@ from proxyccl import (
     TorchBootstrap,
     WaitTimeoutError,
 )
+from proxyccl.channels.joining.boards import COLLECTED_FROM, bundle, unbundle
 from proxyccl.channels.joining.bootstrap import MpiBootstrap, MpiSubset, as_bootstrap, library_of_group
-from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
 from proxyccl.channels.joining.exchange import Exchange
 from support.device_arrays import on_device, on_host
 from support.devices import processes, require_devices

@@ -1,0 +1,138 @@
+"""Every rank's bytes to every rank over a board: over files, a store, MPI's messages or the memory of threads.
+
+Each round a rank puts its message on the board and gets those of the others. On a board without an all_gather of its
+own, each of n ranks would get n messages. From COLLECTED_FROM ranks on, the first rank gets them and offers the others
+one bundle: 3 n requests in all. With fewer ranks the bundle would only add a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from proxyccl.channels.segment.rendezvous import ranks_missing, wait_at_most
+from proxyccl.device.errors import ExchangeError
+
+COLLECTED_FROM = 16
+BUNDLE = "all"
+"""In place of a rank's number: the bundle of the first rank."""
+
+
+class MessageBoard(Protocol):
+    """Where ranks leave messages, each under the number of its round and its rank's number, or `BUNDLE`.
+
+    Attributes:
+        where: it, in words; "" if that goes without saying.
+        is_shared: whether each rank can get any message; otherwise only those of which it is a reader.
+        longest_pause: seconds between two looks of a rank that waits.
+    """
+
+    where: str
+    is_shared: bool
+    longest_pause: float
+
+    def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
+        """Leaves a message of this rank. Does not wait for its readers."""
+        ...
+
+    def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
+        """The messages of a round that are there, or none of them while one is missing."""
+        ...
+
+    def remove(self, number: int, of: str) -> None:
+        """Removes a message of this rank, if it is there."""
+        ...
+
+
+class BoardBootstrap:
+    """A `Bootstrap` over a board."""
+
+    def __init__(self, board: MessageBoard, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._board = board
+        self._others = [peer for peer in range(world_size) if peer != rank]
+        self._round = 0
+        self._lock = threading.Lock()
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`. Also raises the board's errors, and ExchangeError if a bundle is not one."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            number, self._round = self._round, self._round + 1
+        board, own, others = self._board, str(self.rank), self._others
+        collected = self.world_size >= COLLECTED_FROM
+        board.put(number, own, data, others if not collected else [0] if self.rank else [])
+        if collected and self.rank:
+            bundled = self._await(number, [BUNDLE], deadline, give_up)[BUNDLE]
+            everyone = unbundle(bundled, self.world_size, board.where, self.rank)
+        else:
+            found = self._await(number, [str(peer) for peer in others], deadline, give_up)
+            everyone = [data if rank == self.rank else found[str(rank)] for rank in range(self.world_size)]
+            if collected:
+                board.put(number, BUNDLE, bundle(everyone), others)
+                board.remove(number - 2, BUNDLE)
+        # All ranks have reached the round before this one, so they have read the one before that.
+        board.remove(number - 2, own)
+        return everyone
+
+    def _await(
+        self, number: int, names: Sequence[str], deadline: float, give_up: Callable[[], None]
+    ) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+
+        def look() -> bool:
+            found.update(self._board.get(number, [name for name in names if name not in found]))
+            return len(found) == len(names)
+
+        if not wait_at_most(look, deadline, give_up, self._board.longest_pause):
+            sought = self._others if self._board.is_shared or BUNDLE not in names else [0]
+            missing = [r for r in sought if str(r) not in found and not self._board.get(number, [str(r)])]
+            over = f" over {self._board.where}" if self._board.where else ""
+            # If none is missing, the first rank has made no bundle.
+            raise ranks_missing(f"the bootstrap's all_gather{over}", missing or [0], self.rank)
+        return found
+
+    def withdraw(self) -> None:
+        """See `Bootstrap`."""
+        for number in range(self._round):
+            self._board.remove(number, str(self.rank))
+            if not self.rank:
+                self._board.remove(number, BUNDLE)
+
+    def close(self) -> None:
+        """Frees nothing: the board stays."""
+
+
+def bundle(messages: Sequence[bytes]) -> bytes:
+    """The messages of all ranks as one."""
+    return struct.pack(f"<{len(messages)}Q", *map(len, messages)) + b"".join(messages)
+
+
+def unbundle(data: bytes, world_size: int, where: str, rank: int) -> list[bytes]:
+    """The messages of that many ranks.
+
+    Args:
+        data: the bundle.
+        world_size: the number of ranks.
+        where: where it was found, for errors.
+        rank: this rank, for errors.
+
+    Raises:
+        ExchangeError: it is not such a bundle.
+    """
+    begin = 8 * world_size
+    lengths = struct.unpack_from(f"<{world_size}Q", data) if len(data) >= begin else ()
+    ends = list(itertools.accumulate(lengths, initial=begin))
+    if not lengths or ends[-1] != len(data):
+        raise ExchangeError(
+            f"rank 0's message in {where} can't be read: expected the messages of {world_size} ranks, not these "
+            f"{len(data)} bytes",
+            rank=rank,
+            peer=0,
+            operation="bootstrap",
+        )
+    return [data[start:end] for start, end in itertools.pairwise(ends)]
