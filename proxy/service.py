@@ -257,7 +257,7 @@ class ProxyService:
 
         Args:
             transport: the transport's name.
-            options: the transport's own options: `VerbsOptions`, `StagedOptions`; None for one within a host.
+            options: the transport's own options: a struct of C, or `StagedOptions`; None for one within a host.
             peer: the rank at the other end, for failures to name.
 
         Raises:

@@ -17,7 +17,7 @@ from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.process.cores import cores_allowed
 from proxyccl.device.process.threads import Thread
-from proxyccl.device.runtime import EngineFunctions
+from proxyccl.device.runtime import DriverCalls
 from proxyccl.proxy import _engine
 from proxyccl.proxy.created import created
 
@@ -35,9 +35,10 @@ class IdlePolicy:
     """The policy of a thread when the rings of all its workers are empty.
 
     It spins, then yields, then sleeps for a 32nd of its idle time, so waking late adds at most a 32nd to a pause. While
-    transfers are under way, it yields for 1.6 ms, because waking from a short sleep takes as long as the sleep. A
-    call that this library launches wakes a sleeping thread before the launch. A graph that another library replays does
-    not: the thread then finds the work when its sleep ends.
+    transfers are under way, it yields for 1.6 ms, because waking from a short sleep takes as long as the sleep. After
+    a long pause it sleeps for a 1024th of that, for at most 10 ms, even if this is longer than `max_sleep_us`: a thread
+    that was idle for 10 s uses 0.1 % of a core. A call that this library launches wakes a sleeping thread before the
+    launch. A graph that another library replays does not: the thread then finds the work when its sleep ends.
 
     The defaults are for few cores. Where there are enough, a proxy without a policy has that of `where_cores_suffice`.
 
@@ -46,8 +47,8 @@ class IdlePolicy:
             else the system runs on that core would otherwise wait for a whole time slice. If there are fewer cores than
             threads, a kernel that pushes and then needs the core waits this long each time.
         yield_us: how long it then yields the core between two polls.
-        max_sleep_us: the longest sleep between two polls after that, and so the longest delay of waking, apart from the
-            system's own.
+        max_sleep_us: the longest sleep between two polls after that, except after long pauses. So it is the longest
+            delay of waking, apart from the system's own.
 
     Raises:
         ArgumentError: a time is out of range.
@@ -71,7 +72,7 @@ class IdlePolicy:
 
     @classmethod
     def where_cores_suffice(cls) -> IdlePolicy:
-        """A thread that sleeps for at most 50 µs at once: about a tenth of a core."""
+        """A thread that sleeps for at most 50 µs at once until it was idle for 50 ms: about a tenth of a core."""
         return cls(max_sleep_us=50.0)
 
     def __str__(self) -> str:
@@ -158,7 +159,7 @@ class ProxyThread:
         idle: IdlePolicy,
         cores: Collection[int] | None = None,
         begin: Callable[[], None] = lambda: None,
-        functions: EngineFunctions | None = None,
+        functions: DriverCalls | None = None,
     ) -> None:
         self._default = self._idle = idle
         self._served: dict[int, _Served] = {}  # by the worker's address

@@ -1,9 +1,10 @@
 """The thread that notices when a peer's process ends (process_watch.py) or a rank of another host fails, and passes
 failures on.
 
-It also maps what peers announce, within INTERVAL_MS. A communicator and those that were split from it share the thread.
-After a failure it ends the waits of streams for the proxy. This thread, which already exists, handles failures: once
-memory has run out, no other can be started.
+It also maps what peers announce: within INTERVAL_MS while this rank makes calls, and within IDLE_INTERVAL_MS otherwise,
+so that a rank without work costs no measurable CPU time. A communicator and those that were split from it share the
+thread. After a failure it ends the waits of streams for the proxy. This thread, which already exists, handles failures:
+once memory has run out, no other can be started.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
+from proxyccl.channels.liveness.host_links import HostLink
 from proxyccl.channels.liveness.process_watch import ProcessWatch
 from proxyccl.channels.segment import process_descriptors
 from proxyccl.channels.segment.control import ControlSegment, Presence
@@ -29,26 +31,6 @@ from proxyccl.device.process.threads import Thread
 _logger = logging.getLogger("proxyccl")
 
 
-class Link(Protocol):
-    """A connection to a rank of another host (host_links.py)."""
-
-    def fileno(self) -> int:
-        """Descriptor for poll()."""
-        ...
-
-    def send(self, message: ErrorRecord | Presence) -> None:
-        """Sends the record of an abort, or whether this rank may still touch the peer's memory. Never blocks."""
-        ...
-
-    def receive(self) -> ErrorRecord | Presence | str | None:
-        """The peer's next message: the record of its abort, its presence, "lost", or None if there is none yet."""
-        ...
-
-    def close(self) -> None:
-        """Closes the connection."""
-        ...
-
-
 class WatchThread:
     """The thread of a communicator and of those that were split from it: it runs each of their watchers in turn.
 
@@ -59,6 +41,8 @@ class WatchThread:
     """
 
     INTERVAL_MS = 20
+    IDLE_INTERVAL_MS = 200
+    BUSY_SECONDS = 1.0  # after a call
     RELEASING_MS = 1
 
     def __init__(self, name: str) -> None:
@@ -98,7 +82,6 @@ class WatchThread:
                 self._forget(descriptor)
 
     def forget(self, descriptor: int) -> None:
-        """Stops polling a descriptor."""
         with self._lock:
             self._forget(descriptor)
 
@@ -114,8 +97,13 @@ class WatchThread:
                 watchers = list(self._watchers)
             for watcher in watchers:
                 self._have_look(watcher, [descriptor for descriptor in readable if whose[descriptor] is watcher])
-            releasing = any(watcher.releasing for watcher in watchers)
-            readable = {fd for fd, _ in self._poll.poll(self.RELEASING_MS if releasing else self.INTERVAL_MS)}
+            if any(watcher.releasing for watcher in watchers):
+                interval = self.RELEASING_MS
+            elif any(watcher.busy_until > time.monotonic() for watcher in watchers):
+                interval = self.INTERVAL_MS
+            else:
+                interval = max(self.INTERVAL_MS, self.IDLE_INTERVAL_MS)
+            readable = {fd for fd, _ in self._poll.poll(interval)}
 
     @staticmethod
     def _have_look(watcher: Watcher, readable: list[int]) -> None:
@@ -148,13 +136,11 @@ class Watcher:
     links.
 
     Args:
-        rank: this rank.
-        own: its segment.
         segments: the segments of the host's other ranks.
         processes: theirs, if they are not this one; empty with a parent, which watches them.
         links: to the ranks of other hosts; the watcher closes them.
         on_abort: called in a separate thread after the abort was passed on.
-        each_turn: called in the thread every INTERVAL_MS at least, until the abort.
+        each_turn: called in the thread at each turn, until the abort. Returns the number of calls that this rank made.
         on_error: called in the thread with an error that keeps it from watching, once; it ends the communicator.
         end_waits: ends the waits of streams for the proxy. It is called in the thread every RELEASING_MS once the abort
             was passed on: a caller that checks after a stream must learn of it.
@@ -171,9 +157,9 @@ class Watcher:
         own: ControlSegment,
         segments: Mapping[int, ControlSegment],
         processes: Mapping[int, PeerProcess],
-        links: Mapping[int, Link],
+        links: Mapping[int, HostLink],
         on_abort: Callable[[], None] = lambda: None,
-        each_turn: Callable[[], None] = lambda: None,
+        each_turn: Callable[[], int] = lambda: 0,
         end_waits: Callable[[], None] = lambda: None,
         on_error: Callable[[BaseException], None] = lambda _: None,
         parent: Watcher | None = None,
@@ -203,6 +189,8 @@ class Watcher:
         self._passed_on = self._closed = False
         self._reporting: Thread | None = None
         self.releasing = False
+        self._calls = 0
+        self.busy_until = time.monotonic() + WatchThread.BUSY_SECONDS
         self._thread.add(self)
 
     @property
@@ -225,7 +213,6 @@ class Watcher:
                 self._end_waits()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the communicator by an error of the thread."""
         on_error, self._on_error = self._on_error, None
         if on_error is not None:
             _logger.error("rank %d: its watcher has failed", self._rank, exc_info=error)
@@ -245,8 +232,8 @@ class Watcher:
             self.pass_on()
             self._passed_on = self.releasing = True
             self._report()
-        else:
-            self._each_turn()
+        elif (calls := self._each_turn()) != self._calls:
+            self._calls, self.busy_until = calls, time.monotonic() + WatchThread.BUSY_SECONDS
 
     def _follow_processes(self) -> None:
         # Without descriptors the next turn tries again. Meanwhile other ranks watch the same processes.
@@ -254,7 +241,7 @@ class Watcher:
             new, old, lost = self._processes.follow()
             for descriptor in old:
                 self._thread.forget(descriptor)
-                self._processes.release(descriptor)
+                process_descriptors.release(descriptor)
             for descriptor in new:
                 self._thread.watch(self, descriptor)
             for peer in lost:
@@ -314,7 +301,7 @@ class Watcher:
                 self._parent.check_for_end(self._members[peer])
             self._end_with_parent()
             return
-        if self._processes.knows(peer):
+        if peer in self._processes.processes:
             try:
                 descriptor = self._processes.descriptor_of(peer)
                 ended = _is_readable(descriptor, self.ENDING_MS) or self._processes.is_ending(peer)
@@ -348,7 +335,7 @@ class Watcher:
                             return True
         if self.presence(peer) is Presence.LEFT:
             return True
-        if self._processes.knows(peer):
+        if peer in self._processes.processes:
             try:
                 return process_descriptors.has_ended(self._processes.descriptor_of(peer))
             except ProcessLookupError:
@@ -374,7 +361,6 @@ class Watcher:
             link.send(presence)
 
     def presence(self, peer: int) -> Presence:
-        """A peer's last announced presence."""
         if peer in self._segments:
             return self._segments[peer].presence
         return self._remote_presence[peer]

@@ -31,7 +31,7 @@ from proxyccl.proxy.interface import (
     ProxyFailure,
 )
 from proxyccl.proxy.observe.publications import Description
-from proxyccl.proxy.observe.reader import ObservedView
+from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.ring import require_ring_size
 from proxyccl.proxy.schedule import SchedulePointers, ScheduleWait
 from proxyccl.proxy.service import ProxyService, require_callable
@@ -162,7 +162,7 @@ class DaemonClient:
         self._memories: dict[int, Callable[[ProxyService], int]] = {}
         self._ring_of: dict[int, int] = {}
         self._lock = threading.RLock()
-        self._observed: ObservedView | None = None
+        self._observed: ObservedSegment | None = None
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
         self._daemon = DaemonConnection(timeout, name, on_failure, self._watch_turns, address)
         # These only pass on.
@@ -431,9 +431,9 @@ class DaemonClient:
             fifo.close()
 
 
-def _open_observed(handle: bytes, workers: int) -> ObservedView | None:
+def _open_observed(handle: bytes, workers: int) -> ObservedSegment | None:
     try:
-        return ObservedView(handle.hex(), workers)
+        return ObservedSegment(workers, handle.hex())
     except ArgumentError as error:  # only reports need it
         logging.getLogger("proxyccl").warning("reports cannot show the node daemon's outstanding work: %s", error)
         return None

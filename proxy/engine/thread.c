@@ -15,6 +15,8 @@
 enum {
   POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock: one costs as much as several */
   SLEEP_PART = 32,      /* an idle thread sleeps for a 32nd of the time that it has been idle */
+  REST_PART = 1024,     /* likewise, of a long one, for which it sleeps longer than its policy's longest sleep */
+  LONGEST_REST_NS = 10000000,
   OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding, as somebody may wait for its completion;
                                    and the shortest, as waking takes a good part of that */
   TIMER_SLACK_NS = 1000,        /* by which the system may end a sleep later; 50 µs by default */
@@ -90,7 +92,11 @@ static ProxycclIdlePolicy idle_of(const ProxycclThread *thread) {
                               __atomic_load_n(&thread->idle.max_sleep_ns, __ATOMIC_RELAXED)};
 }
 
-void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker) { push_added(thread, worker); }
+void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker) {
+  worker->asleep = thread->asleep;
+  push_added(thread, worker);
+  proxyccl_wake_one(thread->asleep);
+}
 
 static struct timespec timespec_of(uint64_t ns) {
   return (struct timespec){(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
@@ -132,6 +138,8 @@ static uint64_t back_off(ProxycclThread *thread, uint64_t idle_ns, Idleness idle
     uint64_t sleep_ns = idle_ns / SLEEP_PART;
     if (sleep_ns > policy.max_sleep_ns) sleep_ns = policy.max_sleep_ns;
     if (idleness == OUTSTANDING && sleep_ns > OUTSTANDING_SLEEP_NS) sleep_ns = OUTSTANDING_SLEEP_NS;
+    if (idleness == NOTHING_OUTSTANDING && sleep_ns < idle_ns / REST_PART)
+      sleep_ns = idle_ns / REST_PART < LONGEST_REST_NS ? idle_ns / REST_PART : LONGEST_REST_NS;
     if (idleness == HELPED)
       sleep_for(sleep_ns);
     else
@@ -307,6 +315,7 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
    * to helpers: where threads outnumber cores, a thread that wakes takes a core from those with work. */
   int is_helped = 0;
   uint64_t idle_since = 0, counted = 0; /* idle time is counted up to the last reading of the clock */
+  uint64_t slept = 0;                   /* a thread that has slept looks once, and sleeps on */
   uint32_t polls = 0;
   prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* if it is refused, sleeps end later */
   clear_info(info);
@@ -326,20 +335,20 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
     if (result != CONTINUE) return result;
     is_helped = (is_helped || helped) && !round.busy;
     if (round.progress || helped & HELPED_ON) {
-      idle_since = 0;
+      idle_since = slept = 0;
       if (round.busy) continue;
     }
     if (idle_since == 0) idle_since = counted = now_ns();
-    if (is_helped || ++polls % POLLS_PER_CLOCK == 0) {
+    if (is_helped || slept || ++polls % POLLS_PER_CLOCK == 0) {
       const uint64_t now = now_ns(), idle_ns = is_helped ? IDLE_FOR_LONG : now - idle_since;
       /* A thread that has just helped handles outstanding work too. */
       const Idleness idleness = is_helped && (helped || !round.outstanding) ? HELPED
                                 : round.outstanding                         ? OUTSTANDING
                                                                             : NOTHING_OUTSTANDING;
-      const uint64_t slept = rest(thread, idle_ns, idleness);
+      slept = rest(thread, idle_ns, idleness);
       if (!(thread->helped & HELPED_ON)) count_idle(thread, now + slept - counted, slept);
       counted = now + slept;
-      if (thread->woken) idle_since = 0; /* work is on its way */
+      if (thread->woken) idle_since = slept = 0; /* work is on its way */
     }
   }
 }

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "clock.h"
+#include "waking.h"
 
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats) {
   if (service->worker_count == PROXYCCL_MAX_WORKERS) return NULL;
@@ -40,15 +41,26 @@ void proxyccl_worker_set_context(ProxycclWorker *worker, int (*make_current)(uin
   worker->context = context;
 }
 
-void proxyccl_worker_stop(ProxycclWorker *worker) { flags_set(&worker->stop, STOP_WHEN_DONE); }
+static void stop(ProxycclWorker *worker, int how) {
+  flags_set(&worker->stop, how);
+  if (worker->asleep != NULL) proxyccl_wake_one(worker->asleep);
+}
 
-void proxyccl_worker_abandon(ProxycclWorker *worker) { flags_set(&worker->stop, STOP_AT_ONCE); }
+void proxyccl_worker_stop(ProxycclWorker *worker) { stop(worker, STOP_WHEN_DONE); }
 
-uint32_t proxyccl_worker_drain(ProxycclWorker *worker) { return request_make(&worker->drain); }
+void proxyccl_worker_abandon(ProxycclWorker *worker) { stop(worker, STOP_AT_ONCE); }
+
+static uint32_t request(ProxycclWorker *worker, Request *which) {
+  const uint32_t number = request_make(which);
+  if (worker->asleep != NULL) proxyccl_wake_one(worker->asleep);
+  return number;
+}
+
+uint32_t proxyccl_worker_drain(ProxycclWorker *worker) { return request(worker, &worker->drain); }
 
 uint32_t proxyccl_worker_drained(const ProxycclWorker *worker) { return request_answered(&worker->drain); }
 
-uint32_t proxyccl_worker_pause(ProxycclWorker *worker) { return request_make(&worker->pause); }
+uint32_t proxyccl_worker_pause(ProxycclWorker *worker) { return request(worker, &worker->pause); }
 
 uint32_t proxyccl_worker_paused(const ProxycclWorker *worker) { return request_answered(&worker->pause); }
 

@@ -70,6 +70,7 @@ struct ProxycclWorker {
   ProxycclService *service;
   ProxycclWorkerStats *stats;
   Trace trace;
+  uint32_t *asleep;                       /* its thread's word (waking.h), for requests; NULL: it has no thread */
   ProxycclWorker *next;                   /* in its thread's list */
   int (*make_current)(uintptr_t context); /* NULL: the thread always has this worker's context */
   uintptr_t context;

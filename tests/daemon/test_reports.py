@@ -185,8 +185,8 @@ def test_a_thread_held_by_a_driver_keeps_no_report_back(
             return 0
 
         address = ctypes.cast(copy, ctypes.c_void_p).value
-        functions = replace(HostRuntime().engine_functions(), copy=address)
-        monkeypatch.setattr(HostRuntime, "engine_functions", lambda _: functions)
+        functions = replace(HostRuntime.calls, copy=address)
+        monkeypatch.setattr(HostRuntime, "calls", functions)
         running = RunningDaemon(inside.path, None)
         with RawClient(running) as client, RawClient(running) as other:
             assert client.open(**NAMED)["kind"] == "answer"

@@ -201,8 +201,8 @@ def test_a_channel_may_be_freed_while_its_work_is_outstanding(
         return NOT_READY if under_way.is_set() else 0
 
     address = ctypes.cast(event_query, ctypes.c_void_p).value
-    functions = replace(HostRuntime().engine_functions(), event_query=address)
-    monkeypatch.setattr(HostRuntime, "engine_functions", lambda _: functions)
+    functions = replace(HostRuntime.calls, event_query=address)
+    monkeypatch.setattr(HostRuntime, "calls", functions)
     assert client.opens()
     used = client.use()
     freed, _ = client.result({"do": "reserve_channel", "connection": used["connection"]})

@@ -88,3 +88,14 @@ def test_the_idle_policy_of_a_second_communicator_counts(place: str) -> None:
         wait_for(lambda: worker_of(first).idle == before, "the second's policy goes with it")
 
     run_ranks(1, body, proxy=place)
+
+
+def test_a_proxy_that_is_idle_for_long_sleeps_longer_than_its_policy_says(place: str) -> None:
+    def body(comm: Communicator) -> None:
+        assert comm.proxy is not None  # starts it
+        time.sleep(0.5)
+        before = worker_of(comm).sleeps
+        time.sleep(0.5)
+        assert 0 < worker_of(comm).sleeps - before < 2000  # of 0.5 to 1 ms each, and not of 50 µs
+
+    run_ranks(1, body, proxy=place, idle=IdlePolicy.where_cores_suffice())

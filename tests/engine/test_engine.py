@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import threading
 import time
 from typing import Any
@@ -192,22 +191,6 @@ def test_a_handler_must_be_callable() -> None:
 def test_rings_and_threads_must_be_sensible_numbers(fifos: Any, proxy_threads: Any, argument: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{argument}: must be"):
         run_ranks(1, lambda comm: None, fifos=fifos, proxy_threads=proxy_threads)
-
-
-@pytest.mark.own_proxy(reason="about a thread of this process")
-def test_an_idle_proxy_costs_next_to_no_core() -> None:
-    def body(comm: Communicator) -> None:
-        assert "1 rings, 1 threads" in repr(comm.proxy)
-        comm.compile(KERNELS, "flush")(1, 1, comm.handler_channel(lambda _: None))
-        comm.synchronize()
-        time.sleep(0.1)
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        time.sleep(1)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        assert spent < 0.5
-
-    run_ranks(1, body, idle=IdlePolicy(spin_us=10, yield_us=10, max_sleep_us=1000))
 
 
 def test_a_proxy_that_slept_wakes_up() -> None:
