@@ -214,7 +214,7 @@ def test_a_communicator_that_is_closed_at_once_waits_for_nothing_and_leaves_noth
         launch(listener, options, timeout)
 
     monkeypatch.setattr(job, "_launch", slow)
-    (name,) = set(run_ranks(2, lambda comm: comm.group.links._place.job_daemon, proxy="process"))
+    (name,) = set(run_ranks(2, lambda comm: comm.group.links.place.job_daemon, proxy="process"))
     closed.set()
     wait_for(lambda: name in job._served, "the rank that starts it is served")
     wait_for_end(job._served[name][0])
