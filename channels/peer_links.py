@@ -24,11 +24,10 @@ from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.connection import DaemonAddress, NodeDaemon
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
 from proxyccl.proxy.daemon.protocol import socket_path
-from proxyccl.proxy.idle_choice import choose_idle
 from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
-from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.proxy.thread import IdlePolicy, choose_idle
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.workers import MAX_RINGS

@@ -11,10 +11,11 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.device.process.cores import cores_allowed
 from proxyccl.device.process.threads import Thread
 from proxyccl.device.runtime import DriverCalls
 from proxyccl.proxy import _engine
@@ -95,6 +96,22 @@ class IdlePolicy:
         )
 
 
+def choose_idle(cores: int, programs: int, threads: int, within: tuple[int, int] | None = None) -> IdlePolicy:
+    """The policy of threads that have to share cores with programs.
+
+    A program may spin while it waits for its GPU, and a thread while it has work, so each of them needs a core.
+
+    Args:
+        cores: that all of them may run on.
+        programs: ranks of this machine that use the threads.
+        threads: of all their proxies.
+        within: of these, the programs and threads of this process's container, which share its quota; None for all.
+    """
+    allowed = cores_allowed()
+    suffice = cores >= programs + threads and (allowed is None or allowed >= sum(within or (programs, threads)))
+    return IdlePolicy.where_cores_suffice() if suffice else IdlePolicy()
+
+
 def _policy(idle: IdlePolicy) -> _engine.ProxycclIdlePolicyPointer:
     policy = ffi.new("ProxycclIdlePolicy *")
     policy.spin_ns, policy.yield_ns = int(idle.spin_us * 1000), int(idle.yield_us * 1000)
@@ -107,6 +124,15 @@ def _pin(cores: Collection[int]) -> None:
         os.sched_setaffinity(0, cores)
     except (OSError, ValueError, OverflowError) as error:
         raise ArgumentError("cores", f"a thread can't run on {sorted(cores)}: {error}") from None
+
+
+class _Served(NamedTuple):
+    """A worker that a thread runs. The fields are arguments of `ProxyThread.add`."""
+
+    on_exit: OnExit
+    on_lost: Callable[[BaseException], None]
+    idle: IdlePolicy
+    stats: _engine.ProxycclWorkerStatsPointer
 
 
 class ProxyThread:
@@ -136,7 +162,7 @@ class ProxyThread:
         functions: DriverCalls | None = None,
     ) -> None:
         self._default = self._idle = idle
-        self._served: dict[int, tuple[IdlePolicy, _engine.ProxycclWorkerStatsPointer]] = {}  # by the worker's address
+        self._served: dict[int, _Served] = {}  # by the worker's address
         self.asleep = SharedMemory.allocate(ffi.sizeof("uint32_t"))
         made = lib.proxyccl_thread_create(_policy(idle), ffi.cast("uint32_t *", self.asleep.ptr))
         self._pointer = created(made, "a thread of the proxy")
@@ -146,8 +172,6 @@ class ProxyThread:
         self._begin = begin
         self._cores = cores
         self._changed = threading.Condition()
-        self._on_exit: dict[int, OnExit] = {}  # by the worker's address
-        self._on_lost: dict[int, Callable[[BaseException], None]] = {}  # likewise
         self._error: BaseException | None = None
         self._closing = False
         self._refusal: ArgumentError | None = None
@@ -203,24 +227,22 @@ class ProxyThread:
             idle: the policy that the worker needs; None for the thread's own.
         """
         with self._changed:
-            if self._error is None:
-                self._on_lost[int(ffi.cast("uintptr_t", worker))] = on_lost
-            else:
+            if self._error is not None:
                 on_lost(self._error)
                 return
-            self._on_exit[int(ffi.cast("uintptr_t", worker))] = on_exit
             stats.thread = self.native_id
-            self._served[int(ffi.cast("uintptr_t", worker))] = idle or self._default, stats
+            self._served[int(ffi.cast("uintptr_t", worker))] = _Served(on_exit, on_lost, idle or self._default, stats)
             self._choose_idle()
             lib.proxyccl_thread_add_worker(self._pointer, worker)
             self._changed.notify()
 
     def _choose_idle(self) -> None:
         """Gives the thread the most awake policy of its workers, and tells observers."""
-        self._idle = IdlePolicy.most_awake([idle for idle, _ in self._served.values()] or [self._default])
+        self._idle = IdlePolicy.most_awake([served.idle for served in self._served.values()] or [self._default])
         policy = _policy(self._idle)
         lib.proxyccl_thread_set_idle(self._pointer, policy)
-        for _, stats in self._served.values():
+        for served in self._served.values():
+            stats = served.stats
             stats.spin_ns, stats.yield_ns, stats.max_sleep_ns = policy.spin_ns, policy.yield_ns, policy.max_sleep_ns
 
     def _run(self) -> None:
@@ -238,34 +260,30 @@ class ProxyThread:
             reason = lib.proxyccl_thread_run(self._pointer, info)
             if reason == lib.PROXYCCL_EXIT_NO_WORKERS:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._on_exit or self._closing)
-                    if not self._on_exit:
+                    self._changed.wait_for(lambda: self._served or self._closing)
+                    if not self._served:
                         return
                 continue
             worker = int(ffi.cast("uintptr_t", info.worker))
             with self._changed:
                 runs_on = reason == lib.PROXYCCL_EXIT_HANDLER
-                on_exit = self._on_exit[worker] if runs_on else self._on_exit.pop(worker)
-                on_lost = self._on_lost[worker] if runs_on else self._on_lost.pop(worker)
+                served = self._served[worker]
                 if not runs_on:
                     del self._served[worker]
                     self._choose_idle()
             try:
-                on_exit(reason, info)
+                served.on_exit(reason, info)
             except BaseException as error:
                 if not runs_on:  # it is not among the remaining ones
-                    on_lost(error)
+                    served.on_lost(error)
                 raise
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = error
-            lost = list(self._on_lost.values())
-            self._on_exit.clear()
-            self._on_lost.clear()
-            self._served.clear()
-        for on_lost in lost:
-            on_lost(error)
+            lost, self._served = self._served, {}
+        for served in lost.values():
+            served.on_lost(error)
 
     def close(self, timeout: float) -> bool:
         """Ends the thread when it has no more workers. False if that did not happen in time."""

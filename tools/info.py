@@ -42,10 +42,9 @@ from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric import library, requirements
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
-from proxyccl.proxy.idle_choice import choose_idle
 from proxyccl.proxy.observe.rates import Watch
 from proxyccl.proxy.processes import process_name
-from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.proxy.thread import IdlePolicy, choose_idle
 from proxyccl.proxy.verbs import pyverbs_api
 from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
 from proxyccl.proxy.verbs.options import RdmaOptions

@@ -222,14 +222,8 @@ def method(**properties: Any) -> Callable[[F], F]:
         result = hints.pop("return")
         takes_descriptors, returns_descriptors = Descriptors in hints.values(), result == Descriptors
         parameters = inspect.signature(function).parameters
-        fields = [
-            (
-                each,
-                hint,
-                *((parameters[each].default,) if parameters[each].default is not inspect.Parameter.empty else ()),
-            )
-            for each, hint in list(hints.items())[takes_descriptors:]
-        ]
+        defaults = {each: (field.default,) for each, field in parameters.items() if field.default is not field.empty}
+        fields = [(each, hint, *defaults.get(each, ())) for each, hint in list(hints.items())[takes_descriptors:]]
         request: Any = msgspec.defstruct(name, fields, bases=(Request,), tag=name, frozen=True)
         METHODS[name] = Method(
             request=request,

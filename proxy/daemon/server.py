@@ -29,9 +29,8 @@ from proxyccl.proxy.daemon.introductions import Introductions
 from proxyccl.proxy.daemon.listeners import Listener, SocketFile
 from proxyccl.proxy.daemon.reporter import DaemonReporter
 from proxyccl.proxy.daemon.session import Session, refuse_user
-from proxyccl.proxy.idle_choice import choose_idle
 from proxyccl.proxy.reports import files
-from proxyccl.proxy.thread import IdlePolicy, ProxyThread
+from proxyccl.proxy.thread import IdlePolicy, ProxyThread, choose_idle
 from proxyccl.proxy.workers import MAX_RINGS
 
 _FULL_MS = 100  # pause before the next client when descriptors have run out

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from proxyccl.proxy import idle_choice
-from proxyccl.proxy.idle_choice import choose_idle
-from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.proxy import thread
+from proxyccl.proxy.thread import IdlePolicy, choose_idle
 
 FEW, ENOUGH = IdlePolicy(), IdlePolicy.where_cores_suffice()
 
@@ -26,12 +25,12 @@ FEW, ENOUGH = IdlePolicy(), IdlePolicy.where_cores_suffice()
 def test_a_thread_stays_awake_where_each_program_and_each_thread_has_a_core(
     monkeypatch: pytest.MonkeyPatch, cores: int, programs: int, threads: int, allowed: float | None, chosen: IdlePolicy
 ) -> None:
-    monkeypatch.setattr(idle_choice, "cores_allowed", lambda: allowed)
+    monkeypatch.setattr(thread, "cores_allowed", lambda: allowed)
     assert choose_idle(cores, programs, threads) == chosen
 
 
 def test_the_quota_is_for_the_own_container_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle_choice, "cores_allowed", lambda: 2.5)
+    monkeypatch.setattr(thread, "cores_allowed", lambda: 2.5)
     assert choose_idle(64, 8, 8) == FEW
     assert choose_idle(64, 8, 8, (1, 1)) == ENOUGH
     assert choose_idle(15, 8, 8, (1, 1)) == choose_idle(64, 8, 8, (2, 1)) == FEW
