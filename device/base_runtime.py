@@ -5,8 +5,8 @@ Arrays, launches and `InFlight` need only this part of a runtime; `proxyccl.devi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -116,86 +116,64 @@ class Event(Protocol):
         ...
 
 
-class EngineFunctions(Struct, frozen=True):
-    """Addresses of the driver calls that the engine makes (proxy/engine/runtime_table.h).
+class DriverCalls(Struct, frozen=True):
+    """Addresses of the driver's calls, for callers in C: the proxy's engine, launches and operations of streams.
 
-    `make_current` takes a `LaunchTarget.context`; 0 if there is none. Threads that serve several devices call it.
-    `add_helper` and `remove_helper` exist if kernels wait on the CPU (host/runtime.h), otherwise 0. `copy_many` issues
-    several copies in one call; 0 if the driver lacks that.
-    """
-
-    copy: int
-    write64: int
-    write32: int
-    event_record: int
-    event_query: int
-    make_current: int = 0
-    add_helper: int = 0
-    remove_helper: int = 0
-    copy_many: int = 0
-
-
-class LaunchTarget(Struct, frozen=True):
-    """The target of launches (launch.h).
-
-    Attributes:
-        call: address of the driver's launch call, with cuLaunchKernel's signature.
-        current: address of a call that stores the thread's current context; 0 if there is none.
-        context: the context that this runtime's kernels belong to.
-        synchronize: address of a call that waits for a stream, if a call without a stream waits for its end;
-            otherwise 0.
-    """
-
-    call: int
-    current: int = 0
-    context: int = 0
-    synchronize: int = 0
-
-
-class StreamOperationCalls(Struct, frozen=True):
-    """Addresses of the driver's calls for operations that a stream performs in order (stream_operations.h).
+    0 stands for a call that the driver lacks or does not need. The host runtime has neither contexts nor captures.
 
     Attributes:
         copy: a copy between addresses of the device.
+        copy_many: several copies in one call.
         set: the setting of bytes.
-        batch: several operations on words in one call; 0 if the driver lacks it.
-        write64: one write of a word; needed if `batch` is 0.
-        wait64: one wait for a word; needed if `batch` is 0.
-        is_capturing: whether a stream is being captured; 0 if there are no graphs.
-        current: stores the thread's current context; 0 if there is none.
-        context: the context that this runtime's streams belong to.
-    """
-
-    copy: int
-    set: int
-    batch: int = 0
-    write64: int = 0
-    wait64: int = 0
-    is_capturing: int = 0
-    current: int = 0
-    context: int = 0
-
-
-class StreamOrderCalls(Struct, frozen=True):
-    """Addresses of the driver's calls that order streams by events (stream_order.h).
-
-    Attributes:
-        record: records an event on a stream.
-        wait: makes a stream wait for an event.
-        query: tells whether an event was reached.
+        write64, write32: one write of a word by a stream.
+        wait64: one wait of a stream for a word; needed if `batch` is 0.
+        batch: several operations of a stream on words in one call.
+        event_record: records an event on a stream.
+        event_query: tells whether an event was reached.
+        wait_event: makes a stream wait for an event.
+        launch: a launch, with cuLaunchKernel's signature.
+        synchronize: waits for a stream, if a call without a stream waits for its end.
+        current: stores the thread's current context.
+        make_current: makes a context current. Threads that serve several devices call it.
+        context: the context that this runtime's kernels, streams and memory belong to.
         is_capturing: whether a stream is being captured.
         exchange_capture_mode: exchanges the thread's capture mode.
-        relaxed: the capture mode in which an event may be queried.
-        current: stores the thread's current context.
+        relaxed: the capture mode in which allocating, and querying an event, is allowed.
+        allocate: allocates; 0 if memory needs flags.
+        allocate_with_flags: allocates with `flags`; needed if `allocate` is 0.
+        flags: see there.
+        free: frees memory; waits for the device.
+        pointer_attribute: returns an attribute of an address.
+        buffer_id: the attribute that is the number of the address's allocation.
+        add_helper, remove_helper: exist if kernels wait on the CPU (host/runtime.h).
     """
 
-    record: int
-    wait: int
-    query: int
-    is_capturing: int
-    exchange_capture_mode: int
-    relaxed: int
-    current: int
+    copy: int = 0
+    copy_many: int = 0
+    set: int = 0
+    write64: int = 0
+    write32: int = 0
+    wait64: int = 0
+    batch: int = 0
+    event_record: int = 0
+    event_query: int = 0
+    wait_event: int = 0
+    launch: int = 0
+    synchronize: int = 0
+    current: int = 0
+    make_current: int = 0
+    context: int = 0
+    is_capturing: int = 0
+    exchange_capture_mode: int = 0
+    relaxed: int = 0
+    allocate: int = 0
+    allocate_with_flags: int = 0
+    flags: int = 0
+    free: int = 0
+    pointer_attribute: int = 0
+    buffer_id: int = 0
+    add_helper: int = 0
+    remove_helper: int = 0
 
 
 class StreamEvents(Struct, frozen=True):
@@ -210,36 +188,6 @@ class StreamEvents(Struct, frozen=True):
     order: int
     take: Callable[[], int]
     give: Callable[[int], object]
-
-
-class AllocationCalls(Struct, frozen=True):
-    """Addresses of the driver's calls for allocations (memory_pool.h, allocation_guard.h).
-
-    Attributes:
-        free: frees memory; waits for the device.
-        pointer_attribute: returns an attribute of an address.
-        buffer_id: the attribute that is the number of the address's allocation.
-        allocate: allocates; 0 if memory needs flags.
-        allocate_with_flags: allocates with `flags`; needed if `allocate` is 0.
-        flags: see there.
-        current: stores the thread's current context; 0 if there is none.
-        make_current: makes a context current; 0 if there is none.
-        exchange_capture_mode: exchanges the thread's capture mode; 0 if there is none.
-        relaxed: the capture mode in which allocating is allowed.
-        context: the context that this runtime's memory belongs to.
-    """
-
-    free: int
-    pointer_attribute: int
-    buffer_id: int
-    allocate: int = 0
-    allocate_with_flags: int = 0
-    flags: int = 0
-    current: int = 0
-    make_current: int = 0
-    exchange_capture_mode: int = 0
-    relaxed: int = 0
-    context: int = 0
 
 
 Allocations = tuple[tuple[int, int], ...]
@@ -318,30 +266,34 @@ class LaunchDefaults(Struct, frozen=True):
 
 
 class BaseRuntime(Protocol):
-    """A device and its driver."""
+    """A device and its driver. Methods with a body are those of a device without a driver.
 
-    @property
-    def name(self) -> str:
-        """One of "host", "cuda" and "hip"."""
-        ...
+    Attributes:
+        name: one of "host", "cuda" and "hip".
+        device: number of the device that this runtime object uses.
+        device_id: identifies the physical device on this machine, the same in every process.
+        launch_defaults: launch shapes that suit the device.
+        thread_stream: the handle that means each thread's own default stream; None if there is none.
+        legacy_stream: the handle of the stream whose work runs after all work on the threads' default streams; None if
+            those do not exist.
+        calls: the driver's calls, for callers in C.
+    """
 
-    @property
-    def device(self) -> int:
-        """Number of the device that this runtime object uses."""
-        ...
-
-    @property
-    def launch_defaults(self) -> LaunchDefaults:
-        """Launch shapes that suit the device."""
-        ...
+    name: str
+    device: int
+    device_id: str
+    launch_defaults: LaunchDefaults
+    thread_stream: int | None
+    legacy_stream: int | None
+    calls: DriverCalls
 
     def activate(self, *, for_proxy: bool = False) -> None:
         """Makes the device current on the calling thread; `for_proxy` if the thread runs the engine."""
-        ...
+        return
 
-    def current(self) -> AbstractContextManager[None]:
+    def current(self) -> contextlib.AbstractContextManager[None]:
         """Makes the device current within a block."""
-        ...
+        return contextlib.nullcontext()
 
     @property
     def device_name(self) -> str:
@@ -361,11 +313,11 @@ class BaseRuntime(Protocol):
 
         Raises RuntimeUnavailableError if the driver has none.
         """
-        ...
+        return
 
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
         """Says that a range of any memory was used, and is likely to be used repeatedly. Does not change contents."""
-        ...
+        return
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         """Zeroed pinned host memory that other processes can map."""
@@ -377,7 +329,7 @@ class BaseRuntime(Protocol):
 
         Raises ResourceError if the driver refuses.
         """
-        ...
+        return None
 
     def export(self, ptr: int, nbytes: int) -> bytes:
         """A handle with which other processes can open the memory at `ptr`, which must not be freed during the call.
@@ -389,7 +341,7 @@ class BaseRuntime(Protocol):
     def end_export(self, handle: bytes) -> None:
         """Ends an `export`: nobody needs to open the handle from now on. Until then some drivers keep memory that its
         owner frees."""
-        ...
+        return
 
     def open(self, handle: bytes) -> Memory:
         """Maps memory that another process (or this one) exported. Raises ArgumentError if the handle is invalid."""
@@ -411,7 +363,7 @@ class BaseRuntime(Protocol):
 
         Returns the call that ends this; it is made when the kernels have ended.
         """
-        ...
+        return lambda: None
 
     def warm_up(self, peers: Collection[str]) -> None:
         """Makes the driver do now, for copies to peers, what it otherwise does at the first copy.
@@ -419,23 +371,23 @@ class BaseRuntime(Protocol):
         Args:
             peers: their device_ids. Devices that this process does not see, or can't reach, are left out.
         """
-        ...
+        return
 
     def numa_node(self) -> int | None:
         """The NUMA node that the device is next to; None if it is not known."""
-        ...
+        return None
 
     @property
     def loads_lazily(self) -> bool:
         """Whether a kernel's first launch may load it, and hold up every other call of the process meanwhile."""
-        ...
+        return False
 
     @property
     def queue_limit(self) -> str | None:
         """The setting by which streams share fewer of the device's queues than usual, such as
         ``CUDA_DEVICE_MAX_CONNECTIONS=1``; None if there is none.
         """
-        ...
+        return None
 
     @property
     def orders_rdma_writes(self) -> bool:
@@ -448,7 +400,7 @@ class BaseRuntime(Protocol):
 
         The caller closes the descriptor. None if the driver does not offer one, or if the memory is the host's.
         """
-        ...
+        return None
 
     def can_access_peer(self, device_id: str) -> bool:
         """Whether kernels here can touch memory of the device with this `device_id`."""
@@ -459,11 +411,6 @@ class BaseRuntime(Protocol):
 
         False if the driver does not say so: over PCIe alone, or if this process does not see the device.
         """
-        ...
-
-    @property
-    def device_id(self) -> str:
-        """Identifies the physical device on this machine, the same in every process."""
         ...
 
     def pointer_device(self, ptr: int) -> int | None:
@@ -486,12 +433,8 @@ class BaseRuntime(Protocol):
         """
         ...
 
-    def allocation_calls(self) -> AllocationCalls:
-        """The calls that allocate memory like `allocate`, and that number allocations."""
-        ...
-
     def free_later(self, ptr: int) -> None:
-        """Frees memory that `allocation_calls` allocated, when the device is waited for next."""
+        """Frees memory that `calls.allocate` allocated, when the device is waited for next."""
         ...
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> Stream:
@@ -517,21 +460,9 @@ class BaseRuntime(Protocol):
         """
         ...
 
-    @property
-    def thread_stream(self) -> int | None:
-        """The handle that means each thread's own default stream; None if there is none."""
-        ...
-
-    @property
-    def legacy_stream(self) -> int | None:
-        """The handle of the stream whose work runs after all work on the threads' default streams; None if those do
-        not exist.
-        """
-        ...
-
     def is_capturing(self, stream: int) -> bool:
         """Whether work queued on the stream with this handle goes into a graph."""
-        ...
+        return False
 
     def order_streams(self, first: int, then: int) -> None:
         """Makes later work of stream handle `then` wait for work queued on `first`; both must exist."""
@@ -541,7 +472,7 @@ class BaseRuntime(Protocol):
         """For a caller in C that orders streams itself: the address of their order (stream_order.h), an event of the
         caller's own, and the handle that means another stream in each thread. None if `order_streams` alone does it.
         """
-        ...
+        return None
 
     def stream_events(self) -> StreamEvents:
         """The driver's events, by which C orders its streams."""
@@ -567,42 +498,8 @@ class BaseRuntime(Protocol):
         """Waits for all work queued on a stream. Raises KernelError if any of it failed."""
         ...
 
-    def write_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
-        """Queues the store of a value to a word, after all earlier work of the stream, without a kernel.
-
-        Args:
-            ptr: the device's address of a word of 8 bytes, aligned to 8: pinned memory, or device memory.
-            value: from 0 to 2**63 - 1.
-            stream: None for the default stream.
-
-        Raises:
-            ArgumentError: the address or the value is out of range.
-            KernelError: the driver refused it.
-        """
-        ...
-
-    def wait_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
-        """Holds up later work of the stream until a word is at least `value`, without a kernel.
-
-        The wait is not bounded: its caller makes sure that the word is stored, also after a failure. Arguments
-        and errors as for `write_value`.
-        """
-        ...
-
-    def stream_operation_calls(self) -> StreamOperationCalls:
-        """The calls that `write_value` and `wait_value` use."""
-        ...
-
-    def launch_target(self) -> LaunchTarget:
-        """Where launches go."""
-        ...
-
     def check(self, status: int, call: str) -> None:
         """Raises an exception that names the call and the driver's message unless status is 0."""
-        ...
-
-    def engine_functions(self) -> EngineFunctions:
-        """The driver calls for the engine."""
         ...
 
 

@@ -1,18 +1,47 @@
-"""The protocol of a GPU vendor's driver and run-time compiler: the calls that `GpuRuntime` is made of.
+"""A GPU vendor's driver and run-time compiler: the calls that `GpuRuntime` is made of.
 
-CUDA's driver API and HIP's are twins. Where they differ, in names, in a binding's results and in the nature of a
-context, an implementation of this protocol hides it; everything else is written once, in gpu.py. Pointers,
-streams, events, modules and functions are integers. Every call raises DriverError where the driver reports a failure,
-and acts on the calling thread's current context.
+CUDA's driver API and HIP's are twins, so their calls are written once here, by CUDA's names without their prefix. A
+vendor's class adds the calls that differ in more than the name. Pointers, streams, events, modules and functions are
+integers. Every call raises DriverError where the driver reports a failure, and acts on the calling thread's current
+context.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
 
 from msgspec import Struct
 
-from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls, StreamOrderCalls
+from proxyccl.device.base_runtime import DriverCalls
+from proxyccl.device.errors import DriverError
+
+LOST_CONTEXT = {
+    214: "memory had an error that could not be corrected",
+    220: "NVLink had an error that could not be corrected",
+    700: "a kernel accessed an illegal address",
+    702: "a kernel ran longer than the system allows",
+    710: "a kernel's assertion failed",
+    714: "a kernel's stack was corrupted",
+    715: "a kernel executed an illegal instruction",
+    716: "a kernel accessed a misaligned address",
+    717: "a kernel accessed an address space that its instruction does not reach",
+    718: "a kernel's program counter left its program",
+    719: "a kernel failed",
+}
+"""The statuses that say that an error has ended the process's context, and their descriptions.
+
+All later calls into the context return such a status too, and other processes' contexts are not affected. Source:
+cuda.h, on CUresult ("the process ... must be terminated and relaunched").
+"""
+
+# Statuses, flags and modes have the same numbers in CUDA and in HIP.
+_OUT_OF_MEMORY, _ALREADY_MAPPED, _NOT_READY, _PEER_ACCESS_ALREADY_ENABLED = 2, 208, 600, 704
+_STREAM_NON_BLOCKING, _EVENT_DISABLE_TIMING = 1, 2
+_REGISTER_PORTABLE_AND_MAPPED = 1 | 2
+CAPTURE_MODE_RELAXED = 2
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 
 
 class DeviceInfo(Struct, frozen=True):
@@ -59,179 +88,214 @@ class Compiler(Protocol):
         ...
 
 
-class Driver(Protocol):
-    """A vendor's driver. One object a process; it holds no state of a device."""
+class Driver(ABC):
+    """A vendor's driver. One object a process; it holds no state of a device.
 
-    @property
-    def runtime(self) -> str:
-        """The runtime's name: "cuda" or "hip"."""
-        ...
+    Attributes:
+        runtime: the runtime's name: "cuda" or "hip".
+        compiler: the compiler of the images that this driver loads.
+        already_mapped: the status of an import while older memory of the same address at its owner is mapped.
+        out_of_memory: the status that an allocation which does not fit gives.
+        thread_stream: the handle that means the calling thread's own default stream.
+        legacy_stream: the handle of the default stream that all threads share, which is ordered with each thread's own.
+    """
 
-    @property
-    def compiler(self) -> Compiler:
-        """The compiler of the images that this driver loads."""
-        ...
+    runtime: ClassVar[str]
+    compiler: Compiler
+    already_mapped, out_of_memory = _ALREADY_MAPPED, _OUT_OF_MEMORY
+    thread_stream, legacy_stream = 2, 0  # CU_STREAM_PER_THREAD, hipStreamPerThread
 
-    @property
-    def already_mapped(self) -> int:
-        """The status of an import while older memory of the same address at its owner is mapped."""
-        ...
+    _PREFIX: ClassVar[str]
+    _OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
+    """The vendor's names of calls by CUDA's, both without their prefixes, where they differ."""
 
-    @property
-    def out_of_memory(self) -> int:
-        """The status that an allocation which does not fit gives."""
-        ...
+    # -- the binding ---
 
-    @property
-    def thread_stream(self) -> int:
-        """The handle that means the calling thread's own default stream."""
-        ...
+    @abstractmethod
+    def _status_of(self, name: str, *args: Any) -> tuple[int, tuple[Any, ...]]:
+        """The status and the results of the binding's call of this name."""
 
-    @property
-    def legacy_stream(self) -> int:
-        """The handle of the default stream that all threads share, which is ordered with each thread's own."""
-        ...
+    @abstractmethod
+    def _address_of(self, name: str) -> int:
+        """The address of the driver's call of this name."""
+
+    @abstractmethod
+    def error_text(self, status: int) -> str:
+        """The driver's own name and text for a status."""
+
+    def _name(self, call: str) -> str:
+        return self._PREFIX + self._OTHER_NAMES.get(call, call)
+
+    def call(self, call: str, *args: Any, allowed: Any = (), of: str = "") -> Any:
+        """The results of a call, by CUDA's name without its prefix.
+
+        Args:
+            call: the name.
+            args: of the call.
+            allowed: the statuses that are not errors, other than 0.
+            of: names the object of the call in errors.
+        """
+        name = self._name(call)
+        status, results = self._status_of(name, *args)
+        if status and status not in allowed:
+            raise DriverError(f"{name}({of})" if of else name, status, self.error_text(status))
+        return results[0] if len(results) == 1 else results
+
+    def release(self, call: str, *args: Any) -> None:
+        """A call that frees a resource, which is gone already if its context is lost."""
+        self.call(call, *args, allowed=LOST_CONTEXT)
+
+    def _is_done(self, call: str, handle: int) -> bool:
+        name = self._name(call)
+        status, _ = self._status_of(name, handle)
+        if status not in (0, _NOT_READY):
+            raise DriverError(name, status, self.error_text(status))
+        return status == 0
+
+    def address(self, call: str) -> int:
+        """The address of a call, by CUDA's name without its prefix, for callers in C."""
+        return self._address_of(self._name(call))
+
+    # -- the process ---
+
+    @abstractmethod
+    def versions(self) -> str:
+        """Versions of the driver, its binding and the compiler, in words."""
 
     @property
     def loads_lazily(self) -> bool:
         """Whether a kernel's first launch may load it, and hold up every other call of the process meanwhile."""
-        ...
+        return False
 
     @property
     def queue_limit(self) -> str | None:
         """The setting by which streams share fewer of a device's queues than usual, such as
         ``CUDA_DEVICE_MAX_CONNECTIONS=1``; None if there is none.
         """
-        ...
-
-    def versions(self) -> str:
-        """Versions of the driver, its binding and the compiler, in words."""
-        ...
-
-    def error_text(self, status: int) -> str:
-        """The driver's own name and text for a status."""
-        ...
+        return None
 
     # -- devices and contexts ---
 
+    @abstractmethod
     def device_count(self) -> int:
         """Number of devices that this process may use."""
-        ...
 
+    @abstractmethod
     def device(self, ordinal: int) -> DeviceInfo:
         """The description of device number `ordinal`."""
-        ...
 
+    @abstractmethod
     def context(self, ordinal: int) -> int:
         """The device's primary context, which the vendor's runtime and other libraries share."""
-        ...
 
+    @abstractmethod
     def current(self) -> int | None:
         """The calling thread's current context, or None."""
-        ...
 
     def make_current(self, context: int) -> None:
         """Makes a context the calling thread's current one."""
-        ...
+        self.call("CtxSetCurrent", context)
 
     def synchronize(self) -> None:
         """Waits for all work of the current context."""
-        ...
+        self.call("CtxSynchronize")
 
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
         """Whether kernels of device `ordinal` can touch memory of device `peer`."""
-        ...
+        return bool(self.call("DeviceCanAccessPeer", ordinal, peer))
 
+    @abstractmethod
     def adds_at_peer(self, ordinal: int, peer: int) -> bool:
         """Whether the link from device `ordinal` to device `peer` adds atomically."""
-        ...
 
     def enable_peer_access(self, peer_context: int) -> None:
         """Lets the current context reach a peer's memory. Doing it again is not an error."""
-        ...
+        self.call("CtxEnablePeerAccess", peer_context, 0, allowed=(_PEER_ACCESS_ALREADY_ENABLED,))
 
     # -- memory ---
 
+    @abstractmethod
     def allocate(self, nbytes: int) -> int:
         """Device memory; its contents are undefined."""
-        ...
 
+    @abstractmethod
     def allocate_block(self, nbytes: int) -> int:
         """Device memory like that of `allocate`, whose handles processes of other PID namespaces can open.
 
         Raises RuntimeUnavailableError if the driver has none.
         """
-        ...
 
     def free(self, ptr: int) -> None:
         """Frees memory of `allocate` or `allocate_block`. Waits for the work that may use it."""
-        ...
+        self.release("MemFree", ptr)
 
     def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
         """Base and size of the allocation that contains `nbytes` at an address, or of several that were mapped side
         by side; too small a size if the bytes leave them.
         """
-        ...
+        base, size = self.call("MemGetAddressRange", ptr)
+        return int(base), int(size)
 
     def memory_left(self) -> tuple[int, int]:
         """Bytes of the current device's memory that are free, and all."""
-        ...
+        free, total = self.call("MemGetInfo")
+        return int(free), int(total)
 
+    @abstractmethod
     def pointer_device(self, ptr: int) -> int | None:
         """The device that memory belongs to, or None if it does not belong to a device."""
-        ...
 
+    @abstractmethod
     def allocation_id(self, ptr: int) -> int:
         """A number of the allocation that contains an address; another allocation at the same address has another
         number."""
-        ...
 
+    @abstractmethod
     def export_memory(self, base: int, size: int) -> bytes:
         """A handle, of at most 64 bytes, by which other processes map the result of `address_range`.
 
         It may keep the memory from being freed until `end_export`.
         """
-        ...
 
+    @abstractmethod
     def end_export(self, handle: bytes) -> None:
         """Ends an `export_memory`: nobody needs to open the handle from now on."""
-        ...
 
+    @abstractmethod
     def import_memory(self, handle: bytes) -> int:
         """Maps memory of another process, for the current context; returns its base. OSError means that the process
         which exported it does not hand it over.
         """
-        ...
 
     def release_memory(self, base: int) -> None:
         """Unmaps memory of `import_memory`."""
-        ...
+        self.release("IpcCloseMemHandle", base)
 
+    @abstractmethod
     def dmabuf(self, base: int, nbytes: int) -> int:
         """A file descriptor of the DMA-BUF of whole pages of device memory, for other devices' drivers. The caller
         closes it.
         """
-        ...
 
     def register_host(self, ptr: int, nbytes: int) -> None:
         """Pins host memory and maps it for all devices."""
-        ...
+        self.call("MemHostRegister", ptr, nbytes, _REGISTER_PORTABLE_AND_MAPPED)
 
     def unregister_host(self, ptr: int) -> None:
         """Undoes `register_host`."""
-        ...
+        self.release("MemHostUnregister", ptr)
 
     def host_device_pointer(self, ptr: int) -> int:
         """The current device's address of registered host memory."""
-        ...
+        return int(self.call("MemHostGetDevicePointer", ptr, 0))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Queues a copy between any two addresses."""
-        ...
+        self.call("MemcpyAsync", dst, src, nbytes, stream)
 
     def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
         """Queues the setting of bytes."""
-        ...
+        self.call("MemsetD8Async", dst, value, nbytes, stream)
 
     # -- streams and events ---
 
@@ -241,102 +305,99 @@ class Driver(Protocol):
         Args:
             first: whether its kernels' blocks are placed before those of other streams' kernels that wait for room.
         """
-        ...
+        priority = self.call("CtxGetStreamPriorityRange")[1] if first else 0
+        return int(self.call("StreamCreateWithPriority", _STREAM_NON_BLOCKING, priority))
 
     def destroy_stream(self, stream: int) -> None:
         """Destroys a stream; its queued work still runs."""
-        ...
+        self.release("StreamDestroy", stream)
 
     def stream_query(self, stream: int) -> bool:
         """Whether all queued work is done."""
-        ...
+        return self._is_done("StreamQuery", stream)
 
     def stream_synchronize(self, stream: int) -> None:
         """Waits until all queued work is done."""
-        ...
+        self.call("StreamSynchronize", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Makes later work of the stream wait for an event's last record."""
-        ...
+        self.call("StreamWaitEvent", stream, event, 0)
 
-    def relax_capture(self, mode: int | None = None) -> int:
+    @abstractmethod
+    def relax_capture(self, mode: int = CAPTURE_MODE_RELAXED) -> int:
         """Lets the calling thread make calls that a capture in progress elsewhere would forbid, and returns the
         previous mode; with `mode`, restores it.
         """
-        ...
 
     def create_event(self, *, times: bool = True) -> int:
         """An event, which costs less if it does not record its time."""
-        ...
+        return int(self.call("EventCreate", 0 if times else _EVENT_DISABLE_TIMING))
 
     def destroy_event(self, event: int) -> None:
         """Destroys an event."""
-        ...
+        self.release("EventDestroy", event)
 
     def record_event(self, event: int, stream: int) -> None:
         """Marks the stream's current end."""
-        ...
+        self.call("EventRecord", event, stream)
 
     def event_query(self, event: int) -> bool:
         """Whether the marked point was reached."""
-        ...
+        return self._is_done("EventQuery", event)
 
     def event_synchronize(self, event: int) -> None:
         """Waits for the marked point."""
-        ...
+        self.call("EventSynchronize", event)
 
     def event_elapsed(self, start: int, end: int) -> float:
         """Milliseconds between two events that were reached."""
-        ...
+        return float(self.call("EventElapsedTime", start, end))
 
     # -- kernels ---
 
     def load_module(self, image: bytes) -> int:
         """Loads an image into the current context."""
-        ...
+        return int(self.call("ModuleLoadData", image))
 
     def unload_module(self, module: int) -> None:
         """Unloads a module, whose kernels are no longer launched. Waits for those that run."""
-        ...
+        self.release("ModuleUnload", module)
 
     def module_function(self, module: int, name: str) -> int:
         """A kernel of a module."""
-        ...
+        return int(self.call("ModuleGetFunction", module, name.encode(), of=name))
 
     def module_global(self, module: int, name: str) -> tuple[int, int]:
         """Address and size of a module's variable."""
-        ...
+        address, nbytes = self.call("ModuleGetGlobal", module, name.encode(), of=name)
+        return int(address), int(nbytes)
 
+    @abstractmethod
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
         """Lets a kernel be launched with this much dynamic shared memory."""
-        ...
 
-    # -- addresses for callers in C ---
+    @abstractmethod
+    def _own_calls(self) -> dict[str, int]:
+        """The addresses of `calls` that differ between vendors."""
 
-    def engine_functions(self) -> EngineFunctions:
-        """The calls that the proxy's engine makes."""
-        ...
-
-    def stream_operation_calls(self) -> StreamOperationCalls:
-        """The calls for words of memory in a stream; the context is left to the caller."""
-        ...
-
-    def stream_order_calls(self) -> StreamOrderCalls:
-        """The calls that order streams by events."""
-        ...
-
-    def allocation_calls(self) -> AllocationCalls:
-        """The calls that allocate and number memory; the context is left to the caller."""
-        ...
-
-    def stream_query_address(self) -> int:
-        """The address of `stream_query`'s call."""
-        ...
-
-    def launch_address(self) -> int:
-        """The address of the launch call, with cuLaunchKernel's signature."""
-        ...
-
-    def current_address(self) -> int:
-        """The address of a call that stores the calling thread's current context in the word that it is given."""
-        ...
+    def calls(self) -> DriverCalls:
+        """The calls for callers in C; the context is left to the runtime."""
+        return DriverCalls(
+            set=self.address("MemsetD8Async"),
+            write64=self.address("StreamWriteValue64"),
+            write32=self.address("StreamWriteValue32"),
+            event_record=self.address("EventRecord"),
+            event_query=self.address("EventQuery"),
+            wait_event=self.address("StreamWaitEvent"),
+            launch=self.address("LaunchKernel"),
+            current=self.address("CtxGetCurrent"),
+            make_current=self.address("CtxSetCurrent"),
+            is_capturing=self.address("StreamIsCapturing"),
+            exchange_capture_mode=self.address("ThreadExchangeStreamCaptureMode"),
+            relaxed=CAPTURE_MODE_RELAXED,
+            free=self.address("MemFree"),
+            pointer_attribute=self.address("PointerGetAttribute"),
+            buffer_id=_BUFFER_ID,
+            **self._own_calls(),
+        )

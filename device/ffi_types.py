@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from proxyccl.device.errors import ArgumentError
+
 
 def realize_types(ffi: Any) -> None:
     """Makes cffi compute the fields of all its structs now.
@@ -17,17 +19,18 @@ def realize_types(ffi: Any) -> None:
             _ = ctype.fields
 
 
-def set_functions(ffi: Any, struct: Any, calls: object, *names: str) -> None:
+def set_functions(ffi: Any, struct: Any, calls: object, *names: str, **other_names: str) -> None:
     """Sets fields of a struct that point to functions.
 
     Args:
         ffi: the extension's.
         struct: the struct.
-        calls: has the functions' addresses as attributes of the same names; 0 is NULL.
-        names: the fields.
+        calls: has the functions' addresses as attributes; 0 is NULL.
+        names: the fields whose attributes have the same names.
+        other_names: the attributes' names, by those of the fields.
     """
-    for name in names:
-        setattr(struct, name, ffi.cast("void *", getattr(calls, name)))
+    for field, name in (*zip(names, names, strict=True), *other_names.items()):
+        setattr(struct, field, ffi.cast("void *", getattr(calls, name)))
 
 
 def _is_complete(ffi: Any, ctype: Any) -> bool:
@@ -37,3 +40,17 @@ def _is_complete(ffi: Any, ctype: Any) -> bool:
     except ffi.error:
         return False
     return True
+
+
+def fill(native_options: Any, **fields: Any) -> Any:
+    """Sets fields of a struct of C, and returns the struct.
+
+    Raises:
+        ArgumentError: a value does not fit its field; the error names the field.
+    """
+    for name, value in fields.items():
+        try:
+            setattr(native_options, name, value)
+        except (OverflowError, TypeError) as error:
+            raise ArgumentError(name, f"must be a number that fits its field, not {value!r}") from error
+    return native_options

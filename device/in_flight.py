@@ -142,9 +142,6 @@ def _handle(key: int | ThreadStream) -> int:
 
 
 class LaunchRuntime(BaseRuntime, Protocol):
-    """A runtime that launches kernels."""
+    """A runtime that launches kernels. `in_flight` has the objects that it keeps alive for queued launches."""
 
-    @property
-    def in_flight(self) -> InFlight:
-        """The objects that the runtime keeps alive for queued launches."""
-        ...
+    in_flight: InFlight

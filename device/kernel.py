@@ -89,10 +89,10 @@ class Launch:
         shared = as_integer(shared, "shared", "expected a number of bytes from 0 to 2**32 - 1", 0, (1 << 32) - 1)
         self._values, self._kept = kernel.pack(args)
         self._parameters = ffi.new("void *[]", [*map(ffi.from_buffer, self._values), ffi.NULL])
-        target = kernel.runtime.launch_target()
+        calls = kernel.runtime.calls
         self.prepared = ffi.new("ProxycclLaunch *")
-        set_functions(ffi, self.prepared, target, "call", "current")
-        self.prepared.context, self.prepared.function = target.context, kernel.function
+        set_functions(ffi, self.prepared, calls, "current", call="launch")
+        self.prepared.context, self.prepared.function = calls.context, kernel.function
         self.prepared.grid, self.prepared.block = _dimensions(grid, "grid"), _dimensions(block, "block")
         self.prepared.shared_bytes, self.prepared.parameters = shared, self._parameters
         self._sleepers = [getattr(value, "sleepers", None) for value in args]

@@ -1,7 +1,7 @@
 """The runtime protocol: the operations that a device and its driver must offer.
 
 Three runtimes implement it: host (a CPU emulates the GPU), cuda and hip. It does not know about ranks. The proxy's
-engine does not call it: it gets the addresses in `engine_functions()` and calls the driver itself.
+engine does not call it: it gets the addresses in `calls` and calls the driver itself.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from proxyccl.device.base_runtime import (
-    AllocationCalls,
     Allocations,
     BaseRuntime,
-    EngineFunctions,
+    DriverCalls,
     Event,
     LaunchDefaults,
-    LaunchTarget,
     Memory,
     PinnedMemory,
     Stream,
     StreamLike,
-    StreamOperationCalls,
     foreign_stream_handle,
 )
 from proxyccl.device.in_flight import LaunchRuntime
@@ -29,19 +26,16 @@ if TYPE_CHECKING:
     from proxyccl.device.kernel import Kernel, Module
 
 __all__ = [
-    "AllocationCalls",
     "Allocations",
     "BaseRuntime",
-    "EngineFunctions",
+    "DriverCalls",
     "Event",
     "LaunchDefaults",
-    "LaunchTarget",
     "Memory",
     "PinnedMemory",
     "Runtime",
     "Stream",
     "StreamLike",
-    "StreamOperationCalls",
     "foreign_stream_handle",
 ]
 

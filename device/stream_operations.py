@@ -116,7 +116,7 @@ class StreamOperations:
         self._launches = [operation for operation in operations if isinstance(operation, Launch)]
         fields = [{"kind": kinds[type(word)], "address": word.ptr, "value": word.value} for word in words]
         self._words, self._steps = ffi.new("ProxycclStreamOperation[]", fields), ffi.new("ProxycclStreamStep[]", steps)
-        calls = runtime.stream_operation_calls()
+        calls = runtime.calls
         self.prepared = ffi.new("ProxycclStreamOperations *")
         set_functions(ffi, self.prepared, calls, "batch", "write64", "wait64", "copy", "set", "is_capturing", "current")
         self.prepared.context = calls.context

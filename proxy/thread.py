@@ -16,7 +16,7 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.process.threads import Thread
-from proxyccl.device.runtime import EngineFunctions
+from proxyccl.device.runtime import DriverCalls
 from proxyccl.proxy import _engine
 from proxyccl.proxy.created import created
 
@@ -46,8 +46,8 @@ class IdlePolicy:
             else the system runs on that core would otherwise wait for a whole time slice. If there are fewer cores than
             threads, a kernel that pushes and then needs the core waits this long each time.
         yield_us: how long it then yields the core between two polls.
-        max_sleep_us: the longest sleep between two polls after that, but for long pauses, and so the longest delay of
-            waking, apart from the system's own.
+        max_sleep_us: the longest sleep between two polls after that, except after long pauses. So it is the longest
+            delay of waking, apart from the system's own.
 
     Raises:
         ArgumentError: a time is out of range.
@@ -133,7 +133,7 @@ class ProxyThread:
         idle: IdlePolicy,
         cores: Collection[int] | None = None,
         begin: Callable[[], None] = lambda: None,
-        functions: EngineFunctions | None = None,
+        functions: DriverCalls | None = None,
     ) -> None:
         self._default = self._idle = idle
         self._served: dict[int, tuple[IdlePolicy, _engine.ProxycclWorkerStatsPointer]] = {}  # by the worker's address

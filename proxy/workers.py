@@ -121,10 +121,9 @@ class Workers:
                 self._make_workers(service, observed, self._own_threads)
             else:
                 self._make_workers(service, observed, threads)
-                context = engine.runtime.launch_target().context
                 make_current = ffi.cast("void *", engine.functions.make_current)
                 for worker in self._workers:
-                    lib.proxyccl_worker_set_context(worker.pointer, make_current, context)
+                    lib.proxyccl_worker_set_context(worker.pointer, make_current, engine.functions.context)
             undo.pop_all()
 
     def _make_threads(self, engine: EngineRuntime, threads: OwnThreads) -> None:

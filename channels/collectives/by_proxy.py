@@ -19,11 +19,7 @@ _LONGEST_ROUND = 256 << 20
 class ByProxy:
     """The parts from which one rank's schedules are made. All ranks make it together.
 
-    Args:
-        group: the ranks.
-
     Attributes:
-        group: the ranks.
         memories: finds the memory of arrays.
         links: the channels of schedules.
         rings: gives schedules to the proxy.
@@ -39,7 +35,7 @@ class ByProxy:
         self.memories = ScheduleMemories(group)
         self.links = ScheduleLinks(group)
         self.rings = ScheduleRings(group)
-        self.in_turn = group.runtime.engine_functions().copy_many != 0 and not self.memories.staged_together
+        self.in_turn = group.runtime.calls.copy_many != 0 and not self.memories.staged_together
         self.awaits_data = group.runtime.launch_defaults.awaits_data and not self.memories.staged_together
         self.one_crossing_bytes = group.runtime.launch_defaults.one_crossing_bytes
         self.longest_round = _LONGEST_ROUND
@@ -53,7 +49,6 @@ def others(group: Group, members: Sequence[int] | None = None) -> list[int]:
     """All other ranks, beginning with the next one, so that not all ranks begin with the same one.
 
     Args:
-        group: whose ranks.
         members: those of them that take part, this rank included; None for all.
     """
     ranks = range(group.world_size) if members is None else members

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from proxyccl.channels.segment.calls import CALL_FIELDS
 from proxyccl.device._native import lib
+from proxyccl.device.driver import LOST_CONTEXT
 from proxyccl.device.errors import (
     AbortedError,
     CommunicatorError,
@@ -19,7 +20,6 @@ from proxyccl.device.errors import (
     TriggerError,
     WaitTimeoutError,
 )
-from proxyccl.device.gpu.lost_context import LOST_CONTEXT
 from proxyccl.proxy.codec import Message
 from proxyccl.proxy.transports.table import text_of_status
 from proxyccl.proxy.trigger import Operation, operation_name
@@ -285,7 +285,6 @@ _EXCEPTIONS: dict[int, Callable[[_Account], CommunicatorError]] = {
 
 
 def _operation(record: ErrorRecord) -> str:
-    """The operation of a trigger."""
     return operation_name(Operation(record.operation & 15))
 
 

@@ -20,7 +20,6 @@ from proxyccl.proxy._transfers import ffi, lib
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxyccl.channels.transfers.stages import Stages
     from proxyccl.proxy._transfers import ProxycclDeviceCopiesPointer, ProxycclStagingPointer
 
 _STREAMS = 4
@@ -77,6 +76,12 @@ class Table:
             self._copier.give_table(self._size, self.memory)
 
 
+class Stages:
+    """A table that is registered with libfabric: `fields` of a ProxycclStaging."""
+
+    fields: dict[str, int]
+
+
 class Word:
     """A pinned word of a copier's, which it gets back at the end.
 
@@ -104,14 +109,14 @@ class Copier:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        functions, calls = runtime.engine_functions(), runtime.allocation_calls()
+        calls = runtime.calls
         self.calls = ffi.new(
             "ProxycclCopier *",
             {
-                "copy": functions.copy,
-                "write64": functions.write64,
-                "event_record": functions.event_record,
-                "event_query": functions.event_query,
+                "copy": calls.copy,
+                "write64": calls.write64,
+                "event_record": calls.event_record,
+                "event_query": calls.event_query,
                 "current": calls.current,
                 "make_current": calls.make_current,
                 "context": calls.context,
@@ -154,6 +159,7 @@ class Copier:
                 "rows": ffi.cast("uint64_t *", by_engine.ctypes.data),
                 "count": len(by_engine),
                 "launch": 0 if launch is None else int(native.cast("uintptr_t", launch.prepared)),
+                "blocks": len(rows),
                 "bytes": int(rows[:, 2].sum()),
                 "stream": stream.handle,
                 "event": self._event.handle,

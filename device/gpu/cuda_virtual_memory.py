@@ -20,8 +20,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from proxyccl.device.driver import Driver
 from proxyccl.device.errors import DriverError
-from proxyccl.device.gpu.cuda_bindings import cu, freed, ok
+from proxyccl.device.gpu.cuda_bindings import cu
 from proxyccl.device.memory.descriptor_server import fetch_descriptors, serve, supply
 from proxyccl.device.memory.handle_kinds import MAPPED_BLOCKS
 from proxyccl.device.memory.sockets import TOKEN_BYTES
@@ -49,12 +50,12 @@ class VirtualMemory:
     """Exports and imports ranges of mapped blocks. One object a process.
 
     Args:
-        allocation_id: returns a number of the allocation that contains an address.
+        driver: CUDA's.
         pointer_attribute: the driver's cuPointerGetAttribute.
     """
 
-    def __init__(self, allocation_id: Callable[[int], int], pointer_attribute: Callable[..., int]) -> None:
-        self._allocation_id, self._pointer_attribute = allocation_id, pointer_attribute
+    def __init__(self, driver: Driver, pointer_attribute: Callable[..., int]) -> None:
+        self._driver, self._pointer_attribute = driver, pointer_attribute
         supply(_KIND, self._supply, (DriverError, struct.error))
         self._imported: dict[int, int] = {}
         self._allocated: dict[int, int] = {}
@@ -67,32 +68,30 @@ class VirtualMemory:
         Raises:
             DriverError: the device is full, or the driver does not share blocks by file descriptors.
         """
-        device = ok("cuCtxGetDevice", cu.cuCtxGetDevice())
+        device = self._driver.call("CtxGetDevice")
         properties = cu.CUmemAllocationProp()
         properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.requestedHandleTypes = _FILE_DESCRIPTOR
         properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = int(device)
         supported = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-        properties.allocFlags.gpuDirectRDMACapable = int(
-            ok("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(supported, device))
-        )
+        properties.allocFlags.gpuDirectRDMACapable = int(self._driver.call("DeviceGetAttribute", supported, device))
         recommended = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        step = int(ok("cuMemGetAllocationGranularity", cu.cuMemGetAllocationGranularity(properties, recommended)))
+        step = int(self._driver.call("MemGetAllocationGranularity", properties, recommended))
         size = -(-nbytes // step) * step
-        block = ok("cuMemCreate", cu.cuMemCreate(size, properties, 0))
+        block = self._driver.call("MemCreate", size, properties, 0)
         try:
-            base = int(ok("cuMemAddressReserve", cu.cuMemAddressReserve(size, 0, 0, 0)))
+            base = int(self._driver.call("MemAddressReserve", size, 0, 0, 0))
             mapped = 0
             try:
-                ok("cuMemMap", cu.cuMemMap(base, size, 0, block, 0))
+                self._driver.call("MemMap", base, size, 0, block, 0)
                 mapped = size
                 self._grant(base, size, int(device))
             except DriverError:
                 self._unmap(base, mapped, size)
                 raise
         finally:
-            freed("cuMemRelease", cu.cuMemRelease(block))  # the mapping holds it
+            self._driver.release("MemRelease", block)  # the mapping holds it
         self._allocated[base] = size
         return base
 
@@ -101,7 +100,7 @@ class VirtualMemory:
         size = self._allocated.pop(base, None)
         if size is None:
             return False
-        freed("cuCtxSynchronize", cu.cuCtxSynchronize())  # cuMemFree waits, and cuMemUnmap does not promise to
+        self._driver.release("CtxSynchronize")  # cuMemFree waits, and cuMemUnmap does not promise to
         self._unmap(base, size, size)
         return True
 
@@ -119,9 +118,9 @@ class VirtualMemory:
         Raises:
             DriverError: the blocks were not made for sharing by file descriptors.
         """
-        context = int(ok("cuCtxGetCurrent", cu.cuCtxGetCurrent()))
+        context = int(self._driver.call("CtxGetCurrent"))
         blocks = list(self._blocks(base, size))
-        numbers = struct.pack(f"<{len(blocks)}Q", *(self._allocation_id(ptr) for ptr, _ in blocks))
+        numbers = struct.pack(f"<{len(blocks)}Q", *(self._driver.allocation_id(ptr) for ptr, _ in blocks))
         digest = int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little")
         request = _REQUEST.pack(context, base, size, digest)
         with self._lock:
@@ -132,12 +131,11 @@ class VirtualMemory:
         serve()
         return _HANDLE.pack(MAPPED_BLOCKS, forks.here().token, request)
 
-    @staticmethod
-    def _blocks(base: int, size: int) -> Iterator[tuple[int, int]]:
+    def _blocks(self, base: int, size: int) -> Iterator[tuple[int, int]]:
         """The address and size of each block of a range."""
         ptr = base
         while ptr < base + size:
-            _, nbytes = ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(ptr))
+            _, nbytes = self._driver.call("MemGetAddressRange", ptr)
             yield ptr, int(nbytes)
             ptr += int(nbytes)
 
@@ -145,13 +143,20 @@ class VirtualMemory:
         export = _Export([])
         try:
             for ptr, nbytes in blocks:
-                handle = ok("cuMemRetainAllocationHandle", cu.cuMemRetainAllocationHandle(ptr))
+                handle = self._driver.call("MemRetainAllocationHandle", ptr)
                 export.blocks.append((nbytes, handle))
-            os.close(_descriptor_of(export.blocks[0][1]))  # so that a failure shows before a peer asks
+            os.close(self._descriptor_of(export.blocks[0][1]))  # so that a failure shows before a peer asks
         except DriverError:
-            _release(export)
+            self._release_blocks(export)
             raise
         return export
+
+    def _descriptor_of(self, block: Any) -> int:
+        return int(self._driver.call("MemExportToShareableHandle", block, _FILE_DESCRIPTOR, 0))
+
+    def _release_blocks(self, export: _Export) -> None:
+        for _, block in export.blocks:
+            self._driver.release("MemRelease", block)
 
     def end_export(self, handle: bytes) -> None:
         """Ends an `export`. After the last one of a range, its blocks no longer keep their memory."""
@@ -162,7 +167,7 @@ class VirtualMemory:
             export = self._exported[request]
             export.users -= 1
             if not export.users:
-                _release(self._exported.pop(request))
+                self._release_blocks(self._exported.pop(request))
 
     def _supply(self, request: bytes) -> Iterator[tuple[int, int]]:
         with self._lock:
@@ -171,9 +176,9 @@ class VirtualMemory:
             export = self._exported[request]
             export.users += 1
         try:
-            ok("cuCtxSetCurrent", cu.cuCtxSetCurrent(_REQUEST.unpack(request)[0]))
+            self._driver.call("CtxSetCurrent", _REQUEST.unpack(request)[0])
             for nbytes, handle in export.blocks:
-                yield nbytes, _descriptor_of(handle)
+                yield nbytes, self._descriptor_of(handle)
         finally:
             self._end(request)
 
@@ -199,19 +204,17 @@ class VirtualMemory:
 
     def _map(self, blocks: list[tuple[int, int]]) -> int:
         size = sum(nbytes for nbytes, _ in blocks)
-        base = int(ok("cuMemAddressReserve", cu.cuMemAddressReserve(size, 0, 0, 0)))
+        base = int(self._driver.call("MemAddressReserve", size, 0, 0, 0))
         mapped = 0
         try:
             for nbytes, descriptor in blocks:
-                block = ok(
-                    "cuMemImportFromShareableHandle", cu.cuMemImportFromShareableHandle(descriptor, _FILE_DESCRIPTOR)
-                )
+                block = self._driver.call("MemImportFromShareableHandle", descriptor, _FILE_DESCRIPTOR)
                 try:
-                    ok("cuMemMap", cu.cuMemMap(base + mapped, nbytes, 0, block, 0))
+                    self._driver.call("MemMap", base + mapped, nbytes, 0, block, 0)
                 finally:
-                    freed("cuMemRelease", cu.cuMemRelease(block))  # the mapping holds it
+                    self._driver.release("MemRelease", block)  # the mapping holds it
                 mapped += nbytes
-            device = ok("cuCtxGetDevice", cu.cuCtxGetDevice())
+            device = self._driver.call("CtxGetDevice")
             self._grant(base, size, int(device))
         except DriverError:
             self._unmap(base, mapped, size)
@@ -219,19 +222,17 @@ class VirtualMemory:
         self._imported[base] = size
         return base
 
-    @staticmethod
-    def _grant(base: int, size: int, device: int) -> None:
+    def _grant(self, base: int, size: int, device: int) -> None:
         access = cu.CUmemAccessDesc()
         access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = device
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        ok("cuMemSetAccess", cu.cuMemSetAccess(base, size, [access], 1))
+        self._driver.call("MemSetAccess", base, size, [access], 1)
 
-    @staticmethod
-    def _unmap(base: int, mapped: int, size: int) -> None:
+    def _unmap(self, base: int, mapped: int, size: int) -> None:
         if mapped:
-            freed("cuMemUnmap", cu.cuMemUnmap(base, mapped))
-        freed("cuMemAddressFree", cu.cuMemAddressFree(base, size))
+            self._driver.release("MemUnmap", base, mapped)
+        self._driver.release("MemAddressFree", base, size)
 
     def release(self, base: int) -> bool:
         """Unmaps memory of `open`. False if it mapped nothing there."""
@@ -240,12 +241,3 @@ class VirtualMemory:
             return False
         self._unmap(base, size, size)
         return True
-
-
-def _descriptor_of(handle: Any) -> int:
-    return int(ok("cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(handle, _FILE_DESCRIPTOR, 0)))
-
-
-def _release(export: _Export) -> None:
-    for _, handle in export.blocks:
-        freed("cuMemRelease", cu.cuMemRelease(handle))

@@ -10,9 +10,11 @@ from collections.abc import Callable, Hashable
 from typing import ClassVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from proxyccl.device.arguments.integers import find_integer
 from proxyccl.device.base_runtime import Allocations
-from proxyccl.device.driver import DeviceInfo, Driver
+from proxyccl.device.driver import Driver
 from proxyccl.device.errors import (
     AlreadyMappedError,
     ArgumentError,
@@ -29,6 +31,7 @@ from proxyccl.device.memory.lease_cache import LeaseCache
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.process import forks
 from proxyccl.device.process.namespaces import proc_view
+from proxyccl.device.runtime import Runtime
 
 _MOST_KEPT_BYTES, _MOST_KEPT_PINS = 1 << 30, 4096
 """Most pinned memory without users; beyond them the oldest is unpinned, whatever that waits for."""
@@ -177,17 +180,21 @@ class _Pin(Struct, frozen=True):
         self.driver.unregister_host(self.start)
 
 
-class GpuMemoryManager:
-    """Allocates, pins, exports and maps memory for one device.
+class GpuMemoryRuntime(Runtime):
+    """The memory of a GPU's runtime: allocated, pinned, exported and mapped.
 
     Args:
-        context: the device's.
-        device: its number among the devices that this process may use.
-        info: its description.
-        in_flight: the launches to wait for before memory is freed.
+        driver: the vendor's.
+        device: number among the devices that this process may use.
 
     Attributes:
+        info: the driver's description of the device.
+        context: the device's.
         unused: memory without remaining references; freed when the device is waited for next.
+
+    Raises:
+        RuntimeUnavailableError: there is no device.
+        ArgumentError: there is no device of that number.
     """
 
     _pin_holds: ClassVar[PinHolds] = PinHolds()
@@ -196,63 +203,65 @@ class GpuMemoryManager:
     )
     _imported: ClassVar[_Once] = LeaseCache(_undo)
 
-    def __init__(self, context: DeviceContext, device: int, info: DeviceInfo, in_flight: InFlight) -> None:
-        self._context, self._driver = context, context.driver
-        self._device = device
-        self._info = info
-        self._in_flight = in_flight
-        self._here = self._driver.runtime, device
-        self.unused = UnusedMemory.on(self._driver.runtime, device)
-        self._new = self._driver.allocate
+    def __init__(self, driver: Driver, device: int) -> None:
+        count = driver.device_count()
+        if count == 0:
+            raise RuntimeUnavailableError(f"{driver.runtime}: this process sees no device")
+        number = find_integer(device)
+        if number is None or not 0 <= number < count:
+            devices = f"{driver.runtime} devices, 0 to {count - 1}"
+            raise ArgumentError("device", f"{device!r} is not one of the {count} {devices}")
+        self.driver, self.name, self.device = driver, driver.runtime, number
+        self.info = driver.device(number)
+        self.device_id = self.info.device_id
+        self.in_flight = InFlight(self)
+        self.context = DeviceContext(driver, number)
+        self.calls = replace(driver.calls(), context=self.context.handle)
+        self.unused = UnusedMemory.on(driver.runtime, number)
+        self._new = driver.allocate
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        return self.context.current()
 
     def share_across_namespaces(self) -> None:
-        """From now on `allocate` gives memory that processes of other PID namespaces can map too."""
-        self._new = self._driver.allocate_block
+        """Memory is mapped in blocks of the driver's virtual memory, which descriptors pass."""
+        self._new = self.driver.allocate_block
 
     def allocate(self, nbytes: int) -> GpuMemory:
-        """Device memory; its contents are undefined.
-
-        Raises:
-            ArgumentError: the size is not positive.
-            ResourceError: the device has no room.
-        """
         if nbytes <= 0:
             raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
-        with self._context.current():
-            if nbytes > self._info.memory_bytes:
+        with self.current():
+            if nbytes > self.info.memory_bytes:
                 raise self._full(nbytes)
             try:
                 ptr = self._allocate(nbytes)
             except DriverError as error:
-                if error.status == self._driver.out_of_memory:
+                if error.status == self.driver.out_of_memory:
                     raise self._full(nbytes) from None
                 raise
-            release = functools.partial(self._context.call, self._driver.free, ptr)
-            return GpuAllocation(ptr, nbytes, self.unused, release, self._in_flight)
+            release = functools.partial(self.context.call, self.driver.free, ptr)
+            memory = GpuAllocation(ptr, nbytes, self.unused, release, self.in_flight)
+        self.fill(ptr, 0, nbytes)
+        return memory
 
     def _full(self, nbytes: int) -> ResourceError:
         return ResourceError(
-            f"can't allocate {nbytes} bytes on {self._driver.runtime} device {self._device}, "
-            f"{self._info.name} of {self._info.memory_bytes} bytes"
+            f"can't allocate {nbytes} bytes on {self.driver.runtime} device {self.device}, "
+            f"{self.info.name} of {self.info.memory_bytes} bytes"
         )
 
     def _allocate(self, nbytes: int) -> int:
         try:
             return self._new(nbytes)
         except DriverError as error:
-            if error.status != self._driver.out_of_memory or not self.unused:
+            if error.status != self.driver.out_of_memory or not self.unused:
                 raise
-            self._in_flight.wait()
-            self.free_unused()
+            self.in_flight.wait()
+            self.unused.free()
             return self._new(nbytes)
 
-    def free_unused(self) -> None:
-        """Frees memory without remaining references, unless it is held. Waits for the work that may use it."""
-        self.unused.free()
-
     def keep_pins(self) -> Callable[[], None]:
-        """Other devices' memory without users stays pinned, until the call that this returns (`PinHolds`)."""
-        holds, here, pinned, context = self._pin_holds, self._here, self._pinned, self._context
+        holds, here, pinned, context = self._pin_holds, (self.name, self.device), self._pinned, self.context
         holds.begin(here)
 
         def end() -> None:
@@ -263,17 +272,26 @@ class GpuMemoryManager:
 
         return end
 
-    def pin(self, shared: SharedMemory) -> GpuPinnedMemory:
+    def allocate_pinned(self, nbytes: int) -> GpuPinnedMemory:
+        return self._pin_shared(SharedMemory.allocate(nbytes))
+
+    def open_pinned(self, handle: bytes) -> GpuPinnedMemory:
+        return self._pin_shared(SharedMemory.open(handle))
+
+    def adopt_pinned(self, descriptor: int, nbytes: int) -> GpuPinnedMemory:
+        return self._pin_shared(SharedMemory.adopt(descriptor, nbytes))
+
+    def _pin_shared(self, shared: SharedMemory) -> GpuPinnedMemory:
         """Pins shared memory of the host and maps it for the device. It closes with the result, or on a failure."""
         # Pinned once a process, whole and for all devices; ranks that are threads see the same address.
         start, nbytes = shared.mapped_range
-        key, addresses = (self._driver.runtime, start), shared.addresses()
-        pinned, holds, here, context = self._pinned, self._pin_holds, self._here, self._context
+        key, addresses = (self.driver.runtime, start), shared.addresses()
+        pinned, holds, here, context = self._pinned, self._pin_holds, (self.name, self.device), self.context
         with contextlib.ExitStack() as undo, context.current():
             undo.callback(shared.close)
             pinned.acquire(key, lambda: self._pin(start, nbytes, addresses))
             undo.callback(pinned.release, key, keep=False)
-            ptr = self._driver.host_device_pointer(start) + shared.ptr - start
+            ptr = self.driver.host_device_pointer(start) + shared.ptr - start
             undo.pop_all()
 
         def release() -> None:
@@ -284,69 +302,62 @@ class GpuMemoryManager:
         return GpuPinnedMemory(ptr, shared, self.unused, release)
 
     def _pin(self, start: int, nbytes: int, addresses: object) -> _Pin:
-        self._driver.register_host(start, nbytes)
-        return _Pin(self._driver, start, nbytes, addresses)
+        self.driver.register_host(start, nbytes)
+        return _Pin(self.driver, start, nbytes, addresses)
 
-    def pin_range(self, ptr: int, nbytes: int) -> GpuMemory:
-        """Pins memory of the host that somebody else allocated, and unpins it when the result closes.
-
-        Raises:
-            ResourceError: the driver refuses, for example because a part of it is pinned.
-        """
-        key = (self._driver.runtime, ptr, nbytes)
+    def pin(self, ptr: int, nbytes: int) -> GpuMemory:
+        key = (self.driver.runtime, ptr, nbytes)
         self.unused.unpin(ptr, nbytes)
-        with self._context.current():
+        with self.current():
             try:
                 self._pinned.acquire(key, lambda: self._pin(ptr, nbytes, None))
             except DriverError as error:
                 raise ResourceError(f"{nbytes} bytes at {ptr:#x} can't be pinned: {error}") from None
-        release = functools.partial(self._context.call, functools.partial(self._pinned.release, key, keep=False))
+        release = functools.partial(self.context.call, functools.partial(self._pinned.release, key, keep=False))
         return GpuMemory(ptr, nbytes, functools.partial(self.unused.append_pin, ptr, nbytes), release)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
-        """A handle to device memory, allocated by any library."""
-        with self._context.current():
+        with self.current():
             try:
-                base, size = self._driver.address_range(ptr, nbytes)
+                base, size = self.driver.address_range(ptr, nbytes)
                 if ptr + nbytes > base + size:
                     raise ArgumentError("array", f"{nbytes} bytes at {ptr:#x} leave their allocation")
-                allocation = self._driver.allocation_id(base)
-                raw = self._driver.export_memory(base, size)
+                allocation = self.driver.allocation_id(base)
+                raw = self.driver.export_memory(base, size)
             except DriverError as error:
                 raise ArgumentError(
                     "array",
                     f"this memory can't be shared between processes ({error}); allocate memory for peers with "
                     "Communicator.empty()",
                 ) from None
-        return MemoryHandle.pack(self._device, base, allocation, ptr - base, nbytes, raw)
+        return MemoryHandle.pack(self.device, base, allocation, ptr - base, nbytes, raw)
 
     def end_export(self, handle: bytes) -> None:
-        """Ends an `export`."""
-        self._driver.end_export(MemoryHandle.unpack(handle)[-1])
+        self.driver.end_export(MemoryHandle.unpack(handle)[-1])
 
     def open(self, handle: bytes) -> GpuMemory:
         """Maps memory that a process of this machine exported, or reaches memory of another thread of this one."""
         own, device, base, allocation, offset, nbytes, raw = MemoryHandle.unpack(handle)
         if own:
             self._check_own(device, base, allocation, offset + nbytes)
-        with self._context.current():
+        with self.current():
             # Peer access does not cover another device's mapped blocks, and their owner may unmap them at any moment:
             # this device maps the blocks itself.
-            if own and (device == self._device or sharing_of(handle) == "IPC"):
-                if device != self._device:
-                    self._driver.enable_peer_access(self._driver.context(device))
+            if own and (device == self.device or sharing_of(handle) == "IPC"):
+                if device != self.device:
+                    self.driver.enable_peer_access(self.driver.context(device))
                 return GpuMemory(base + offset, nbytes, self.unused.append, lambda: None)
             # Ranges of one allocation share its mapping: not every driver maps it twice.
-            key = (self._context.handle, MemoryHandle.process_of(handle), device, base, allocation, raw)
+            key = (self.context.handle, MemoryHandle.process_of(handle), device, base, allocation, raw)
             try:
                 mapped, _ = self._imported.acquire(
-                    key, lambda: (self._driver.import_memory(raw), self._driver.release_memory)
+                    key, lambda: (self.driver.import_memory(raw), self.driver.release_memory)
                 )
             except (DriverError, OSError) as error:
-                meanwhile = isinstance(error, DriverError) and error.status == self._driver.already_mapped
+                meanwhile = isinstance(error, DriverError) and error.status == self.driver.already_mapped
                 kind = AlreadyMappedError if meanwhile else ArgumentError
                 raise kind("handle", f"the memory that it names can't be mapped: {error}") from None
-        release = functools.partial(self._context.call, self._imported.release, key)
+        release = functools.partial(self.context.call, self._imported.release, key)
         memory = GpuMemory(mapped + offset, nbytes, self.unused.append, release)
         if not self._holds(mapped, offset + nbytes):
             memory.close()
@@ -355,57 +366,65 @@ class GpuMemoryManager:
 
     def _holds(self, mapped: int, nbytes: int) -> bool:
         """Whether `nbytes` of another process's allocation are mapped at `mapped`, as far as the driver says."""
-        with self._context.current():
+        with self.current():
             try:
-                base, size = self._driver.address_range(mapped, nbytes)
+                base, size = self.driver.address_range(mapped, nbytes)
             except DriverError:  # not every driver knows another process's allocation
                 return True
         return mapped + nbytes <= base + size
 
     def _check_own(self, device: int, base: int, allocation: int, end: int) -> None:
         """Raises ArgumentError if a handle of this process is damaged, or its memory was freed."""
-        if not 0 <= device < self._driver.device_count():
+        if not 0 <= device < self.driver.device_count():
             raise ArgumentError("handle", f"it names device {device}, which this process does not have")
-        with DeviceContext(self._driver, device).current():
+        with DeviceContext(self.driver, device).current():
             try:
-                start, size = self._driver.address_range(base, end)
-                found = self._driver.allocation_id(base)
+                start, size = self.driver.address_range(base, end)
+                found = self.driver.allocation_id(base)
             except DriverError:
                 raise ArgumentError("handle", "this process has freed the memory that it names") from None
-        unused = UnusedMemory.on(self._driver.runtime, device)
+        unused = UnusedMemory.on(self.driver.runtime, device)
         if (start, found) != (base, allocation) or unused.has_allocation(base):
             raise ArgumentError("handle", "this process has freed the memory that it names")
         if end > size:
             raise ArgumentError("handle", f"it names {end} bytes of an allocation of {size}")
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """Address and size of the allocation that contains a range, or of mapped blocks side by side; or None."""
-        with self._context.current():
+        with self.current():
             try:
-                base, size = self._driver.address_range(ptr, nbytes)
+                base, size = self.driver.address_range(ptr, nbytes)
             except DriverError:
                 return None
         return (base, size) if ptr + nbytes <= base + size else None
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
-        """The allocations that contain a range, by the driver's numbers; empty if the driver does not know one."""
         found, at = [], ptr
-        with self._context.current():
+        with self.current():
             try:
                 while at < ptr + nbytes:
-                    base, size = self._driver.address_range(at)
-                    found.append((at, self._driver.allocation_id(at)))
+                    base, size = self.driver.address_range(at)
+                    found.append((at, self.driver.allocation_id(at)))
                     at = base + size
             except DriverError:
                 return ()
         return tuple(found)
 
     def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """A descriptor of the pages that contain the memory."""
         offset = ptr % mmap.PAGESIZE
         pages = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        with self._context.current():
+        with self.current():
             try:
-                return self._driver.dmabuf(ptr - offset, pages), offset
+                return self.driver.dmabuf(ptr - offset, pages), offset
             except (DriverError, RuntimeUnavailableError):
                 return None
+
+    def memory_left(self) -> tuple[int, int]:
+        with self.current():
+            return self.driver.memory_left()
+
+    def free_later(self, ptr: int) -> None:
+        self.unused.append_allocation(ptr, functools.partial(self.context.call, self.driver.free, ptr))
+
+    def pointer_device(self, ptr: int) -> int | None:
+        with self.current():
+            return self.driver.pointer_device(ptr)

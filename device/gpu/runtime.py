@@ -12,21 +12,13 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from proxyccl.device._native import ffi
-from proxyccl.device.arguments.integers import find_integer
 from proxyccl.device.arguments.texts import require_text, require_texts
 from proxyccl.device.base_runtime import (
-    AllocationCalls,
-    Allocations,
-    EngineFunctions,
     Event,
     LaunchDefaults,
-    LaunchTarget,
     StreamEvents,
     StreamLike,
-    StreamOperationCalls,
 )
 from proxyccl.device.build.compile_cache import (
     CUDA_NAMES_DIR,
@@ -46,18 +38,16 @@ from proxyccl.device.build.kernel_names import (
     text_with_exports,
 )
 from proxyccl.device.driver import Driver
-from proxyccl.device.errors import ArgumentError, CompileError, DriverError, RuntimeUnavailableError
+from proxyccl.device.errors import ArgumentError, CompileError, DriverError
 from proxyccl.device.gpu import stream_order
 from proxyccl.device.gpu.context import DeviceContext
-from proxyccl.device.gpu.memory import GpuMemory, GpuMemoryManager, GpuPinnedMemory
+from proxyccl.device.gpu.memory import GpuMemoryRuntime
 from proxyccl.device.gpu.streams import GpuEvent, GpuStream, handle_of, stream_handle, synchronize
 from proxyccl.device.gpu.unused_memory import UnusedMemory
-from proxyccl.device.in_flight import InFlight
 from proxyccl.device.kernel import Kernel, Module, Parameter, parameters_of
-from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.process import forks
 from proxyccl.device.process.interrupts import wait_elsewhere
-from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
+from proxyccl.device.stream_operations import StreamOperations, WriteValue
 
 _NAMES = (
     f"-I{CUDA_NAMES_DIR}",
@@ -82,35 +72,14 @@ class _LoadedModule:
         self._finalizer = forks.finalizer(self, unused.append, release)
 
 
-class GpuRuntime:
-    """One GPU of this process. See `proxyccl.device.runtime.Runtime` for the methods.
-
-    Args:
-        driver: the vendor's.
-        device: number among the devices that this process may use.
-
-    Raises:
-        RuntimeUnavailableError: there is no device.
-        ArgumentError: there is no device of that number.
-    """
+class GpuRuntime(GpuMemoryRuntime):
+    """One GPU of this process."""
 
     def __init__(self, driver: Driver, device: int = 0) -> None:
-        count = driver.device_count()
-        if count == 0:
-            raise RuntimeUnavailableError(f"{driver.runtime}: this process sees no device")
-        number = find_integer(device)
-        if number is None or not 0 <= number < count:
-            devices = f"{driver.runtime} devices, 0 to {count - 1}"
-            raise ArgumentError("device", f"{device!r} is not one of the {count} {devices}")
-        self.driver = driver
-        self.name = driver.runtime
-        self.device = number
-        self.info = driver.device(number)
-        self.device_id = self.info.device_id
+        super().__init__(driver, device)
         self.thread_stream = driver.thread_stream
         self.legacy_stream = driver.legacy_stream
-        self.in_flight = InFlight(self)
-        bundles = driver.engine_functions().copy_many != 0
+        bundles = self.calls.copy_many != 0
         processors = self.info.multiprocessors  # a block on each at the most: blocks wait for one another
         small = driver.runtime == "cuda"  # PROXYCCL_SMALL_BLOCKS (instance.h)
         self.launch_defaults = LaunchDefaults(
@@ -141,25 +110,17 @@ class GpuRuntime:
             own_box_bytes=768 * 1024 if bundles else 0,
             one_crossing_bytes=8 * 1024 * 1024,
         )
-        self.context = DeviceContext(driver, number)
-        self._memory = GpuMemoryManager(self.context, device, self.info, self.in_flight)
         self._lock = threading.Lock()
         self._warm: set[str] = set()  # devices, this one among them, to which copies were made ready
         self._modules: dict[int, dict[str, _LoadedModule]] = {}  # by control block
         self._kernels: dict[tuple[str, ...], Kernel] = {}
         self._copies = GpuStream(self.context)
-        self._order = stream_order.of(driver, device)
-        self._launch_target = LaunchTarget(driver.launch_address(), driver.current_address(), self.context.handle)
+        self._order = stream_order.of(driver, self.device)
 
     def __repr__(self) -> str:
         return f"GpuRuntime({self.name}, device={self.device})"
 
-    def current(self) -> contextlib.AbstractContextManager[None]:
-        """Makes the device current within a block, which may make calls that a graph capture elsewhere forbids."""
-        return self.context.current()
-
     def activate(self, *, for_proxy: bool = False) -> None:
-        """Makes the device current on the calling thread."""
         self.driver.make_current(self.context.handle)
         if for_proxy:
             # The engine may query events at any time, which must not break a capture on another thread.
@@ -167,63 +128,14 @@ class GpuRuntime:
 
     @property
     def device_name(self) -> str:
-        """The vendor's name for the device."""
         return self.info.name
 
     def describe(self) -> str:
-        """One line on the device and its driver."""
         memory = self.info.memory_bytes / 2**30
         return (
             f"{self.info.name}, {self.info.architecture}, {self.info.multiprocessors} multiprocessors, "
             f"{memory:.0f} GiB, {self.driver.versions()}"
         )
-
-    # -- memory ---
-
-    def allocate(self, nbytes: int) -> GpuMemory:
-        """Zeroed device memory."""
-        memory = self._memory.allocate(nbytes)
-        self.fill(memory.ptr, 0, nbytes)
-        return memory
-
-    def share_across_namespaces(self) -> None:
-        """Memory is mapped in blocks of the driver's virtual memory, which descriptors pass."""
-        self._memory.share_across_namespaces()
-
-    def expect_reuse(self, ptr: int, nbytes: int) -> None:
-        """Nothing to do: the driver has given device memory its pages."""
-
-    def allocate_pinned(self, nbytes: int) -> GpuPinnedMemory:
-        """Zeroed shared memory of the host, pinned."""
-        return self._memory.pin(SharedMemory.allocate(nbytes))
-
-    def pin(self, ptr: int, nbytes: int) -> GpuMemory:
-        """Pins memory of the host that somebody else allocated."""
-        return self._memory.pin_range(ptr, nbytes)
-
-    def export(self, ptr: int, nbytes: int) -> bytes:
-        """A handle to device memory, allocated by any library."""
-        return self._memory.export(ptr, nbytes)
-
-    def end_export(self, handle: bytes) -> None:
-        """Releases blocks that a program mapped itself."""
-        self._memory.end_export(handle)
-
-    def open(self, handle: bytes) -> GpuMemory:
-        """Maps memory that a process of this machine exported, or reaches memory of another thread of this one."""
-        return self._memory.open(handle)
-
-    def open_pinned(self, handle: bytes) -> GpuPinnedMemory:
-        """Maps another process's pinned memory and pins it here."""
-        return self._memory.pin(SharedMemory.open(handle))
-
-    def adopt_pinned(self, descriptor: int, nbytes: int) -> GpuPinnedMemory:
-        """Maps and pins the memory of a file that another process handed over."""
-        return self._memory.pin(SharedMemory.adopt(descriptor, nbytes))
-
-    def keep_pins(self) -> Callable[[], None]:
-        """Other devices' memory without users stays pinned, as unpinning waits for this device's kernels too."""
-        return self._memory.keep_pins()
 
     def warm_up(self, peers: Collection[str]) -> None:
         """Opens the peers' memory to this device, once, and makes each call of a copy with a signal once."""
@@ -236,7 +148,7 @@ class GpuRuntime:
         if self.device_id in cold:
             stream, event, memory = self.create_stream(for_proxy=True), self.create_event(), self.allocate_pinned(16)
             self.copy(memory.ptr + 8, memory.ptr, 8, stream)
-            self.write_value(memory.ptr, 1, stream)
+            StreamOperations(self, [WriteValue(memory.ptr, 1)])(stream)
             event.record(stream)
             event.synchronize()
             for each in (stream, event, memory):
@@ -250,22 +162,20 @@ class GpuRuntime:
 
     @property
     def loads_lazily(self) -> bool:
-        """The driver's statement about this process."""
         return self.driver.loads_lazily
 
     @property
     def queue_limit(self) -> str | None:
-        """The driver's statement about this process."""
         return self.driver.queue_limit
 
     @property
     def orders_rdma_writes(self) -> bool:
-        """The driver's statement about the device."""
         return self.info.orders_rdma_writes
 
-    def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """A descriptor of the pages that contain the memory."""
-        return self._memory.dmabuf(ptr, nbytes)
+    def _ordinal(self, device_id: str) -> int | None:
+        """The number of a device here; None if this process does not see it."""
+        every = range(self.driver.device_count())
+        return next((each for each in every if self.driver.device(each).device_id == device_id), None)
 
     def can_access_peer(self, device_id: str) -> bool:
         """Whether kernels here can touch the other device's memory.
@@ -274,61 +184,27 @@ class GpuRuntime:
         """
         if not device_id.startswith(f"{self.name}:"):
             return False
-        if device_id == self.device_id:
-            return True
-        for peer in range(self.driver.device_count()):
-            if self.driver.device(peer).device_id == device_id:
-                return self.driver.can_access_peer(self.device, peer)
-        return True
+        peer = self._ordinal(device_id)
+        return peer in (None, self.device) or self.driver.can_access_peer(self.device, peer)
 
     def adds_at_peer(self, device_id: str) -> bool:
-        """The driver's statement about the link to the other device, if this process sees that."""
-        if device_id == self.device_id:
-            return True
-        return any(
-            self.driver.device(peer).device_id == device_id and self.driver.adds_at_peer(self.device, peer)
-            for peer in range(self.driver.device_count())
-        )
-
-    def memory_left(self) -> tuple[int, int]:
-        """The driver's numbers."""
-        with self.current():
-            return self.driver.memory_left()
-
-    def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """The driver's answer; blocks that are mapped side by side are several allocations."""
-        return self._memory.whole_allocation(ptr, nbytes)
-
-    def allocations(self, ptr: int, nbytes: int) -> Allocations:
-        """The allocations that contain a range, by the driver's numbers."""
-        return self._memory.allocations(ptr, nbytes)
-
-    def allocation_calls(self) -> AllocationCalls:
-        """The driver's calls, in this device's context."""
-        return replace(self.driver.allocation_calls(), context=self.context.handle)
-
-    def free_later(self, ptr: int) -> None:
-        """Frees memory when the device is waited for next."""
-        self._memory.unused.append_allocation(ptr, functools.partial(self.context.call, self.driver.free, ptr))
+        peer = self._ordinal(device_id)
+        return peer is not None and (peer == self.device or self.driver.adds_at_peer(self.device, peer))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
         """Copies between any two addresses; without a stream it returns when it is done, not ordered after other
         work."""
-        with self.current():
-            if stream is not None:
-                self.driver.copy(dst, src, nbytes, self.stream_handle(stream))
-                return
-            self.driver.copy(dst, src, nbytes, self._copies.handle)
-            self.driver.stream_synchronize(self._copies.handle)
+        self._queue(functools.partial(self.driver.copy, dst, src, nbytes), stream)
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
         """Sets bytes; without a stream it returns when it is done, not ordered after other work."""
+        self._queue(functools.partial(self.driver.fill, dst, value, nbytes), stream)
+
+    def _queue(self, call: Callable[[int], None], stream: StreamLike) -> None:
         with self.current():
-            if stream is not None:
-                self.driver.fill(dst, value, nbytes, self.stream_handle(stream))
-                return
-            self.driver.fill(dst, value, nbytes, self._copies.handle)
-            self.driver.stream_synchronize(self._copies.handle)
+            call(self._copies.handle if stream is None else self.stream_handle(stream))
+            if stream is None:
+                self.driver.stream_synchronize(self._copies.handle)
 
     # -- streams ---
 
@@ -337,23 +213,17 @@ class GpuRuntime:
         return GpuStream(self.context, first=for_proxy)
 
     def create_event(self, *, times: bool = True) -> GpuEvent:
-        """An event."""
         return GpuEvent(self.context, times=times)
 
     def stream_handle(self, stream: StreamLike) -> int:
-        """The handle of a stream of any library, or the calling thread's default stream for None."""
         return stream_handle(self.context, stream)
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether work queued on the stream goes into a graph."""
         return self._order.ask_capture(stream)
 
     def order_streams(self, first: int, then: int) -> None:
-        """Makes later work of `then` wait for work queued on `first`.
-
-        A stream that is being captured into a graph can't be ordered with one that is not; the graph's own launches
-        are the caller's to order.
-        """
+        # A stream that is being captured into a graph can't be ordered with one that is not: the graph's owner orders
+        # the launches of the graph.
         self._order.follow(first, then, alike=True)
 
     def stream_order_in_c(self) -> tuple[int, int, int]:
@@ -367,30 +237,16 @@ class GpuRuntime:
         return StreamEvents(address, take, idle.append)
 
     def wait_event(self, stream: int, event: Event) -> None:
-        """Makes later work of the stream with this handle wait for the event's last record."""
         with self.current():
             self.driver.stream_wait_event(stream, event.handle)
-
-    def write_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
-        """Queues the store of a value to a word."""
-        StreamOperations(self, [WriteValue(ptr, value)])(stream)
-
-    def wait_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
-        """Queues a wait until a word is at least `value`."""
-        StreamOperations(self, [WaitValue(ptr, value)])(stream)
-
-    def stream_operation_calls(self) -> StreamOperationCalls:
-        """The driver's calls, in this device's context."""
-        return replace(self.driver.stream_operation_calls(), context=self.context.handle)
 
     def synchronize(self) -> None:
         """Waits for all work of the device's context, other libraries' in this process included."""
         with self.in_flight.ending():
             wait_elsewhere(functools.partial(self.context.call, self.driver.synchronize))
-        self._memory.free_unused()
+        self.unused.free()
 
     def synchronize_stream(self, stream: StreamLike) -> None:
-        """Waits for all work of a stream of any library."""
         synchronize(self.context, handle_of(self.driver, stream))
 
     # -- kernels ---
@@ -398,7 +254,6 @@ class GpuRuntime:
     def compile(
         self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = (), control: int = 0
     ) -> Module:
-        """Compiles kernels for this device's architecture."""
         require_text(source, "source")
         options, include_dirs = require_texts(options, "options"), require_texts(include_dirs, "include_dirs")
         compiler, extra = self.driver.compiler, (*(f"-I{directory}" for directory in include_dirs), *options)
@@ -426,7 +281,6 @@ class GpuRuntime:
         *,
         compiled_only: bool = False,
     ) -> Kernel:
-        """A shipped kernel, compiled for this device's architecture when first used on this machine, or before."""
         name = "_".join(filter(None, (kernel, dtype, op)))
         key = (file, name)
         with self._lock:
@@ -454,7 +308,7 @@ class GpuRuntime:
             shared: bytes of dynamic shared memory that it is launched with.
         """
         self.in_flight.wait()
-        module = _LoadedModule(self.context, image, self._memory.unused)
+        module = _LoadedModule(self.context, image, self.unused)
         with self.current():
             function = self.driver.module_function(module.handle, name)
             self.driver.allow_shared_memory(function, shared)
@@ -478,7 +332,7 @@ class GpuRuntime:
             if key not in modules:
                 made = image()
                 self.in_flight.wait()
-                module = _LoadedModule(self.context, made, self._memory.unused)
+                module = _LoadedModule(self.context, made, self.unused)
                 if control:
                     self._set_control(module, control)
                 modules[key] = module
@@ -498,20 +352,6 @@ class GpuRuntime:
         self.copy(int(ffi.cast("uintptr_t", table)), address, nbytes)
         return Kernel(self, name, ffi.cast("void *", function), parameters_of(table), module)
 
-    def launch_target(self) -> LaunchTarget:
-        """The driver's launch call."""
-        return self._launch_target
-
     def check(self, status: int, call: str) -> None:
-        """Raises DriverError unless status is 0."""
         if status:
             raise DriverError(call, status, self.driver.error_text(status))
-
-    def engine_functions(self) -> EngineFunctions:
-        """Addresses of the calls that the engine makes."""
-        return self.driver.engine_functions()
-
-    def pointer_device(self, ptr: int) -> int | None:
-        """The device that owns an address, or None."""
-        with self.current():
-            return self.driver.pointer_device(ptr)

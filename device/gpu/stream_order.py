@@ -57,10 +57,10 @@ class StreamOrder:
 
     def __init__(self, context: DeviceContext) -> None:
         self._context, driver = context, context.driver
-        calls = driver.stream_order_calls()
+        calls = driver.calls()
         self._order = ffi.new("ProxycclStreamOrder *")
-        names = ("record", "wait", "query", "is_capturing", "exchange_capture_mode", "current")
-        set_functions(ffi, self._order, calls, *names)
+        set_functions(ffi, self._order, calls, "is_capturing", "exchange_capture_mode", "current")
+        set_functions(ffi, self._order, calls, record="event_record", wait="wait_event", query="event_query")
         self._order.relaxed, self._order.context = calls.relaxed, context.handle
         self._idle: list[int] = []  # events; taken and put back by single operations, which no other thread interrupts
 

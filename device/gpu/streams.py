@@ -89,7 +89,7 @@ class GpuEvent(Owned):
     def synchronize(self) -> None:
         """Waits for the marked point."""
         with self._context.current():
-            await_driver(self._driver.engine_functions().event_query, self.handle)
+            await_driver(self._driver.address("EventQuery"), self.handle)
             self._driver.event_synchronize(self.handle)
 
     def elapsed(self, start: Any) -> float:
@@ -101,7 +101,7 @@ class GpuEvent(Owned):
 def synchronize(context: DeviceContext, stream: int) -> None:
     """Waits until all work queued on the stream with this handle is done."""
     with context.current():
-        await_driver(context.driver.stream_query_address(), stream)
+        await_driver(context.driver.address("StreamQuery"), stream)
         context.driver.stream_synchronize(stream)
 
 

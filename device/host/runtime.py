@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,15 +13,12 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arguments.texts import require_text, require_texts
 from proxyccl.device.base_runtime import (
-    AllocationCalls,
     Allocations,
-    EngineFunctions,
+    DriverCalls,
     Event,
     LaunchDefaults,
-    LaunchTarget,
     StreamEvents,
     StreamLike,
-    StreamOperationCalls,
     foreign_stream_handle,
 )
 from proxyccl.device.build.compile_cache import shipped_source
@@ -37,7 +32,7 @@ from proxyccl.device.kernel import Kernel, Module, parameters_of
 from proxyccl.device.memory.shared_memory import SharedMemory, export_descriptor
 from proxyccl.device.process import forks
 from proxyccl.device.process.cpu import cpu_name, describe_cpu
-from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
+from proxyccl.device.runtime import Runtime
 
 if TYPE_CHECKING:
     from proxyccl.device._native import Uint64Pointer, VoidPointer  # the stub's; cffi has no such name
@@ -47,8 +42,8 @@ def _address(name: str) -> int:
     return int(ffi.cast("uintptr_t", ffi.addressof(lib, name)))
 
 
-class HostRuntime:
-    """The CPU as a device. See `proxyccl.device.runtime.Runtime` for the methods.
+class HostRuntime(Runtime):
+    """The CPU as a device.
 
     Args:
         device: any small number: every device is this machine's memory.
@@ -63,6 +58,24 @@ class HostRuntime:
     name = "host"
     thread_stream = None
     legacy_stream = None
+    calls = DriverCalls(
+        copy=_address("proxyccl_host_copy"),
+        set=_address("proxyccl_host_set"),
+        write64=_address("proxyccl_host_write64"),
+        write32=_address("proxyccl_host_write32"),
+        batch=_address("proxyccl_host_stream_operations"),
+        event_record=_address("proxyccl_host_event_record"),
+        event_query=_address("proxyccl_host_event_query"),
+        wait_event=_address("proxyccl_host_stream_wait_event"),
+        launch=_address("proxyccl_host_launch"),
+        synchronize=_address("proxyccl_host_stream_synchronize"),
+        allocate=_address("proxyccl_host_allocate"),
+        free=_address("proxyccl_host_free"),
+        pointer_attribute=_address("proxyccl_host_pointer_attribute"),
+        buffer_id=lib.PROXYCCL_HOST_BUFFER_ID,
+        add_helper=_address("proxyccl_host_add_helper"),
+        remove_helper=_address("proxyccl_host_remove_helper"),
+    )
     _allocations: ClassVar[weakref.WeakValueDictionary[int, SharedMemory]] = weakref.WeakValueDictionary()
     _allocations_lock: ClassVar[threading.Lock] = threading.Lock()
 
@@ -115,20 +128,11 @@ class HostRuntime:
     def __repr__(self) -> str:
         return f"HostRuntime(device={self.device})"
 
-    def activate(self, *, for_proxy: bool = False) -> None:
-        """Nothing to do: there is no current device."""
-
-    def current(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing to do: there is no current device."""
-        return contextlib.nullcontext()
-
     @property
     def device_name(self) -> str:
-        """The CPU's name."""
         return cpu_name()
 
     def describe(self) -> str:
-        """One line on this CPU."""
         return describe_cpu()
 
     def allocate(self, nbytes: int) -> SharedMemory:
@@ -138,9 +142,6 @@ class HostRuntime:
             self._allocations[memory.ptr] = memory
         return memory
 
-    def share_across_namespaces(self) -> None:
-        """Nothing to do: all of it is passed by descriptor."""
-
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
         """Moves shared memory to huge pages, which Linux does not by itself. Other memory is left as it is."""
         lib.proxyccl_host_memory_use_huge_pages(ptr, nbytes)
@@ -149,11 +150,7 @@ class HostRuntime:
         """Zeroed shared memory: device memory and pinned memory are the same here."""
         return self.allocate(nbytes)
 
-    def pin(self, ptr: int, nbytes: int) -> None:
-        """Nothing to do: the device is the CPU."""
-
     def export(self, ptr: int, nbytes: int) -> bytes:
-        """A handle to a range of memory that a host runtime of this process allocated."""
         with self._allocations_lock:
             whole = self._allocations.get(ptr)
             candidates = [whole] if whole is not None else list(self._allocations.values())
@@ -167,58 +164,28 @@ class HostRuntime:
             "array", "this memory is private to its process; allocate memory for peers with Communicator.empty()"
         )
 
-    def end_export(self, handle: bytes) -> None:
-        """Nothing to do: a handle names the memory's descriptor, which closes with the memory."""
-
     def open(self, handle: bytes) -> SharedMemory:
-        """Maps memory that a process of this machine and user exported."""
         return SharedMemory.open(handle)
 
     def open_pinned(self, handle: bytes) -> SharedMemory:
-        """Maps memory that a process of this machine and user exported."""
         return self.open(handle)
 
     def adopt_pinned(self, descriptor: int, nbytes: int) -> SharedMemory:
-        """Maps memory that a process of this machine handed over."""
         return SharedMemory.adopt(descriptor, nbytes)
-
-    def keep_pins(self) -> Callable[[], None]:
-        """Does nothing: memory of the host is not pinned."""
-        return lambda: None
-
-    def warm_up(self, peers: Collection[str]) -> None:
-        """Nothing to do: there is no driver."""
-
-    def numa_node(self) -> None:
-        """None: its threads may run on any node."""
-
-    @property
-    def loads_lazily(self) -> bool:
-        """False: the loader holds up no copy."""
-        return False
-
-    @property
-    def queue_limit(self) -> None:
-        """None: each stream is a queue."""
 
     @property
     def orders_rdma_writes(self) -> bool:
         """True: data and words lie in the host's memory, which the adapter writes in order."""
         return True
 
-    def dmabuf(self, ptr: int, nbytes: int) -> None:
-        """None: its memory is the host's."""
-
     def can_access_peer(self, device_id: str) -> bool:
         """Whether the other device is a host device: all of them are this machine's memory."""
         return device_id.startswith("host:")
 
     def adds_at_peer(self, device_id: str) -> bool:
-        """True: all of them share one memory."""
         return self.can_access_peer(device_id)
 
     def memory_left(self) -> tuple[int, int]:
-        """The machine's."""
         page = os.sysconf("SC_PAGESIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
@@ -235,15 +202,6 @@ class HostRuntime:
         if lib.proxyccl_host_pointer_attribute(number, lib.PROXYCCL_HOST_BUFFER_ID, ptr):
             return ()
         return ((ptr, number[0]),)
-
-    def allocation_calls(self) -> AllocationCalls:
-        """The calls that allocate shared memory without a Python object."""
-        return AllocationCalls(
-            free=_address("proxyccl_host_free"),
-            pointer_attribute=_address("proxyccl_host_pointer_attribute"),
-            buffer_id=lib.PROXYCCL_HOST_BUFFER_ID,
-            allocate=_address("proxyccl_host_allocate"),
-        )
 
     def free_later(self, ptr: int) -> None:
         """Frees memory at once: it disappears with its last mapping."""
@@ -266,7 +224,6 @@ class HostRuntime:
             return list(self._streams)
 
     def create_event(self, *, times: bool = True) -> HostEvent:
-        """An event, which has `elapsed` in any case."""
         return HostEvent(self.stream_handle)
 
     def stream_handle(self, stream: StreamLike) -> int:
@@ -295,18 +252,9 @@ class HostRuntime:
                 self._default_stream = self.create_stream()
             return self._default_stream
 
-    def is_capturing(self, stream: int) -> bool:
-        """Never: the host runtime has no graphs."""
-        return False
-
-    def stream_order_in_c(self) -> None:
-        """None: `order_streams` looks for streams that are closed."""
-        return
-
     def stream_events(self) -> StreamEvents:
         """The host runtime's own calls, and events that are destroyed when they are given back."""
-        record, wait = _address("proxyccl_host_event_record"), _address("proxyccl_host_stream_wait_event")
-        events = HostEvents(record, wait, _address("proxyccl_host_event_query"), self.create_event)
+        events = HostEvents(self.calls, self.create_event)
         return StreamEvents(events.order, events.take, events.give)
 
     def order_streams(self, first: int, then: int) -> None:
@@ -317,12 +265,10 @@ class HostRuntime:
             self.wait_event(then, event)
 
     def wait_event(self, stream: int, event: Event) -> None:
-        """Makes later work of the stream with this handle wait for the event's last record."""
         status = lib.proxyccl_host_stream_wait_event(ffi.cast("void *", stream), ffi.cast("void *", event.handle), 0)
         check_status(status, "stream wait event")
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Copies between two addresses; at once if no stream is given."""
         if stream is None:
             lib.proxyccl_memmove(ffi.cast("void *", dst), ffi.cast("void *", src), nbytes)
         else:
@@ -333,31 +279,13 @@ class HostRuntime:
         check_status(lib.proxyccl_host_copy(ffi.cast("void *", dst), ffi.cast("void *", src), nbytes, handle), "copy")
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Sets bytes; at once if no stream is given."""
         if stream is None:
             ctypes.memset(dst, value, nbytes)
         else:
             handle = ffi.cast("void *", self.stream_handle(stream))
             check_status(lib.proxyccl_host_set(ffi.cast("void *", dst), value, nbytes, handle), "fill")
 
-    def write_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
-        """Queues the store of a value to a word."""
-        StreamOperations(self, [WriteValue(ptr, value)])(stream)
-
-    def wait_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
-        """Queues a wait until a word is at least `value`: the stream's thread polls it, with ever longer pauses."""
-        StreamOperations(self, [WaitValue(ptr, value)])(stream)
-
-    def stream_operation_calls(self) -> StreamOperationCalls:
-        """The host runtime's own."""
-        return StreamOperationCalls(
-            copy=_address("proxyccl_host_copy"),
-            set=_address("proxyccl_host_set"),
-            batch=_address("proxyccl_host_stream_operations"),
-        )
-
     def synchronize(self) -> None:
-        """Waits for every stream made by this runtime."""
         failed: KernelError | None = None
         with self.in_flight.ending():
             for stream in self._all_streams():  # those of other ranks too
@@ -372,13 +300,11 @@ class HostRuntime:
                 del failed  # otherwise a cycle, through its traceback and this frame
 
     def synchronize_stream(self, stream: StreamLike) -> None:
-        """Waits for a stream that this runtime made, or for the default stream."""
         self._stream_of(stream).synchronize()
 
     def compile(
         self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = (), control: int = 0
     ) -> Module:
-        """Compiles kernels with the machine's C++ compiler."""
         require_text(source, "source")
         from proxyccl.device.host.compiler import load_source, preprocessed
 
@@ -426,26 +352,8 @@ class HostRuntime:
                 raise CompileError(f"{error}; reinstall proxyccl") from None
         return self._shipped.setdefault((file, name), self._kernel(module, name))
 
-    def launch_target(self) -> LaunchTarget:
-        """The launch call."""
-        return LaunchTarget(_address("proxyccl_host_launch"), synchronize=_address("proxyccl_host_stream_synchronize"))
-
     def check(self, status: int, call: str) -> None:
-        """Raises KernelError unless status is 0."""
         check_status(status, call)
-
-    def engine_functions(self) -> EngineFunctions:
-        """Addresses of the calls that the engine makes."""
-
-        return EngineFunctions(
-            copy=_address("proxyccl_host_copy"),
-            write64=_address("proxyccl_host_write64"),
-            write32=_address("proxyccl_host_write32"),
-            event_record=_address("proxyccl_host_event_record"),
-            event_query=_address("proxyccl_host_event_query"),
-            add_helper=_address("proxyccl_host_add_helper"),
-            remove_helper=_address("proxyccl_host_remove_helper"),
-        )
 
     def pointer_device(self, ptr: int) -> int:
         """This device: every address is the CPU's."""

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.base_runtime import StreamLike
+from proxyccl.device.base_runtime import DriverCalls, StreamLike
 from proxyccl.device.errors import ResourceError
+from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.host.status import check_status
 from proxyccl.device.owned import Owned, OwnedStream
 from proxyccl.device.process.interrupts import SLICE_MS
@@ -114,16 +115,16 @@ class HostEvents:
     """Events for a caller in C that orders host streams itself.
 
     Args:
-        record, wait, query: addresses of the host runtime's calls.
+        calls: the host runtime's.
         create: makes an event.
 
     Attributes:
         order: address of their ProxycclStreamOrder (stream_order.h), as long as this object lives.
     """
 
-    def __init__(self, record: int, wait: int, query: int, create: Callable[[], HostEvent]) -> None:
+    def __init__(self, calls: DriverCalls, create: Callable[[], HostEvent]) -> None:
         self._order = ffi.new("ProxycclStreamOrder *")
-        self._order.record, self._order.wait, self._order.query = (ffi.cast("void *", f) for f in (record, wait, query))
+        set_functions(ffi, self._order, calls, record="event_record", wait="wait_event", query="event_query")
         self.order = int(ffi.cast("uintptr_t", self._order))
         self._create = create
         self._events: dict[int, HostEvent] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.base_runtime import AllocationCalls, Allocations
+from proxyccl.device.base_runtime import Allocations, DriverCalls
 
 _LAST_ADDRESS = (1 << 64) - 1
 
@@ -16,7 +16,7 @@ class AllocationGuard:
         allocations: the result of `BaseRuntime.allocations`.
     """
 
-    def __init__(self, calls: AllocationCalls, allocations: Allocations) -> None:
+    def __init__(self, calls: DriverCalls, allocations: Allocations) -> None:
         self._ptrs = ffi.new("uint64_t[]", [ptr for ptr, _ in allocations])
         self._ids = ffi.new("uint64_t[]", [number for _, number in allocations])
         self._guard = ffi.new("ProxycclAllocationGuard *")

@@ -71,7 +71,7 @@ class MemoryPool:
 
     def __init__(self, runtime: BaseRuntime) -> None:
         self._runtime, self._device = runtime, runtime.device
-        calls = runtime.allocation_calls()
+        calls = runtime.calls
         native = ffi.new("ProxycclPoolCalls *")
         names = ("allocate", "allocate_with_flags", "free", "current", "make_current", "exchange_capture_mode")
         set_functions(ffi, native, calls, *names)

@@ -27,6 +27,7 @@ from proxyccl.device.runtimes import open_runtime
 from support.devices import ON_HOST
 from support.ranks import collect_garbage
 from support.running import TIMEOUT, run_ranks, wait_for
+from support.stream_words import wait_value, write_value
 
 pytestmark = pytest.mark.hip
 
@@ -250,12 +251,12 @@ def test_a_failed_rank_keeps_what_a_peers_kernel_may_still_reach(what: str) -> N
         word, stream = comm.runtime.allocate(8), comm.runtime.create_stream()
         comm.register(x := comm.empty(1024, "uint8"))
         comm.sm_channels(x)
-        comm.runtime.wait_value(word.ptr, 1, stream)
+        wait_value(comm.runtime, word.ptr, 1, stream)
         try:
             assert closed.wait(TIMEOUT)
         finally:
             opener = comm.runtime.create_stream()
-            comm.runtime.write_value(word.ptr, 1, opener)
+            write_value(comm.runtime, word.ptr, 1, opener)
             opener.synchronize()
         comm.close()
         looked.set()

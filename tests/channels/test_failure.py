@@ -550,8 +550,7 @@ _Query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 def faulty(runtime: Runtime, **functions: object) -> Runtime:
     """The runtime with some of the engine's driver calls replaced."""
     addresses = {name: ctypes.cast(f, ctypes.c_void_p).value or 0 for name, f in functions.items()}
-    table = replace(runtime.engine_functions(), **addresses)
-    runtime.engine_functions = lambda: table  # type: ignore[method-assign]
+    runtime.calls = replace(runtime.calls, **addresses)
     return runtime
 
 

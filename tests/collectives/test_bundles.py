@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from proxyccl import Communicator, TransportError
 from proxyccl.channels.collectives import reduce_schedules
 from proxyccl.device.host.runtime import HostRuntime
-from proxyccl.device.runtime import EngineFunctions
+from proxyccl.device.runtime import DriverCalls
 from support.cases.span_calls import COLLECTIVES, SpanCalls
 from support.device_arrays import barrier, on_device, on_host
 from support.running import run_ranks
@@ -40,7 +40,7 @@ class CopyMany:
     """
 
     def __init__(self) -> None:
-        functions = HostRuntime().engine_functions()
+        functions = HostRuntime.calls
         copy = _COPY(functions.copy)
         self.counts: list[int] = []
         self.status = 0
@@ -58,7 +58,7 @@ class CopyMany:
 
         self._kept = copy_many
         address = ctypes.cast(copy_many, ctypes.c_void_p).value or 0
-        self.functions: EngineFunctions = replace(functions, copy_many=address)
+        self.functions: DriverCalls = replace(functions, copy_many=address)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
     """Also lets a rank's own part go by way of the next rank's memory, and blocks reduce chunks of some bytes."""
     made = CopyMany()
     defaults = HostRuntime().launch_defaults
-    monkeypatch.setattr(HostRuntime, "engine_functions", lambda _: made.functions)
+    monkeypatch.setattr(HostRuntime, "calls", made.functions)
     make = HostRuntime.__init__
 
     def with_own_box(self: HostRuntime, *args: object, **options: object) -> None:

@@ -15,6 +15,7 @@ from proxyccl import Communicator  # noqa: E402
 from proxyccl.device.arrays.array import as_view  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
+from support.stream_words import wait_value, write_value  # noqa: E402
 
 TOKENS, HIDDEN, PER_RANK = 40, 512, 2
 
@@ -89,7 +90,7 @@ def test_memory_waits_for_the_streams_on_which_it_was_recorded(pair: Ranks) -> N
             assert lies_in_buffer(rows, handle)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                runtime.wait_value(gate.ptr, turn, stream.cuda_stream)
+                wait_value(runtime, gate.ptr, turn, stream.cuda_stream)
                 copied = rows.clone()
             try:
                 rows.record_stream(stream)
@@ -97,7 +98,7 @@ def test_memory_waits_for_the_streams_on_which_it_was_recorded(pair: Ranks) -> N
                 meanwhile, handle = dispatch(comm, buffer, 9)
                 assert not lies_in_buffer(meanwhile, handle)
             finally:
-                runtime.write_value(gate.ptr, turn, opener)
+                write_value(runtime, gate.ptr, turn, opener)
             stream.synchronize()
             assert holds(copied, 5)
             assert holds(meanwhile, 9)

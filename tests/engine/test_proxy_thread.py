@@ -18,13 +18,13 @@ from proxyccl import ArgumentError, Communicator, Operation, ProxyService, Trigg
 from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.device.host import HostRuntime
-from proxyccl.device.runtime import EngineFunctions, LaunchTarget
+from proxyccl.device.runtime import DriverCalls
 from proxyccl.device.sleepers import Sleepers
 from proxyccl.device.stream_operations import StreamOperations, WriteValue
 from proxyccl.proxy import _engine, workers
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
-from proxyccl.tools import ring_loops
+from support.bare_loops import produce
 from support.running import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.own_proxy(reason="its own services")
@@ -79,7 +79,7 @@ class Client:
         """Pushes from this thread, for a while. Returns the number that found room."""
         where = self.channel if channel is None else channel
         words = Trigger(operation, where, 8, self.memory, 0, self.memory, HALF).encode()
-        found = ring_loops.produce(self.fifo, self.pushed, words, count, TIMEOUT)
+        found = produce(self.fifo, self.pushed, words, count, TIMEOUT)
         self.pushed += found
         return found
 
@@ -169,7 +169,7 @@ def test_a_ring_of_handlers_triggers_holds_up_neither_polls_nor_other_rings(thre
         channel = client.service.add_handler(handler)
         assert client.service.fifo_for(channel) is not client.fifo
         with client.service.paused(TIMEOUT):
-            ring_loops.produce(client.service.fifo_for(channel), 0, Trigger(SIGNAL, channel).encode(), 3, TIMEOUT)
+            produce(client.service.fifo_for(channel), 0, Trigger(SIGNAL, channel).encode(), 3, TIMEOUT)
         assert client.service.drain(TIMEOUT)
         assert signalled == [0, 1, 1]
         assert polls[0] < polls[1] < polls[2]
@@ -257,15 +257,9 @@ def test_each_workers_context_is_current_for_its_turn() -> None:
         def __init__(self, context: int) -> None:
             super().__init__()
             pointers = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-            self._context = context
             self._copy = ctypes.CFUNCTYPE(ctypes.c_int, *pointers)(lambda *_: copied.add((context, current[-1])) or 0)
-
-        def launch_target(self) -> LaunchTarget:
-            return replace(super().launch_target(), context=self._context)
-
-        def engine_functions(self) -> EngineFunctions:
             make, copy = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (make_current, self._copy))
-            return replace(super().engine_functions(), make_current=make, copy=copy)
+            self.calls = replace(self.calls, context=context, make_current=make, copy=copy)
 
     thread = ProxyThread("shared", IdlePolicy())
     with Client(thread, OfContext(0)) as zero, Client(thread, OfContext(7)) as seven:
@@ -287,7 +281,7 @@ def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
     add = ctypes.CFUNCTYPE(None, helper, ctypes.c_void_p)(lambda call, argument: helpers.update({argument: call}))
     remove = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda argument: helpers.pop(argument) and None)
     added, removed = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (add, remove))
-    functions = EngineFunctions(0, 0, 0, 0, 0, add_helper=added, remove_helper=removed)
+    functions = DriverCalls(add_helper=added, remove_helper=removed)
     thread = ProxyThread("helped", idle, functions=functions)
     ((argument, call),) = helpers.items()
     yield thread, lambda waits: call(argument, waits)

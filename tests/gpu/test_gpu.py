@@ -968,12 +968,8 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, vers
 
     monkeypatch.setattr(cu, "cuDriverGetVersion", lambda: (cu.CUresult.CUDA_SUCCESS, version))
     monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (nvrtc.nvrtcResult.NVRTC_SUCCESS, 13, 0))
-    cuda._initialise.cache_clear()
-    try:
-        with pytest.raises(RuntimeUnavailableError, match=message):
-            cuda.CudaDriver()
-    finally:
-        cuda._initialise.cache_clear()
+    with pytest.raises(RuntimeUnavailableError, match=message):
+        cuda.CudaDriver()
 
 
 def test_a_graph_rings_and_waits_at_each_replay() -> None:

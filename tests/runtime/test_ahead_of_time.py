@@ -12,14 +12,14 @@ import pytest
 from proxyccl import ArgumentError, Communicator, CompileError, DispatchCombine, EPAll2AllLayer
 from proxyccl.__main__ import main
 from proxyccl.channels.collectives.table import KERNELS_OF_STEPS
-from proxyccl.device.base_runtime import EngineFunctions, StreamOrderCalls
+from proxyccl.device.base_runtime import DriverCalls
 from proxyccl.device.build.sealed_contents import unsealed
 from proxyccl.device.driver import DeviceInfo
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.runtimes import open_compiler
-from proxyccl.tools.compile_kernels import EXPERT_KERNELS, compile_all
+from proxyccl.tools.compile import EXPERT_KERNELS, compile_all
 from support.device_arrays import on_device
 from support.devices import ON_HOST, RUNTIME, rank_runtime
 from support.kernels.device_sources import symbol_of
@@ -62,8 +62,8 @@ def test_the_host_takes_what_the_command_compiled(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = [kernel for kernel in EXPERT_KERNELS if kernel[1] in {"barrier", "signal_peer"}]
-    monkeypatch.setattr("proxyccl.tools.compile_kernels.EXPERT_KERNELS", few)
-    monkeypatch.setattr("proxyccl.tools.compile_kernels.KERNELS_OF_STEPS", ())
+    monkeypatch.setattr("proxyccl.tools.compile.EXPERT_KERNELS", few)
+    monkeypatch.setattr("proxyccl.tools.compile.KERNELS_OF_STEPS", ())
     with pytest.raises(CompileError, match="barrier was not compiled beforehand; run: proxyccl compile"):
         HostRuntime().shipped(*few[0], compiled_only=True)
     assert main(["compile"]) == 0
@@ -158,12 +158,9 @@ def without_a_device() -> tuple[GpuRuntime, list[bytes]]:
         load_module=load,
         thread_stream=2,
         legacy_stream=1,
-        engine_functions=lambda: EngineFunctions(*[0] * len(EngineFunctions.__struct_fields__)),
-        stream_order_calls=lambda: StreamOrderCalls(*[0] * len(StreamOrderCalls.__struct_fields__)),
-        **dict.fromkeys(
-            ("allocate", "context", "current", "make_current", "relax_capture", "create_stream", "destroy_stream"), zero
-        ),
-        **dict.fromkeys(("launch_address", "current_address"), zero),
+        calls=DriverCalls,
+        **dict.fromkeys(("allocate", "context", "current", "make_current", "relax_capture"), zero),
+        **dict.fromkeys(("create_stream", "destroy_stream", "address"), zero),
     )
     return GpuRuntime(driver), loaded
 

@@ -12,6 +12,7 @@ import pytest
 from proxyccl import Communicator
 from support.devices import ON_HOST
 from support.running import TIMEOUT, run_ranks
+from support.stream_words import wait_value, write_value
 
 pytestmark = [
     pytest.mark.hip,
@@ -29,8 +30,8 @@ class Words:
 
     def write_after_gate(self, stream: Any) -> None:
         """Queues a store to `source` that waits for the gate."""
-        self._runtime.wait_value(self.gate, 1, stream)
-        self._runtime.write_value(self.source, 7, stream)
+        wait_value(self._runtime, self.gate, 1, stream)
+        write_value(self._runtime, self.source, 7, stream)
 
     def copy(self, stream: Any) -> None:
         """Queues a copy of `source` to `target`."""
@@ -43,7 +44,7 @@ class Words:
             yield
         finally:
             opener = self._runtime.create_stream()
-            self._runtime.write_value(self.gate, 1, opener)
+            write_value(self._runtime, self.gate, 1, opener)
             opener.synchronize()
 
 

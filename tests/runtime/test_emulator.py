@@ -27,6 +27,7 @@ from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.kernel import Module
 from support.processes import shared_memory_names
 from support.running import run_ranks
+from support.stream_words import wait_value, write_value
 
 pytestmark = pytest.mark.host_only(reason="the host runtime's own")
 
@@ -478,7 +479,7 @@ def test_a_wait_is_for_the_record_that_an_event_had_whatever_it_records_later(ru
     word = runtime.allocate(8)
     held, waiting, idle = (runtime.create_stream() for _ in range(3))
     event, after = runtime.create_event(), runtime.create_event()
-    runtime.wait_value(word.ptr, 1, held)
+    wait_value(runtime, word.ptr, 1, held)
     event.record(held)
     waiting.wait_event(event)
     after.record(waiting)
@@ -486,7 +487,7 @@ def test_a_wait_is_for_the_record_that_an_event_had_whatever_it_records_later(ru
     idle.synchronize()
     assert event.query()
     assert not after.query()
-    runtime.write_value(word.ptr, 1, idle)
+    write_value(runtime, word.ptr, 1, idle)
     waiting.synchronize()
     assert after.query()
 
@@ -527,8 +528,8 @@ def test_a_stream_in_the_caller_is_done_when_a_call_returns(runtime: HostRuntime
     kernels.assign(1, 1, out, 2, stream=stream)
     runtime.copy(copy.ctypes.data, out.ctypes.data, 4, stream)
     assert copy[0] == 2
-    runtime.write_value(word.ctypes.data, 3, stream)
-    runtime.wait_value(word.ctypes.data, 3, stream)
+    write_value(runtime, word.ctypes.data, 3, stream)
+    wait_value(runtime, word.ctypes.data, 3, stream)
     event.record(stream)
     assert event.query()
     assert stream.query()
@@ -960,6 +961,7 @@ def test_a_call_without_memory_reports_it_and_queues_nothing(tmp_path: Path) -> 
         import numpy as np
         from proxyccl.device.errors import KernelError, ProxyCCLError
         from proxyccl.device.host import HostRuntime
+        from proxyccl.device.stream_operations import StreamOperations, WriteValue
 
         fail = ctypes.CDLL(None).fail
         runtime, words = HostRuntime(), np.zeros(4, np.uint64)
@@ -973,7 +975,7 @@ def test_a_call_without_memory_reports_it_and_queues_nothing(tmp_path: Path) -> 
         calls = {
             "copy": lambda: runtime.copy(at, at + 8, 8, stream),
             "fill": lambda: runtime.fill(at, 1, 8, stream),
-            "write": lambda: runtime.write_value(at, 1, stream),
+            "write": lambda: StreamOperations(runtime, [WriteValue(at, 1)])(stream),
             "launch": lambda: kernel(1, 1, words, stream=stream),
             "record": lambda: event.record(stream),
             "wait": lambda: stream.wait_event(event),

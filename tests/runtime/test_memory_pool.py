@@ -16,7 +16,7 @@ import pytest
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.memory.memory_pool import MemoryPool, Segment
-from proxyccl.device.runtime import AllocationCalls, Runtime
+from proxyccl.device.runtime import DriverCalls, Runtime
 from support.fakes.foreign_memory import ForeignMemory, allocate, free
 
 pytestmark = pytest.mark.hip
@@ -136,9 +136,7 @@ def test_threads_allocate_and_free_at_once(pool: MemoryPool) -> None:
 def test_a_device_has_the_pool_of_one_runtime(runtime: Runtime, pool: MemoryPool) -> None:
     class Other:
         name, device = "other", runtime.device
-
-        def allocation_calls(self) -> AllocationCalls:
-            return AllocationCalls(free=1, pointer_attribute=1, buffer_id=1, allocate=1)
+        calls = DriverCalls(free=1, pointer_attribute=1, buffer_id=1, allocate=1)
 
     with pytest.raises(ArgumentError, match="device 0 can't have a memory pool of other: another runtime has it"):
         MemoryPool(Other())  # type: ignore[arg-type]
@@ -151,7 +149,7 @@ class RecordedDriver:
     OWN, BEFORE, RELAXED, STRICT, FLAGS, PTR = 111, 222, 2, 0, 3, 1 << 40
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
+        self.seen: list[Any] = []
         self.context, self.mode = self.BEFORE, self.STRICT
         self.refuses = self.keeps_mode = False
         self.addresses = [
@@ -165,7 +163,7 @@ class RecordedDriver:
         ]
 
     def noted(self, call: str, *args: int) -> None:
-        self.calls.append((call, *args, self.context, self.mode))
+        self.seen.append((call, *args, self.context, self.mode))
 
     def allocate(self, ptr: Any, nbytes: int, flags: int) -> int:
         self.noted("allocate", nbytes, flags)
@@ -190,14 +188,13 @@ class RecordedDriver:
             self.mode, mode[0] = mode[0], self.mode
         return int(self.keeps_mode)
 
-    def allocation_calls(self) -> AllocationCalls:
+    @property
+    def calls(self) -> DriverCalls:
         allocate, free, current, make_current, exchange = (
             ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self.addresses
         )
-        return AllocationCalls(
+        return DriverCalls(
             free=free,
-            pointer_attribute=0,
-            buffer_id=0,
             allocate_with_flags=allocate,
             flags=self.FLAGS,
             current=current,
@@ -214,7 +211,7 @@ recorded = RecordedDriver()  # lives as long as the process, because the device 
 @pytest.mark.parametrize("before", [RecordedDriver.BEFORE, RecordedDriver.OWN, 0])
 def test_the_threads_context_and_capture_mode_are_put_back(before: int) -> None:
     driver: Any = recorded
-    driver.calls, driver.context, driver.refuses, driver.keeps_mode = [], before, False, False
+    driver.seen, driver.context, driver.refuses, driver.keeps_mode = [], before, False, False
     MemoryPool(driver)
     ptr = allocate(100, driver.device)
     assert ptr == driver.PTR
@@ -229,7 +226,7 @@ def test_the_threads_context_and_capture_mode_are_put_back(before: int) -> None:
     assert (driver.context, driver.mode) == (before, driver.STRICT)
     meanwhile = (driver.OWN, driver.RELAXED)
     attempt = ("allocate", 100, driver.FLAGS, *meanwhile)
-    assert driver.calls == [attempt, ("free", ptr, *meanwhile), attempt]
+    assert driver.seen == [attempt, ("free", ptr, *meanwhile), attempt]
 
 
 OPEN = """
@@ -259,13 +256,13 @@ def test_a_guard_holds_while_the_allocation_does(runtime: Runtime, pool: MemoryP
     first, second = ForeignMemory(runtime, NBYTES), ForeignMemory(runtime, NBYTES)
     known = [runtime.allocations(memory.ptr + 4096, 8192) for memory in (first, second)]
     assert all(ptr == memory.ptr + 4096 for ((ptr, _),), memory in zip(known, (first, second), strict=True))
-    guard = AllocationGuard(runtime.allocation_calls(), known[0] + known[1])
+    guard = AllocationGuard(runtime.calls, known[0] + known[1])
     assert guard.holds
     second.close()
     assert not guard.holds
     again = second.replaced()
     assert not guard.holds, "another allocation lies at the address"
-    assert AllocationGuard(runtime.allocation_calls(), known[0]).holds
+    assert AllocationGuard(runtime.calls, known[0]).holds
     first.close()
     again.close()
 

@@ -20,6 +20,7 @@ if RUNTIME != "hip":
     pytest.skip("captures have stand-ins on the HIP runtime: make test-hip", allow_module_level=True)
 
 from support.fakes.captures import are_there, capture, use
+from support.stream_words import write_value
 
 pytestmark = [pytest.mark.hip, pytest.mark.skipif(not are_there(), reason="HIP's library is not the stand-in")]
 
@@ -72,7 +73,7 @@ class Calls:
             "kernel": lambda stream: kernel(1, 1, y, stream=stream),
             "prepared launch": launch,
             "operations": operations,
-            "word": lambda stream: runtime.write_value(words.ptr, 1, stream),
+            "word": lambda stream: write_value(runtime, words.ptr, 1, stream),
             "put": lambda stream: window.put(x, peer, stream=stream),
             "get": lambda stream: window.get(x, peer, stream=stream),
         }

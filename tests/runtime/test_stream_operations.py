@@ -14,6 +14,7 @@ from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.runtimes import open_runtime
 from proxyccl.device.stream_operations import CopyBytes, SetBits, StreamOperations, WaitValue, WriteValue
 from support.devices import RUNTIME
+from support.stream_words import wait_value, write_value
 
 pytestmark = pytest.mark.hip
 
@@ -54,7 +55,7 @@ def test_a_stream_writes_a_word_behind_its_earlier_work(runtime: Runtime, words:
     stream, memory = runtime.create_stream(), runtime.allocate(1 << 20)
     runtime.fill(memory.ptr, 7, memory.nbytes, stream)
     runtime.copy(at(words, 1), memory.ptr, 8, stream)
-    runtime.write_value(at(words, 0), (1 << 63) - 1, stream)
+    write_value(runtime, at(words, 0), (1 << 63) - 1, stream)
     await_value(word(words, 0), (1 << 63) - 1)
     assert word(words, 1).value == int.from_bytes(bytes([7]) * 8, "little")
     stream.synchronize()
@@ -63,8 +64,8 @@ def test_a_stream_writes_a_word_behind_its_earlier_work(runtime: Runtime, words:
 @pytest.mark.parametrize("stored", [5, 6, (1 << 63) - 1])
 def test_a_stream_waits_until_a_word_is_at_least_a_value(runtime: Runtime, words: PinnedMemory, stored: int) -> None:
     stream = runtime.create_stream()
-    runtime.wait_value(at(words, 0), 5, stream)
-    runtime.write_value(at(words, 1), 1, stream)
+    wait_value(runtime, at(words, 0), 5, stream)
+    write_value(runtime, at(words, 1), 1, stream)
     for short in (0, 4):
         word(words, 0).value = short
         time.sleep(0.05)
@@ -94,8 +95,8 @@ def test_several_operations_are_issued_in_order_again_and_again(runtime: Runtime
 
 def test_a_wait_holds_up_its_own_stream_alone(runtime: Runtime, words: PinnedMemory) -> None:
     waiting, other = runtime.create_stream(), runtime.create_stream()
-    runtime.wait_value(at(words, 0), 1, waiting)
-    runtime.write_value(at(words, 1), 1, other)
+    wait_value(runtime, at(words, 0), 1, waiting)
+    write_value(runtime, at(words, 1), 1, other)
     other.synchronize()
     assert word(words, 1).value == 1
     assert not waiting.query()
@@ -106,7 +107,7 @@ def test_a_wait_holds_up_its_own_stream_alone(runtime: Runtime, words: PinnedMem
 @pytest.mark.host_only(reason="the host runtime's streams have threads")
 def test_a_waiting_stream_takes_next_to_no_core(runtime: Runtime, words: PinnedMemory) -> None:
     stream = runtime.create_stream()
-    runtime.wait_value(at(words, 0), 1, stream)
+    wait_value(runtime, at(words, 0), 1, stream)
     time.sleep(0.2)
     before = resource.getrusage(resource.RUSAGE_SELF)
     time.sleep(1)
@@ -119,22 +120,22 @@ def test_a_waiting_stream_takes_next_to_no_core(runtime: Runtime, words: PinnedM
 @pytest.mark.host_only(reason="the host runtime's own")
 def test_the_proxys_inline_stream_takes_no_wait(runtime: Runtime, words: PinnedMemory) -> None:
     stream = runtime.create_stream(for_proxy=True)
-    runtime.write_value(at(words, 0), 1, stream)
+    write_value(runtime, at(words, 0), 1, stream)
     assert word(words, 0).value == 1
     with pytest.raises(KernelError):
-        runtime.wait_value(at(words, 0), 2, stream)
+        wait_value(runtime, at(words, 0), 2, stream)
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 63])
 def test_values_that_drivers_compare_differently_are_refused(runtime: Runtime, words: PinnedMemory, value: int) -> None:
     with pytest.raises(ArgumentError, match="value"):
-        runtime.write_value(at(words, 0), value)
+        write_value(runtime, at(words, 0), value)
 
 
 @pytest.mark.parametrize("ptr", [0, -8, 12])
 def test_what_is_no_word_is_refused(runtime: Runtime, ptr: int) -> None:
     with pytest.raises(ArgumentError, match="ptr"):
-        runtime.wait_value(ptr, 1)
+        wait_value(runtime, ptr, 1)
 
 
 def test_no_operation_is_refused(runtime: Runtime) -> None:

@@ -12,6 +12,7 @@ from proxyccl import Communicator
 from proxyccl.device.thread_streams import identify_stream, thread_number
 from support.devices import ON_HOST
 from support.running import TIMEOUT, run_ranks
+from support.stream_words import wait_value, write_value
 
 pytestmark = [
     pytest.mark.hip,
@@ -58,8 +59,8 @@ def test_a_launch_without_a_stream_follows_that_of_another_thread(given: str | N
         stream = None if given is None else runtime.stream_handle(None)
 
         def first(handle: int) -> None:
-            runtime.wait_value(gate, 1, handle)
-            runtime.write_value(source, 7, handle)
+            wait_value(runtime, gate, 1, handle)
+            write_value(runtime, source, 7, handle)
 
         held, queued = threading.Event(), threading.Event()
 
@@ -81,7 +82,7 @@ def test_a_launch_without_a_stream_follows_that_of_another_thread(given: str | N
                 time.sleep(0.001)
         finally:
             opener = runtime.create_stream()
-            runtime.write_value(gate, 1, opener)
+            write_value(runtime, gate, 1, opener)
             opener.synchronize()
             queued.set()
             a.join(TIMEOUT)
@@ -100,7 +101,7 @@ def test_what_waits_for_all_launches_waits_for_another_threads() -> None:
         held, done = threading.Event(), threading.Event()
 
         def thread_a() -> None:
-            launches.launch(lambda handle: runtime.wait_value(words.ptr, 1, handle), None, ())
+            launches.launch(lambda handle: wait_value(runtime, words.ptr, 1, handle), None, ())
             held.set()
             done.wait(TIMEOUT)
 
@@ -118,7 +119,7 @@ def test_what_waits_for_all_launches_waits_for_another_threads() -> None:
             early = waited.wait(0.3)
         finally:
             opener = runtime.create_stream()
-            runtime.write_value(words.ptr, 1, opener)
+            write_value(runtime, words.ptr, 1, opener)
             opener.synchronize()
             assert waited.wait(TIMEOUT)
             done.set()

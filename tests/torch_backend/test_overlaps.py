@@ -17,6 +17,7 @@ import torch.distributed as dist  # noqa: E402
 from proxyccl import Communicator  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
 from support.running import wait_for  # noqa: E402
+from support.stream_words import wait_value  # noqa: E402
 from support.torch_groups import options, run  # noqa: E402
 
 RANKS = 2
@@ -58,7 +59,7 @@ class Rank:
     def busy(self, stream: int) -> Iterator[None]:
         """A stream computes meanwhile: what is queued on it within runs afterwards."""
         self._value += 1
-        self.comm.runtime.wait_value(self._word.ptr, self._value, stream)
+        wait_value(self.comm.runtime, self._word.ptr, self._value, stream)
         try:
             yield
         finally:

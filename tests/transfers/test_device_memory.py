@@ -16,7 +16,9 @@ from nixl._api import nixl_agent
 from proxyccl.channels.transfers import copier
 from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.paths import PATHS
+from proxyccl.channels.transfers.published import find_agents
 from proxyccl.channels.transfers.regions import VRAM, Region
+from proxyccl.channels.transfers.tracing import AgentTracer
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError, ResourceError
@@ -33,6 +35,7 @@ from proxyccl.transfer import (
 from support.agents import force_path
 from support.devices import RUNTIME, rank_runtime
 from support.paths import PROGRAMS, TESTS
+from support.stream_words import wait_value, write_value
 
 NBYTES = 6 << 20
 
@@ -93,6 +96,16 @@ def expected(before: Any, source: Any, rows: Any, to: int, base: tuple[int, int]
     for row in (rows - np.array([*base, 0], np.uint64)).astype(int):
         after[row[to] : row[to] + row[2]] = source[row[1 - to] : row[1 - to] + row[2]]
     return after
+
+
+@pytest.mark.hip
+def test_a_trace_has_the_direction_and_the_blocks_of_what_a_device_copies(pair: OnDevices) -> None:
+    (agent,) = [each for each in find_agents() if each.name == "a" and each.pid == os.getpid()]
+    write = pair.a.prepare("write", "b", blocks_of(pair.regions[0].address, pair.regions[1].address))
+    tracer = AgentTracer(agent, 60)
+    write.start().wait()
+    (traced,) = tracer.stop().transfers
+    assert (traced.writes, traced.nbytes, traced.blocks) == (True, write.nbytes, write.blocks)
 
 
 @pytest.mark.hip
@@ -218,20 +231,20 @@ def test_a_stream_is_released_whatever_becomes_of_its_transfer(pair: OnDevices) 
     gate = runtime.allocate_pinned(8)
     transfer = pair.a.prepare("write", "b", [(pair.host_regions[0].address, pair.host_regions[1].address, NBYTES)])
     before = pair.hosts[1].copy()
-    runtime.wait_value(gate.ptr, 1, first)
+    wait_value(runtime, gate.ptr, 1, first)
     transfer.start(stream=first)  # the stream does not come to it
     with pytest.raises(TransferTimeoutError):
         transfer.wait(0.05)
     with pytest.raises(ActiveError):
         transfer.start(stream=second)
     transfer.cancel()
-    runtime.write_value(gate.ptr, 1, second)
+    write_value(runtime, gate.ptr, 1, second)
     first.synchronize()
     np.testing.assert_array_equal(pair.hosts[1], before)
-    runtime.wait_value(gate.ptr, 2, first)
+    wait_value(runtime, gate.ptr, 2, first)
     transfer.start(stream=first)
     pair.a.close()
-    runtime.write_value(gate.ptr, 2, second)
+    write_value(runtime, gate.ptr, 2, second)
     first.synchronize()
     second.synchronize()
     np.testing.assert_array_equal(pair.hosts[1], before)
@@ -243,16 +256,16 @@ def test_a_stream_that_comes_to_a_canceled_transfer_begins_no_other(pair: OnDevi
     gate = runtime.allocate_pinned(8)
     blocks = [(pair.host_regions[0].address, pair.host_regions[1].address, NBYTES)]
     before = pair.hosts[1].copy()
-    runtime.wait_value(gate.ptr, 1, first)
+    wait_value(runtime, gate.ptr, 1, first)
     pair.a.prepare("write", "b", blocks).start(stream=first).cancel()  # and dropped
-    runtime.wait_value(gate.ptr, 2, second)
+    wait_value(runtime, gate.ptr, 2, second)
     transfer = pair.a.prepare("write", "b", blocks).start(stream=second)
-    runtime.write_value(gate.ptr, 1, third)
+    write_value(runtime, gate.ptr, 1, third)
     first.synchronize()
     with pytest.raises(TransferTimeoutError):
         transfer.wait(0.05)
     np.testing.assert_array_equal(pair.hosts[1], before)
-    runtime.write_value(gate.ptr, 2, third)
+    write_value(runtime, gate.ptr, 2, third)
     transfer.wait()
     second.synchronize()
     np.testing.assert_array_equal(pair.hosts[1], pair.hosts[0])

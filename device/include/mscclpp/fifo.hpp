@@ -1,7 +1,2 @@
 // MSCCL++'s host header. Kernels that include it need the device side.
-#ifndef MSCCLPP_FIFO_HPP_
-#define MSCCLPP_FIFO_HPP_
-
 #include "mscclpp/fifo_device.hpp"
-
-#endif

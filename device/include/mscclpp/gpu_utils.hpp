@@ -1,7 +1,2 @@
 // MSCCL++'s host header. Kernels that include it need the device side.
-#ifndef MSCCLPP_GPU_UTILS_HPP_
-#define MSCCLPP_GPU_UTILS_HPP_
-
 #include "mscclpp/device.hpp"
-
-#endif

@@ -42,12 +42,9 @@ def resident_bytes() -> int:
 
 def device_bytes(comm: Communicator) -> int:
     """Memory in use on the rank's NVIDIA GPU, by any process."""
-    from proxyccl.device.gpu.cuda_bindings import cu, ok  # its package is only for CUDA
-
     comm.synchronize()  # an array without a reference left is freed only then
-    with comm.runtime.current():
-        free, total = ok("cuMemGetInfo", cu.cuMemGetInfo())
-    return int(total - free)
+    free, total = comm.runtime.memory_left()
+    return total - free
 
 
 def communicator(meeting: str) -> Communicator:
