@@ -288,6 +288,16 @@ def test_a_transfer_to_oneself_without_its_other_half_is_named(on: Ranks) -> Non
     on.run(2, body)
 
 
+def test_a_transfer_to_oneself_whose_copy_fails_ends_on_both_sides() -> None:
+    def body(group: Any) -> None:
+        overlapping = torch.zeros(1).expand(4)  # a tensor that torch does not write to
+        for work in [isend(group, torch.ones(4), 0), irecv(group, overlapping, 0)]:
+            with pytest.raises(RuntimeError, match="single memory location"):
+                work.wait()
+
+    run(body, ranks=1)
+
+
 def test_threads_of_a_rank_transfer_and_collect_at_once(on: Ranks) -> None:
     """Each thread has its own peers, because the transfers of two ranks match in order."""
     ranks = 4
