@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from proxyccl.device.errors import ProtocolError
-from proxyccl.device.memory.descriptor_passing import receive_with_descriptors, send_with_descriptors
+from proxyccl.device.memory.descriptors import receive_with_descriptors, send_with_descriptors
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.protocol import LONGEST_FRAME, MOST_DESCRIPTORS
 
