@@ -468,12 +468,6 @@ class BaseRuntime(Protocol):
         """Makes later work of stream handle `then` wait for work queued on `first`; both must exist."""
         ...
 
-    def stream_order_in_c(self) -> tuple[int, int, int] | None:
-        """For a caller in C that orders streams itself: the address of their order (stream_order.h), an event of the
-        caller's own, and the handle that means another stream in each thread. None if `order_streams` alone does it.
-        """
-        return None
-
     def stream_events(self) -> StreamEvents:
         """The driver's events, by which C orders its streams."""
         ...

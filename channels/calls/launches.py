@@ -80,8 +80,9 @@ class Launches:
             CurrentStream,
             (self._refuse, self._turn, runtime.current, runtime.in_flight.add),
         )
-        if (order := runtime.stream_order_in_c()) is not None:
-            self.calls.order_by(*order)
+        if runtime.thread_stream is not None:
+            events = runtime.stream_events()
+            self.calls.order_by(events.order, events.take(), runtime.thread_stream)
         when_interrupted(self._default_handle, lambda error: failure.abort(f"interrupted by {type(error).__name__}"))
         if synchronize := runtime.calls.synchronize:
             call_log.wait_on(self._default_handle, synchronize)

@@ -57,7 +57,6 @@ class GpuMemory:
 
     @property
     def closed(self) -> bool:
-        """Whether it was freed."""
         return not self._finalizer.alive
 
     def close(self) -> None:
@@ -100,21 +99,17 @@ class GpuPinnedMemory(GpuMemory):
 
     @property
     def host_ptr(self) -> int:
-        """Address for the CPU."""
         return self.shared.ptr
 
     @property
     def handle(self) -> bytes:
-        """The handle with which other processes map it (`GpuRuntime.open_pinned`)."""
         return self.shared.handle
 
     def export(self, host_ptr: int, nbytes: int) -> bytes:
-        """A handle of `nbytes` of it from `host_ptr` on."""
         return self.shared.export(host_ptr, nbytes)
 
     @property
     def descriptor(self) -> int:
-        """The descriptor of its file."""
         return self.shared.descriptor
 
 
