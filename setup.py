@@ -12,8 +12,8 @@ from setuptools import Extension, setup
 
 INCLUDE_DIRS = ["device/include", "device/kernels"]
 CALLS = ("module", "table", "form", "form_list", "flow_calls", "arrays", "reach")
-EXPERT_CALLS = ("sent_call", "descriptor", "issuer", "dispatch_form", "combine_form")
-BUILD_SCRIPTS = ("device/build_native", "proxy/build_engine", "proxy/build_transfers", "tools/build_ring_loops")
+EXPERT_CALLS = ("descriptor", "layer_form", "dispatch_form", "combine_form")
+BUILD_SCRIPTS = ("device/build_native", "proxy/build_engine", "proxy/build_transfers")
 JOBS = len(os.sched_getaffinity(0))
 GENERATED = Path("build/host_kernels")
 
@@ -109,7 +109,7 @@ of_objects = [
             *(f"channels/calls/{name}.c" for name in CALLS),
             *(f"channels/expert_parallel/{name}.c" for name in EXPERT_CALLS),
         ],
-        "proxyccl.torch._device_calls": [f"faces/torch/{name}.c" for name in ("call_issuer", "queued_call", "on_gpu")],
+        "proxyccl.torch._device_calls": [f"faces/torch/{name}.c" for name in ("call_issuer", "queued_call")],
     }.items()
 ]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import aims
+from collectives import bus_factor
 from jobs import open_job
 from side_by_side import (
     BARE_COPIES,
@@ -37,7 +38,6 @@ from side_by_side import (
 )
 
 from proxyccl.channels.collectives.selection import ALGORITHMS, PACKET_ALGORITHMS
-from proxyccl.tools.bench_collectives import bus_factor
 from proxyccl.tools.options import show_size
 from proxyccl.tools.results import Fields
 from proxyccl.tools.tables import Column, Table

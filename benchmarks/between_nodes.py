@@ -16,13 +16,13 @@ from typing import Any
 import aims
 import all_reduce
 import moves
+from collectives import bus_factor
 from jobs import open_job
 from network_limits import limits
 from side_by_side import COLUMNS, Case, Contender, Job, Timing, arguments, resolve, show
 
 from proxyccl import EPAll2AllLayer
 from proxyccl.tools import options
-from proxyccl.tools.bench_collectives import bus_factor
 from proxyccl.tools.options import show_size
 from proxyccl.tools.results import Fields
 from proxyccl.tools.tables import Column, Table

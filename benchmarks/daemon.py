@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import aims
+import bare_loops
 from mpi4py import MPI
 from program import common_arguments, describe, end_if_it_hangs, heading
 
@@ -32,7 +33,6 @@ from proxyccl import Communicator, Operation, ProxyChannel, RegisteredMemory, Tr
 from proxyccl.proxy._engine import ffi
 from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.processes import stat_of
-from proxyccl.tools import ring_loops
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
@@ -101,7 +101,7 @@ class Pusher:
         """Pushes `count` triggers of `nbytes` bytes. Waits for room in the ring."""
         src, dst = self._memories
         trigger = Trigger(operation, self._channel, nbytes, src, 0, dst, 0)
-        if ring_loops.produce(self._fifo, self._pushed, trigger.encode(), count, _TIMEOUT) != count:
+        if bare_loops.produce(self._fifo, self._pushed, trigger.encode(), count, _TIMEOUT) != count:
             raise SystemExit(f"daemon.py: the proxy did not take the triggers within {_TIMEOUT:g} s")
         self._pushed += count
 

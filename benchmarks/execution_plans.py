@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import aims
+from collectives import bus_factor
 from jobs import open_job
 from side_by_side import (
     COLUMNS,
@@ -32,7 +33,6 @@ from side_by_side import (
 )
 
 from proxyccl import ExecutionPlan, RegisteredMemory
-from proxyccl.tools.bench_collectives import bus_factor
 from proxyccl.tools.options import show_size
 from proxyccl.tools.results import Fields
 from proxyccl.tools.tables import Column, Table

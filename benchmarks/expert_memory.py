@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from proxyccl import EPConfig
 from proxyccl.channels.expert_parallel.geometry import Geometry, OutputLayout, WorkspaceShape, aligned, blocks_for
-from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
+from proxyccl.channels.expert_parallel.output_buffers import KEPT_OUTPUTS
 from proxyccl.device._native import lib
 from proxyccl.device.memory.places import own_segment_bytes
 from proxyccl.tools.tables import Column, Table

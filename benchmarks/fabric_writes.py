@@ -6,7 +6,7 @@ same memory, and ask for as many completions. They take turns; a ratio is the me
 iperf3 and fi_pingpong are installed, they tell before what they get on the same interface: a stream of TCP, and
 messages to and fro.
 
-    make bare-writes                                       the bare loop
+    make bare-loops                                       the bare loop
     python benchmarks/fabric_writes.py --interface lo      both processes on one host, over its loopback
 """
 
@@ -17,13 +17,12 @@ import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import aims
-import bare_writes
+import bare_loops
 import numpy as np
 from network_peers import NetworkPeers
 from program import common_arguments, end_if_it_hangs
@@ -31,7 +30,7 @@ from proxied_writes import TIMEOUT, Place, ProxiedWrites
 
 from proxyccl import FabricOptions, open_runtime
 from proxyccl.device.errors import TransportError
-from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions, FabricEndpoint, FabricRegistration
+from proxyccl.proxy.fabric.endpoint import FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import FabricOffer, fabric_offers, load
 from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.tools.results import Fields, machine, versions, write_json
@@ -59,7 +58,7 @@ def serve(pipe: Connection, options: FabricOptions) -> None:
     pipe.send((endpoint.address, registration.address, registration.key))
     queue = endpoint.connect(pipe.recv(), 0).queue
     while not pipe.poll():
-        if bare_writes.fabric_serve(queue, 0.05):
+        if bare_loops.fabric_serve(queue, 0.05):
             break
     pipe.send(memory.tobytes())
     endpoint.close()
@@ -68,7 +67,7 @@ def serve(pipe: Connection, options: FabricOptions) -> None:
 class Bare:
     """The bare loop, on an endpoint."""
 
-    def __init__(self, to: FabricConnectionOptions, local: int, remote: int, key: int) -> None:
+    def __init__(self, to: Any, local: int, remote: int, key: int) -> None:
         self._options: dict[str, Any] = {
             "endpoint": to.endpoint,
             "queue": to.queue,
@@ -83,7 +82,7 @@ class Bare:
 
     def __call__(self, nbytes: int, count: int) -> float:
         """Seconds that this many writes take."""
-        taken = bare_writes.fabric_write(**self._options, bytes=nbytes, count=count)
+        taken = bare_loops.fabric_write(**self._options, bytes=nbytes, count=count)
         if taken < 0:
             raise TransportError(f"the bare loop: {load().words(-taken)}")
         return taken / 1e9
@@ -151,7 +150,7 @@ def main() -> int:
         closing.callback(endpoint.close)
         closing.callback(second.close)
         bare = Bare(to, own.ptr, remote, key)
-        options_of_ours = replace(second.connect(address, key), signal_key=key)
+        options_of_ours = second.connect(address, key)
         places = (Place(proxied.ptr, _BYTES, proxied.local_key), Place(remote, _BYTES, key))
         ours = closing.enter_context(
             ProxiedWrites(open_runtime("host"), "fabric", options_of_ours, *places, look=_LOOK, fifo_size=_FIFO_SIZE)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import aims
+from collectives import bus_factor
 from jobs import open_job
 from side_by_side import (
     COLUMNS,
@@ -30,7 +31,6 @@ from side_by_side import (
     show,
 )
 
-from proxyccl.tools.bench_collectives import bus_factor
 from proxyccl.tools.options import show_size
 from proxyccl.tools.results import Fields
 from proxyccl.tools.tables import Table

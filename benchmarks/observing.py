@@ -20,6 +20,9 @@ import sys
 import time
 from types import TracebackType
 
+import bare_loops
+from ring import Loopback, as_parameter
+
 from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.runtime import Runtime
@@ -35,8 +38,7 @@ from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.transports.engine_connection import EngineRuntime
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.proxy.trigger import Operation, Trigger
-from proxyccl.tools import options, ring_loops
-from proxyccl.tools.bench_ring import Loopback, as_parameter
+from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions, write_json
 from proxyccl.tools.tables import Column, Table
 
@@ -162,7 +164,7 @@ class Alone:
         """CPU time of one trigger in ns, averaged over a full ring."""
         first = self._ring.taken
         words = Trigger(operation, 0, size, 0, 0, 0, 8).encode()
-        pushed = ring_loops.produce(self._ring, first, words, _SLOTS, _TIMEOUT)
+        pushed = bare_loops.produce(self._ring, first, words, _SLOTS, _TIMEOUT)
         lib.proxyccl_worker_stop(self._worker)  # returns when the ring is empty
         lib.proxyccl_thread_add_worker(self._thread, self._worker)
         start = time.thread_time_ns()

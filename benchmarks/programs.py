@@ -5,8 +5,9 @@ DDP, a mixture of experts, the issue of calls, and calls by proxies that rest. T
 so a part that fails or is ended costs only its own rows; the file says which and why. A time is that of the slowest
 rank.
 
-Other people's programs (others.py) follow, each contender in a job of its own: ours with the defaults, the peer, and
-ours with other settings. Their rows also have the first step, the slowest of the steps 2 to 10 over the median
+Other people's programs (others.py) follow, each contender in jobs of its own, in turns: ours with the defaults, the
+peer, and ours with other settings. The faster job of a contender counts, since the CPU's speed changes from job to job
+by up to 40 % on shared machines. Their rows also have the first step, the slowest of the steps 2 to 10 over the median
 ("late"), and the CPU time of a step, that of the proxies included.
 
 The CPU's share is the part of the time in which the CPU issued what was measured: near 1, a faster GPU gains nothing.
@@ -263,10 +264,15 @@ class Collected:
         self._table.header()
 
     def add(self, new: Fields) -> None:
-        """A row; one that says more of an earlier row's figure is joined to it."""
+        """A row; one that says more of an earlier row's figure is joined to it. Of a contender's values the smallest is
+        kept."""
         same = [row for row in self.rows if all(row[key] == new[key] for key in ("program", "figure", "unit"))]
         if same:
-            same[0]["values"] += new["values"]
+            values = {value["name"]: value for value in same[0]["values"]}
+            for value in new["values"]:
+                if value["value"] < values.setdefault(value["name"], value)["value"]:
+                    values[value["name"]] = value
+            same[0]["values"] = list(values.values())
         else:
             self.rows.append(new)
         ours = (same or [new])[0]["values"][0]["value"]
@@ -398,6 +404,9 @@ def main() -> int:
     parser.add_argument(
         "--variant", action="append", default=[], metavar="WORDS", help="of ours in trainings: see programs_ranks.py"
     )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="jobs of each contender, in turns, of others' programs; the faster counts"
+    )
     parser.add_argument("--together", action="store_true", help="also time steps of trainings that follow one another")
     beside = Path(sys.executable).with_name("mpiexec")
     launcher = os.fspath(beside) if beside.exists() else "mpiexec"
@@ -425,7 +434,7 @@ def main() -> int:
                 more += ["--together"] if parsed.together else []
             run(name, part, parsed, more, collected, Path(folder))
         if families := [name for name in parts if name in FAMILIES]:
-            for contender in parsed.contenders:
+            for contender in parsed.contenders * parsed.rounds:
                 run_others(families, contender, parsed, end, collected, Path(folder))
     collected.write()
     return 1 if collected.failed else 0

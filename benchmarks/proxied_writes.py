@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import bare_loops
+
 from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.device.errors import ProxyCCLError, WaitTimeoutError
 from proxyccl.device.runtime import Runtime
@@ -14,7 +16,6 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.trigger import Operation, Trigger
-from proxyccl.tools import ring_loops
 
 ffi = _engine.ffi
 
@@ -95,7 +96,7 @@ class ProxiedWrites:
         triggers = [(self._trigger(operation, nbytes), pushes) for operation, pushes in parts]
         start = time.perf_counter()
         for trigger, pushes in triggers:
-            self._pushed += ring_loops.produce(self._fifo, self._pushed, trigger, pushes, TIMEOUT)
+            self._pushed += bare_loops.produce(self._fifo, self._pushed, trigger, pushes, TIMEOUT)
         while self._flushed[0] < self._pushed:
             if self._failures:
                 raise ProxyCCLError(f"the proxy failed: {self._failures[0].reason}")

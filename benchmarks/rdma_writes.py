@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import aims
-import bare_writes
+import bare_loops
 from perftest import Perftest
 from program import common_arguments, end_if_it_hangs
 from proxied_writes import FIFO_SIZE, TIMEOUT, Place, ProxiedWrites
@@ -143,7 +143,7 @@ class Bare:
 
     def __call__(self, nbytes: int, count: int) -> float:
         """Seconds that `count` writes of `nbytes` bytes take."""
-        taken = bare_writes.verbs_write(**self._options, bytes=nbytes, count=count)
+        taken = bare_loops.verbs_write(**self._options, bytes=nbytes, count=count)
         if taken < 0:
             raise TransportError(f"the bare loop: {TRANSPORT.status_text(-taken)}")
         return taken / 1e9

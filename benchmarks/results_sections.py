@@ -119,6 +119,10 @@ def programs_section(result: Result) -> Section:
         if peer and ours and row["figure"] in ("a step", "training, eager", "training, captured"):
             ratio, what = ours / peer["value"], row["figure"].removeprefix("a step").replace("training", "")
             parts.append(f"{row['program']}{what} {number(ratio)}")
+        settings = [value["value"] for value in row["values"][1:] if value["ours"] and "," in value["name"]]
+        if settings and ours > 1.03 * min(settings):
+            over = number(ours / min(settings))
+            lines.append(f"- {row['program']}: the defaults take {over} of our best setting's time.")
     summary = f"ours over the peer's: {'; '.join(parts) or '-'} (of steps their time, of training its tokens a second)"
     return Section(f"{result.get('title', 'Programs')} {place(result)}", summary, lines)
 

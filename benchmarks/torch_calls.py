@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from proxyccl.torch.process_group import IS_BACKEND
-from proxyccl.torch.whole_group import WholeGroup
+from proxyccl.torch.issuing import IS_BACKEND
+from proxyccl.torch.process_group import WholeGroup
 
 _COUNT = 256  # elements: few, so that the kernels are short
 
@@ -25,7 +26,7 @@ class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torc
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._store, self._rank, self._size = store, rank, size
-        self._work = _DoneWork()
+        self._work, self.calls = _DoneWork(), SimpleNamespace(group_name="", group_desc="")
 
     def rank(self) -> int:
         """This rank's number in the group."""

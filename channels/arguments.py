@@ -60,7 +60,6 @@ def output_view(
     """The array that the caller gets back, and its view: `out`, which may be `x`, or a new array.
 
     Args:
-        group: the ranks.
         out, x: the caller's.
         source: where `x` lies.
         shape: of the result; None if any is right, for an `out` that is given.
@@ -80,7 +79,6 @@ def output_view(
 
 
 def require_writable(view: ArrayView, argument: str) -> None:
-    """Raises ArgumentError for an array that is read-only."""
     if not view.writable:
         raise ArgumentError(argument, "the array is read-only")
 
@@ -112,7 +110,6 @@ def share_shape(group: Group, source: ArrayView) -> tuple[int, ...]:
 
 
 def overlap(a: ArrayView, b: ArrayView) -> bool:
-    """Whether two arrays share memory."""
     return a.ptr < b.ptr + b.nbytes and b.ptr < a.ptr + a.nbytes
 
 

@@ -9,17 +9,12 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from proxyccl.channels import array_libraries, kernel_languages, proxy_channel, sm_channel
-from proxyccl.channels.collectives.all_gather import ALL_GATHER
-from proxyccl.channels.collectives.all_reduce import ALL_REDUCE
-from proxyccl.channels.collectives.all_to_all import ALL_TO_ALL
-from proxyccl.channels.collectives.barrier import barrier
-from proxyccl.channels.collectives.broadcast import BROADCAST
+from proxyccl.channels.collectives.collective import EXECUTE
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.planned import EXECUTE
-from proxyccl.channels.collectives.reduce import reduce
-from proxyccl.channels.collectives.reduce_scatter import REDUCE_SCATTER
+from proxyccl.channels.collectives.moves import ALL_GATHER, ALL_TO_ALL, BROADCAST
+from proxyccl.channels.collectives.reductions import ALL_REDUCE, REDUCE_SCATTER, reduce
 from proxyccl.channels.collectives.request import CtaPolicy, requested_policy
-from proxyccl.channels.collectives.run import run
+from proxyccl.channels.collectives.run import barrier, run
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.collectives.tensor_calls import TensorCalls
 from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gather, recv, scatter, send
@@ -222,7 +217,9 @@ class Communicator:
             RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap can't join some of its ranks.
         """
         self._group.failure.require_usable()
-        members = self._members(ranks)
+        members = as_ranks(self.world_size, ranks, "ranks")
+        if self.rank not in members:
+            raise ArgumentError("ranks", f"this rank, {self.rank}, is not among {members}; only members call this")
         bounded = self.timeout if timeout is None else timeout_from(timeout)
         if bootstrap is not None:
             place = getattr(bootstrap, "rank", None), getattr(bootstrap, "world_size", None)
@@ -263,16 +260,20 @@ class Communicator:
         self._group.failure.require_own_process()
         if self.closed:
             raise ClosedError("the communicator is closed; expected it to be shrunk before that")
-        excluded = self._excluded(exclude)
+        excluded = as_ranks(self.world_size, exclude, "exclude")
+        if self.rank in excluded:
+            raise ArgumentError(
+                "exclude", f"{self.rank} is this rank; expected others, because only ranks that stay call this"
+            )
         bounded = self.timeout if timeout is None else timeout_from(timeout)
         shrunk = object.__new__(Communicator)
         try:
-            shrunk._take(self._group.shrink(excluded, bounded), self._collectives.cta_policy)
+            shrunk._take(self._group.shrink(frozenset(excluded), bounded), self._collectives.cta_policy)
         except ResourceError as error:  # the others go on without this rank when they find that it has left
             self._group.failure.abort(f"shrink: {error}")
             self._group.close()
             raise
-        shrunk._inherit(self)
+        shrunk._group.symmetric.inherit(self._group.symmetric)
         if self._group.failure.aborted:
             self._group.close()
         try:
@@ -286,17 +287,6 @@ class Communicator:
             shrunk._group.close()
             raise
         return shrunk
-
-    def _excluded(self, exclude: Sequence[int]) -> frozenset[int]:
-        excluded = as_ranks(self.world_size, exclude, "exclude")
-        if self.rank in excluded:
-            raise ArgumentError(
-                "exclude", f"{self.rank} is this rank; expected others, because only ranks that stay call this"
-            )
-        return frozenset(excluded)
-
-    def _inherit(self, other: Communicator) -> None:
-        self._group.symmetric.inherit(other._group.symmetric)
 
     def grow(self, bootstrap: Any, *, timeout: float | None = None) -> Communicator:
         """A communicator of these ranks and new ones, which join them over a bootstrap.
@@ -317,19 +307,13 @@ class Communicator:
         joined, made_here = as_bootstrap(bootstrap)
         grown = object.__new__(Communicator)
         grown._open(self._group.grow(joined, bounded, owns_bootstrap=made_here), self._collectives.cta_policy)
-        grown._inherit(self)
+        grown._group.symmetric.inherit(self._group.symmetric)
         return grown
 
     @property
     def members(self) -> tuple[int, ...]:
         """By rank, its number in the communicator that this one was split or shrunk from; empty for any other."""
         return self._group.members
-
-    def _members(self, ranks: Sequence[int]) -> list[int]:
-        members = as_ranks(self.world_size, ranks, "ranks")
-        if self.rank not in members:
-            raise ArgumentError("ranks", f"this rank, {self.rank}, is not among {members}; only members call this")
-        return members
 
     @classmethod
     def from_mpi(cls, comm: Any = None, **options: Any) -> Communicator:

@@ -14,14 +14,13 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from proxyccl.channels.calls.launches import Launches
-from proxyccl.channels.inventory import Inventory
+from proxyccl.channels.handles import Inventory
 from proxyccl.channels.joining.bootstrap import Bootstrap
 from proxyccl.channels.joining.meeting import Meeting, meet_apart, meet_survivors, regroup
 from proxyccl.channels.joining.one_caller import OneCaller
 from proxyccl.channels.joining.topology import Topology
 from proxyccl.channels.lent_memory import LentMemory
 from proxyccl.channels.liveness.aftermath import Aftermath
-from proxyccl.channels.liveness.context_watch import ContextWatch
 from proxyccl.channels.liveness.failure import FailureState, Observer
 from proxyccl.channels.liveness.host_links import OFFER, HostLink, Listener
 from proxyccl.channels.liveness.watcher import Watcher
@@ -53,7 +52,8 @@ _CIRCLE_SECONDS = 0.1
 """A peer that waits this long for the end of another communicator may be waiting for this rank."""
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.25
-"""How often the watcher looks whether this rank waits for a peer that has closed the communicator."""
+"""How often the watcher looks whether this rank waits for a peer that has closed the communicator, or has lost its
+context."""
 
 
 class Shared(Protocol):
@@ -91,6 +91,9 @@ class Group:
         thread: number of the thread that made it.
         control: this rank's control segment.
         topology: the placement of the ranks.
+        ways: by rank of this host, the kind of socket over which the two pass each other descriptors of memory:
+            "network", "directory" or "daemon". Without those that see each other's in /proc.
+        members: by rank, its number in the group that this one was made from; empty if there is none.
         exchange: exchanges between all ranks.
         failure: whether the group can still be used.
         launches: the order of its launches.
@@ -118,14 +121,14 @@ class Group:
         self._meeting = meeting
         self._parent: Group | None = parent
         self._shrunk = ""  # what to do instead of another `shrink`
-        self._next_look = 0.0  # for calls in vain
+        self._next_look = self._next_context_look = 0.0  # for calls in vain, and for the context
         self.makes_transfers = False  # that the call log does not have
         self._leaving = False  # waits for its work at its end
         self._work_ends_by = math.inf  # then its watcher ends the group
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
         self._one_caller = OneCaller()
-        self.linger = meeting.linger
+        self.linger, self.ways, self.members = meeting.linger, meeting.ways, meeting.members
         self.exchange = exchange = meeting.exchange
         self.rank, self.world_size, self.timeout = exchange.rank, exchange.world_size, exchange.timeout
         self.thread = threading.get_ident()
@@ -266,7 +269,7 @@ class Group:
             if not orphan:
                 beside = [group for group in _open_groups if group._has_peers_on(self.runtime.device_id)]
                 for group in (*beside, self) if beside and self.world_size > 1 else ():
-                    group.launches.share_device()
+                    group.launches.log.share_device()
                 _open_groups.append(self)
                 if self._parent is not None:
                     self._parent._children.append(self)
@@ -282,8 +285,6 @@ class Group:
         return self.world_size > 1 and self.runtime.device_id == device_id
 
     def _begin_watching(self, observer: Observer) -> None:
-        context = ContextWatch(self.launches.default_stream, self.failure.file_lost_context)
-
         def each_turn() -> int:
             self.symmetric.update()
             self.lent_memory.update()
@@ -296,9 +297,8 @@ class Group:
                 observer.asked()
             if (proxy := self.links.proxy_if_started) is not None:
                 proxy.check_turns(self.timeout)
-            if self._parent is None:
-                context.look()
-            return self.launches.call_count
+            self._look_at_context(now)
+            return self.launches.log.count
 
         def end_waits() -> None:
             if (proxy := self.links.proxy_if_started) is not None:  # otherwise no stream waits for it
@@ -331,6 +331,17 @@ class Group:
         self.failure.watch(self._watcher, observer, stopped_proxy)
         self.exchange.guard(self.failure, self._watcher)
         self._published = self._publish()
+
+    def _look_at_context(self, now: float) -> None:
+        """Ends the group if an error has ended this process's context on its GPU: the driver says so only when asked.
+        Nothing else depends on the stream that is asked about.
+        """
+        if self._parent is None and now >= self._next_context_look:
+            self._next_context_look = now + _LOOK_SECONDS
+            try:
+                self.launches.default_stream.query()
+            except DriverError as error:  # a driver that ends with the process returns errors of its own
+                self._file(error)
 
     def _end_work_in_vain(self, now: float) -> None:
         """Ends the group if its transfers wait, at its end, for peers that make no more calls.
@@ -379,17 +390,6 @@ class Group:
     def crosses_namespaces(self) -> bool:
         """Whether ranks of this host, or the daemon of this rank's proxy, are in other PID namespaces."""
         return self._meeting.crosses_namespaces
-
-    @property
-    def ways(self) -> dict[int, str]:
-        """By rank of this host, the kind of socket over which the two pass each other descriptors of memory: "network",
-        "directory" or "daemon". Without those that see each other's in /proc."""
-        return self._meeting.ways
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """By rank, its number in the group that this one was made from; empty if there is none."""
-        return self._meeting.members
 
     @property
     def schedules_need_registration(self) -> bool:

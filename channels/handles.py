@@ -1,10 +1,13 @@
-"""Device handles as kernels take them: channels and sets of them, and their semaphores and rings by themselves."""
+"""Device handles as kernels take them: channels and sets of them, and their semaphores and rings by themselves; and an
+inventory of them.
+"""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar, overload
 
 from proxyccl.device._native import ffi
 from proxyccl.device.arguments.integers import find_integer
@@ -54,7 +57,6 @@ class HandleArray:
 
     @property
     def device_pointer(self) -> int:
-        """The address of the first one; 0 if there are none."""
         return self._memory.ptr if self._memory is not None else 0
 
 
@@ -93,7 +95,6 @@ class Channel:
         return DeviceHandle(self.semaphore_kind, self._part("semaphore"), (self, self._kept))
 
     def _part(self, field: str) -> bytes:
-        """A struct that the handle contains."""
         part = getattr(self._handle, field)
         return bytes(ffi.buffer(ffi.addressof(self._handle, field), ffi.sizeof(part)))
 
@@ -172,3 +173,36 @@ class ChannelSet(Sequence[C], Generic[C]):
 
     def __repr__(self) -> str:
         return f"<{len(self)} channels to ranks {self.peers}>"
+
+
+class DeviceSemaphores(Protocol):
+    """Semaphores whose words lie in device memory."""
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where the words lie: addresses and sizes, for `decode`."""
+        ...
+
+    def decode(self, words: bytes) -> Sequence[tuple[int, int, int, int, int]]:
+        """From the bytes of `ranges`: peer, number, signals that came in, were waited for, and were sent."""
+        ...
+
+
+class Inventory:
+    """The channels and semaphores that a rank of a communicator uses, for its reports. Dropped ones are not listed."""
+
+    def __init__(self) -> None:
+        self._channels: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
+        self._semaphores: weakref.WeakValueDictionary[int, DeviceSemaphores] = weakref.WeakValueDictionary()
+
+    def add_channel(self, channel_id: int, channel: Channel) -> None:
+        self._channels[channel_id] = channel
+
+    def add_semaphores(self, semaphores: DeviceSemaphores) -> None:
+        self._semaphores[id(semaphores)] = semaphores
+
+    def channels(self) -> list[Channel]:
+        return [channel for reference in self._channels.valuerefs() if (channel := reference()) is not None]
+
+    def semaphores(self) -> list[DeviceSemaphores]:
+        return [found for reference in self._semaphores.valuerefs() if (found := reference()) is not None]

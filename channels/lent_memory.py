@@ -36,11 +36,6 @@ Met = tuple[int, int]
 class LentMemory:
     """The memory that one rank lends to the peers of a group.
 
-    Args:
-        runtime: the rank's.
-        symmetric: announces it.
-        calls: the calls of the group.
-
     Attributes:
         limit: most bytes that are lent; 0: none. By default ``PROXYCCL_LEND_BYTES``, else a share of the device's.
     """
@@ -56,7 +51,6 @@ class LentMemory:
 
     @property
     def is_possible(self) -> bool:
-        """Whether anything may be lent."""
         return self.limit != 0 and self._symmetric.offered
 
     def update(self) -> None:

@@ -40,7 +40,6 @@ class _Offer(Message, frozen=True):
     """A rank's description of the memory that it registers.
 
     Attributes:
-        nbytes: its size.
         handle: maps it in ranks of the same host; empty if it can't be shared.
         unshared_reason: the reason why it can't be shared; empty if it can, or has no bytes.
         exposed: by remote transport, the address and the key by which peers name it.
@@ -60,7 +59,6 @@ _IDS = Codec[dict[int, Uint32]](dict[int, Uint32], 1 << 20, name="memory ids")
 
 
 def require_room(shape: tuple[int, ...], dtype: DType) -> None:
-    """Raises ResourceError for an array that no memory has room for."""
     if dtype.itemsize * math.prod(shape) > MOST_BYTES or any(n > MOST_BYTES for n in shape):
         raise ResourceError(f"can't allocate {shape} of {dtype}: no memory has more than {MOST_BYTES} bytes")
 
@@ -90,8 +88,6 @@ def register(
     """Registers an array on all ranks together, to be symmetric memory too or not. See `Communicator.register`.
 
     Args:
-        group: the ranks.
-        array: this rank's array.
         symmetric: whether collectives use it in place.
         reserved: whether it may take memory ids that are reserved for memory that schedules must have.
         argument: the caller's name for the array, for messages.
@@ -381,7 +377,7 @@ class RegisteredMemory:
         self._closed = True
         if not self._group.failure.closed:  # forms name the ids, which go to other memory
             self._group.launches.calls.unset_reached(self._number)
-            self._group.symmetric.notify(self.ptr, self.ptr + self.nbytes)
+            self._group.launches.calls.forget(self.ptr, self.ptr + self.nbytes)
         self._group.links.schedule_ids -= self._schedule_ids
         service = self._group.links.proxy_if_started
         if service is not None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from proxyccl.channels.joining.exchange import Exchange
 from proxyccl.channels.joining.proxy_options import ProxyOptions
-from proxyccl.channels.joining.proxy_place import ProxyPlace, Where
+from proxyccl.channels.joining.proxy_place import ProxyPlace
 from proxyccl.channels.joining.topology import RankInfo, Topology
 from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.remote import RemoteLinks
@@ -23,7 +23,7 @@ from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.connection import DaemonAddress, NodeDaemon
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
-from proxyccl.proxy.daemon.protocol import Prepare, socket_path
+from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.idle_choice import choose_idle
 from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
 from proxyccl.proxy.observe.publications import Description
@@ -48,18 +48,14 @@ class PeerLinks:
     """The proxy and the connections that move data between this rank's memory and its peers'.
 
     Args:
-        runtime: of this rank.
-        control: its control segment.
         segments: the control segments of the host's other ranks.
-        exchange: between all ranks.
         failure: told when the proxy fails.
-        proxy_place: where the proxy runs.
-        proxy_options: of the proxy.
         transport_options: of transports between hosts.
         description: the proxy's description for observers.
         whole: the links of the group from which this one was split; None if it was not.
 
     Attributes:
+        place: where the proxy runs.
         topology: the placement of the ranks; complete after `bring_up`.
         host_ranks: number of ranks of this host, with those outside this part of the whole.
         container_ranks: of these, the ranks in this rank's container.
@@ -87,7 +83,7 @@ class PeerLinks:
         self._segments = segments
         self._exchange = exchange
         self._failure = failure
-        self._place = proxy_place
+        self.place = proxy_place
         self._options = proxy_options
         self._description = description
         self._lock = threading.RLock()
@@ -95,7 +91,7 @@ class PeerLinks:
         self._whole = whole
         devices = {info.device_id for rank, info in enumerate(topology.ranks) if topology.same_host(rank)}
         own = runtime.device_id
-        self._daemon = ChosenDaemon(self._addresses, Prepare(runtime.name, own, sorted(devices - {own})))
+        self._daemon = ChosenDaemon(self._addresses, runtime.name, own, sorted(devices - {own}))
         self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and whether for private memory
         self._transports: dict[int, str] = {}
         self.topology = topology
@@ -123,7 +119,7 @@ class PeerLinks:
 
     def start_early(self) -> None:
         """Starts the job's own daemon, if the proxy is to run there, beside the program: nothing waits for it."""
-        if self._place.where == "process" and self._exchange.world_size > 1 and self._proxy is None:
+        if self.place.where == "process" and self._exchange.world_size > 1 and self._proxy is None:
             self._daemon.begin(self._exchange.timeout)
 
     @property
@@ -142,7 +138,7 @@ class PeerLinks:
             return self._proxy
 
     def _start(self) -> Proxy:
-        if self._place.where == "thread":
+        if self.place.where == "thread":
             if self._runtime.loads_lazily:
                 warnings.warn(_LOADS_LAZILY, RuntimeWarning, stacklevel=2)
             if (limit := self._runtime.queue_limit) is not None:
@@ -154,10 +150,10 @@ class PeerLinks:
         """The daemons that may run the proxy: the first that sees this rank's device does. Launchers may confine a
         rank, and the processes that it starts, to its device; such a rank starts its own daemon.
         """
-        node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self._place.where == "daemon" else []
-        if node and self._place.chosen:
+        node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self.place.where == "daemon" else []
+        if node and self.place.chosen:
             return node
-        name, options = self._place.job_daemon, self._job_options()
+        name, options = self.place.job_daemon, self._job_options()
         return [*node, JobDaemon(name, options), JobDaemon(f"{name}-{self._runtime.device_id}", options)]
 
     @property
@@ -186,7 +182,6 @@ class PeerLinks:
         return parse_cores(cores, self._runtime.numa_node()) if cores is not None else None
 
     def _of_host(self) -> list[RankInfo]:
-        """The ranks of this host."""
         return [info for rank, info in enumerate(self.topology.ranks) if self.topology.same_host(rank)]
 
     def _of_container(self) -> list[RankInfo]:
@@ -242,16 +237,11 @@ class PeerLinks:
         )
 
     @property
-    def place(self) -> Where:
-        """Where this rank's proxy runs."""
-        return self._place.where
-
-    @property
     def _takes_private(self) -> bool:
         """Whether copies from memory that no other process can map need a separate connection. An explicitly requested
         node daemon refuses such memory.
         """
-        return self._place.where == "process" or (self._place.where == "daemon" and not self._place.chosen)
+        return self.place.where == "process" or (self.place.where == "daemon" and not self.place.chosen)
 
     def transport(self, peer: int) -> str:
         """Name of the transport that moves data to a peer; to this rank itself copies do."""

@@ -26,13 +26,8 @@ _OFFER = Codec(_Offer, 64 << 10, "pinned memory offer")
 class PinnedRange:
     """Pinned memory of one size on every rank. All ranks make it together.
 
-    Args:
-        group: the ranks.
-        nbytes: its size.
-
     Attributes:
         ptr: the device's address of this rank's.
-        nbytes: its size.
         private: whether other processes can't map it: never.
     """
 

@@ -35,7 +35,6 @@ class _Answer(Message, frozen=True):
     for_peers: dict[int, Uint32] = msgspec.field(default_factory=dict)
 
     def endpoint_for(self, rank: int) -> EndpointInfo | None:
-        """The endpoint for a rank."""
         number = self.for_peers.get(rank, len(self.endpoints))
         return self.endpoints[number] if number < len(self.endpoints) else None
 
@@ -50,8 +49,6 @@ class RemoteLinks:
     Args:
         runtime: whose device memory peers access.
         control: this rank's control segment, in which peers signal.
-        exchange: between all ranks.
-        topology: the placement of the ranks.
         proxy: returns this rank's proxy.
         options: the devices to use, and their settings.
         core_share: as for `Proxy.open_remote`.
@@ -103,7 +100,6 @@ class RemoteLinks:
         return [theirs.unsupported_reasons for theirs in self._together(answer)]
 
     def use(self, transports: dict[int, str]) -> None:
-        """Sets the transports to every other rank."""
         self._transports = transports
 
     def connect_endpoints(self, peers: Collection[int]) -> None:
@@ -188,7 +184,6 @@ class RemoteLinks:
 
     @property
     def peers(self) -> set[int]:
-        """The ranks that are reached by remote transports."""
         return {peer for peer, transport in self._transports.items() if TRANSPORTS[transport].is_remote}
 
     @property
@@ -198,7 +193,6 @@ class RemoteLinks:
 
     @property
     def used(self) -> bool:
-        """Whether this rank has a device open."""
         return self._context is not None
 
     def queue_pairs(self, peer: int) -> tuple[int, int]:
@@ -209,7 +203,6 @@ class RemoteLinks:
         return own, theirs
 
     def connect(self, peer: int) -> Connection:
-        """The proxy's connection to a peer over its endpoint."""
         return self._opened().open_connection(peer)
 
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
@@ -221,7 +214,6 @@ class RemoteLinks:
         return self._opened().expose_pinned(memory, transport)
 
     def withdraw(self, memory: ExposedMemory) -> None:
-        """Ends either."""
         if self._context is not None:
             self._context.withdraw(memory)
 

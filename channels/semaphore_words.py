@@ -62,9 +62,7 @@ class SemaphoreWords:
     signal them. The ranks tell each other in the offers that they exchange for new words.
 
     Args:
-        runtime: this rank's.
         mappings: maps the memory of peers; they stay mapped until it is closed.
-        exchange: between all ranks.
         keep: keeps this rank's memory until the ranks have ended.
     """
 

@@ -148,7 +148,6 @@ class SymmetricArrayMemory:
 
     @property
     def closed(self) -> bool:
-        """Whether it was freed."""
         return not self._finalizer.alive
 
     def close(self) -> None:
@@ -164,15 +163,11 @@ class SymmetricMemory:
     """One rank's announcements, and its mappings of its peers'.
 
     Args:
-        runtime: the rank's.
-        mappings: maps peers' memory.
-        own: this rank's table.
         peers: the tables of the host's other ranks, by rank.
-        topology: the placement of the ranks.
-        rank: this rank.
         calls: the calls of the group, which learn how peers reach the memory.
 
     Attributes:
+        offered: whether all ranks learn of this one's announcements: they do on one host, if they are not too many.
         freed: addresses of lent ranges that their owners have freed; whoever reads them removes them.
     """
 
@@ -191,8 +186,8 @@ class SymmetricMemory:
         self._topology, self._rank, self._calls = topology, rank, calls
         self._numbers = {peer: number for number, peer in enumerate(sorted({*peers, rank}))}
         self._world_size = len(topology.accessible)
-        self._offered = len(self._numbers) == self._world_size and self._world_size <= MOST_RANKS
-        self._peers = peers if self._offered else {}  # otherwise none announces anything
+        self.offered = len(self._numbers) == self._world_size and self._world_size <= MOST_RANKS
+        self._peers = peers if self.offered else {}  # otherwise none announces anything
         self._lock = threading.RLock()  # of the following, except the mappings
         self._announced: dict[int, Announced] = {}
         self._unsettled: dict[int, Announced] = {}  # those of which peers, or their proxies, have yet to reply
@@ -210,17 +205,10 @@ class SymmetricMemory:
         self._seen = dict.fromkeys(peers, 0)  # changes of each peer's table that were handled
         self._handled: dict[tuple[int, int], _Handled] = {}  # by peer and entry
 
-    def notify(self, start: int, end: int) -> None:
-        """Has forms forgotten that name memory in a range."""
-        self._calls.forget(start, end)
-
-    # -- this rank's memory ---
-
     def allocate(self, nbytes: int, *, reserved: bool = False) -> Memory:
         """Device memory that is announced, unless the table is full or peers can't map it.
 
         Args:
-            nbytes: its size.
             reserved: whether it may take one of the entries that are reserved for memory that must be announced.
 
         Raises:
@@ -243,12 +231,10 @@ class SymmetricMemory:
         Each call that returns something is paired with a `withdraw`.
 
         Args:
-            ptr: its address.
-            nbytes: its size.
             memory: keeps it from being freed; released when it was withdrawn and no peer maps it.
             reserved: as for `allocate`.
         """
-        if not self._offered or self._world_size == 1 or nbytes == 0:
+        if not self.offered or self._world_size == 1 or nbytes == 0:
             return None
         self.withdraw_ended()
         known = self.find(ptr, nbytes)
@@ -304,7 +290,7 @@ class SymmetricMemory:
                 self._offer_to_proxies(announced)
             self._unsettled[entry] = announced
             self._tell_calls(announced)
-        self.notify(announced.start, announced.end)
+        self._calls.forget(announced.start, announced.end)
         return announced
 
     def _tell_calls(self, announced: Announced) -> None:
@@ -345,7 +331,7 @@ class SymmetricMemory:
             if alive is not None:
                 alive.withdraw(same)
         if not closed:
-            self.notify(announced.start, announced.end)
+            self._calls.forget(announced.start, announced.end)
             self._remove_from_proxy(announced)
 
     def note_end(self, announced: Announced) -> bool:
@@ -383,7 +369,7 @@ class SymmetricMemory:
             self._end(announced)
             if announced.lent:
                 self.freed.append(announced.start)
-        self.notify(announced.start, announced.end)
+        self._calls.forget(announced.start, announced.end)
         self._remove_from_proxy(announced)
 
     def _end(self, announced: Announced) -> None:
@@ -418,7 +404,6 @@ class SymmetricMemory:
 
     @property
     def lent_sizes(self) -> list[int]:
-        """The sizes of the ranges that are lent."""
         with self._lock:
             return [announced.nbytes for announced in self._announced.values() if announced.lent]
 
@@ -431,11 +416,6 @@ class SymmetricMemory:
                 self._forget(announced)
 
     # -- this rank's memory for proxies ---
-
-    @property
-    def offered(self) -> bool:
-        """Whether all ranks learn of this one's announcements: they do on one host, if they are not too many."""
-        return self._offered
 
     def serve(self, proxy: Proxy) -> None:
         """Registers memory that peers offer with this rank's proxy from now on."""
@@ -492,7 +472,6 @@ class SymmetricMemory:
             self._ask_proxies(announced)
 
     def find(self, ptr: int, nbytes: int) -> Announced | None:
-        """The announced range that contains a range."""
         with self._lock:
             found = [a for a in self._announced.values() if a.start <= ptr and ptr + nbytes <= a.end]
         for announced in found:
@@ -609,7 +588,6 @@ class SymmetricMemory:
         return handled.memory
 
     def _map(self, peer: int, handle: bytes, handled: _Handled) -> int:
-        """The address to reply for a handle."""
         if not handle:
             return 0
         if not self._topology.accessible[peer]:

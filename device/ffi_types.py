@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from proxyccl.device.errors import ArgumentError
+
 
 def realize_types(ffi: Any) -> None:
     """Makes cffi compute the fields of all its structs now.
@@ -38,3 +40,17 @@ def _is_complete(ffi: Any, ctype: Any) -> bool:
     except ffi.error:
         return False
     return True
+
+
+def fill(native_options: Any, **fields: Any) -> Any:
+    """Sets fields of a struct of C, and returns the struct.
+
+    Raises:
+        ArgumentError: a value does not fit its field; the error names the field.
+    """
+    for name, value in fields.items():
+        try:
+            setattr(native_options, name, value)
+        except (OverflowError, TypeError) as error:
+            raise ArgumentError(name, f"must be a number that fits its field, not {value!r}") from error
+    return native_options

@@ -26,7 +26,8 @@ ffi.set_source(
     sources=in_transfers("*.c"),
     depends=[
         *in_transfers("*.h"),
-        *("proxy/engine/clock.h", "proxy/engine/runtime_table.h", "device/launch.h", "device/waking.h"),
+        *(f"proxy/engine/{name}.h" for name in ("clock", "fabric_queue", "fabric_transport", "runtime_table")),
+        *("device/launch.h", "device/waking.h"),
     ],
     include_dirs=[
         *("proxy/transfers", "proxy/engine", "device"),

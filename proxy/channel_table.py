@@ -80,12 +80,14 @@ class ChannelTable:
         self._ring_of[channel] = rings[turn % len(rings)]
         return channel
 
-    def set_connection(self, channel: int, connection: Connection, remote_semaphore: int) -> None:
+    def set_connection(
+        self, channel: int, connection: Connection, pointer: _engine.ProxycclConnectionPointer, remote_semaphore: int
+    ) -> None:
         """Directs a channel's triggers to a connection, and its signals to a word of the peer."""
         lib.proxyccl_service_set_channel(
             self._service,
             channel,
-            connection.pointer,
+            pointer,
             ffi.cast("uint64_t *", remote_semaphore),
             self._shared.flushed_host(channel),
             self._shared.completed_host(channel),

@@ -7,11 +7,18 @@ unless the device orders both. For a device that does not, data goes through pin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 
 GPU_WRITES = ("auto", "ordered")
 """Values of the option `gpu_writes`: ask the device, or trust the caller that it keeps the order."""
+
+_PROBE_BYTES = 4096
+
+Registration = TypeVar("Registration")
 
 
 def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
@@ -30,3 +37,27 @@ def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
             f"{runtime.device_name} does not say that it orders RDMA writes to its memory before a signal in host "
             f"memory, so kernels could read old data; {variable}=ordered promises that the platform does"
         )
+
+
+def unsupported_reason(
+    runtime: Runtime, register: Callable[[int, int], Registration], release: Callable[[Registration], None]
+) -> str:
+    """Registers a few bytes of a runtime's device memory and releases them. Returns why that failed: the network device
+    does not reach the memory, or the memory's device does not order RDMA writes. Empty if it did not.
+
+    Args:
+        runtime: of the device.
+        register: registers an address and a size in bytes.
+        release: ends the registration.
+
+    Raises:
+        ResourceError: the system or the network device has no room.
+    """
+    memory = runtime.allocate(_PROBE_BYTES)
+    try:
+        release(register(memory.ptr, memory.nbytes))
+    except RuntimeUnavailableError as error:
+        return str(error)
+    finally:
+        memory.close()
+    return ""

@@ -7,14 +7,14 @@ memory twice, by its address in their process and by a handle: a service takes t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from proxyccl.device.runtime import Event, PinnedMemory, Stream
+from proxyccl.device.runtime import PinnedMemory
 from proxyccl.device.sleepers import Sleepers
-from proxyccl.proxy.codec import Message, Uint64
+from proxyccl.proxy.codec import Message, Uint32, Uint64
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.schedule import Schedule, SchedulePointers, ScheduleWait
 from proxyccl.proxy.transport_options import TransportOptions
@@ -28,7 +28,7 @@ open.
 """
 
 
-class Connection(Struct, frozen=True):
+class Connection(Message, frozen=True):
     """A connection to one peer. One worker serves it and all channels over it, so it needs no locks.
 
     Attributes:
@@ -36,16 +36,14 @@ class Connection(Struct, frozen=True):
         worker: number of its worker.
         peer: the rank at its other end; None if unknown.
         transport: the transport's name.
-        pointer: the engine's ProxycclConnection; None if the proxy is in another process.
-        owned: the objects that it copies with, to close after it, in this order.
+        private: whether its channels copy from memory that only the caller's process can reach.
     """
 
-    number: int
-    worker: int
-    peer: int | None
+    number: Uint64
+    worker: Uint64
+    peer: Uint64 | None
     transport: str
-    pointer: Any = None
-    owned: tuple[Stream | Event, ...] = ()
+    private: bool = False
 
 
 class ChannelCounters(Struct, frozen=True):
@@ -68,13 +66,13 @@ class ChannelCounters(Struct, frozen=True):
     gets: int
 
 
-class ProxyFailure(Struct, frozen=True):
+class ProxyFailure(Message, frozen=True):
     """The error that ended a worker.
 
     Attributes:
         code: a ProxycclErrorCode (control.h).
         channel: channel id; None if no channel is concerned.
-        trigger: the trigger that failed, or None.
+        words: the two words of the trigger that failed, or None.
         status: status of the transport or the driver; 0 if neither failed.
         reason: the error in words.
         exception: a handler's exception, or None.
@@ -84,16 +82,21 @@ class ProxyFailure(Struct, frozen=True):
         wait: after a time-out, the kind of wait: a ProxycclWaitKind (control.h).
     """
 
-    code: int
-    channel: int | None
-    trigger: Trigger | None
-    status: int
+    code: Uint32
+    channel: Uint64 | None
+    words: tuple[Uint64, Uint64] | None
+    status: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
     reason: str
     exception: BaseException | None = None
-    peer: int | None = None
-    schedule: int = 0
-    wait: int = 0
-    offset: int = 0
+    peer: Uint64 | None = None
+    schedule: Uint32 = 0
+    wait: Uint32 = 0
+    offset: Uint64 = 0
+
+    @property
+    def trigger(self) -> Trigger | None:
+        """The trigger that failed, or None."""
+        return Trigger.decode(*self.words) if self.words is not None else None
 
 
 class EndpointWire(Message, frozen=True):
@@ -133,7 +136,7 @@ class EndpointInfo(Message, frozen=True):
         return [replace(each, more=()) for each in (self, *others)]
 
 
-class ExposedMemory(Struct, frozen=True):
+class ExposedMemory(Message, frozen=True):
     """Memory of this rank that peers reach by one transport; made by `RemoteContext.expose`.
 
     Attributes:
@@ -146,9 +149,9 @@ class ExposedMemory(Struct, frozen=True):
     """
 
     transport: str
-    address: int
-    key: int
-    local_key: int
+    address: Uint64
+    key: Uint64
+    local_key: Uint32
     copied: bool
     owner: Any
 

@@ -7,14 +7,14 @@ also holds the last triggers that it handled.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import asdict
 from typing import Any
-
-from msgspec import Struct
 
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy._engine import ffi
-from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger, full_parity
+from proxyccl.proxy.codec import Message
+from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger, full_parity, operation_name
 
 LINE_BYTES = 128
 """Distance of words with different writers: two cache lines, because some processors fetch lines in pairs."""
@@ -35,22 +35,36 @@ def ring_bytes(size: int) -> int:
     return size * _SLOT_BYTES + LINE_BYTES
 
 
-class RingContents(Struct, frozen=True):
+class RingTrigger(Message, frozen=True):
+    """A trigger in a ring: its ticket, and its operation in words."""
+
+    ticket: int
+    channel: int
+    operation: str
+    size: int
+    src_memory: int
+    src_offset: int
+    dst_memory: int
+    dst_offset: int
+    value: int | None = None
+
+
+class RingContents(Message, frozen=True):
     """A ring at one moment.
 
     Attributes:
         size: number of slots.
         taken: the number of triggers that the proxy has taken, which is the ticket of the next one.
         full: number of slots with triggers that it has not taken.
-        waiting: the first of those triggers, with their tickets, in order.
-        recent: the last triggers that it took, with their tickets, in order.
+        waiting: the first of those triggers, in order.
+        recent: the last triggers that it took, in order.
     """
 
     size: int
     taken: int
     full: int
-    waiting: list[tuple[int, Trigger]]
-    recent: list[tuple[int, Trigger]]
+    waiting: list[RingTrigger]
+    recent: list[RingTrigger]
 
 
 class RingMemory:
@@ -108,7 +122,7 @@ class RingMemory:
         parity = self.slots[ticket % self.size].word1 >> PARITY_SHIFT
         return bool(parity == full_parity(ticket, self.size_log2))
 
-    def snapshot(self, count: int = 16) -> RingContents:
+    def snapshot(self, count: int = 32) -> RingContents:
         """Its present contents, with at most `count` triggers of each kind."""
         import numpy as np  # here: others read a ring without it
 
@@ -120,8 +134,13 @@ class RingMemory:
             parities = slots[tickets % np.uint64(self.size), 1] >> np.uint64(PARITY_SHIFT)
             return [int(ticket) for ticket in tickets[parities == full_parity(tickets, self.size_log2)]]
 
-        def decoded(tickets: list[int]) -> list[tuple[int, Trigger]]:
-            return [(ticket, Trigger.decode(*map(int, slots[ticket % self.size]))) for ticket in tickets]
+        def decoded(tickets: list[int]) -> list[RingTrigger]:
+            return [self._decoded(ticket, *map(int, slots[ticket % self.size])) for ticket in tickets]
 
         waiting, recent = held(taken, taken + self.size), held(max(0, taken - count), taken)
         return RingContents(self.size, taken, len(waiting), decoded(waiting[:count]), decoded(recent))
+
+    @staticmethod
+    def _decoded(ticket: int, word0: int, word1: int) -> RingTrigger:
+        trigger = Trigger.decode(word0, word1)
+        return RingTrigger(ticket, **{**asdict(trigger), "operation": operation_name(trigger.operation)})

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from proxyccl.device._native import lib as native
-from proxyccl.device.errors import ClosedError, ProxyCCLError, ResourceError
+from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.process import forks
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.sleepers import Sleepers
@@ -22,7 +22,6 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.channel_table import ChannelTable
 from proxyccl.proxy.created import created
 from proxyccl.proxy.fifo import Fifo, Ring
-from proxyccl.proxy.handlers import Handlers, require_callable
 from proxyccl.proxy.interface import ChannelCounters, Connection, HandleProvider, Handler, ProxyFailure
 from proxyccl.proxy.memory_table import MemoryTable
 from proxyccl.proxy.observe import publications
@@ -43,6 +42,12 @@ from proxyccl.proxy.wire_workers import WireWorkers
 from proxyccl.proxy.workers import OwnThreads, Worker, Workers, require_rings
 
 ffi, lib = _engine.ffi, _engine.lib
+
+
+def require_callable(handler: object) -> None:
+    """Raises ArgumentError for a handler that can't be called."""
+    if not callable(handler):
+        raise ArgumentError("handler", f"must be callable, not {type(handler).__name__}")
 
 
 class ProxyService:
@@ -106,8 +111,10 @@ class ProxyService:
         self._engine = EngineRuntime(runtime)
         self._shared = SharedWords(shared, shared_offset)
         self._on_failure = on_failure
-        self._handlers = Handlers()
+        self._handlers: dict[int, Handler] = {}  # by channel
+        self._handling: dict[int, float] = {}
         self._connections: list[Connection] = []
+        self.engine_connections: list[EngineConnection] = []  # by number
         self._closed = self._freed = False
         self._process = forks.here()
         self._lock = threading.Lock()
@@ -250,7 +257,7 @@ class ProxyService:
 
         Args:
             transport: the transport's name.
-            options: the transport's own options: `VerbsOptions`, `StagedOptions`; None for one within a host.
+            options: the transport's own options: a struct of C, or `StagedOptions`; None for one within a host.
             peer: the rank at the other end, for failures to name.
 
         Raises:
@@ -284,7 +291,7 @@ class ProxyService:
                 if made.wires and self._wires is None:
                     self._wires = self._make_wires(made.ends)
                 worker = len(self._connections) % len(self._workers)
-                connection = Connection(len(self._connections), worker, peer, transport, made.pointer, made.owned)
+                connection = Connection(len(self._connections), worker, peer, transport)
                 number = connection.number // len(self._workers)
                 if number == lib.PROXYCCL_MAX_CONNECTIONS:
                     raise ResourceError(f"a proxy thread serves at most {number} connections")
@@ -293,6 +300,7 @@ class ProxyService:
                     self._wires.add(made.wires)
                 lib.proxyccl_worker_add_connection(self._workers[worker].pointer, made.pointer)  # it has room
                 self._connections.append(connection)
+                self.engine_connections.append(made)
         except ProxyCCLError:
             lib.proxyccl_connection_destroy(made.pointer)
             for resource in made.owned:
@@ -320,7 +328,8 @@ class ProxyService:
         """See `Proxy.set_channel`. The address is enough: `handle` is not used."""
         with self._lock:
             self._require_open()
-            self._channels.set_connection(channel, connection, remote_semaphore)
+            pointer = self.engine_connections[connection.number].pointer
+            self._channels.set_connection(channel, connection, pointer, remote_semaphore)
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
         """Frees channel ids of a connection. Their triggers must be drained, and nobody may signal their words."""
@@ -386,14 +395,14 @@ class ProxyService:
         with self._lock:
             self._require_open()
             channel, worker = self._channels.reserve_for_handler(channel)
-            self._handlers.add(channel, handler)
+            self._handlers[channel] = handler
             self._channels.set_handler(channel, worker)
         return channel
 
     @property
     def handling(self) -> dict[int, float]:
         """The handlers that run now: for each one's channel, time.monotonic() when it began."""
-        return self._handlers.running
+        return self._handling
 
     def reserve_elsewhere(self) -> int:
         """Reserves a channel id for another service: one in a process that this service works for."""
@@ -462,14 +471,21 @@ class ProxyService:
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_LOCAL, None, None, 0, reason, error))
 
     def _handle(self, worker: Worker, info: Any) -> None:
-        trigger = Trigger.decode(info.trigger.word0, info.trigger.word1)
-        error = self._handlers.call(info.channel, trigger)
+        channel, words = info.channel, (info.trigger.word0, info.trigger.word1)
+        error: BaseException | None = None
+        self._handling[channel] = time.monotonic()
+        try:
+            self._handlers[channel](Trigger.decode(*words))
+        except BaseException as raised:  # a SystemExit too: it would end only the thread, and with it the proxy
+            error = raised
+        finally:
+            del self._handling[channel]
         if error is None:
             lib.proxyccl_worker_handled(worker.pointer)
             return
-        code, reason = native.PROXYCCL_ERROR_HANDLER, f"{type(error).__name__}: {error}"
-        self._shared.table[info.channel].errors += 1
-        self._fail(ProxyFailure(code, info.channel, trigger, 0, reason, error))
+        self._shared.table[channel].errors += 1
+        reason = f"{type(error).__name__}: {error}"
+        self._fail(ProxyFailure(native.PROXYCCL_ERROR_HANDLER, channel, words, 0, reason, error))
         self._workers.abandon(worker)
 
     def _failure(self, info: _engine.ProxycclExitInfoPointer) -> ProxyFailure:
@@ -478,11 +494,12 @@ class ProxyService:
         reason = ffi.string(info.reason).decode() if info.reason else ""
         if connection is not None and info.code == native.PROXYCCL_ERROR_TRANSPORT:
             transport = find_transport(connection.transport)
-            meaning = filter(None, (transport.status_text(info.status), transport.error_text(connection.pointer)))
+            meaning = filter(None, (transport.status_text(info.status), transport.error_text(info.connection)))
             reason = ": ".join((reason, *meaning))
-        trigger = Trigger.decode(info.trigger.word0, info.trigger.word1) if of_trigger else None
-        offset = 0
-        if trigger is not None:
+        words, offset = None, 0
+        if of_trigger:
+            words = info.trigger.word0, info.trigger.word1
+            trigger = Trigger.decode(*words)
             offset = trigger.src_offset if info.of_source else trigger.dst_offset
             if info.code == native.PROXYCCL_ERROR_BAD_TRIGGER and trigger.operation & Operation.DATA:
                 source = "a value"
@@ -493,7 +510,7 @@ class ProxyService:
         return ProxyFailure(
             code=info.code,
             channel=info.channel if of_trigger else None,
-            trigger=trigger,
+            words=words,
             status=info.status,
             reason=reason,
             peer=connection.peer if connection is not None else None,
@@ -508,7 +525,8 @@ class ProxyService:
 
     def _connection_at(self, pointer: _engine.ProxycclConnectionPointer) -> Connection | None:
         with self._lock:
-            return next((connection for connection in self._connections if connection.pointer == pointer), None)
+            pairs = zip(self._connections, self.engine_connections, strict=True)
+            return next((connection for connection, made in pairs if made.pointer == pointer), None)
 
     def _fail(self, failure: ProxyFailure) -> None:
         if self._on_failure is not None:
@@ -563,9 +581,9 @@ class ProxyService:
             if self._freed or not ended or self._wires is not None:
                 return self._freed
             self._freed = True
-        for connection in self._connections:
-            lib.proxyccl_connection_destroy(connection.pointer)
-            for resource in connection.owned:
+        for made in self.engine_connections:
+            lib.proxyccl_connection_destroy(made.pointer)
+            for resource in made.owned:
                 with contextlib.suppress(ProxyCCLError):
                     resource.synchronize()  # the memory that its copies use may be freed next
                 with contextlib.suppress(ProxyCCLError):

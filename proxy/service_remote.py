@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
@@ -20,14 +20,6 @@ from proxyccl.proxy.transports.transport import TransportEndpoint
 _MOST_ENDPOINTS: int = _engine.lib.PROXYCCL_MAX_CONNECTIONS
 
 
-class Connect(Protocol):
-    """Makes a service's connections."""
-
-    def __call__(self, transport: str, options: Any, *, peer: int | None) -> Connection:
-        """See `ProxyService.connect`."""
-        ...
-
-
 class _PeerEndpoint(Struct):
     transport: str
     endpoint: TransportEndpoint
@@ -39,7 +31,7 @@ class ServiceRemote:
     """See `proxyccl.proxy.interface.RemoteContext` for the methods.
 
     Args:
-        connect: makes the service's connections.
+        connect: makes the service's connections (`ProxyService.connect`).
         setup: the rank that devices are opened for.
         options: the devices and their settings.
 
@@ -47,7 +39,7 @@ class ServiceRemote:
         ArgumentError: the words to signal leave the control segment.
     """
 
-    def __init__(self, connect: Connect, setup: RemoteSetup, options: TransportOptions) -> None:
+    def __init__(self, connect: Callable[..., Connection], setup: RemoteSetup, options: TransportOptions) -> None:
         signals, segment = setup.signals, setup.segment
         if not 0 <= signals.start <= signals.stop <= segment.nbytes:
             raise ArgumentError("signals", f"must lie within the {segment.nbytes} bytes of the control segment")
@@ -64,12 +56,9 @@ class ServiceRemote:
         return self._devices[open_device]
 
     def unsupported_reason(self, transport: str) -> str:
-        """The reason why a transport's device can't register the runtime's device memory; empty if it can, or need
-        not."""
         return remote_functions(transport).unsupported_reason(self._device(transport))
 
     def make_endpoint(self, peer: int, transport: str) -> EndpointInfo:
-        """Makes this rank's endpoint of a connection to a peer."""
         functions = remote_functions(transport)
         if peer in self._endpoints:
             raise ArgumentError("peer", f"rank {peer} has an endpoint here already")
@@ -88,7 +77,6 @@ class ServiceRemote:
         own.theirs = theirs
 
     def open_connection(self, peer: int) -> Connection:
-        """The service's connection over a connected endpoint."""
         own = self._endpoint(peer)
         if own.theirs is None or own.used:
             raise ArgumentError(
@@ -104,24 +92,20 @@ class ServiceRemote:
         return self._endpoints[peer]
 
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
-        """Lets peers reach memory of this rank."""
         return remote_functions(transport).expose(self._device(transport), ptr, nbytes, handle)
 
     def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
-        """Lets peers reach pinned memory of this rank."""
         expose = remote_functions(transport).expose_pinned
         if expose is None:
             raise ArgumentError("transport", f"{transport} does not stage data")
         return expose(self._device(transport), memory)
 
     def withdraw(self, memory: ExposedMemory) -> None:
-        """Ends either."""
         functions = remote_functions(memory.transport)
         if functions.open in self._devices:  # otherwise it is closed, which withdrew everything
             functions.withdraw(self._devices[functions.open], memory)
 
     def close(self) -> None:
-        """Frees endpoints, registrations and devices."""
         with contextlib.ExitStack() as steps:  # from the last to the first, each regardless of the others
             for device in self._devices.values():
                 steps.callback(device.close)

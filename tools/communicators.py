@@ -1,75 +1,168 @@
-"""This machine's communicators, as RAS clients and `proxyccl top --web` show them."""
+"""This machine's communicators and their ranks at one moment, as RAS clients and `proxyccl top --web` show them.
+
+It opens the segments that ranks publish, through `/proc`, and takes no part in the communicators.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 
+import msgspec
+
 import proxyccl.channels.communicator  # noqa: F401  # the names of all collectives
-from proxyccl.channels.segment.published import Neighbour, RankObserver, RankView, find_ranks
+from proxyccl.channels.segment.call_log import calls_in, counts_in
+from proxyccl.channels.segment.calls import describe_call, name_of
+from proxyccl.channels.segment.control import ControlSegment, Presence, segment_bytes
+from proxyccl.channels.segment.error_record import exception_from
+from proxyccl.channels.segment.published import RankPublication, find_ranks
+from proxyccl.device._native import lib
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Message
+from proxyccl.proxy.observe.segment import open_published
 from proxyccl.proxy.processes import is_stopped, start_of
 
+_OTHERS = "other collectives"
+"""Those beyond the kinds that are counted one by one (PROXYCCL_CALL_KINDS)."""
 
-class MissingRank(Message, frozen=True):
-    """A rank of this machine that cannot be observed.
+
+class RankView(Message, frozen=True):
+    """A rank of this machine.
 
     Attributes:
         rank: its number.
         pid: its process.
-        dead: whether the process has ended.
-        stopped: whether it is stopped by a signal. Otherwise it runs, and has closed the communicator or published
-            nothing.
+        state: "runs"; "failed" if an error has ended the communicator; "leaves" while the rank closes it. A rank whose
+            process has "ended" or is "stopped" by a signal is missing, and so is an "absent" one, which does not have
+            the communicator open: the fields below say nothing about them.
+        host: its host (`host_name`).
+        device: the ordinal of its device; None if the rank is missing.
+        calls: collective calls that it has made, by collective. A graph's calls count when they are captured, and not
+            when it is replayed.
+        made: their number.
+        last: the last of them, in words; "" if there is none, or it is being logged.
+        failure: the error that has ended the communicator, in words; "" if it can be used.
+        failure_code: its ProxycclErrorCode; 0 if it can be used.
+        leaving: whether the rank closes the communicator.
     """
 
     rank: int
     pid: int
-    dead: bool
-    stopped: bool
+    state: str
+    host: str = ""
+    device: int | None = None
+    calls: dict[str, int] = msgspec.field(default_factory=dict)
+    made: int = 0
+    last: str = ""
+    failure: str = ""
+    failure_code: int = 0
+    leaving: bool = False
+
+
+class WaitView(Message, frozen=True):
+    """A rank that waits for another, and how it shows."""
+
+    rank: int
+    peer: int
+    text: str
 
 
 class CommunicatorView(Message, frozen=True):
-    """A communicator at one moment: its ranks on this machine.
+    """A communicator: its ranks on this machine.
 
     Attributes:
         name: its name.
         program: its first rank's program.
         size: the number of its ranks, on all hosts.
-        ranks: those that were observed.
-        missing: the others of this machine.
+        ranks: by number.
+        waits: who waits for whom, where that was looked for.
     """
 
     name: str
     program: str
     size: int
     ranks: tuple[RankView, ...]
-    missing: tuple[MissingRank, ...]
+    waits: tuple[WaitView, ...] = ()
+
+    @property
+    def present(self) -> list[RankView]:
+        """The ranks that were observed."""
+        return [rank for rank in self.ranks if rank.device is not None]
+
+    @property
+    def missing(self) -> list[RankView]:
+        """The others."""
+        return [rank for rank in self.ranks if rank.device is None]
 
 
 def communicators() -> list[CommunicatorView]:
-    """This user's communicators on this machine, by name.
+    """This user's communicators on this machine, by name, those that one of their ranks still has open.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.
     """
-    views: list[RankView] = []
-    for _, publication in find_ranks():
-        with contextlib.suppress(ArgumentError), RankObserver(publication) as observer:  # it was closed meanwhile
-            views.append(observer.snapshot())
-    jobs = itertools.groupby(views, lambda view: view.publication.description.job)
-    return [_communicator(job, tuple(ranks)) for job, ranks in jobs]
+    found = []
+    for name, of in itertools.groupby(find_ranks(), lambda item: item[1].description.job):
+        seen = {}
+        first = None
+        for _, publication in of:
+            with contextlib.suppress(ArgumentError):  # it was closed meanwhile
+                view = rank_view(publication)
+                first = first or publication
+                if not is_stopped(view.pid):
+                    seen[view.rank] = view
+        if first is not None:
+            seen = _with_missing(first, seen)
+            ranks = tuple(seen[rank] for rank in sorted(seen))
+            found.append(CommunicatorView(name, first.description.program, first.description.world_size, ranks))
+    return found
 
 
-def _communicator(job: str, ranks: tuple[RankView, ...]) -> CommunicatorView:
-    first = ranks[0].publication
-    stopped = {view.rank for view in ranks if is_stopped(view.publication.pid)}
-    seen = tuple(view for view in ranks if view.rank not in stopped)
-    present = {view.rank for view in seen}
-    missing = tuple(_missing(each) for each in first.neighbours if each.rank not in present)
-    return CommunicatorView(job, first.description.program, first.description.world_size, seen, missing)
+def _with_missing(first: RankPublication, seen: dict[int, RankView]) -> dict[int, RankView]:
+    missing = {}
+    for each in first.neighbours:
+        if each.rank not in seen:
+            ended = start_of(each.pid) != each.started
+            state = "ended" if ended else "stopped" if is_stopped(each.pid) else "absent"
+            missing[each.rank] = RankView(each.rank, each.pid, state)
+    return seen | missing
 
 
-def _missing(neighbour: Neighbour) -> MissingRank:
-    dead = start_of(neighbour.pid) != neighbour.started
-    return MissingRank(neighbour.rank, neighbour.pid, dead, not dead and is_stopped(neighbour.pid))
+def rank_view(publication: RankPublication) -> RankView:
+    """A rank.
+
+    Raises:
+        ArgumentError: the rank is gone, its publication is wrong, or its segment is not one of a rank.
+    """
+    who = publication.description
+    with contextlib.closing(open_published(publication.segment, segment_bytes(who.world_size))) as memory:
+        segment = ControlSegment(memory)
+        calls = {name_of(digest, _OTHERS): count for digest, count in counts_in(segment).items()}
+        last = "".join(f"{describe_call(fields)['collective']} #{number}" for number, fields in calls_in(segment, 1))
+        code, failure = _failure(segment)
+        try:
+            leaving = segment.presence in (Presence.LEFT, Presence.STOPPED)
+        except ValueError as error:
+            raise ArgumentError("segment", str(error)) from None
+    return RankView(
+        who.rank,
+        publication.pid,
+        "failed" if failure else "leaves" if leaving else "runs",
+        publication.host,
+        publication.device,
+        calls,
+        sum(calls.values()),
+        last,
+        failure,
+        code,
+        leaving,
+    )
+
+
+def _failure(segment: ControlSegment) -> tuple[int, str]:
+    if not segment.aborted:
+        return 0, ""
+    record = segment.filed()
+    if record is None:  # a peer has told it
+        return lib.PROXYCCL_ERROR_LOCAL, "another rank has failed"
+    return record.code, str(exception_from(record, -1))

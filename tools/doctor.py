@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,29 +23,37 @@ from proxyccl.proxy.reports.files import directory
 _DIAGNOSES = Codec(list[Diagnosis], MOST_BYTES)
 
 
-def run(paths: Sequence[Path], *, full: bool, as_json: bool) -> int:
-    """Prints why ranks wait. A single report is also printed in full, and so are daemons' reports if there are none of
-    ranks.
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "reports",
+        nargs="*",
+        type=Path,
+        metavar="REPORT",
+        help="reports of ranks and node daemons, or directories of reports (default: this user's newest)",
+    )
+    parser.add_argument("--full", action="store_true", help="print the reports too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
-    Args:
-        paths: files and directories. If empty: this user's newest reports of one group of communicators, with a note if
-            a daemon's report is newer; if there are only daemons' reports, the newest one.
-        full: whether to print each report too.
-        as_json: whether to print JSON: the fields of a `Diagnosis` for each group of communicators.
 
-    Returns:
-        0 if the reports say why ranks wait, else 1.
+def run(parsed: Namespace) -> int:
+    """Prints why ranks wait: 0 if the reports say why, else 1.
+
+    A single report is also printed in full, and so are daemons' reports if there are none of ranks. Without paths it
+    takes this user's newest reports of one group of communicators, and notes a newer report of a daemon; if there are
+    only daemons' reports, the newest one.
 
     Raises:
         ReportError: a file is not a report, or there are no reports.
     """
+    paths = parsed.reports
     found = find(paths or [directory()])
     for problem in found.problems:
         print(shown(f"proxyccl: {problem}"), file=sys.stderr)
     diagnoses = diagnose(found.ranks, found.daemons)
     if not paths:
         diagnoses = [_with_later(diagnosis, found.daemon_files) for diagnosis in diagnoses[:1]]
-    if as_json:
+    if parsed.json:
         print(printed_json(_DIAGNOSES.encode(diagnoses, indent=2).decode()))
     else:
         names = {name for diagnosis in diagnoses for name in diagnosis.communicators}
@@ -53,7 +62,7 @@ def run(paths: Sequence[Path], *, full: bool, as_json: bool) -> int:
         beside = [report for report in found.daemons if report.process in processes]
         if not diagnoses:
             beside = sorted(found.daemons, key=lambda report: report.written)[0 if paths else -1 :]
-        if full or len(chosen) + len(beside) == 1 or not chosen:
+        if parsed.full or len(chosen) + len(beside) == 1 or not chosen:
             _print_reports(chosen, beside)
         for diagnosis in diagnoses:
             _print(diagnosis)

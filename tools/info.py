@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import sys
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -42,6 +43,7 @@ from proxyccl.proxy.fabric import library, requirements
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.proxy.idle_choice import choose_idle
+from proxyccl.proxy.observe.rates import Watch
 from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.verbs import pyverbs_api
@@ -50,7 +52,7 @@ from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.verbs.requirements import missing
 from proxyccl.proxy.verbs.sysfs import SYSFS
 from proxyccl.tools.results import Fields, machine, own_version, versions
-from proxyccl.tools.top import Watch, share_of_a_core
+from proxyccl.tools.top import share_of_a_core
 from proxyccl.tools.tune import in_words
 
 
@@ -381,16 +383,13 @@ def _environment() -> list[Finding]:
 def findings() -> list[Finding]:
     """All findings, in the order in which they are shown. Proxies are watched while the others are made."""
     watch = Watch()
-    try:
-        with contextlib.suppress(ArgumentError):  # `_idle_policies` reports it
-            watch.rates()
-        mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer one
-        kernels = (*_shipped(), *_compiler(), *_cache())
-        before = [*_runtimes(), *_devices(), *_rdma(), *_fabric()]
-        after = [*mpi, *kernels, *_tuning(), *_environment()]
-        return [*before, *_proxies(watch), *_agents(), *_containers(), *after]
-    finally:
-        watch.close()
+    with contextlib.suppress(ArgumentError):  # `_idle_policies` reports it
+        watch.rates()
+    mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer one
+    kernels = (*_shipped(), *_compiler(), *_cache())
+    before = [*_runtimes(), *_devices(), *_rdma(), *_fabric()]
+    after = [*mpi, *kernels, *_tuning(), *_environment()]
+    return [*before, *_proxies(watch), *_agents(), *_containers(), *after]
 
 
 def _marks(out: TextIO) -> tuple[str, str, str]:
@@ -422,10 +421,15 @@ def show(found: list[Finding], out: TextIO) -> None:
             print(f"    {'':<{width}}  {arrow} {shown(finding.advice)}", file=out)
 
 
-def run(*, as_json: bool) -> int:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(parsed: Namespace) -> int:
     """The command. Returns the exit code."""
     found = findings()
-    if as_json:
+    if parsed.json:
         import json
 
         results: Fields = {"machine": machine(), "versions": versions()}

@@ -1,9 +1,10 @@
-"""Types of command-line arguments that the tools and the benchmark programs share, for argparse's `type`."""
+"""Command-line arguments that tools share; types of arguments, for argparse's `type`, that benchmarks use too."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -25,20 +26,18 @@ def show_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _whole(least: int, text: str) -> int:
-    if not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected a whole number from {least}, not {text!r}")
-    return int(text)
+def whole(least: int) -> Callable[[str], int]:
+    """A type for whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, not {text!r}")
+        return int(text)
+
+    return number
 
 
-def count(text: str) -> int:
-    """A whole number from 1."""
-    return _whole(1, text)
-
-
-def count_or_none(text: str) -> int:
-    """A whole number from 0."""
-    return _whole(0, text)
+count = whole(1)
 
 
 def port(text: str) -> int:
@@ -46,11 +45,6 @@ def port(text: str) -> int:
     if not text.isdigit() or int(text) >= 1 << 16:
         raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, not {text!r}")
     return int(text)
-
-
-def factor(text: str) -> int:
-    """A whole number from 2."""
-    return _whole(2, text)
 
 
 def seconds(text: str) -> float:
@@ -66,7 +60,7 @@ def seconds(text: str) -> float:
 
 def ranks(text: str) -> tuple[int, ...]:
     """Numbers of ranks, such as 0,3."""
-    return tuple(_whole(0, part) for part in text.split(","))
+    return tuple(map(whole(0), text.split(",")))
 
 
 def json_file(text: str) -> Path:
@@ -75,3 +69,36 @@ def json_file(text: str) -> Path:
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in an existing directory, not {text!r}")
     return path
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that select proxies."""
+    parser.add_argument("--job", metavar="ID", help="only proxies of this job (default: all)")
+    parser.add_argument(
+        "--daemon",
+        nargs="?",
+        const="",
+        metavar="SOCKET",
+        help="only proxies in this node daemon; without SOCKET, in the one at the default socket",
+    )
+
+
+def selected_process(daemon: str | None) -> int | None:
+    """Process id of the daemon that --daemon selects; None without that option."""
+    if daemon is None:
+        return None
+    from proxyccl.proxy.daemon.client import daemon_process
+    from proxyccl.proxy.daemon.protocol import socket_path
+
+    return daemon_process(socket_path(daemon))
+
+
+def add_web(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--web",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="show the activity of this machine's ranks in a browser, at HOST:PORT, or a part of it (without ADDRESS: "
+        "any free port of localhost); the URL that is printed has a token",
+    )

@@ -15,11 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 
-from proxyccl.channels.segment.published import RankView
 from proxyccl.device._native import lib
 from proxyccl.device.shown_text import shown
 from proxyccl.proxy.hosts import host_addresses
-from proxyccl.tools.communicators import CommunicatorView
+from proxyccl.tools.communicators import CommunicatorView, RankView
 
 _NAMES = {
     "broadcast": "Broadcast",
@@ -45,6 +44,9 @@ _RESULTS = {
     lib.PROXYCCL_ERROR_INVALID_FLAG: _INVALID_ARGUMENT,
 }
 """The ncclResult_t for a ProxycclErrorCode; others are internal errors."""
+
+_STATES = {"failed": "ABORT", "leaves": "FINALIZE", "runs": "RUNNING"}
+_MISSING = {"ended": "has ended", "stopped": "is stopped", "absent": "does not have the communicator open"}
 
 _MOST_RANKS = 10  # of one kind that are named, as RAS_CLIENT_DETAIL_THRESHOLD
 
@@ -74,15 +76,15 @@ def as_json(communicators: Sequence[CommunicatorView], seconds: float) -> str:
     host = host_addresses()[0]
     found = []
     for each in communicators:
-        first = each.ranks[0].publication.pid if each.ranks else each.missing[0].pid
+        first = (each.present or each.missing)[0].pid
         found.append(
             {
                 "hash": f"{_digest(each.name):#x}",
                 "secondary_hash": f"{_digest(host):#x}:{_digest(str(first)):#x}",
                 "size": each.size,
-                "ranks_count": len(each.ranks),
+                "ranks_count": len(each.present),
                 "missing_ranks_count": len(each.missing),
-                "ranks": [_rank(view, host) for view in each.ranks],
+                "ranks": [_rank(view, host) for view in each.present],
                 "missing_ranks": [
                     {
                         "rank": missing.rank,
@@ -91,8 +93,8 @@ def as_json(communicators: Sequence[CommunicatorView], seconds: float) -> str:
                         "cuda_dev": -1,
                         "nvml_dev": -1,
                         "status": {
-                            "unresponsive": missing.dead or missing.stopped,
-                            "considered_dead": missing.dead,
+                            "unresponsive": missing.state in ("ended", "stopped"),
+                            "considered_dead": missing.state == "ended",
                         },
                     }
                     for missing in each.missing
@@ -117,9 +119,9 @@ def _rank(view: RankView, host: str) -> dict[str, object]:
     return {
         "rank": view.rank,
         "host": host,
-        "pid": view.publication.pid,
-        "cuda_dev": view.publication.device,
-        "nvml_dev": view.publication.device,
+        "pid": view.pid,
+        "cuda_dev": view.device,
+        "nvml_dev": view.device,
         "status": {
             "init_state": 0,
             "async_error": _result(view),
@@ -140,19 +142,19 @@ class _Summary:
 
     def __init__(self, of: CommunicatorView) -> None:
         self.of = of
-        self.states = Counter(_state(view) for view in of.ranks)
+        self.states = Counter(_state(view) for view in of.present)
         self.differing = [
             name
-            for name in sorted({name for view in of.ranks for name in _counts(view)})
-            if len({_counts(view).get(name, 0) for view in of.ranks}) > 1
+            for name in sorted({name for view in of.present for name in _counts(view)})
+            if len({_counts(view).get(name, 0) for view in of.present}) > 1
         ]
         kinds = (
             ("INCOMPLETE", bool(of.missing)),
-            ("ERROR", any(view.failure for view in of.ranks)),
+            ("ERROR", any(view.failure for view in of.present)),
             ("MISMATCH", bool(self.differing) or len(self.states) > 1),
         )
         self.errors = ",".join(name for name, holds in kinds if holds) or "OK"
-        self.status = next((state for state in ("ABORT", "FINALIZE", "RUNNING") if self.states[state]), "NOCOMM")
+        self.status = next((state for state in _STATES.values() if self.states[state]), "NOCOMM")
 
     @property
     def group(self) -> tuple[int, str, str]:
@@ -161,7 +163,7 @@ class _Summary:
 
 
 def _state(view: RankView) -> str:
-    return "ABORT" if view.failure else "FINALIZE" if view.leaving else "RUNNING"
+    return _STATES[view.state]
 
 
 def as_text(communicators: Sequence[CommunicatorView], seconds: float, *, verbose: bool) -> str:
@@ -178,9 +180,9 @@ def as_text(communicators: Sequence[CommunicatorView], seconds: float, *, verbos
 def _lines(
     communicators: Sequence[CommunicatorView], seconds: float, most: Callable[[Sequence[object]], int]
 ) -> Iterator[str]:
-    views = [view for each in communicators for view in each.ranks]
-    devices = len({(view.publication.pid, view.publication.device) for view in views})
-    processes = len({view.publication.pid for view in views})
+    views = [view for each in communicators for view in each.present]
+    devices = len({(view.pid, view.device) for view in views})
+    processes = len({view.pid for view in views})
     yield f"ProxyCCL version {version('proxyccl')}, in the format of NCCL RAS"
     yield "CUDA runtime version -1, driver version -1"
     yield from ("", "Job summary", "===========", "")
@@ -196,9 +198,9 @@ def _lines(
     else:
         yield "No communicator data collected!"
     for number, of in enumerate(groups):
-        here = sorted({len(each.of.ranks) for each in of})
+        here = sorted({len(each.of.present) for each in of})
         span = f"{here[0]}-{here[-1]}" if len(here) > 1 else f"{here[0]}"
-        total = len({view.publication.pid for each in of for view in each.of.ranks})
+        total = len({view.pid for each in of for view in each.of.present})
         first = of[0]
         yield (
             f"{number:5}  {len(of):8}  {1:8}  {span:>8}  {first.of.size:8}  {total:8}  "
@@ -222,10 +224,9 @@ def _errors(name: str, each: _Summary, most: Callable[[Sequence[object]], int]) 
         yield f"{name} INCOMPLETE"
         yield f"  Missing communicator data from {len(missing)} rank{'s' * (len(missing) > 1)}"
         for rank in missing[: most(missing)]:
-            why = "has ended" if rank.dead else "is stopped" if rank.stopped else "does not have the communicator open"
-            yield f"  Rank {rank.rank} -- process {rank.pid}, which {why}"
+            yield f"  Rank {rank.rank} -- process {rank.pid}, which {_MISSING[rank.state]}"
         yield ""
-    failed = [view for view in each.of.ranks if view.failure]
+    failed = [view for view in each.of.present if view.failure]
     if failed:
         yield f"{name} ERROR"
         yield f"  Asynchronous error{'s' * (len(failed) > 1)} on {len(failed)} rank{'s' * (len(failed) > 1)}"
@@ -235,7 +236,7 @@ def _errors(name: str, each: _Summary, most: Callable[[Sequence[object]], int]) 
 
 
 def _warnings(name: str, each: _Summary, most: Callable[[Sequence[object]], int]) -> Iterator[str]:
-    ranks = each.of.ranks
+    ranks = each.of.present
     if "MISMATCH" not in each.errors:
         return
     yield f"{name} MISMATCH"
@@ -277,5 +278,4 @@ def _by_value(
 
 
 def _place(view: RankView) -> str:
-    seen = view.publication
-    return f"GPU {seen.device} managed by process {seen.pid} on node {seen.host.partition('/')[0]}"
+    return f"GPU {view.device} managed by process {view.pid} on node {view.host.partition('/')[0]}"

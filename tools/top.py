@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import shutil
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from pathlib import Path
 
-from proxyccl.channels.transfers.published import find_agents
-from proxyccl.device.errors import ArgumentError
+from proxyccl.channels.transfers.published import agents_text
 from proxyccl.device.shown_text import printed_json, shown
 from proxyccl.proxy.codec import Codec
-from proxyccl.proxy.observe.publications import find, none_found
-from proxyccl.proxy.observe.rates import ChannelRates, ServiceRates, rates_between
-from proxyccl.proxy.observe.reader import Observer, ServiceView
+from proxyccl.proxy.observe.publications import none_found
+from proxyccl.proxy.observe.rates import ChannelRates, ServiceRates, Watch
 from proxyccl.proxy.reports.document import MOST_BYTES
+from proxyccl.tools import options
 from proxyccl.tools.tables import Column, Table
 
 _RATES = Codec(list[ServiceRates], MOST_BYTES)
@@ -40,48 +38,6 @@ _COLUMNS = (
     Column("core", "", 5),
     Column("idle", "", 0, left=True),
 )
-
-
-class Watch:
-    """Observes the proxy services of this machine, or those of one job or process.
-
-    Args:
-        job: of this job only; None for all.
-        process: in this process only; None for all.
-    """
-
-    def __init__(self, job: str | None = None, process: int | None = None) -> None:
-        self._job = job
-        self._process = process
-        self._observers: dict[Path, Observer] = {}
-        self._views: dict[Path, ServiceView] = {}
-
-    def rates(self) -> list[ServiceRates]:
-        """The services' activity since the last call, ordered by job and rank; without services that are new."""
-        before, self._views = self._views, {}
-        rates = []
-        found = dict(find(self._job, process=self._process))
-        for path in self._observers.keys() - found.keys():
-            self._observers.pop(path).close()
-        for path, publication in found.items():
-            if path not in self._observers:
-                with contextlib.suppress(ArgumentError):  # it was closed meanwhile
-                    self._observers[path] = Observer(publication)
-            if path in self._observers:
-                view = self._views[path] = self._observers[path].snapshot()
-                if path in before:
-                    rates.append(rates_between(before[path], view))
-        return rates
-
-    @property
-    def views(self) -> list[ServiceView]:
-        """The services at the last call of `rates`, new ones among them."""
-        return list(self._views.values())
-
-    def close(self) -> None:
-        """Stops observing."""
-        while self._observers:
-            self._observers.popitem()[1].close()
 
 
 def short(value: float) -> str:
@@ -165,14 +121,6 @@ def table_of(services: list[ServiceRates]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def agents_text() -> str:
-    """A line for each agent of this user: its peers, and the path to each. "" if there is none."""
-    return "\n".join(
-        shown(f"agent {seen.name}: reaches {seen.reaches}; process {seen.pid}, {seen.program}")
-        for seen in find_agents()
-    )
-
-
 def _fitting(text: str) -> str:
     """The first lines of a text, as many as fit the terminal."""
     lines, height = text.splitlines(), shutil.get_terminal_size().lines - 2
@@ -195,25 +143,44 @@ def _frames(watch: Watch, interval: float) -> Iterator[list[ServiceRates]]:
             yield rates
 
 
-def run(interval: float, job: str | None, process: int | None, *, once: bool, as_json: bool) -> int:
-    """The command. Returns the exit code: 1 if neither a proxy nor an agent runs. JSON has no agents.
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "busy: the share of time in which a proxy's busiest thread had work. The ranks of a node daemon share "
+        "its threads, so an idle rank there appears as busy as the ranks that share its thread. "
+        "core: the CPU time of that thread as a share of a core; idle: its policy when it has no work."
+    )
+    parser.add_argument("--once", action="store_true", help="print one table, over one interval")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each table")
+    parser.add_argument(
+        "--interval",
+        type=options.seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds between tables (default %(default)s)",
+    )
+    options.add_web(parser)
+    options.add_selection(parser)
 
-    Args:
-        interval: seconds between two tables.
-        job: of this job only; None for all.
-        process: in this process only, such as a daemon; None for all.
-        once: whether to print one table, over one interval; otherwise continue until Ctrl-C or until no proxy runs.
-        as_json: whether to print a line of JSON, a list of services, for each table.
+
+def run(parsed: Namespace) -> int:
+    """The command. Returns the exit code: 1 if neither a proxy nor an agent runs. JSON has no agents.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.
     """
+    job, process = parsed.job, options.selected_process(parsed.daemon)
+    if parsed.web is not None:
+        from proxyccl.tools.web import server
+
+        return server.run(parsed.web, parsed.interval, job, process)
+    once, as_json = parsed.once, parsed.json
     watch = Watch(job, process)
     with_agents = job is None and process is None
     live = sys.stdout.isatty() and not once and not as_json
     any_shown = False
     try:
-        for rates in _frames(watch, interval):
+        for rates in _frames(watch, parsed.interval):
             if not rates:
                 break
             any_shown = True
@@ -227,8 +194,6 @@ def run(interval: float, job: str | None, process: int | None, *, once: bool, as
                 break
     except KeyboardInterrupt:
         return 0
-    finally:
-        watch.close()
     if not any_shown and with_agents and not as_json and (agents := agents_text()):
         print(agents)
         return 0

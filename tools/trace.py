@@ -14,6 +14,7 @@ import json
 import signal
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from proxyccl.proxy.observe.tracing import (
     Tracer,
 )
 from proxyccl.proxy.trigger import Operation, operation_name
+from proxyccl.tools import options
 from proxyccl.tools.options import show_size
 from proxyccl.tools.results import versions
 
@@ -304,12 +306,34 @@ def record(
         return [tracer.stop() for tracer in tracers], [each.stop() for each in of_agents]
 
 
-def run(
-    path: Path, seconds: float, job: str | None, ranks: Collection[int] | None, process: int | None, most: int
-) -> int:
-    """The command, which Ctrl-C or SIGTERM end earlier. Returns the exit code. Arguments and errors as for `record`."""
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "-o", "--output", type=options.json_file, required=True, metavar="FILE", help="file to write the trace to"
+    )
+    parser.add_argument(
+        "-t",
+        "--seconds",
+        type=options.seconds,
+        default=1.0,
+        help="time to record (default %(default)s); Ctrl-C ends it earlier",
+    )
+    parser.add_argument("--ranks", type=options.ranks, help="only these ranks, such as 0,3 (default: all)")
+    parser.add_argument(
+        "--most",
+        type=options.count,
+        default=MOST_TRIGGERS,
+        metavar="N",
+        help="most triggers to keep, over all proxies; later ones are only counted (default %(default)s)",
+    )
+    options.add_selection(parser)
+
+
+def run(parsed: Namespace) -> int:
+    """The command, which Ctrl-C or SIGTERM end earlier. Returns the exit code. Errors as for `record`."""
+    path, process = parsed.output, options.selected_process(parsed.daemon)
     with _Ended() as ended:
-        traces, agents = record(seconds, job, ranks, process, most, lambda: ended.by_signal)
+        traces, agents = record(parsed.seconds, parsed.job, parsed.ranks, process, parsed.most, lambda: ended.by_signal)
     write_trace(path, traces, agents)
     triggers = sum(len(trace.triggers) for trace in traces)
     lost = sum(trace.lost for trace in traces) + sum(trace.lost for trace in agents)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
+
 from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.selection import SizeTable
 from proxyccl.device.errors import ArgumentError
+from proxyccl.tools import options
 from proxyccl.tools.options import show_size
 
 
@@ -14,7 +17,15 @@ def in_words(table: SizeTable) -> str:
     return ", ".join([*upwards, f"then {table.beyond}" if upwards else str(table.beyond)])
 
 
-def run(seconds: float) -> int:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = "Start it with: mpiexec -n 4 python -m mpi4py -m proxyccl tune"
+    parser.add_argument(
+        "-t", "--seconds", type=options.seconds, default=10.0, help="time to spend, about (default %(default)s)"
+    )
+
+
+def run(parsed: Namespace) -> int:
     """The command; every rank of the MPI job runs it. Returns the exit code.
 
     Raises:
@@ -27,7 +38,7 @@ def run(seconds: float) -> int:
             raise ArgumentError(
                 "ranks", "expected several; start it with mpiexec -n 4 python -m mpi4py -m proxyccl tune"
             )
-        selector = communicator.tune(seconds=seconds)
+        selector = communicator.tune(seconds=parsed.seconds)
         if communicator.rank == 0:
             machine = tuned.Machine.of(communicator.group)
             path = tuned.path_of(machine)

@@ -298,10 +298,9 @@ class DispatchForm:
     is on the one where torch works now. Where that is not the stream of C's calls, `queue` issues it.
 
     Args:
+        common: `CallForm.common`.
         way: how calls are made, and what they return; see dispatch_form.c. A whole call returns its rows, their weights
             and the descriptor, half a call a `SentCall`, and any other what `proceed` returns.
-        issuer: `CallForm.issuer`.
-        first, second: `CallForm.prepared`, of the whole call or its first half, and of what follows.
         tokens: slots of a token, the most tokens, and whether all ranks are told of more tokens than that.
         call: address of the ProxycclDispatch.
         before: `GivenTokens.filled`.
@@ -327,10 +326,8 @@ class DispatchForm:
 
     def __new__(
         cls,
+        common: tuple[Any, ...],
         way: int,
-        issuer: tuple[Any, ...],
-        first: tuple[Any, ...],
-        second: tuple[Any, ...],
         tokens: tuple[int, int, bool],
         call: int,
         before: tuple[int, ...],
@@ -366,9 +363,8 @@ class CombineForm:
     sums begin, the descriptor, an array for the result and a stream. It returns the result, or a `SentCall`.
 
     Args:
-        issuer: `CallForm.issuer`.
-        first, second: `CallForm.prepared`, of the whole call or its first half, and of the second half.
-        after_copy: the same for a whole call after a copy of its rows; None if there is none.
+        common: `CallForm.common`.
+        after_copy: `CallForm.prepared`, for a whole call after a copy of its rows; None if there is none.
         sizes: elements and bytes of a row; with padded rows experts of a rank and rows of each, else 0 and 0.
         spare_rows: whether further rows than the dispatch's are ignored.
         halves: whether the call is made in two halves.
@@ -383,9 +379,7 @@ class CombineForm:
 
     def __new__(
         cls,
-        issuer: tuple[Any, ...],
-        first: tuple[Any, ...],
-        second: tuple[Any, ...],
+        common: tuple[Any, ...],
         after_copy: tuple[Any, ...] | None,
         sizes: tuple[int, int, int, int],
         spare_rows: bool,

@@ -50,25 +50,26 @@ class Launches:
     """Launches of one rank's collectives.
 
     Args:
-        runtime: where they run.
         failure: checked before a launch, and where a call waits.
-        call_log: compares the ranks' calls.
+        log: compares the ranks' calls.
         rank, ranks: this rank's number, and how many there are.
 
     Attributes:
+        log: the log of its calls.
+        locks: held by whoever checks whether the group has failed, and launches.
         default_stream: the stream of calls without one on the host runtime.
         calls: the forms of calls that were made before, by which every call is issued.
     """
 
-    def __init__(self, runtime: Runtime, failure: FailureState, call_log: CallLog, rank: int, ranks: int) -> None:
+    def __init__(self, runtime: Runtime, failure: FailureState, log: CallLog, rank: int, ranks: int) -> None:
         self._runtime = runtime
         self._rank, self._ranks = rank, ranks
         self._on_host = runtime.name == "host"
         self._failure = failure
-        self._call_log = call_log
+        self.log = log
         self._objects: list[str] = []
         self._lock = threading.RLock()
-        self._launching: list[AbstractContextManager[object]] = [self._lock]
+        self.locks: list[AbstractContextManager[object]] = [self._lock]
         self._last: int | ThreadStream | None = None  # the stream of the latest launch
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
         self.default_stream: Stream = runtime.create_stream(in_caller=True)
@@ -85,7 +86,7 @@ class Launches:
             self.calls.order_by(events.order, events.take(), runtime.thread_stream)
         when_interrupted(self._default_handle, lambda error: failure.abort(f"interrupted by {type(error).__name__}"))
         if synchronize := runtime.calls.synchronize:
-            call_log.wait_on(self._default_handle, synchronize)
+            log.wait_on(self._default_handle, synchronize)
 
     def stream_for(self, stream: StreamLike, x: Any, *others: Any) -> StreamLike:
         """The stream that a call without one means: on a GPU the one where the library that owns `x` works now.
@@ -98,20 +99,6 @@ class Launches:
         if isinstance(found, int) and all(libraries[type(each)].is_torch for each in (x, *others)):
             return CurrentStream(found)
         return found
-
-    def choose(self, wish: int) -> int:
-        """The way of this rank's next call, from 0 to 3: on all ranks of the host it is the wish of the first of them
-        that came to the call. The program's other threads make no call meanwhile."""
-        return self._call_log.choose(wish)
-
-    @property
-    def shares_device(self) -> bool:
-        """Whether kernels of another communicator may wait for this one's on a rank's device."""
-        return self._call_log.shares_device
-
-    def share_device(self) -> None:
-        """Tells all ranks of the host that this rank has another communicator on its device."""
-        self._call_log.share_device()
 
     def number_object(self, name: str) -> int:
         """The number of an object that all ranks make together, in the same order, and whose calls are then compared as
@@ -137,7 +124,7 @@ class Launches:
         fields = call.encode()
         native = encode_fields(fields)
         with self._lock:
-            self._check(self._call_log.agree(native), native)
+            self._check(self.log.agree(native), native)
         return fields
 
     def launch(
@@ -166,7 +153,7 @@ class Launches:
         It is one call into C, the wait included. With NULL as the fields, the launch is part of a call that was agreed
         on.
         """
-        issue = self._call_log.issue if isinstance(launch, Launch) else self._call_log.ring
+        issue = self.log.issue if isinstance(launch, Launch) else self.log.ring
         with self._lock:
             if self._failure.state != "open":
                 self._failure.require_usable()  # C checks the abort word itself
@@ -199,7 +186,7 @@ class Launches:
         """
         call = encode_fields(fields)
         operations = isinstance(launch, StreamOperations)
-        issue, callers = self._call_log.addresses(operations=operations)
+        issue, callers = self.log.addresses(operations=operations)
         prepared = 0 if launch is None else int(ffi.cast("uintptr_t", launch.prepared))
         pointers = [] if launch is None else launch.pointers_into([(view.ptr, view.nbytes) for view in views])
         words = launch.peers_words if isinstance(launch, Launch) else 0
@@ -215,7 +202,7 @@ class Launches:
 
     def issuer(self, launch: Launchable) -> tuple[int, int]:
         """Addresses for C: of the function that issues a launchable as `issue` does, and of its first argument."""
-        return self._call_log.addresses(operations=not isinstance(launch, Launch))
+        return self.log.addresses(operations=not isinstance(launch, Launch))
 
     @property
     def last_stream(self) -> int | None:
@@ -229,22 +216,13 @@ class Launches:
             return None
         return reachable_stream(self._runtime, last)
 
-    @property
-    def call_count(self) -> int:
-        """The number of collective calls that this rank has made."""
-        return self._call_log.count
-
     def recent_calls(self, count: int) -> list[tuple[int, dict[str, str]]]:
         """The last collective calls of this rank in order: each with its number, from 1, and its fields in words."""
-        return [(number, describe_call(fields)) for number, fields in self._call_log.recent(count)]
-
-    def add_lock(self, lock: AbstractContextManager[object]) -> None:
-        """Adds a lock that others hold while they check whether the group has failed, and launch."""
-        self._launching.append(lock)
+        return [(number, describe_call(fields)) for number, fields in self.log.recent(count)]
 
     def wait_for_launchers(self) -> None:
         """Returns when no thread is about to launch. If the group has failed or is closed, none will launch again."""
-        for lock in self._launching:
+        for lock in self.locks:
             with lock:
                 pass
 
@@ -253,7 +231,6 @@ class Launches:
         self.calls.set_stream(None)
 
     def close(self) -> None:
-        """Frees the default stream."""
         self.default_stream.close()
         forget(self._default_handle)
 
@@ -267,10 +244,10 @@ class Launches:
 
     def _check(self, status: int, call: Any) -> None:
         if status == CALL_DIFFERS:
-            peer, theirs = self._call_log.difference()
+            peer, theirs = self.log.difference()
             raise self._mismatch(peer, theirs, tuple(call.fields))
         if status == CALL_DIFFERED:
-            peer, _ = self._call_log.difference()
+            peer, _ = self.log.difference()
             raise self._failure.file_mismatch(
                 peer,
                 lambda this_rank, here: (

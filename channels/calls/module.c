@@ -1,6 +1,5 @@
 /* The module `_calls`: Calls, Form, FlowCalls, and the types of experts' calls, which Calls issues. */
-#include "../expert_parallel/forms.h"
-#include "../expert_parallel/sent_call.h"
+#include "../expert_parallel/layer_form.h"
 #include "calls.h"
 #include "flow_calls.h"
 

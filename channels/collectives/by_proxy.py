@@ -19,11 +19,7 @@ _LONGEST_ROUND = 256 << 20
 class ByProxy:
     """The parts from which one rank's schedules are made. All ranks make it together.
 
-    Args:
-        group: the ranks.
-
     Attributes:
-        group: the ranks.
         memories: finds the memory of arrays.
         links: the channels of schedules.
         rings: gives schedules to the proxy.
@@ -53,7 +49,6 @@ def others(group: Group, members: Sequence[int] | None = None) -> list[int]:
     """All other ranks, beginning with the next one, so that not all ranks begin with the same one.
 
     Args:
-        group: whose ranks.
         members: those of them that take part, this rank included; None for all.
     """
     ranks = range(group.world_size) if members is None else members

@@ -11,13 +11,13 @@ from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.by_proxy import ByProxy
 from proxyccl.channels.collectives.flows import Flows
 from proxyccl.channels.collectives.packet_team import MAX_RANKS, carries_whole_lines
-from proxyccl.channels.collectives.proxied_kernels import proxied_kernel_bytes
-from proxyccl.channels.collectives.request import CtaPolicy, Request, request
+from proxyccl.channels.collectives.request import CtaPolicy, Request
 from proxyccl.channels.collectives.selection import (
     ALGORITHMS_BY_COLLECTIVE,
     PACKET_ALGORITHMS,
     Selector,
     default_selector,
+    proxied_kernel_bytes,
 )
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.execution_plans.executor import ExecutionPlans
@@ -67,6 +67,8 @@ class Collectives:
         on_host: whether the runtime is the host's.
         preparing: by collective, the function that prepares its forms.
         call: makes a call: see `Calls` (_calls.pyi).
+        cta_policy: as above.
+        made_by_proxy, made_flows: the results of `by_proxy` and `flows`; None until the ranks have made them.
     """
 
     def __init__(self, group: Group, cta_policy: CtaPolicy | None = None) -> None:
@@ -76,11 +78,11 @@ class Collectives:
         self.call = self._calls.call
         self.preparing: dict[Any, Callable[..., Form]] = {}
         self.execution_plans = ExecutionPlans(group, self._calls.clear)
-        self._cta_policy = cta_policy
+        self.cta_policy = cta_policy
         self._team: Team | None = None
         self._levels: tuple[Team, Team] | None = None
-        self._by_proxy: ByProxy | None = None
-        self._flows: Flows | None = None
+        self.made_by_proxy: ByProxy | None = None
+        self.made_flows: Flows | None = None
         self._scratch: Memory | None = None
         self._wide_parts: Memory | None = None
         self._all_mapped = self._whole_lines = False
@@ -98,7 +100,7 @@ class Collectives:
         found = tuned.load(self.group) if self.group.rank == 0 else None
         reaches_all = self.group.topology.all_accessible()
         whole_lines = reaches_all and carries_whole_lines(self.group)
-        own = _Start(self._cta_policy, reaches_all, whole_lines, () if found is None else tuned.rows_of(found))
+        own = _Start(self.cta_policy, reaches_all, whole_lines, () if found is None else tuned.rows_of(found))
         starts = self.group.exchange.all_gather(own, _START, "collectives")
         for rank, other in enumerate(starts):
             if other.cta_policy != starts[0].cta_policy:
@@ -113,11 +115,6 @@ class Collectives:
         if starts[0].tables:
             self.selector = tuned.selector_of(starts[0].tables)
 
-    @property
-    def cta_policy(self) -> CtaPolicy | None:
-        """Of calls that name neither a policy nor an algorithm; None if the program named none."""
-        return self._cta_policy
-
     def team(self) -> Team:
         """The team of all ranks. All ranks make it together when it is first used."""
         if self._team is None:
@@ -127,15 +124,10 @@ class Collectives:
 
     def by_proxy(self) -> ByProxy:
         """The parts of this rank's schedules. All ranks make it together when it is first used."""
-        if self._by_proxy is None:
+        if self.made_by_proxy is None:
             with self.group.exchange.telling():
-                self._by_proxy = ByProxy(self.group)
-        return self._by_proxy
-
-    @property
-    def has_by_proxy(self) -> bool:
-        """Whether the ranks have made `by_proxy`."""
-        return self._by_proxy is not None
+                self.made_by_proxy = ByProxy(self.group)
+        return self.made_by_proxy
 
     def levels(self) -> tuple[Team, Team]:
         """Two teams of this rank: the ranks of its node, and those with its number on every node.
@@ -152,15 +144,10 @@ class Collectives:
 
     def flows(self) -> Flows:
         """The state of transfers between pairs of ranks. All ranks make it together when it is first used."""
-        if self._flows is None:
+        if self.made_flows is None:
             with self.group.exchange.telling():
-                self._flows = Flows(self.group)
-        return self._flows
-
-    @property
-    def made_flows(self) -> Flows | None:
-        """The same, if the ranks have made it."""
-        return self._flows
+                self.made_flows = Flows(self.group)
+        return self.made_flows
 
     def scratch(self, nbytes: int) -> Memory:
         """At least this many bytes of scratch memory of this rank, which its next collective may overwrite."""
@@ -213,10 +200,6 @@ class Collectives:
         for view in views:
             self.group.runtime.expect_reuse(view.ptr, view.nbytes)
         return launches.form(fields, launchable, views, ranges, lent(launchable))
-
-    def request(self, collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool) -> Request:
-        """The request of a call, from the caller's arguments and the standing policy. Raises ArgumentError."""
-        return request(collective, algorithm, cta_policy, symmetric, self._cta_policy)
 
     def choose(self, collective: str, request: Request, dtype: DType, nbytes: int) -> str:
         """The algorithm for a call; the same on all ranks if their calls are.
@@ -296,7 +279,7 @@ class Collectives:
     def close(self) -> None:
         """Frees the kernels' memory. Kernels of all ranks must have ended."""
         self._calls.clear()
-        for part in (self._team, *(self._levels or ()), self._flows, self._by_proxy):
+        for part in (self._team, *(self._levels or ()), self.made_flows, self.made_by_proxy):
             if part is not None:
                 part.close()
-        self._team = self._levels = self._flows = self._by_proxy = self._scratch = self._wide_parts = None
+        self._team = self._levels = self.made_flows = self.made_by_proxy = self._scratch = self._wide_parts = None

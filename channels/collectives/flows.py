@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from proxyccl.channels.calls._calls import FlowCalls
 from proxyccl.channels.calls.launches import CurrentStream, array_types
-from proxyccl.channels.collectives.links import Links
 from proxyccl.channels.collectives.table import COLLECTIVES
+from proxyccl.channels.collectives.team import Links
 from proxyccl.channels.group import Group
 from proxyccl.channels.joining.exchange import FLAG
 from proxyccl.channels.memory import allocate, register
@@ -37,7 +37,6 @@ _NO_STREAM = 2**64 - 1
 
 
 def load_kernel(runtime: Runtime) -> Kernel:
-    """The kernel of transfers; loads it if necessary."""
     (kernel,) = COLLECTIVES["send"]
     return runtime.shipped(kernel.file, kernel.name)
 
@@ -77,9 +76,6 @@ class Transfer(Struct, frozen=True):
 class Flows:
     """All ranks make them together.
 
-    Args:
-        group: whose ranks.
-
     Attributes:
         calls: issues them.
     """
@@ -102,9 +98,7 @@ class Flows:
         ends = 2 * lanes  # of each peer: a lane's two flows
         self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
         counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
-        raw = self._links.raw
-        self._memory = runtime.allocate(counters_bytes + len(raw))
-        runtime.copy(self._memory.ptr + counters_bytes, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+        self._memory = self._links.on_device(runtime, counters_bytes)
         flows = ffi.new("ProxycclFlows *")
         flows.rank, flows.world_size, flows.lanes = group.rank, ranks, lanes
         flows.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
@@ -119,7 +113,7 @@ class Flows:
         self._events = runtime.stream_events()
         self._idle_streams: list[Stream] = []
         lock = threading.Lock()
-        group.launches.add_lock(lock)
+        group.launches.locks.append(lock)
         self.calls = self._make_calls(group, lock, 4 * defaults.bytes_per_block)
 
     def _make_calls(self, group: Group, lock: threading.Lock, bytes_per_lane: int) -> FlowCalls:

@@ -1,4 +1,9 @@
-"""Moving bytes by proxy: all_gather, all_to_all and broadcast as schedules, without a kernel."""
+"""Moving bytes by proxy: all_gather, all_to_all and broadcast as schedules, without a kernel.
+
+Between nodes of several ranks, each share of an all_gather crosses to a node once, and is sent on inside it. A rank's
+*rails* are the ranks with its number on the other nodes. They exchange shares in pieces, and a rank's schedule sends
+each piece that has come to the other ranks of its node, while the next one crosses.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,15 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from proxyccl.channels.collectives.by_proxy import ByProxy, rounds
+from proxyccl.channels.collectives.by_proxy import ByProxy, others, rounds
 from proxyccl.channels.schedules.memory import ScheduleSpan, Side
 from proxyccl.channels.schedules.rings import Step
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
-from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
+from proxyccl.proxy.schedule import STAGES, Schedule, ScheduleReceive
+
+_SHORTEST_PIECE = 1 << 20
+_MOST_PIECES = 8
 
 
 class Transfer(Struct, frozen=True):
@@ -52,82 +60,40 @@ def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share:
     """The stream operations of a collective that moves bytes.
 
     Args:
-        by_proxy: the parts of schedules.
-        source: input of this rank.
-        target: its output.
         share: bytes that one rank sends to one other.
         part: this rank's part.
     """
     ranks = by_proxy.group.world_size
     steps: list[Step] = []
     for begin, nbytes in rounds(share, by_proxy.longest_round // ranks):
-        steps += _Round(by_proxy, source, target, part(begin, nbytes), room=ranks * nbytes).steps()
+        steps += _round(by_proxy, source, target, part(begin, nbytes), ranks * nbytes)
     return by_proxy.rings.prepare(steps)
 
 
-def _packed_bytes(transfers: Sequence[Transfer]) -> int:
-    """Bytes that transfers take when each range is there once."""
-    return sum({transfer.offset: transfer.nbytes for transfer in transfers}.values())
-
-
-class _Round:
-    """One schedule of a call. Each side of it may be staged.
-
-    Args:
-        room: bytes that suffice to stage a side, the same on all ranks.
+def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchange, room: int) -> list[Step]:
+    """The steps of one schedule of a call. The stream copies the bytes that stay on the rank while the proxy moves the
+    rest. Each side may be staged, in `room` bytes at most, the same on all ranks.
     """
+    memories, links = by_proxy.memories, by_proxy.links
 
-    def __init__(self, by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchange, *, room: int) -> None:
-        self._by_proxy, self._room = by_proxy, room
-        self._source, self._target, self._part = source, target, part
-        # Of either side of any rank: where one side were pinned and the other not, a driver would copy between them.
-        self._longest_side = max(_packed_bytes(part.sends), _packed_bytes(part.receives))
-        self._inputs = self._places("source", part.sends, self._find_source)
-        self._outputs = self._places("target", part.receives, self._find_target)
+    def find_source() -> ScheduleSpan | None:
+        return memories.source(source.ptr, source.nbytes)
 
-    def steps(self) -> list[Step]:
-        """The stream's steps. It copies the bytes that stay on the rank while the proxy moves the rest."""
-        source, target, part = self._source, self._target, self._part
-        copies_in = [
-            CopyBytes(place.ptr, source.ptr + send.offset, send.nbytes)
-            for send, place in zip(part.sends, self._inputs, strict=True)
-        ]
-        copies_out = [
-            CopyBytes(target.ptr + receive.offset, place.ptr, receive.nbytes)
-            for receive, place in zip(part.receives, self._outputs, strict=True)
-        ]
-        kept = part.kept
-        stays = []
-        if kept is not None:
-            own_copy = self._by_proxy.memories.own_copy
-            stays = own_copy(target.ptr + kept.offset, source.ptr + part.kept_from, kept.nbytes)
-        return [*dict.fromkeys(copies_in), self._schedule(), *stays, *self._by_proxy.rings.end(), *copies_out]
+    def find_target() -> ScheduleSpan | None:
+        """None also if received data would overwrite data that has not been sent."""
+        sends = [(source.ptr + send.offset, send.nbytes) for send in part.sends]
+        receives = [(target.ptr + receive.offset, receive.nbytes) for receive in part.receives]
+        if any(a < b + b_bytes and b < a + a_bytes for a, a_bytes in sends for b, b_bytes in receives):
+            return None
+        return memories.target(target.ptr, target.nbytes)
 
-    def _schedule(self) -> Schedule:
-        links = self._by_proxy.links
-        return Schedule(
-            posts=tuple(
-                SchedulePost(links.posts[receive.peer], place.memory.id_at(receive.peer), place.offset)
-                for receive, place in zip(self._part.receives, self._outputs, strict=True)
-            ),
-            sends=tuple(
-                ScheduleSend(
-                    links.sends[send.peer],
-                    place.memory.source_id(send.peer),
-                    place.offset,
-                    send.nbytes,
-                    post_channel=links.posts[send.peer],
-                )
-                for send, place in zip(self._part.sends, self._inputs, strict=True)
-            ),
-            receives=tuple(ScheduleReceive(links.sends[receive.peer]) for receive in self._part.receives),
-        )
+    # Of either side of any rank: where one side were pinned and the other not, a driver would copy between them.
+    longest = max(sum({each.offset: each.nbytes for each in side}.values()) for side in (part.sends, part.receives))
 
-    def _places(
-        self, side: Side, transfers: Sequence[Transfer], find: Callable[[], ScheduleSpan | None]
-    ) -> list[ScheduleSpan]:
+    def places(
+        side: Side, transfers: Sequence[Transfer], find: Callable[[], ScheduleSpan | None]
+    ) -> list[tuple[Transfer, ScheduleSpan]]:
         """Where each transfer begins: in the array, whose memory `find` gives; else staged, one after the other."""
-        memories = self._by_proxy.memories
         if not transfers and not memories.staged_together:
             return []
         packed: dict[int, int] = {}
@@ -136,19 +102,74 @@ class _Round:
             if transfer.offset not in packed:
                 packed[transfer.offset] = end
                 end += transfer.nbytes
-        box = memories.pinned(side, self._longest_side)
+        box = memories.pinned(side, longest)
         found = find() if box is None else None
-        place = box or memories.found_or_staged(found, side, self._room if memories.staged_together else end)
-        return [place.at(transfer.offset if place is found else packed[transfer.offset]) for transfer in transfers]
+        place = box or memories.found_or_staged(found, side, room if memories.staged_together else end)
+        offsets = [each.offset if place is found else packed[each.offset] for each in transfers]
+        return [(each, place.at(offset)) for each, offset in zip(transfers, offsets, strict=True)]
 
-    def _find_source(self) -> ScheduleSpan | None:
-        return self._by_proxy.memories.source(self._source.ptr, self._source.nbytes)
+    inputs = places("source", part.sends, find_source)
+    outputs = places("target", part.receives, find_target)
+    schedule = Schedule(
+        tuple(links.post(receive.peer, place) for receive, place in outputs),
+        tuple(links.send(send.peer, place, send.nbytes) for send, place in inputs),
+        tuple(ScheduleReceive(links.sends[receive.peer]) for receive in part.receives),
+    )
+    copies_in = [CopyBytes(place.ptr, source.ptr + send.offset, send.nbytes) for send, place in inputs]
+    copies_out = [CopyBytes(target.ptr + receive.offset, place.ptr, receive.nbytes) for receive, place in outputs]
+    kept, stays = part.kept, []
+    if kept is not None:
+        stays = memories.own_copy(target.ptr + kept.offset, source.ptr + part.kept_from, kept.nbytes)
+    return [*dict.fromkeys(copies_in), schedule, *stays, *by_proxy.rings.end(), *copies_out]
 
-    def _find_target(self) -> ScheduleSpan | None:
-        """None also if received data would overwrite data that has not been sent."""
-        source, target, part = self._source, self._target, self._part
-        sends = [(source.ptr + send.offset, send.nbytes) for send in part.sends]
-        receives = [(target.ptr + receive.offset, receive.nbytes) for receive in part.receives]
-        if any(a < b + b_bytes and b < a + a_bytes for a, a_bytes in sends for b, b_bytes in receives):
-            return None
-        return self._by_proxy.memories.target(target.ptr, target.nbytes)
+
+def crosses_once(by_proxy: ByProxy, share: int) -> bool:
+    """Whether each share of an all_gather crosses to a node once; the same on all ranks."""
+    topology, ranks = by_proxy.group.topology, by_proxy.group.world_size
+    fits = topology.node_count - 1 <= STAGES and 0 < share * ranks <= by_proxy.longest_round
+    return fits and topology.has_levels()
+
+
+def prepare_all_gather(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share: int) -> StreamOperations:
+    """The stream operations of an all_gather of shares of this size in bytes, where each crosses to a node once."""
+    group, memories, links = by_proxy.group, by_proxy.memories, by_proxy.links
+    pinned, output = memories.pinned("source", target.nbytes), memories.pinned("target", target.nbytes)
+    sent = pinned or memories.found_or_staged(memories.source(source.ptr, share), "source", share)
+    output = output or memories.found_or_staged(memories.target(target.ptr, target.nbytes), "target", target.nbytes)
+    rails = others(group, [ranks[group.topology.local_rank] for ranks in group.topology.node_members()])
+    near = others(group, group.topology.node_ranks)
+    pieces = list(rounds(share, -(-share // max(1, min(_MOST_PIECES, share // _SHORTEST_PIECE)))))
+    own = group.rank * share
+    crossing = [
+        links.send(rail, sent.at(begin), nbytes, dst_offset=own + begin) for begin, nbytes in pieces for rail in rails
+    ]
+    onwards = [
+        links.send(
+            peer,
+            output.at(rail * share + begin),
+            nbytes,
+            dst_offset=rail * share + begin,
+            gate=number + 1,
+            gate_stage=stage,
+        )
+        for stage, rail in enumerate(rails)
+        for number, (begin, nbytes) in enumerate(pieces)
+        for peer in near
+    ]
+    from_rails = [ScheduleReceive(links.sends[rail], stage=stage) for stage, rail in enumerate(rails) for _ in pieces]
+    sends = 1 + len(rails) * len(pieces)
+    schedule = Schedule(
+        tuple(links.post(peer, output) for peer in (*rails, *near)),
+        (*crossing, *(links.send(peer, sent, share, dst_offset=own) for peer in near), *onwards),
+        (*from_rails, *(ScheduleReceive(links.sends[peer], sends=sends) for peer in near)),
+    )
+    return by_proxy.rings.prepare(
+        [
+            CopyBytes(sent.ptr, source.ptr, share),  # none in place, as all of these
+            schedule,
+            *memories.own_copy(target.ptr + own, source.ptr, share),
+            *by_proxy.rings.end(range(len(rails))),
+            CopyBytes(target.ptr, output.ptr, own),
+            CopyBytes(target.ptr + own + share, output.ptr + own + share, target.nbytes - own - share),
+        ]
+    )

@@ -1,16 +1,25 @@
-"""The common part of the collectives that only move bytes."""
+"""The collectives that only move bytes: all_gather, all_to_all and broadcast."""
 
 from __future__ import annotations
 
 import functools
 from abc import abstractmethod
 
+from proxyccl.channels.arguments import rows_of_all, share_shape
 from proxyccl.channels.calls.launches import Launchable
+from proxyccl.channels.collectives.by_proxy import others
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.move_schedules import Exchange, prepare_move
+from proxyccl.channels.collectives.move_schedules import (
+    Exchange,
+    Transfer,
+    crosses_once,
+    prepare_all_gather,
+    prepare_move,
+)
 from proxyccl.channels.collectives.table import COLLECTIVES, LINE_KERNELS, PACKET_MOVES
 from proxyccl.channels.group import Group
+from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.stream_operations import StreamOperations
 
 
@@ -27,28 +36,14 @@ class Move(Collective):
 
     @abstractmethod
     def part(self, group: Group, root: int | None, share: int, begin: int, nbytes: int) -> Exchange:
-        """This rank's part in moving some bytes of each share.
-
-        Args:
-            group: the ranks.
-            root: the call's.
-            share: size of a share in bytes.
-            begin, nbytes: offset in the share, and number.
-        """
+        """This rank's part in moving `nbytes` bytes, from `begin` on, of each share of `share` bytes."""
 
     def schedule(self, collectives: Collectives, call: Call, share: int) -> StreamOperations:
-        """The stream operations of a call by schedule.
-
-        Args:
-            collectives: the group's.
-            call: the call.
-            share: size of a share in bytes.
-        """
+        """The stream operations of a call by schedule, with shares of this size in bytes."""
         part = functools.partial(self.part, collectives.group, call.root, share)
         return prepare_move(collectives.by_proxy(), call.source, call.target, share, part)
 
     def launch(self, collectives: Collectives, call: Call) -> Launchable:
-        """See `Collective.launch`."""
         group, source, target = collectives.group, call.source, call.target
         share = self.share(group.world_size, call) * source.dtype.itemsize
         algorithm = collectives.choose(self.name, call.request, source.dtype, call.nbytes)
@@ -63,8 +58,69 @@ class Move(Collective):
             return shipped.prepare(launch.blocks, launch.threads, launch.parameter, source.ptr, target.ptr, share)
         kernel = COLLECTIVES[self.name][0]
         root = () if call.root is None else (call.root,)
-        staged = self.rereads_output and source.ptr == target.ptr
-        reached = call.reached and not staged
+        reached = call.reached and not (self.rereads_output and source.ptr == target.ptr)
         arguments = (team.parameter(nbytes=share, reached=reached), source.ptr, target.ptr, share, *root)
         blocks = team.grid(share, call.request.cta_policy)
         return group.runtime.shipped(kernel.file, kernel.name).prepare(blocks, team.threads, *arguments)
+
+
+class _AllGather(Move):
+    name = "all_gather"
+
+    def shape(self, group: Group, source: ArrayView) -> tuple[int, ...]:
+        return rows_of_all(group, source)
+
+    def schedule(self, collectives: Collectives, call: Call, share: int) -> StreamOperations:
+        by_proxy = collectives.by_proxy()
+        if crosses_once(by_proxy, share):
+            return prepare_all_gather(by_proxy, call.source, call.target, share)
+        return super().schedule(collectives, call, share)
+
+    def part(self, group: Group, root: int | None, share: int, begin: int, nbytes: int) -> Exchange:
+        return Exchange(
+            sends=tuple(Transfer(peer, begin, nbytes) for peer in others(group)),
+            receives=tuple(Transfer(peer, peer * share + begin, nbytes) for peer in others(group)),
+            kept=Transfer(group.rank, group.rank * share + begin, nbytes),
+            kept_from=begin,
+        )
+
+
+ALL_GATHER = _AllGather()
+"""See `Communicator.all_gather`."""
+
+
+class _AllToAll(Move):
+    name = "all_to_all"
+    rereads_output = True
+
+    def shape(self, group: Group, source: ArrayView) -> tuple[int, ...]:
+        share_shape(group, source)
+        return source.shape
+
+    def share(self, ranks: int, call: Call) -> int:
+        return call.source.size // ranks
+
+    def part(self, group: Group, root: int | None, share: int, begin: int, nbytes: int) -> Exchange:
+        shares = tuple(Transfer(peer, peer * share + begin, nbytes) for peer in others(group))
+        kept = Transfer(group.rank, group.rank * share + begin, nbytes)
+        return Exchange(sends=shares, receives=shares, kept=kept, kept_from=kept.offset)
+
+
+ALL_TO_ALL = _AllToAll()
+"""See `Communicator.all_to_all`."""
+
+
+class _Broadcast(Move):
+    name = "broadcast"
+    rooted = in_place = True
+
+    def part(self, group: Group, root: int | None, share: int, begin: int, nbytes: int) -> Exchange:
+        assert root is not None
+        if group.rank != root:
+            return Exchange(receives=(Transfer(root, begin, nbytes),))
+        sends = tuple(Transfer(peer, begin, nbytes) for peer in others(group))
+        return Exchange(sends=sends, kept=Transfer(root, begin, nbytes), kept_from=begin)
+
+
+BROADCAST = _Broadcast()
+"""See `Communicator.broadcast`."""

@@ -61,7 +61,6 @@ class PacketTeam:
     """All ranks make it together; each must have mapped every other.
 
     Args:
-        group: all ranks.
         whole_lines: whether all ranks' links carry lines of 128 bytes in one piece, so that packets may be lines.
 
     Attributes:
@@ -84,7 +83,6 @@ class PacketTeam:
             self.scratch.append(PacketScratch(group, min(defaults.line_blocks, most), _LINE_PACKETS * SLOT_PACKETS))
 
     def launch(self, algorithm: str, dtype: DType, count: int, policy: CtaPolicy) -> PacketLaunch:
-        """The launch of an all-reduce of `count` elements."""
         if algorithm == "recursive_doubling":
             return self._packets(count * dtype.accumulator_itemsize)
         share = -(-count // self._ranks) if algorithm == "two_shot_packets" else count
@@ -128,7 +126,6 @@ class PacketScratch:
     """Memory for packets on each rank, and its blocks' epochs. All ranks make it together.
 
     Args:
-        group: the ranks.
         blocks: the most blocks of a kernel.
         most: packets of a slot, where SCRATCH_BYTES suffice.
 
@@ -163,7 +160,6 @@ class PacketScratch:
         return bytes(ffi.buffer(team))
 
     def close(self) -> None:
-        """Frees the memory."""
         self._scratch.free()
         self.epochs.close()
 

@@ -58,11 +58,9 @@ class _Shares(Struct, frozen=True):
     lengths: tuple[int, ...]
 
     def start(self, rank: int) -> int:
-        """The number of a rank's first element."""
         return self.first + self.members.index(rank) * self.stride
 
     def whole(self, rank: int) -> int:
-        """The number of elements of a rank's share."""
         return self.lengths[self.members.index(rank)]
 
     def length(self, rank: int, begin: int, most: int) -> int:
@@ -151,12 +149,6 @@ def all_reduce_steps(
     return steps
 
 
-def prepare_all_reduce(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
-    """The stream operations of an all_reduce of all ranks; `target` may be `source`."""
-    ranks = by_proxy.group.world_size
-    return by_proxy.rings.prepare(all_reduce_steps(by_proxy, source, target, op, range(ranks), ranks))
-
-
 def _all_reduce_round(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares, divisor: int
 ) -> list[Step]:
@@ -169,18 +161,16 @@ def _all_reduce_round(
     found = memories.target(target.ptr + start, nbytes)
     output = memories.found_or_staged(found, "target", nbytes)
     sends = tuple(
-        ScheduleSend(
-            links.sends[peer],
-            output.memory.source_id(peer),
-            output.offset + own + begin * itemsize,
+        links.send(
+            peer,
+            output.at(own + begin * itemsize),
             shares.length(rank, begin, most) * itemsize,
-            post_channel=links.posts[peer],
             dst_offset=own + begin * itemsize,
             gate=number + 1,
         )
         for peer, begin, most, number in part.pieces.results()
     )
-    posts = tuple(SchedulePost(links.posts[peer], output.memory.id_at(peer), output.offset) for peer in peers)
+    posts = tuple(links.post(peer, output) for peer in peers)
     receives = tuple(ScheduleReceive(links.sends[peer], sends=part.pieces.results_from(peer)) for peer in peers)
     schedule = Schedule((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives), joined=_JOINED)
     copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # none in place
@@ -200,17 +190,7 @@ def _one_crossing(
     replaced = sent.ptr == target.ptr  # the result replaces what is sent
     schedule = Schedule(
         posts=slots.posts(links.posts),
-        sends=tuple(
-            ScheduleSend(
-                links.sends[peer],
-                sent.memory.source_id(peer),
-                sent.offset,
-                nbytes,
-                post_channel=links.posts[peer],
-                stage=0 if replaced else None,
-            )
-            for peer in peers
-        ),
+        sends=tuple(links.send(peer, sent, nbytes, stage=0 if replaced else None) for peer in peers),
         receives=tuple(ScheduleReceive(links.sends[peer], stage=0) for peer in peers),
         joined=_JOINED,
     )
@@ -226,12 +206,8 @@ class _Slots:
     """This rank's memory for the data that it reduces: a slot for each peer.
 
     Args:
-        by_proxy: what schedules are made with.
-        dtype: of the elements.
-        op: the operator.
         nbytes: most bytes that a peer sends.
         members: the ranks that take part, in order.
-        divisor: of an average.
         may_be_pinned: whether short data may go through pinned memory, as it then does on the senders' side too.
 
     Attributes:
@@ -288,7 +264,6 @@ class _Slots:
         Args:
             own: this rank's elements.
             result: where the reduced ones go.
-            count: of elements.
             pieces: the offset and the most elements of each; number n is stage n of the schedule.
             first: transfers of the first stage; 0: they are complete when the kernel is launched.
             transfers: of each other stage.
@@ -322,13 +297,6 @@ class _Slots:
 class _Reduction:
     """The data that a rank sends its peers to reduce, and its own part of the reduction, in one schedule.
 
-    Args:
-        by_proxy: what schedules are made with.
-        source: input of this rank.
-        op: the operator.
-        shares: of the ranks.
-        divisor: of an average.
-
     Attributes:
         pieces: of the longest share.
         copies_in: the steps that stage the input.
@@ -353,20 +321,18 @@ class _Reduction:
         ]
 
     def posts(self) -> tuple[SchedulePost, ...]:
-        """Lets peers write to the slots."""
         return self._slots.posts(self._by_proxy.links.scratch_posts)
 
     def sends(self) -> tuple[ScheduleSend, ...]:
         """Sends every peer the part that it reduces, piece by piece."""
         links = self._by_proxy.links
         return tuple(
-            ScheduleSend(
-                links.sends[peer],
-                self._inputs[peer].memory.source_id(peer),
-                self._inputs[peer].offset + begin * self._itemsize,
+            links.send(
+                peer,
+                self._inputs[peer].at(begin * self._itemsize),
                 self._shares.length(peer, begin, most) * self._itemsize,
-                post_channel=links.scratch_posts[peer],
                 dst_offset=begin * self._itemsize,
+                to_scratch=True,
             )
             for peer, begin, most in self.pieces.values()
         )

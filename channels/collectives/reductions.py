@@ -1,30 +1,294 @@
-"""The reduction operators."""
+"""all_reduce, by one of several algorithms; reduce, which drops most of its results; and reduce_scatter."""
 
 from __future__ import annotations
 
-from proxyccl.channels.segment.calls import register_names
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct
+
+from proxyccl.channels.arguments import flat_view, input_view, share_shape
+from proxyccl.channels.calls.launches import Launchable
+from proxyccl.channels.collectives.by_proxy import rounds
+from proxyccl.channels.collectives.collective import Call, Collective, Options
+from proxyccl.channels.collectives.collectives import WIDE_PARTS_BYTES, Collectives
+from proxyccl.channels.collectives.reduce_schedules import all_reduce_steps, prepare_reduce_scatter
+from proxyccl.channels.collectives.request import CtaPolicy, Request
+from proxyccl.channels.collectives.run import run
+from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS, sends_through_pinned_memory
+from proxyccl.channels.collectives.table import (
+    ALL_REDUCE_KERNELS,
+    COLLECTIVES,
+    LINE_KERNELS,
+    NARROW_FLOAT16,
+    WIDEN_FLOAT16,
+    require_reducible,
+)
+from proxyccl.channels.collectives.team import Team
+from proxyccl.channels.group import Group
+from proxyccl.channels.ranks import as_rank
+from proxyccl.channels.schedules.rings import Step
 from proxyccl.device.arrays.array import ArrayView
-from proxyccl.device.arrays.dtypes import reduction_dtypes
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.arrays.dtypes import DTYPES
+from proxyccl.device.kernel import Launch
+from proxyccl.device.runtime import StreamLike
+from proxyccl.device.stream_operations import StreamOperations
 
-BITWISE_OPS = ("band", "bor", "bxor")
-"""Only for integers."""
-OPS = ("sum", "prod", "min", "max", "avg", *BITWISE_OPS)
-
-
-def require_op(op: str) -> None:
-    """Raises ArgumentError if the name is not an operator."""
-    if not isinstance(op, str) or op not in OPS:
-        raise ArgumentError("op", f"unknown op {op!r}; expected one of {', '.join(OPS)}")
+_BetweenStep = TypeVar("_BetweenStep")
+_MOST_SCHEDULED_RANKS = 128
+"""Schedules have channels to all ranks and ids of their memory, of which a proxy has enough for some 170 ranks."""
 
 
-def require_reducible(source: ArrayView, op: str) -> None:
-    """Raises ArgumentError for an array whose elements the operator can't reduce."""
-    if not source.dtype.c_name:
-        known = ", ".join(reduction_dtypes())
-        raise ArgumentError("x", f"element type {source.dtype} can't be reduced; use one of {known}")
-    if op in BITWISE_OPS and not source.dtype.bitwise:
-        raise ArgumentError("op", f"{op!r} needs integers, not {source.dtype}")
+class _AllReduce(Collective):
+    name = "all_reduce"
+    reduces = in_place = True
+
+    def launch(self, collectives: Collectives, call: Call) -> Launchable:
+        group, source, target, op = collectives.group, call.source, call.target, call.op
+        assert op is not None
+        policy = call.request.cta_policy
+        chosen = collectives.choose(self.table, call.request, source.dtype, call.nbytes)
+        if chosen == "hierarchical":
+            return _prepare_hierarchy(collectives, source, target, op, policy)
+        team = collectives.team()
+        if chosen in PACKET_ALGORITHMS and team.packets is None:
+            chosen = "two_shot"
+        if chosen in ("two_shot", "proxy") and collectives.goes_by_schedule(chosen):
+            by_proxy, ranks = collectives.by_proxy(), range(group.world_size)
+            return by_proxy.rings.prepare(all_reduce_steps(by_proxy, source, target, op, ranks, len(ranks)))
+        if chosen == "two_shot":
+            return _prepare_two_shot(group, team, source, target, op, policy, reached=call.reached)
+        kernel, arrays = ALL_REDUCE_KERNELS[chosen], (source.ptr, target.ptr, source.size)
+        if chosen in PACKET_ALGORITHMS and team.packets is not None:
+            launch = team.packets.launch(chosen, source.dtype, source.size, policy)
+            kernel = LINE_KERNELS[chosen] if launch.lines else kernel
+            shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
+            return shipped.prepare(launch.blocks, launch.threads, launch.parameter, *arrays)
+        shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
+        return shipped.prepare(team.grid(source.nbytes, policy), team.threads, team.parameter(), *arrays)
 
 
-register_names(*OPS)
+ALL_REDUCE = _AllReduce()
+"""See `Communicator.all_reduce`."""
+
+
+def _prepare_two_shot(
+    group: Group,
+    team: Team,
+    source: ArrayView,
+    target: ArrayView,
+    op: str,
+    policy: CtaPolicy,
+    *,
+    reached: bool = False,
+    divisor: int | None = None,
+) -> Launch:
+    kernel, dtype = ALL_REDUCE_KERNELS["two_shot" if team.all_mapped else "proxy"], source.dtype
+    loadable = source.ptr == target.ptr and source.ptr % 16 == 0
+    blocks, parameter = team.pipeline(
+        source.size, dtype.itemsize, policy, reached=reached, loadable=loadable, divisor=divisor
+    )
+    shipped = group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
+    return shipped.prepare(blocks, team.threads, parameter, source.ptr, target.ptr, source.size)
+
+
+def _one_round(
+    group: Group, team: Team, op: str, source: ArrayView, target: ArrayView, divisor: int | None = None
+) -> Launch:
+    """The launch that reduces an array among a team's ranks in one crossing."""
+    kernel = ALL_REDUCE_KERNELS["proxy"]
+    shipped = group.runtime.shipped(kernel.file, kernel.name, target.dtype.name, op)
+    return shipped.prepare(1, team.threads, team.parameter(divisor=divisor), source.ptr, target.ptr, target.size)
+
+
+def _part(view: ArrayView, first: int, count: int) -> ArrayView:
+    ptr = view.ptr + first * view.dtype.itemsize
+    return ArrayView(ptr, (count,), view.dtype, view.device, view.writable, view.owner)
+
+
+def _prepare_hierarchy(
+    collectives: Collectives, source: ArrayView, target: ArrayView, op: str, policy: CtaPolicy
+) -> Launchable:
+    group, topology, dtype = collectives.group, collectives.group.topology, source.dtype
+    # A node's sum or product of float16 may be outside its range although the whole is not. An average's parts are
+    # averages where a sum may not fit, and bfloat16 has float32's range.
+    wide = dtype.name == "float16" and op in ("sum", "prod")
+    averages_parts = op == "avg" and dtype.accumulator_itemsize > dtype.itemsize
+    divisor = topology.node_count if averages_parts else group.world_size
+    partial = "sum" if op == "avg" and not averages_parts else op
+    if _reduces_by_schedule(collectives, source.size * DTYPES["float32"].itemsize if wide else source.nbytes):
+        by_proxy = collectives.by_proxy()
+        rails = [members[topology.local_rank] for members in topology.node_members()]
+
+        def reduce_rails(part: ArrayView) -> Sequence[Step]:
+            return all_reduce_steps(by_proxy, part, part, op, rails, divisor)
+
+        def is_short(nbytes: int) -> bool:
+            return nbytes <= by_proxy.memories.pinned_bytes
+
+        by_schedule = _Levels[Step](collectives, partial, policy, is_short, reduce_rails, reduce_rails)
+        return by_proxy.rings.prepare(by_schedule.steps(source, target, wide=wide))
+    _, across = collectives.levels()
+
+    def reduce_whole(part: ArrayView) -> Sequence[Launch]:
+        return [_one_round(group, across, op, part, part, divisor)]
+
+    def reduce_share(part: ArrayView) -> Sequence[Launch]:
+        return [_prepare_two_shot(group, across, part, part, op, policy, divisor=divisor)]
+
+    levels = _Levels[Launch](collectives, partial, policy, across.takes_one_crossing, reduce_whole, reduce_share)
+    return StreamOperations(group.runtime, levels.steps(source, target, wide=wide))
+
+
+def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
+    """Whether a hierarchy of this many bytes has schedules between the nodes. Kernels that wait for a proxy's copies
+    would hold them up; kernels that send through pinned memory are faster while the data is short.
+    """
+    group, topology = collectives.group, collectives.group.topology
+    if group.world_size > _MOST_SCHEDULED_RANKS:
+        return False
+    sent = nbytes // topology.local_world_size * (topology.node_count - 1)
+    through_pinned = sends_through_pinned_memory(group)
+    too_long = through_pinned and sent > group.runtime.launch_defaults.pinned_kernel_bytes
+    return too_long or collectives.goes_by_schedule("hierarchical")
+
+
+class _Levels(Struct, Generic[_BetweenStep], frozen=True):
+    """The levels of a hierarchy. Each share is reduced inside the node, then between the ranks with the same number on
+    all nodes, then gathered inside the node, so a node's data crosses to the others once.
+
+    Data that fits one round is reduced whole by every rank, inside the node and then between nodes. That saves a
+    crossing, and such short shares are not worth one. So are the elements that do not divide into even shares.
+
+    Attributes:
+        partial: the operator inside a node.
+        is_short: whether some bytes fit one round between the nodes.
+        reduce_whole: the steps that reduce, in place, an array that each rank of a node has, between the nodes.
+        reduce_share: the same for the rank's share.
+    """
+
+    collectives: Collectives
+    partial: str
+    policy: CtaPolicy
+    is_short: Callable[[int], bool]
+    reduce_whole: Callable[[ArrayView], Sequence[_BetweenStep]]
+    reduce_share: Callable[[ArrayView], Sequence[_BetweenStep]]
+
+    def steps(self, source: ArrayView, target: ArrayView, *, wide: bool) -> list[Launch | _BetweenStep]:
+        """The steps for a call's elements; if `wide`, piece by piece in float32, from which they are rounded once."""
+        if not wide:
+            return self._steps(source, target)
+        shipped, (inside, _) = self.collectives.group.runtime.shipped, self.collectives.levels()
+        widen, narrow = (shipped(kernel.file, kernel.name) for kernel in (WIDEN_FLOAT16, NARROW_FLOAT16))
+        memory, float32 = self.collectives.wide_parts(), DTYPES["float32"]
+        steps: list[Launch | _BetweenStep] = []
+        for begin, count in rounds(source.size, WIDE_PARTS_BYTES // float32.itemsize):
+            part = ArrayView(memory.ptr, (count,), float32, source.device, True, memory)
+            grid = inside.grid(part.nbytes, self.policy)
+            first, last = _part(source, begin, count).ptr, _part(target, begin, count).ptr
+            steps += [
+                widen.prepare(grid, inside.threads, first, part.ptr, count),
+                *self._steps(part, part),
+                narrow.prepare(grid, inside.threads, part.ptr, last, count),
+            ]
+        return steps
+
+    def _steps(self, source: ArrayView, target: ArrayView) -> list[Launch | _BetweenStep]:
+        group, topology, dtype = self.collectives.group, self.collectives.group.topology, source.dtype
+        inside, _ = self.collectives.levels()
+
+        def whole(begin: int) -> list[Launch | _BetweenStep]:
+            """The steps that reduce the elements from `begin` on in one round."""
+            count = source.size - begin
+            part = _part(target, begin, count)
+            return [
+                _one_round(group, inside, self.partial, _part(source, begin, count), part),
+                *self.reduce_whole(part),
+            ]
+
+        if self.is_short(source.nbytes) and inside.takes_one_crossing(source.nbytes):
+            return whole(0)
+        share = source.size // topology.local_world_size
+        even = share * topology.local_world_size
+        steps: list[Launch | _BetweenStep] = []
+        if share:
+            own, team = _part(target, topology.local_rank * share, share), inside.parameter()
+            scatter_kernel, gather_kernel = COLLECTIVES["reduce_scatter"][0], COLLECTIVES["all_gather"][0]
+            scatter = group.runtime.shipped(scatter_kernel.file, scatter_kernel.name, dtype.name, self.partial)
+            gather = group.runtime.shipped(gather_kernel.file, gather_kernel.name)
+            grids = inside.grid(even * dtype.itemsize, self.policy), inside.grid(own.nbytes, self.policy)
+            steps += [
+                scatter.prepare(grids[0], inside.threads, team, source.ptr, own.ptr, share),
+                *self.reduce_share(own),
+                gather.prepare(grids[1], inside.threads, team, own.ptr, target.ptr, own.nbytes),
+            ]
+        return steps + whole(even) if even < source.size else steps
+
+
+DROPPED = ()
+"""In place of the output, on the ranks that drop the result."""
+
+
+class _Reduce(_AllReduce):
+    name = "reduce"
+    table = "all_reduce"
+    rooted = True
+
+    def lent(self, launchable: Launchable) -> int:
+        return -1  # the ranks that drop the result have no output
+
+    def check(self, collectives: Collectives, x: Any, out: Any, options: Options, request: Request) -> Call:
+        if not isinstance(out, tuple):
+            return super().check(collectives, x, out, options, request)
+        read = flat_view(collectives.group, x, "x", in_bytes=False) if options.flat else None
+        source = read or input_view(collectives.group, x, "x")
+        require_reducible(source, options.op)
+        scratch = collectives.scratch(source.nbytes)
+        target = ArrayView(scratch.ptr, source.shape, source.dtype, source.device, True, scratch)
+        return Call(x, out, source, target, options.op, options.root, request)
+
+
+REDUCE = _Reduce()
+
+
+def reduce(
+    collectives: Collectives, x: Any, op: str, root: int, out: Any, algorithm: str | None, stream: StreamLike
+) -> Any:
+    """See `Communicator.reduce`. It is an all_reduce whose result the other ranks drop, because no shipped kernel sends
+    less for short arrays.
+    """
+    group = collectives.group
+    root = as_rank(group.world_size, root, "root")
+    if group.rank == root:
+        if isinstance(out, tuple):
+            input_view(group, out, "out")  # refuses it, which `check` would take for DROPPED
+        return run(collectives, REDUCE, x, out, op, root, algorithm, stream=stream)
+    run(collectives, REDUCE, x, DROPPED, op, root, algorithm, stream=stream)
+    return None
+
+
+class _ReduceScatter(Collective):
+    name = "reduce_scatter"
+    reduces = True
+
+    def shape(self, group: Group, source: ArrayView) -> tuple[int, ...]:
+        return share_shape(group, source)
+
+    def lent(self, launchable: Launchable) -> int:
+        # Kernels of other ranks touch neither array; proxies send from the input.
+        return 0 if isinstance(launchable, StreamOperations) else -1
+
+    def launch(self, collectives: Collectives, call: Call) -> Launchable:
+        group, source, target, op = collectives.group, call.source, call.target, call.op
+        assert op is not None
+        algorithm = collectives.choose(self.name, call.request, source.dtype, call.nbytes)
+        if collectives.goes_by_schedule(algorithm):
+            return prepare_reduce_scatter(collectives.by_proxy(), source, target, op)
+        team, kernel = collectives.team(), COLLECTIVES[self.name][0]
+        blocks, parameter = team.scatter(target.size, source.dtype.itemsize, call.request.cta_policy)
+        shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
+        return shipped.prepare(blocks, team.threads, parameter, source.ptr, target.ptr, target.size)
+
+
+REDUCE_SCATTER = _ReduceScatter()
+"""See `Communicator.reduce_scatter`."""

@@ -36,7 +36,6 @@ class Request(NamedTuple):
 
 
 def request_for(plan: ExecutionPlan) -> Request:
-    """The request of a call that a plan executes."""
     return Request(plan.call_name, plan.call_name)
 
 
@@ -59,13 +58,12 @@ def _policy(argument: str, value: object) -> CtaPolicy:
     raise ArgumentError(argument, f"{value!r} is not one of {', '.join(map(repr, CTA_POLICIES))}")
 
 
-def request(
+def request_of(
     collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool, standing: CtaPolicy | None
 ) -> Request:
     """The request of a call.
 
     Args:
-        collective: its name.
         algorithm, cta_policy, symmetric: the caller's arguments.
         standing: the communicator's policy, for calls that name neither an algorithm nor a policy; None for "default".
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -11,13 +11,15 @@ from msgspec.structs import replace
 from proxyccl.channels.arguments import readable_view
 from proxyccl.channels.calls._calls import Form
 from proxyccl.channels.calls.launches import Launchable
-from proxyccl.channels.collectives.collective import Collective, Options
+from proxyccl.channels.collectives.collective import Collective, Options, Planned, plain_arrays, planned
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.planned import Planned, plain_arrays, planned
-from proxyccl.channels.collectives.reductions import require_op
-from proxyccl.channels.collectives.request import request_for
+from proxyccl.channels.collectives.request import request_for, request_of
+from proxyccl.channels.collectives.table import require_op
+from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.ranks import as_rank
+from proxyccl.channels.segment.calls import CollectiveCall
+from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.arrays.libraries import other_streams
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
@@ -38,9 +40,6 @@ def run(
     """Runs a collective.
 
     Args:
-        collectives: the state of the group's collectives.
-        collective: which one.
-        x, out: the caller's input and output.
         op: the operator; None if the collective does not reduce.
         root: the rank; None if the collective has no root.
         algorithm, cta_policy, symmetric, stream: as for `Communicator.all_reduce`.
@@ -111,7 +110,9 @@ def _prepare(
         collective = Planned(options.algorithm, collective, options.registered_x, options.registered_out)
         request = request_for(options.algorithm)
     else:
-        request = collectives.request(collective.table, options.algorithm, options.cta_policy, options.symmetric)
+        request = request_of(
+            collective.table, options.algorithm, options.cta_policy, options.symmetric, collectives.cta_policy
+        )
     call = replace(collective.check(collectives, x, out, options, request), reached=reached)
     plan = collectives.execution_plan(collective.table, call.request, call.source, call.target, call.op)
     if plan is not None:
@@ -127,3 +128,44 @@ def _prepare(
     views = (call.source,) if isinstance(out, tuple) else (call.source, call.target)
     lent = collective.lent if options.flat and group.lent_memory.is_possible else lambda _: -1
     return collectives.prepare_form(entry, views, launch, logged=logged, ranges=collective.ranges, lent=lent)
+
+
+def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bool = False) -> None:
+    """See `Communicator.barrier`. With `intra_node_only` only the ranks of the same node wait for one another.
+
+    It has no arrays, so it does not use `run`.
+    """
+    group = collectives.group
+    inside = as_flag(intra_node_only, "intra_node_only") and group.topology.node_count > 1
+    issue(collectives, (), (), options_of_barrier(collectives, inside=inside), stream)
+
+
+def options_of_barrier(collectives: Collectives, *, inside: bool) -> tuple[Callable[..., Form], bool]:
+    """The options of barriers for `Calls` (_calls.pyi): of a node's ranks if `inside`, else of all."""
+    found = collectives.preparing.get(barrier)
+    if found is None:
+        found = collectives.preparing.setdefault(barrier, functools.partial(_prepare_barrier, collectives))
+    return found, inside
+
+
+def _prepare_barrier(
+    collectives: Collectives, _x: Any, _out: Any, options: tuple[Any, bool], _reached: bool, logged: bool
+) -> Form:
+    group, (_, inside) = collectives.group, options
+
+    def launch() -> Launchable:
+        if (group.topology.local_world_size if inside else group.world_size) == 1:
+            return StreamOperations(group.runtime, [CopyBytes(0, 0, 0)])
+        shipped = group.runtime.shipped("moves.h", "barrier")
+        if inside:
+            teams: Sequence[Team] = collectives.levels()[:1]
+        elif group.topology.has_levels():
+            # The ranks across whom a rank waits next have been told that all of their nodes' ranks have arrived. So a
+            # rank signals no other rank of another node.
+            teams = collectives.levels()
+        else:
+            teams = (collectives.team(),)
+        launches = [shipped.prepare(1, team.threads, team.parameter()) for team in teams]
+        return launches[0] if len(launches) == 1 else StreamOperations(group.runtime, launches)
+
+    return collectives.prepare_form(CollectiveCall("barrier", root=int(inside), count=1), (), launch, logged=logged)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from proxyccl.channels.collectives.proxied_kernels import proxied_kernel_bytes
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.segment.calls import register_names
 from proxyccl.device.arguments.integers import as_integer
@@ -42,7 +41,6 @@ _ELEMENTS: dict[str, tuple[Elements, ...]] = {
 
 
 def require_algorithm(name: str, collective: str = "all_reduce") -> None:
-    """Raises ArgumentError if the name is not an algorithm of a collective."""
     known = ALGORITHMS_BY_COLLECTIVE[collective]
     if name not in known:
         raise ArgumentError("algorithm", f"unknown algorithm {name!r}; expected one of {', '.join(known)}")
@@ -235,11 +233,25 @@ class Selector:
         return self.tables[Case.of(collective, as_dtype(dtype), symmetric=symmetric)].choose(nbytes)
 
 
+def sends_through_pinned_memory(group: Group) -> bool:
+    """Whether kernels send to other nodes through pinned memory; the same on all ranks."""
+    return group.runtime.launch_defaults.pinned_kernel_bytes > 0 and group.topology.stages_remote_pairs()
+
+
+def proxied_kernel_bytes(group: Group) -> int:
+    """The longest share that kernels move to peers of other nodes, by default, through the proxy; the same on all
+    ranks. 0: they move none.
+    """
+    defaults = group.runtime.launch_defaults
+    if defaults.proxied_kernel_bytes > 0 or not sends_through_pinned_memory(group):
+        return defaults.proxied_kernel_bytes
+    return defaults.pinned_kernel_bytes // max(1, group.world_size - min(map(len, group.topology.node_members())))
+
+
 def default_selector(group: Group, *, lines: bool = False) -> Selector:
     """The tables for a group's ranks before any are measured or set; the same on all ranks.
 
     Args:
-        group: the ranks.
         lines: whether their long packets are lines.
     """
     topology = group.topology
@@ -274,7 +286,6 @@ def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
     travel. From measurements on 2, 3 and 4 H200 (benchmarks/results).
 
     Args:
-        ranks: the world size.
         symmetric: whether the callers promise symmetric arrays.
     """
     if ranks == 1:
@@ -293,8 +304,6 @@ def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tu
     symmetric memory a two-shot in place loads, which is soon better than packets.
 
     Args:
-        ranks: the world size.
-        runtime: "host", "cuda" or "hip".
         symmetric: whether the callers promise symmetric arrays.
         short: whether partial sums are longer than the values, so that none are sent.
     """

@@ -1,18 +1,40 @@
-"""The kernels of the shipped collectives. A new collective is a row here and a file next to this one."""
+"""The operators and the kernels of the shipped collectives. A new collective is a row here, and a class in `moves.py`
+or `reductions.py`.
+"""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
 from proxyccl.channels.segment.calls import register_names
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import reduction_dtypes
 from proxyccl.device.build.ahead_of_time import Shipped
+from proxyccl.device.errors import ArgumentError
+
+BITWISE_OPS = ("band", "bor", "bxor")
+"""Only for integers."""
+OPS = ("sum", "prod", "min", "max", "avg", *BITWISE_OPS)
+
+
+def require_op(op: str) -> None:
+    if not isinstance(op, str) or op not in OPS:
+        raise ArgumentError("op", f"unknown op {op!r}; expected one of {', '.join(OPS)}")
+
+
+def require_reducible(source: ArrayView, op: str) -> None:
+    """Raises ArgumentError for an array whose elements the operator can't reduce."""
+    if not source.dtype.c_name:
+        known = ", ".join(reduction_dtypes())
+        raise ArgumentError("x", f"element type {source.dtype} can't be reduced; use one of {known}")
+    if op in BITWISE_OPS and not source.dtype.bitwise:
+        raise ArgumentError("op", f"{op!r} needs integers, not {source.dtype}")
 
 
 class CollectiveKernel(Struct, frozen=True):
     """A shipped kernel.
 
     Attributes:
-        file: its header in device/kernels.
         name: its name there.
         reduces: whether there is one for each element type and operator.
     """
@@ -84,4 +106,4 @@ KERNELS_OF_STEPS: tuple[Shipped, ...] = tuple(
 )
 """The kernels that training steps and forward passes use, in the order of need. FSDP2 averages, others sum."""
 
-register_names(*COLLECTIVES)
+register_names(*OPS, *COLLECTIVES)

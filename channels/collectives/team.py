@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from proxyccl.channels.collectives import packet_team
-from proxyccl.channels.collectives.links import Links
 from proxyccl.channels.collectives.packet_team import PacketTeam
-from proxyccl.channels.collectives.proxied_kernels import sends_through_pinned_memory
 from proxyccl.channels.collectives.request import CtaPolicy
+from proxyccl.channels.collectives.selection import sends_through_pinned_memory
 from proxyccl.channels.group import Group
 from proxyccl.channels.joining.exchange import FLAG
-from proxyccl.channels.memory import allocate, register
+from proxyccl.channels.memory import RegisteredMemory, allocate, register
 from proxyccl.channels.pinned_memory import PinnedRange
+from proxyccl.channels.proxy_channel import ProxyChannel, connect_handles
+from proxyccl.channels.sm_channel import SmSemaphores
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.errors import ResourceError
+from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.device.sleepers import ProxiedStruct
 
 if TYPE_CHECKING:
@@ -39,13 +41,71 @@ _PROXIED_PARTS = 4
 """The least number of pieces into which data for the proxy is cut."""
 
 
+class Links:
+    """A table of ProxycclLink (team.h), [lanes][members]. All ranks make it together.
+
+    Args:
+        memory: the scratch memory that peers write to.
+        proxied: the same, for proxies.
+        members: the ranks of the table's columns.
+        via_proxy: those that are reached through the proxy; all others except this rank are mapped.
+        lanes: links to each peer.
+        proxied_anywhere: whether any rank of the group reaches a peer through the proxy.
+
+    Attributes:
+        table: the links.
+        proxy_channels: by peer, the channels of its lanes.
+        sleepers: of the proxy that they go through; None if there are none.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        memory: RegisteredMemory,
+        proxied: RegisteredMemory | PinnedRange,
+        members: Sequence[int],
+        via_proxy: list[int],
+        lanes: int,
+        *,
+        proxied_anywhere: bool,
+    ) -> None:
+        self._semaphores = SmSemaphores(group, lanes, members)
+        self.proxy_channels: dict[int, list[ProxyChannel]] = {}
+        self._kept: object = None
+        if proxied_anywhere:
+            self.proxy_channels, self._kept = connect_handles(group, proxied, proxied, via_proxy, lanes)
+        self.sleepers = group.links.proxy.sleepers if self.proxy_channels else None
+        self.table = ffi.new("ProxycclLink[]", lanes * len(members))
+        for lane in range(lanes):
+            for number, peer in enumerate(members):
+                link = self.table[lane * len(members) + number]
+                link.peer = peer
+                if peer in via_proxy:
+                    link.proxied = 1
+                    handle = self.proxy_channels[peer][lane].device_handle
+                    ffi.memmove(ffi.addressof(link, "proxy"), handle, ffi.sizeof("ProxycclProxyChannel"))
+                elif peer != group.rank:
+                    self._semaphores.fill(link.semaphore, peer, lane)
+                    link.remote = ffi.cast("char *", memory.peer_ptr(peer))
+
+    def on_device(self, runtime: Runtime, before: int) -> Memory:
+        """Device memory of `before` bytes and, after them, the table."""
+        raw = bytes(ffi.buffer(self.table))
+        memory = runtime.allocate(before + len(raw))
+        runtime.copy(memory.ptr + before, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+        return memory
+
+    def close(self) -> None:
+        """Frees the semaphores' own words. Kernels of this rank must have ended."""
+        self._semaphores.close()
+
+
 class Team:
     """All ranks make it together: one team of all of them, or several side by side, one for each rank.
 
     Raises ResourceError for more members than a block of the shipped kernels has threads.
 
     Args:
-        group: whose ranks.
         members: the ranks of this rank's team, itself included; None for all. The kernels' ranks are indices into this
             list.
         whole_lines: whether all ranks' links carry lines of 128 bytes in one piece (lines.h).
@@ -91,13 +151,9 @@ class Team:
         proxied, by_any = self._pinned or memory, not all(flags)
         self._links = Links(group, memory, proxied, members, via_proxy, lanes, proxied_anywhere=by_any)
         self.proxy_channels = self._links.proxy_channels
-        links = self._links.table
-
         epochs_offset = ffi.sizeof("ProxycclTeamCounters")
         counters_bytes = round_up(epochs_offset + lanes * ffi.sizeof("uint32_t"), 128)
-        self._memory = runtime.allocate(counters_bytes + ffi.sizeof(links))
-        raw = self._links.raw
-        runtime.copy(self._memory.ptr + counters_bytes, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+        self._memory = self._links.on_device(runtime, counters_bytes)
         team = self._team = ffi.new("ProxycclTeam *")
         team.rank, team.world_size, team.divisor = members.index(rank), ranks, ranks
         team.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
@@ -113,7 +169,7 @@ class Team:
         team.one_crossing_bytes = most if self.all_mapped or ranks > 2 else _NO_LIMIT
         team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes
         for number in range(min(ranks, lib.PROXYCCL_MAX_MAPPED_RANKS)):
-            team.remote[number] = links[number].remote
+            team.remote[number] = self._links.table[number].remote
         with_packets = self.all_mapped and ranks == group.world_size <= packet_team.MAX_RANKS
         self.packets = PacketTeam(group, whole_lines=whole_lines) if with_packets else None
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from proxyccl.channels.collectives import barrier, transfers
-from proxyccl.channels.collectives.all_gather import ALL_GATHER
-from proxyccl.channels.collectives.all_reduce import ALL_REDUCE
-from proxyccl.channels.collectives.all_to_all import ALL_TO_ALL
-from proxyccl.channels.collectives.broadcast import BROADCAST
+from proxyccl.channels.collectives import transfers
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.reduce import REDUCE
-from proxyccl.channels.collectives.reduce_scatter import REDUCE_SCATTER
+from proxyccl.channels.collectives.moves import ALL_GATHER, ALL_TO_ALL, BROADCAST
+from proxyccl.channels.collectives.reductions import ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
-from proxyccl.channels.collectives.run import issue, preparing
+from proxyccl.channels.collectives.run import issue, options_of_barrier, preparing
 
 CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
 """call(x, out, options, stream) makes a call on a stream, named by its handle, without Python. It returns False, with
@@ -49,7 +45,7 @@ class TensorCalls:
             cta_policy: as for `Communicator.all_reduce`; None for "efficiency", unless the communicator has a policy.
         """
         if collective == "barrier":
-            return barrier.options_of(self._collectives, inside=False)
+            return options_of_barrier(self._collectives, inside=False)
         prepare = preparing(self._collectives, _COLLECTIVES[collective])
         return prepare, op, root, None, cta_policy or self._usual, False, True, None, None
 
@@ -83,12 +79,12 @@ class TensorCalls:
             beside: whether this rank's program is expected to compute beside the call.
             output: tells where the output lies.
         """
-        launches = self._collectives.group.launches
-        wish: CtaPolicy = "efficiency" if beside or launches.shares_device else "default"
+        log = self._collectives.group.launches.log
+        wish: CtaPolicy = "efficiency" if beside or log.shares_device else "default"
         if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
             wish = "zero"
-        chosen = CTA_POLICIES[launches.choose(CTA_POLICIES.index(wish))]
-        if chosen == "zero" and collective == "all_gather" and not self._collectives.has_by_proxy:  # on no rank
+        chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
+        if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:  # on no rank
             self._collectives.by_proxy()  # so that peers' proxies get the next output
             return "efficiency"
         return chosen
@@ -102,7 +98,7 @@ class TensorCalls:
             return False
         if collective == "all_gather":
             lent = collectives.group.lent_memory
-            return not collectives.has_by_proxy or lent.is_received_in(output(), nbytes)
+            return collectives.made_by_proxy is None or lent.is_received_in(output(), nbytes)
         return collective == "all_reduce"
 
     def exchange(self, x: Any, out: Any, options: tuple[str, Any, Any]) -> bool:

@@ -125,7 +125,6 @@ def issue(
     """Makes a call by one call into C, if Python need not look at its arguments. Returns whether it was made.
 
     Args:
-        collectives: the state of the group's collectives.
         x, out, options, stream: as for `FlowCalls.call`.
     """
     flows, group = collectives.made_flows, collectives.group

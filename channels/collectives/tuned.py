@@ -34,7 +34,6 @@ class Machine(Message, frozen=True):
     Attributes:
         cpu: the CPU's name.
         cores: of the machine.
-        runtime: "host", "cuda" or "hip".
         device: the name of rank 0's device, which usually implies the kind of links ("H100 PCIe").
         nodes: ranks of each node.
         links: how many of rank 0's peers are reached by each kind of link: "mapped", or a transport's name.
@@ -62,7 +61,7 @@ class Machine(Message, frozen=True):
             device=runtime.device_name,
             nodes=tuple(len(members) for members in topology.node_members()),
             links=dict(sorted(links.items())),
-            proxy=group.links.place,
+            proxy=group.links.place.where,
         )
 
     def __str__(self) -> str:
@@ -81,7 +80,6 @@ class NamedTable(Message, frozen=True):
         self.table()  # refuses an invalid one when it is decoded
 
     def table(self) -> SizeTable:
-        """The table."""
         return SizeTable(self.limits, self.beyond)
 
 

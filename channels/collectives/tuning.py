@@ -10,14 +10,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from proxyccl.channels.collectives.all_gather import ALL_GATHER
-from proxyccl.channels.collectives.all_reduce import ALL_REDUCE
-from proxyccl.channels.collectives.all_to_all import ALL_TO_ALL
-from proxyccl.channels.collectives.barrier import barrier
-from proxyccl.channels.collectives.broadcast import BROADCAST
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.reduce_scatter import REDUCE_SCATTER
-from proxyccl.channels.collectives.run import run
+from proxyccl.channels.collectives.moves import ALL_GATHER, ALL_TO_ALL, BROADCAST
+from proxyccl.channels.collectives.reductions import ALL_REDUCE, REDUCE_SCATTER
+from proxyccl.channels.collectives.run import barrier, run
 from proxyccl.channels.collectives.selection import (
     CASES,
     PACKET_ALGORITHMS,

@@ -94,8 +94,6 @@ class Threadblock(Message, frozen=True):
 
 
 class RankGroup(Message, frozen=True):
-    """The ranks of a switch channel."""
-
     size: Uint32
     ranks: tuple[Uint32, ...]
 
@@ -110,8 +108,6 @@ class Channels(Message, frozen=True):
 
 
 class RemoteBuffer(Message, frozen=True):
-    """A peer's buffer that a rank reaches."""
-
     rank: Uint32
     type: BufferName
     access_channel_types: tuple[ChannelType, ...]
@@ -124,8 +120,6 @@ class SemaphoreStart(Message, frozen=True):
 
 
 class Gpu(Message, frozen=True):
-    """A rank."""
-
     id: Uint32
     input_chunks: Positive
     output_chunks: Positive

@@ -17,7 +17,7 @@ from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.execution_plans.document import BufferName
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.execution_plans.program import ChannelEnd
-from proxyccl.channels.execution_plans.steps import Layout, Writer
+from proxyccl.channels.execution_plans.steps import Writer
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import RegisteredMemory, allocate, register
 from proxyccl.channels.proxy_channel import connect_handles
@@ -46,7 +46,6 @@ class ExecutionPlans:
     """The plans that one group has executed.
 
     Args:
-        group: the ranks.
         forget: called when memory of a plan has moved. Results of earlier calls of `prepare` must not be launched then.
     """
 
@@ -78,7 +77,6 @@ class ExecutionPlans:
 
         Args:
             plan: one that executes such a call.
-            source, target: input and output.
             given: the registered arrays that peers reach where they lie, the same on all ranks.
 
         Raises:
@@ -215,7 +213,6 @@ class _Resources:
     # -- launches ---
 
     def prepare(self, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
-        """See `ExecutionPlans.prepare`."""
         plan, runtime = self._plan, self._group.runtime
         chunk = source.nbytes // self._gpu.input_chunks
         half = self._scratch_bytes(chunk)
@@ -276,7 +273,9 @@ class _Resources:
             return first, self._share(rank, buffer, source, target)
 
         chunk = source.nbytes // self._gpu.input_chunks
-        layout = Layout(
+        writer = Writer(
+            own,
+            self._threads,
             chunk,
             document.buffer_alignment,
             document.use_double_scratch_buffer,
@@ -286,7 +285,7 @@ class _Resources:
             self._semaphores.__getitem__,
         )
         program = plan.programs[own] or ((),)  # a rank without threadblocks counts executions too
-        tables = Writer(own, self._threads, layout).tables(program)
+        tables = writer.tables(program)
         steps = tables.steps + bytes(-len(tables.steps) % 16)
         memory = self._upload(steps + tables.operands)
         return _Sized(memory, len(steps), len(program), tables.block_steps, tables.block_operands)
@@ -346,7 +345,6 @@ class _Resources:
         return ProxiedStruct.of(bytes(ffi.buffer(execution)), sleepers, pointers=_ARRAY_POINTERS)
 
     def close(self) -> None:
-        """Frees what the kernels use."""
         for buffer in self._buffers.values():
             buffer.close()
         for memory in (*self._privates, self._words[0], self._port_table):

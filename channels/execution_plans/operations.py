@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from msgspec import Struct
 
 from proxyccl.channels.execution_plans.document import ChannelType
@@ -49,7 +47,6 @@ class Moving(Struct, frozen=True):
 
     @property
     def packets(self) -> bool:
-        """Whether it uses packets."""
         return any(operand.packets for operand in (*self.sources, *self.destinations))
 
 
@@ -86,7 +83,6 @@ MOVING: dict[str, Moving] = {
 MOVING_PACKETS_BY_PORT = Moving((_OWNS_PACKETS,), (_PEERS_PACKETS,), _PORT, pairs=True)
 """`ppkt` on a port channel: its source holds packets already."""
 
-Channelled = Literal["signal", "rlxsignal", "wait", "rlxwait", "flush"]
 CHANNELLED: dict[str, tuple[ChannelType, ...]] = {
     "signal": _ANY,
     "rlxsignal": _ANY,

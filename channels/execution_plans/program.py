@@ -46,13 +46,10 @@ class Place(Struct, frozen=True):
         return f"rank {self.rank}, threadblock {self.threadblock}, operation {self.operation} ({self.name})"
 
     def refuse(self, why: str) -> ArgumentError:
-        """The error for an invalid operation."""
         return ArgumentError("plan", f"{self}: {why}")
 
 
 class Range(Struct, frozen=True):
-    """Consecutive chunks of a rank's buffer."""
-
     rank: int
     buffer: BufferName
     index: int
@@ -132,8 +129,6 @@ def refuse_switches(gpu: Gpu) -> None:
 
 
 class Reader:
-    """Reads the program of one rank of a document."""
-
     def __init__(self, document: Document, gpu: Gpu) -> None:
         self._document = document
         self._gpu = gpu

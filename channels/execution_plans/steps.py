@@ -26,28 +26,6 @@ _ONE_THREAD = {
 }
 
 
-class Layout(Struct, frozen=True):
-    """Where data lies, for one size.
-
-    Attributes:
-        chunk_bytes: size of a chunk, in every buffer.
-        alignment: bytes to which the parts of several threadblocks are aligned.
-        double_scratch: whether scratch memory has two halves.
-        address: of a rank's buffer, as this rank's kernels reach it; not of its own input and output.
-        memory_id: of a rank's buffer in this rank's proxy, for triggers to a peer; and where the buffer begins there.
-        port: number of a port channel in the kernel's table.
-        semaphore: a ProxycclSemaphore, of a channel.
-    """
-
-    chunk_bytes: int
-    alignment: int
-    double_scratch: bool
-    address: Callable[[int, BufferName], int]
-    memory_id: Callable[[int, BufferName, int], tuple[int, int]]
-    port: Callable[[ChannelEnd], int]
-    semaphore: Callable[[ChannelEnd], Any]
-
-
 class Tables(Struct):
     """The kernel's tables, as bytes.
 
@@ -63,8 +41,6 @@ class Tables(Struct):
 
 
 class _Block(Struct):
-    """The steps of one threadblock as they are written, and their operands."""
-
     steps: list[ProxycclStepPointer] = field(default_factory=list)
     operands: list[bytes] = field(default_factory=list)
     by_all: bool | None = None  # the threads (all, or one) whose last step was not followed by a barrier of the block
@@ -74,13 +50,30 @@ def _filled(found: list[bytes], count: int, empty: bytes) -> bytes:
     return b"".join(found) + empty * (count - len(found))
 
 
-class Writer:
-    """Writes the tables of one rank."""
+class Writer(Struct, frozen=True):
+    """Writes the tables of one rank, for one size of chunks.
 
-    def __init__(self, rank: int, threads: int, layout: Layout) -> None:
-        self._rank = rank
-        self._threads = threads
-        self._layout = layout
+    Attributes:
+        rank: whose tables.
+        threads: of a block.
+        chunk_bytes: size of a chunk, in every buffer.
+        alignment: bytes to which the parts of several threadblocks are aligned.
+        double_scratch: whether scratch memory has two halves.
+        address: of a rank's buffer, as this rank's kernels reach it; not of its own input and output.
+        memory_id: of a rank's buffer in this rank's proxy, for triggers to a peer; and where the buffer begins there.
+        port: number of a port channel in the kernel's table.
+        semaphore: a ProxycclSemaphore, of a channel.
+    """
+
+    rank: int
+    threads: int
+    chunk_bytes: int
+    alignment: int
+    double_scratch: bool
+    address: Callable[[int, BufferName], int]
+    memory_id: Callable[[int, BufferName, int], tuple[int, int]]
+    port: Callable[[ChannelEnd], int]
+    semaphore: Callable[[ChannelEnd], Any]
 
     def tables(self, program: Program) -> Tables:
         """The tables of a program, which has one threadblock at least."""
@@ -136,7 +129,7 @@ class Writer:
         else:
             for i, number in enumerate(operation.numbers):
                 step = self._step(block, operation, _ONE_THREAD[name], by_all=False)
-                step.thread, step.channel = i % self._threads, number
+                step.thread, step.channel = i % self.threads, number
 
     def _on_channel(self, block: _Block, operation: Operation, i: int, end: ChannelEnd) -> None:
         name = operation.place.name
@@ -144,15 +137,15 @@ class Writer:
         if is_port and not waits:
             step = self._step(block, operation, lib.PROXYCCL_STEP_PORT, by_all=False)
             step.option = lib.PROXYCCL_OP_FLUSH if name == "flush" else lib.PROXYCCL_OP_SIGNAL
-            step.channel = self._layout.port(end)
+            step.channel = self.port(end)
         else:
             code = lib.PROXYCCL_STEP_PORT_WAIT if is_port else _ONE_THREAD[name]
             step = self._step(block, operation, code, by_all=False)
-            step.option, step.semaphore = end.peer if waits else 0, self._layout.semaphore(end)
-        step.thread = i % self._threads
+            step.option, step.semaphore = end.peer if waits else 0, self.semaphore(end)
+        step.thread = i % self.threads
 
     def _pipeline(self, block: _Block, operation: Operation) -> None:
-        iterations = -(-operation.chunks * self._layout.chunk_bytes // operation.unit)
+        iterations = -(-operation.chunks * self.chunk_bytes // operation.unit)
         if iterations == 0 or not operation.body:
             return
         if block.by_all is not None:
@@ -200,17 +193,17 @@ class Writer:
         for each in (*sources, *destinations):
             start, step.bytes = self._part(operation, each)
             operand = ffi.new("ProxycclOperand *")
-            own = each.rank == self._rank
+            own = each.rank == self.rank
             if own and each.buffer in _BASES:
                 operand.base, operand.address = _BASES[each.buffer], start
             else:
-                operand.address = self._layout.address(each.rank, each.buffer) + start
+                operand.address = self.address(each.rank, each.buffer) + start
             operand.packets, operand.alternates = each.packets, self._alternates(each)
             block.operands.append(bytes(ffi.buffer(operand)))
 
     def _put(self, block: _Block, operation: Operation) -> None:
         """Puts by the proxy, after the packets if the operation is to wait for them."""
-        moving, layout = operation.moving, self._layout
+        moving = operation.moving
         assert moving is not None
         sources = operation.sources
         if operation.place.name == "rppkt":
@@ -222,27 +215,26 @@ class Writer:
         pairs = zip(sources, operation.destinations, operation.channels, strict=True)
         for i, (source, destination, end) in enumerate(pairs):
             step = self._step(block, operation, lib.PROXYCCL_STEP_PORT, by_all=False)
-            step.thread, step.channel, step.option = i % self._threads, layout.port(end), option
+            step.thread, step.channel, step.option = i % self.threads, self.port(end), option
             step.src_offset, step.bytes = self._part(operation, source)
             step.dst_offset, _ = self._part(operation, destination)
             step.bytes *= 2 if source.packets else 1
-            step.src_memory, begin = layout.memory_id(source.rank, source.buffer, end.peer)
+            step.src_memory, begin = self.memory_id(source.rank, source.buffer, end.peer)
             step.src_offset += begin
-            step.dst_memory, begin = layout.memory_id(destination.rank, destination.buffer, end.peer)
+            step.dst_memory, begin = self.memory_id(destination.rank, destination.buffer, end.peer)
             step.dst_offset += begin
             step.src_alternates, step.dst_alternates = self._alternates(source), self._alternates(destination)
 
     def _alternates(self, each: Range) -> bool:
-        return self._layout.double_scratch and each.buffer == "s"
+        return self.double_scratch and each.buffer == "s"
 
     def _part(self, operation: Operation, each: Range) -> tuple[int, int]:
         """Where this threadblock's part of a range begins in its buffer, and its bytes of data."""
-        layout = self._layout
-        units = each.size * layout.chunk_bytes // layout.alignment
+        units = each.size * self.chunk_bytes // self.alignment
 
         def before(part: int) -> int:
             return part * (units // operation.parts) + min(part, units % operation.parts)
 
         first, end = before(operation.part), before(operation.part + 1)
-        start = each.index * layout.chunk_bytes + first * layout.alignment
-        return start * (2 if each.packets else 1), (end - first) * layout.alignment
+        start = each.index * self.chunk_bytes + first * self.alignment
+        return start * (2 if each.packets else 1), (end - first) * self.alignment

@@ -34,7 +34,6 @@ class MemoryPart:
 
     @property
     def closed(self) -> bool:
-        """Whether the owner has freed the memory."""
         return self._owner.closed
 
     def close(self) -> None:
@@ -74,7 +73,6 @@ class LibraryArrays:
         return Array(array.runtime, memory, shape, native)
 
     def address(self, array: Any) -> int:
-        """The address of an array."""
         return int(array.ptr)
 
     def adopt(self, array: Array) -> Any:
@@ -96,31 +94,24 @@ class NumpyArrays(LibraryArrays):
     """Makes numpy's arrays, in host memory."""
 
     def type_of(self, dtype: DType | str) -> Any:
-        """A numpy dtype."""
         return as_dtype(dtype).numpy()
 
     def maker(self, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Maker:
-        """Returns a function that makes a new array, in C order."""
         return functools.partial(np.empty, shape, native)
 
     def part(self, array: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Any:
-        """An array, in C order, in the memory of another."""
         return np.ndarray(shape, native, array.reshape(-1).view(np.uint8), offset)
 
     def address(self, array: Any) -> int:
-        """The address of an array."""
         return int(array.__array_interface__["data"][0])
 
     def adopt(self, array: Array) -> Any:
-        """An array in the memory of an `Array`."""
         return np.asarray(array)
 
     def of_buffer(self, buffer: Any) -> Any:
-        """An array of the bytes of an object of ctypes."""
         return np.frombuffer(buffer, np.uint8)
 
     def upload(self, values: NDArray[Any]) -> Any:
-        """The values themselves."""
         return values
 
 
@@ -135,11 +126,9 @@ class TorchArrays(LibraryArrays):
         super().__init__(group, kind)
 
     def type_of(self, dtype: DType | str) -> Any:
-        """A torch dtype."""
         return getattr(self._torch, as_dtype(dtype).name)
 
     def maker(self, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Maker:
-        """Returns a function that makes a new tensor."""
         # empty() takes longer to read its arguments.
         return functools.partial(self._torch.empty_strided, shape, strides, dtype=native, device=self._device)
 
@@ -149,19 +138,15 @@ class TorchArrays(LibraryArrays):
         return elements.as_strided(shape, strides, offset // native.itemsize)
 
     def address(self, array: Any) -> int:
-        """The address of a tensor."""
         return int(array.data_ptr())
 
     def adopt(self, array: Array) -> Any:
-        """A tensor in the memory of an `Array`."""
         return self._torch.from_dlpack(array)
 
     def of_buffer(self, buffer: Any) -> Any:
-        """A tensor of the bytes of an object of ctypes."""
         return self._torch.frombuffer(buffer, dtype=self._torch.uint8)
 
     def upload(self, values: NDArray[Any]) -> Any:
-        """A tensor with these values."""
         return self._torch.from_numpy(values).to(self._device)
 
 

@@ -2,20 +2,16 @@
  * but can't reach where they lie. */
 #include <string.h>
 
-#include "forms.h"
-#include "issuer.h"
-#include "sent_call.h"
+#include "layer_form.h"
 #include "stream_operations.h"
 
 enum { ROWS, WEIGHTS, SLOT_WEIGHTS, ORDER, ADDED, MOST_ADDED = 2, ARRAYS = ADDED + MOST_ADDED };
 
 /* See CombineForm in _calls.pyi. */
 typedef struct {
-  ListedForm listed;
-  Issuer issuer;
-  PreparedCall first, second, after_copy; /* of the whole call or its first half; of the second; after a copy */
-  PyObject* element; /* of the kind of the rows, whose elements are those of results; NULL before the first call … */
+  LayerForm form; /* `element` is of the kind of the rows, whose elements are those of results … */
   char format[PROXYCCL_LONGEST_FORMAT];               /* … and so is this */
+  PreparedCall after_copy;                            /* of a whole call after a copy of its rows */
   Py_ssize_t hidden, row_bytes, experts, padded_rows; /* the last two are 0 but with padded rows */
   int spare_rows;                                     /* whether a call ignores further rows */
   int halves;
@@ -25,39 +21,23 @@ typedef struct {
   Py_ssize_t passing;   /* the number of the buffer that other rows pass; 0 if there is none … */
   uintptr_t passing_at; /* … and where it begins */
   PyObject *context, *new_output, *check_desc, *check_output;
-  PyObject* make_latest; /* makes outputs like the latest, of this many tokens */
-  Py_ssize_t latest_tokens;
+  Py_ssize_t latest_tokens; /* of the output that form.make_latest makes */
 } Form;
 
 static PyTypeObject* form_type; /* of the process's one module */
-
-typedef struct {
-  const ListedArray* given;
-  PyObject* out; /* NULL for the first half of a call */
-} Arrays;
-
-static PyObject* arrays_of(const void* of) {
-  const Arrays* arrays = of;
-  PyObject* owners = PyTuple_New(ARRAYS + 1);
-  for (int i = 0; owners != NULL && i <= ARRAYS; ++i) {
-    PyObject* array = i < ARRAYS ? arrays->given[i].object : arrays->out;
-    if (PyTuple_SetItem(owners, i, Py_NewRef(array == NULL ? Py_None : array)) != 0) Py_CLEAR(owners);
-  }
-  return owners;
-}
 
 static Py_ssize_t bytes_of(const Form* self, Py_ssize_t rows) { return rows * self->row_bytes; }
 
 /* A new array for the result, and its address. NULL with an exception. */
 static PyObject* new_output(Form* self, Py_ssize_t tokens, uintptr_t* at) {
-  PyObject* maker = self->latest_tokens == tokens ? Py_XNewRef(self->make_latest) : NULL;
+  PyObject* maker = self->latest_tokens == tokens ? Py_XNewRef(self->form.make_latest) : NULL;
   if (maker == NULL) {
     if ((maker = PyObject_CallFunction(self->new_output, "n", tokens)) == NULL) return NULL;
-    PyObject* old = self->make_latest;
-    self->make_latest = Py_NewRef(maker), self->latest_tokens = tokens;
+    PyObject* old = self->form.make_latest;
+    self->form.make_latest = Py_NewRef(maker), self->latest_tokens = tokens;
     Py_XDECREF(old);
   }
-  PyObject* made = proxyccl_new_array(&self->issuer, maker, tokens == 0, at);
+  PyObject* made = proxyccl_new_array(&self->form, maker, tokens == 0, at);
   Py_DECREF(maker);
   return made;
 }
@@ -66,10 +46,10 @@ static PyObject* new_output(Form* self, Py_ssize_t tokens, uintptr_t* at) {
  * the program's. */
 static int find_output(const Form* self, Py_ssize_t tokens, PyObject* out, uintptr_t* at) {
   ListedArray listed;
-  const int read = proxyccl_read_listed(proxyccl_types_of(self->issuer.calls), out, &listed);
+  const int read = proxyccl_read_listed(proxyccl_types_of(self->form.calls), out, &listed);
   if (read <= 0) return read;
   const ArrayKind* kind = &listed.array.kind;
-  const int same = kind->element == self->element && memcmp(kind->format, self->format, sizeof self->format) == 0;
+  const int same = kind->element == self->form.element && memcmp(kind->format, self->format, sizeof self->format) == 0;
   const int fits =
       same && !kind->readonly && kind->dimensions == 2 && listed.extent == tokens && kind->shape[1] == self->hidden;
   *at = listed.at;
@@ -124,7 +104,7 @@ static int fill(Form* self, const ListedArray* given, const Descriptor* desc, ui
                 const PreparedCall** prepared) {
   uintptr_t rows_at = given[ROWS].at;
   Py_ssize_t buffer = 0;
-  *prepared = &self->first;
+  *prepared = &self->form.first;
   if (desc->output_buffer != 0 && self->buffers != Py_None) {
     if (number_at(self, rows_at, &buffer) != 0) return -1;
     if (buffer == 0 && self->passing != 0) { /* a copy here takes less time than sending */
@@ -154,31 +134,18 @@ static Descriptor* take_descriptor(const Form* self, PyObject* object) {
   return NULL;
 }
 
-static PyObject* pair_of(const void* of) {
-  PyObject* const* objects = of;
-  return PyTuple_Pack(2, objects[0], objects[1]);
-}
-
 /* Makes the second half of a call. */
 static PyObject* receive(SentCall* sent, PyObject* stream, PyObject* out) {
-  Form* form = (Form*)sent->form;
+  Form* self = (Form*)sent->form;
   Descriptor* desc = (Descriptor*)sent->desc;
   uintptr_t at = 0;
-  PyObject* target = take_output(form, desc, sent->rows, sent->at[0], out, &at);
+  PyObject* target = take_output(self, desc, sent->rows, sent->at[0], out, &at);
   if (target == NULL) return NULL;
-  form->call->phases = PROXYCCL_EXPERT_RECEIVE;
-  form->call->slot_weights = (const float*)sent->at[1], form->call->output = (char*)at;
-  PyObject* const kept[] = {sent->owners, target};
-  if (proxyccl_issue(&form->issuer, &form->second, desc, stream, pair_of, kept) != 0) Py_CLEAR(target);
+  self->call->phases = PROXYCCL_EXPERT_RECEIVE;
+  self->call->slot_weights = (const float*)sent->at[1], self->call->output = (char*)at;
+  const CallArrays arrays = {.rows = sent->owners, .weights = target};
+  if (proxyccl_issue(&self->form, &self->form.second, desc, stream, &arrays) != 0) Py_CLEAR(target);
   return target;
-}
-
-static PyObject* sent_of(Form* self, const Arrays* arrays, PyObject* desc, PyObject* stream) {
-  const ListedArray* given = arrays->given;
-  SentCall* sent = proxyccl_sent_call((PyObject*)self, desc, stream, given[ROWS].object, Py_None, arrays_of(arrays));
-  if (sent == NULL) return NULL;
-  sent->receive = receive, sent->at[0] = given[ROWS].at, sent->at[1] = given[SLOT_WEIGHTS].at;
-  return (PyObject*)sent;
 }
 
 /* Makes a call or, of a call in halves, the first half. */
@@ -186,72 +153,47 @@ static PyObject* call(PyObject* object, const ListedArray* given, PyObject* cons
   Form* self = (Form*)object;
   Descriptor* desc = take_descriptor(self, further[0]);
   if (desc == NULL || !fits(self, given, desc)) return NULL;
-  if (self->element == NULL) self->element = Py_XNewRef(given[ROWS].array.kind.element);
+  if (self->form.element == NULL) self->form.element = Py_XNewRef(given[ROWS].array.kind.element);
   memcpy(self->format, given[ROWS].array.kind.format, sizeof self->format);
-  PyObject* stream = proxyccl_stream(&self->issuer, given[ROWS].object, further[2]);
+  PyObject* stream = proxyccl_stream(&self->form, given[ROWS].object, further[2]);
   if (stream == NULL) return NULL;
   uintptr_t at = 0;
-  Arrays arrays = {given, NULL};
+  CallArrays arrays = {given, ARRAYS, NULL, NULL};
   const PreparedCall* prepared;
   PyObject* result = NULL;
-  if (!self->halves) arrays.out = take_output(self, desc, given[ROWS].object, given[ROWS].at, further[1], &at);
-  if ((self->halves || arrays.out != NULL) && fill(self, given, desc, at, &prepared) == 0 &&
-      proxyccl_issue(&self->issuer, prepared, desc, stream, arrays_of, &arrays) == 0)
-    result = self->halves ? sent_of(self, &arrays, further[0], stream) : Py_NewRef(arrays.out);
-  Py_XDECREF(arrays.out);
+  if (!self->halves) arrays.rows = take_output(self, desc, given[ROWS].object, given[ROWS].at, further[1], &at);
+  if ((self->halves || arrays.rows != NULL) && fill(self, given, desc, at, &prepared) == 0 &&
+      proxyccl_issue(&self->form, prepared, desc, stream, &arrays) == 0) {
+    const uintptr_t at_sent[3] = {given[ROWS].at, given[SLOT_WEIGHTS].at, 0};
+    result = self->halves ? proxyccl_sent_call(&self->form, desc, stream, given[ROWS].object, Py_None,
+                                               proxyccl_owners(&arrays), at_sent)
+                          : Py_NewRef(arrays.rows);
+  }
+  Py_XDECREF(arrays.rows);
   Py_DECREF(stream);
   return result;
 }
 
-#define REFERENCES(apply)                                                                                  \
-  apply(first.kept) apply(second.kept) apply(after_copy.kept) apply(element) apply(buffers) apply(context) \
-      apply(new_output) apply(check_desc) apply(check_output) apply(make_latest)
-
-static int traverse(PyObject* object, visitproc visit, void* arg) {
-  Form* self = (Form*)object;
-  Py_VISIT(Py_TYPE(object));
-  REFERENCES(PROXYCCL_VISIT)
-  return proxyccl_visit_issuer(&self->issuer, visit, arg);
-}
-
-static int let_go(PyObject* object) {
-  Form* self = (Form*)object;
-  REFERENCES(PROXYCCL_CLEAR)
-  proxyccl_clear_issuer(&self->issuer);
-  return 0;
-}
-
-static void end(PyObject* object) { proxyccl_free(object, let_go); }
-
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
-  PyObject* object = PyType_GenericNew(type, NULL, NULL);
-  if (object == NULL) return NULL;
+  PyObject *object = proxyccl_new_form(type, arguments), *common;
   Form* self = (Form*)object;
-  PyObject *issuer, *first, *second, *after_copy, *buffers, *context, *maker, *check_desc;
-  PyObject* check_output;
-  unsigned long long call_at, copy, passing_at;
-  if (!PyArg_ParseTuple(arguments, "OOOO(nnnn)ppK(OnKK)OO(OO)", &issuer, &first, &second, &after_copy, &self->hidden,
-                        &self->row_bytes, &self->experts, &self->padded_rows, &self->spare_rows, &self->halves,
-                        &call_at, &buffers, &self->passing, &passing_at, &copy, &context, &maker, &check_desc,
-                        &check_output)) {
-    Py_DECREF(object);
-    return NULL;
-  }
-  self->call = (ProxycclCombine*)(uintptr_t)call_at, self->copy = (ProxycclStreamStep*)(uintptr_t)copy;
-  self->buffers = Py_NewRef(buffers), self->passing_at = (uintptr_t)passing_at, self->context = Py_NewRef(context);
-  self->new_output = Py_NewRef(maker), self->check_desc = Py_NewRef(check_desc);
-  self->check_output = Py_NewRef(check_output);
-  self->listed.call = call;
-  if (proxyccl_read_issuer(issuer, &self->issuer) == 0 && proxyccl_read_prepared(first, &self->first) == 0 &&
-      proxyccl_read_prepared(second, &self->second) == 0 &&
-      (after_copy == Py_None || proxyccl_read_prepared(after_copy, &self->after_copy) == 0))
+  if (object == NULL) return NULL;
+  self->form.listed.call = call, self->form.receive = receive;
+  if (PyArg_ParseTuple(arguments, "OO&(nnnn)ppO&(OnO&O&)OO(OO)", &common, proxyccl_as_prepared, &self->after_copy,
+                       &self->hidden, &self->row_bytes, &self->experts, &self->padded_rows, &self->spare_rows,
+                       &self->halves, proxyccl_as_pointer, &self->call, &self->buffers, &self->passing,
+                       proxyccl_as_pointer, &self->passing_at, proxyccl_as_pointer, &self->copy, &self->context,
+                       &self->new_output, &self->check_desc, &self->check_output))
     return object;
   Py_DECREF(object);
   return NULL;
 }
 
 static PyType_Slot slots[] = {
-    {Py_tp_new, make}, {Py_tp_dealloc, end}, {Py_tp_traverse, traverse}, {Py_tp_clear, let_go}, {0, NULL},
+    {Py_tp_new, make},
+    {Py_tp_dealloc, proxyccl_end_form},
+    {Py_tp_traverse, proxyccl_visit_form},
+    {0, NULL},
 };
 static PyType_Spec spec = {
     .name = "proxyccl.channels.calls._calls.CombineForm",

@@ -9,10 +9,9 @@ from proxyccl.channels.arguments import input_view
 from proxyccl.channels.calls._calls import CombineForm
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
 from proxyccl.channels.expert_parallel.arrays import Maker
-from proxyccl.channels.expert_parallel.call_form import CallForm, address_of, name_of
+from proxyccl.channels.expert_parallel.call_form import CallForm, LayerParts, address_of, name_of
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.device._native import ffi
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
@@ -82,9 +81,7 @@ class Combine(CallForm):
         padded = parts.options.padded_rows if of_tokens else 0
         row_bytes = self._width * self._token.itemsize
         self.form = CombineForm(
-            self.issuer(),
-            self.prepared(launch),
-            self.prepared(launch, compared=False),
+            self.common(launch, launch),
             after_copy,
             (self._width, row_bytes, config.num_experts_per_rank if padded else 0, padded),
             parts.arguments.spare_rows,
@@ -97,7 +94,6 @@ class Combine(CallForm):
         )
 
     def _output_maker(self) -> Callable[[int], Maker]:
-        """Returns a function that returns the maker of results for a number of tokens."""
         arrays, native, width = self._arrays, self._arrays.type_of(self._token), self._width
         return lambda tokens: arrays.maker((tokens, width), (width, 1), native)
 

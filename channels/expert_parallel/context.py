@@ -7,31 +7,26 @@ import itertools
 import time
 from typing import Any
 
+import numpy as np
+
 from proxyccl.channels.calls.launches import CurrentStream, Launchable
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
-from proxyccl.channels.expert_parallel.calls import FINALIZE
-from proxyccl.channels.expert_parallel.config import (
-    MAX_SLOTS,
-    NUMBER_DROPS,
-    SCALED_DTYPES,
-    EPConfig,
-)
+from proxyccl.channels.expert_parallel.config import MAX_SLOTS, NUMBER_DROPS, SCALED_DTYPES, EPConfig
 from proxyccl.channels.expert_parallel.geometry import (
-    BY_EXPERT,
     DISPATCH_KERNELS,
     STORE_KERNELS,
-    OutputLayout,
     WorkspaceShape,
     blocks_for,
     dispatch_file,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.channels.expert_parallel.members import Members
-from proxyccl.channels.expert_parallel.nodes import Nodes
+from proxyccl.channels.expert_parallel.members import FINALIZE, Members, Nodes
+from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.channels.expert_parallel.tables import RECEIVED, TableLayouts
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace
+from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device._native import ffi, lib
@@ -57,6 +52,38 @@ def logged_number(number: int) -> int:
     return number % 2**31
 
 
+class SurvivingExperts:
+    """Renumbers expert ids over the remaining ranks, and drops those of lost ranks.
+
+    Args:
+        group: the remaining ranks.
+        options: of the layer.
+        grid: blocks of the kernel and their threads.
+
+    Attributes:
+        ids: the new ids of a dispatch, int32, of which one is under way at a time; a slot without an expert has an id
+            that drops it, and a bad id -2.
+    """
+
+    def __init__(self, group: Group, options: LayerOptions, grid: tuple[int, int]) -> None:
+        config, all_ranks, dropping = options.config, options.all_ranks, options.dropping_ids
+        left = [rank for rank in range(all_ranks) if rank not in options.lost_ranks]
+        numbers = np.full(all_ranks, -1, np.int32)
+        numbers[left] = np.arange(len(left))
+        self._numbers = allocate(group, numbers.shape, "int32").upload(numbers)
+        self.ids = allocate(group, (config.max_tokens, config.topk), "int32")
+        kernel = group.runtime.shipped("experts/survivors.h", "expert_survivors", compiled_only=options.use_aot)
+        dropped = config.num_experts if dropping & NUMBER_DROPS else -1
+        self._sizes = all_ranks, config.num_experts_per_rank, dropping, dropped
+        self._prepare = functools.partial(kernel.prepare, *grid)
+
+    def launch(self, id_bytes: int) -> Launch:
+        """Its launch for ids of 4 or 8 bytes. Still to be filled in are their address (argument 0), that of the bool
+        array of the slots that lost ranks had (3), and the number of slots (4).
+        """
+        return self._prepare(0, self._numbers.ptr, self.ids.ptr, 0, 0, id_bytes, *self._sizes)
+
+
 class DispatchCombineContext:
     """The buffers of an expert-parallel layer, and the launches of its dispatch and combine.
 
@@ -77,63 +104,43 @@ class DispatchCombineContext:
         dispatch_scaled, quantize_launch: the same for the dispatch that makes float8 rows where it stores them, and the
             kernel that makes them before; None if the layer needs none.
         scale_bytes: bytes of a row's scales in float8.
+        surviving: renumbers expert ids where ranks are lost; None if none are.
         numbers: numbers the dispatches.
     """
 
-    def __init__(
-        self,
-        members: Members,
-        config: EPConfig,
-        number: int,
-        *,
-        capacity: int = 2,
-        num_sm: int = 20,
-        local_combine: bool = False,
-        proxied: bool = False,
-        use_aot: bool = False,
-        scales: int = 0,
-        quantizes: bool = False,
-        layout: OutputLayout = BY_EXPERT,
-        dropping_ids: int = NUMBER_DROPS,
-    ) -> None:
-        capacity = whole_number("capacity", capacity, 1, MAX_SLOTS // (config.max_tokens * config.topk))
-        config.require_room(capacity * config.max_tokens * config.topk, "capacity")
-        num_sm = whole_number("num_sm", num_sm, 1)
-        self._number = number
-        self.members = members
+    def __init__(self, members: Members, options: LayerOptions, number: int) -> None:
+        config, self.layout = options.kernel_config, options.output_layout
+        self.ep_config, self._number, self.members = config, number, members
         self.group = group = members.group
         runtime = group.runtime
+        self.runtime_name, self.arrays = runtime.name, ExpertArrays(group)
         # Some steps take a thread for each rank of a node, or for each node.
         threads = max(_HOST_THREADS, config.world_size) if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
-        self.blocks = min(runtime.launch_defaults.blocks, blocks_for(config.max_tokens, num_sm))
-        self.ep_config = config
-        self.arrays = ExpertArrays(group)
-        self.runtime_name = runtime.name
-        shipped = functools.partial(runtime.shipped, compiled_only=use_aot)
-        if use_aot:  # load now what is used later, or by some layers
+        self.blocks = min(runtime.launch_defaults.blocks, blocks_for(config.max_tokens, options.num_sm))
+        self.grid = (self.blocks, threads)
+        shipped = functools.partial(runtime.shipped, compiled_only=options.use_aot)
+        if options.use_aot:  # load now what is used later, or by some layers
             for name in (*DISPATCH_KERNELS.values(), *STORE_KERNELS.values()):
                 shipped(dispatch_file(name), name)
             shipped("experts/spread.h", "expert_spread")
             shipped("moves.h", "barrier")
-        weigh = shipped("experts/weigh.h", "expert_weigh", config.token.name)
-        combines = {
-            name: shipped("experts/combine.h", "combine", name) for name in {config.token.name, config.weight.name}
-        }
-        quantize = shipped("experts/quantize.h", "expert_quantize", config.token.name) if quantizes else None
-        self._pack = shipped("experts/quantize.h", "expert_pack") if scales else None
-        self.scale_bytes = 4 * scales
-        self.nodes = Nodes.of_group(group, config, proxied=proxied)
-        shape = WorkspaceShape(config, self.blocks, threads, layout, local_combine, self.scale_bytes)
+        token = config.token.name
+        weigh = shipped("experts/weigh.h", "expert_weigh", token)
+        combines = {name: shipped("experts/combine.h", "combine", name) for name in {token, config.weight.name}}
+        quantize = shipped("experts/quantize.h", "expert_quantize", token) if options.quantizes else None
+        self._pack = shipped("experts/quantize.h", "expert_pack") if options.quantized else None
+        self.scale_bytes = 4 * options.scales
+        self.nodes = Nodes.of_group(group, config, proxied=options.proxied)
+        combine_locally = options.enable_local_combine
+        shape = WorkspaceShape(config, *self.grid, self.layout, combine_locally, self.scale_bytes)
         with group.exchange.telling():
             self.workspace = ExpertWorkspace(group, self.nodes, shape)
-        self.workspace.experts.dropping_ids = dropping_ids
-        self.layout = layout
-        self.tables = TableLayouts(config, self.nodes, layout)
+        self.workspace.experts.dropping_ids = options.dropping_ids
+        self.tables = TableLayouts(config, self.nodes, self.layout)
         group.keep(self.workspace)  # a rank may finish a call and drop its layer before its peers have finished
-        self._capacity = capacity * config.max_tokens * config.topk
+        self._capacity = options.capacity * config.max_tokens * config.topk
         self._output_buf: tuple[Array, Array] | None = None
         experts = ProxiedStruct.of(bytes(ffi.buffer(self.workspace.experts)), self.workspace.sleepers)
-        self.grid = (self.blocks, threads)
         name = DISPATCH_KERNELS[self.workspace.announces]
         dispatch = shipped(dispatch_file(name), name)
         empty = bytes(ffi.sizeof("ProxycclDispatch"))
@@ -142,8 +149,8 @@ class DispatchCombineContext:
         if self.workspace.outputs is not None and (store := STORE_KERNELS.get(self.workspace.announces)):
             self.dispatch_stored = shipped(dispatch_file(store), store).prepare(*self.grid, experts, empty)
         self.dispatch_scaled: Launch | None = None
-        if quantizes and self.workspace.outputs is not None and config.token.name in SCALED_DTYPES:
-            scaled = shipped("experts/dispatch.h", f"{name}_scaled", config.token.name)
+        if options.quantizes and self.workspace.outputs is not None and token in SCALED_DTYPES:
+            scaled = shipped("experts/dispatch.h", f"{name}_scaled", token)
             self.dispatch_scaled = scaled.prepare(*self.grid, experts, empty)
         nothing = bytes(ffi.sizeof("ProxycclCombine"))
         self._combine = {name: kernel.prepare(*self.grid, experts, nothing) for name, kernel in combines.items()}
@@ -152,6 +159,7 @@ class DispatchCombineContext:
         weighing = bytes(ffi.buffer(self._weighing))
         self._weigh = weigh.prepare(runtime.launch_defaults.blocks, threads, experts, weighing)
         self.quantize_launch = quantize.prepare(*self.grid, experts, nothing) if quantize is not None else None
+        self.surviving = SurvivingExperts(group, options, self.grid) if options.lost_ranks else None
         self.numbers = itertools.count(1)
         self.closed = False
 
@@ -168,10 +176,11 @@ class DispatchCombineContext:
             ArgumentError: an argument is wrong, or differs between ranks.
             ResourceError: no memory or channel ids are left.
         """
+        options = LayerOptions.of(ep_config, capacity=capacity)
         members = Members.of(ep_group, ep_config)
         with members.closed_on_error():
             number = members.agree_on(ep_config.compared(), f"a context ({ep_config.describe()})")
-            return cls(members, ep_config, number, capacity=capacity)
+            return cls(members, options, number)
 
     @property
     def communicator(self) -> Communicator:

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array, whole_number
-from proxyccl.channels.expert_parallel.config import MAX_EXPERTS, TOKEN_DTYPES, EPConfig
+from proxyccl.channels.expert_parallel.call_form import Arguments, LayerParts
+from proxyccl.channels.expert_parallel.config import MAX_EXPERTS, TOKEN_DTYPES
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.forms import Forms
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members
 from proxyccl.channels.expert_parallel.options import LayerOptions
-from proxyccl.channels.expert_parallel.parts import Arguments, LayerParts
 from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
@@ -101,34 +101,24 @@ class DispatchCombine:
             raise ArgumentError("algorithm", f"must be None or 'proxy', not {algorithm!r}")
         most = MAX_EXPERTS // communicator.world_size
         experts_per_rank = whole_number("experts_per_rank", experts_per_rank, 1, most)
-        num_sm = whole_number("num_sm", num_sm, 1)
-        config = EPConfig(
-            max_tokens=max_tokens,
-            hidden=hidden,
-            topk=topk,
-            num_experts=experts_per_rank * communicator.world_size,
-            rank=communicator.rank,
-            world_size=communicator.world_size,
-            local_world_size=communicator.local_world_size,
-            token_dtype=element,
+        options = LayerOptions(
+            max_tokens,
+            hidden,
+            topk,
+            communicator.rank,
+            experts_per_rank * communicator.world_size,
+            communicator.local_world_size,
+            communicator.world_size,
+            dtype=element,
+            num_sm=num_sm,
+            proxied=algorithm == "proxy",
         )
-        others = {"experts_per_rank": experts_per_rank, "algorithm": algorithm, "num_sm": num_sm}
-        members = Members(communicator)
+        config, members = options.config, Members(communicator)
+        others = {"experts_per_rank": experts_per_rank, "algorithm": algorithm, "num_sm": options.num_sm}
         compared = others | config.compared({"token_dtype": "dtype"})
         number = members.agree_on(compared, f"a DispatchCombine ({config.describe()})")
-        self._ctx = DispatchCombineContext(members, config, number, num_sm=num_sm, proxied=algorithm == "proxy")
-        options = LayerOptions(
-            config.max_tokens,
-            config.hidden,
-            config.topk,
-            config.rank,
-            config.num_experts,
-            config.local_world_size,
-            config.world_size,
-            dtype=element,
-        )
-        self._parts = LayerParts(self._ctx, options, None, _ARGUMENTS)
-        self._forms = Forms(self._parts)
+        self._ctx = DispatchCombineContext(members, options, number)
+        self._forms = Forms(LayerParts(self._ctx, options, _ARGUMENTS))
         self.hidden, self.max_tokens, self.topk = config.hidden, config.max_tokens, config.topk
         self.experts_per_rank = experts_per_rank
         self.dtype = element

@@ -2,9 +2,7 @@
  * the kernel chosen, when the form was prepared. */
 #include <string.h>
 
-#include "forms.h"
-#include "issuer.h"
-#include "sent_call.h"
+#include "layer_form.h"
 #include "stream_operations.h"
 
 enum { ROWS, SCALES, IDS, WEIGHTS, SCATTER, ARRAYS };
@@ -12,14 +10,11 @@ enum { NONE_BEFORE, QUANTIZES_BEFORE, PACKS_BEFORE };
 /* How calls of the form are made: whole, in halves, whole with rows that go to an output buffer, by several launches
  * between which Python waits for the number of rows, or by the routing of an earlier dispatch. */
 enum { WHOLE, HALVES, STORED, COUNTED, AGAIN };
-enum { PARSED = 12 }; /* objects that `make` is given */
 
 /* See DispatchForm in _calls.pyi. */
 typedef struct {
-  ListedForm listed;
-  Issuer issuer;
+  LayerForm form;
   int way;
-  PreparedCall first, second; /* of the whole call or its first half; of what follows */
   Py_ssize_t topk, max_tokens;
   int grows; /* whether all ranks are told of more tokens than that */
   ProxycclDispatch* call;
@@ -27,11 +22,11 @@ typedef struct {
   ProxycclCombine* quantizing; /* … its arguments … */
   uint64_t* packing[2];        /* … which are these for rows that are in float8 already … */
   uint32_t* packed_tokens;
-  uintptr_t packed;                      /* … and where it puts them */
+  const char* packed;                    /* … and where it puts them */
   PyObject* new_lost;                    /* None but where ranks are lost. Then a kernel before renumbers ids … */
   uint64_t *renumbered_ids, *lost_slots; /* … from here, and says here which slots were lost ranks'; … */
   uint32_t* renumbered;                  /* … this is their number, … */
-  uintptr_t kept_ids;                    /* … and this is where it puts the ids */
+  const char* kept_ids;                  /* … and this is where it puts the ids */
   ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL: none … */
   int cleared;                           /* … the table's number in ProxycclExpertLayout */
   uint32_t phases, send_phases, receive_phases;
@@ -44,32 +39,11 @@ typedef struct {
   uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
   PyObject *new_rows, *new_scales, *new_weights; /* None: there are none */
   PyObject *begun, *proceed;
-  uintptr_t buffers_at; /* the output buffers, if rows go there */
-  size_t buffer_bytes, scales_offset;
+  char* buffers; /* the output buffers, if rows go there */
+  Py_ssize_t buffer_bytes, scales_offset;
 } Form;
 
 static PyTypeObject* form_type; /* of the process's one module */
-
-/* The arrays of a call, and those of its result, which are references. */
-typedef struct {
-  const ListedArray* given;
-  PyObject *rows, *weights; /* NULL: not yet made */
-} Arrays;
-
-static PyObject* arrays_of(const void* of) {
-  const Arrays* arrays = of;
-  PyObject* owners = PyTuple_New(ARRAYS + 2);
-  for (int i = 0; owners != NULL && i < ARRAYS + 2; ++i) {
-    PyObject* array = i < ARRAYS ? arrays->given[i].object : i == ARRAYS ? arrays->rows : arrays->weights;
-    if (PyTuple_SetItem(owners, i, Py_NewRef(array == NULL ? Py_None : array)) != 0) Py_CLEAR(owners);
-  }
-  return owners;
-}
-
-static void release(Arrays* arrays) {
-  Py_CLEAR(arrays->rows);
-  Py_CLEAR(arrays->weights);
-}
 
 /* Fills in the tokens, as many as `expected` or any number if that is negative, and the launch of a kernel that makes
  * the rows that are sent. Of too many for a layer that grows, none are sent. Returns whether they fit. */
@@ -81,7 +55,7 @@ static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t ex
   const uint32_t sent = wanted ? 0 : (uint32_t)tokens;
   const uintptr_t at = given[ROWS].at;
   self->call->tokens = sent, self->call->wanted_tokens = wanted ? (uint32_t)tokens : 0;
-  self->call->input = (const char*)(self->before == NONE_BEFORE ? at : self->packed);
+  self->call->input = self->before == NONE_BEFORE ? (const char*)at : self->packed;
   if (self->before == QUANTIZES_BEFORE) {
     self->quantizing->tokens = sent, self->quantizing->rows = (const char*)at;
   } else if (self->before == PACKS_BEFORE) {
@@ -97,10 +71,11 @@ static int fill_inputs(const Form* self, const ListedArray* given) {
       !fill_tokens(self, given, -1))
     return 0;
   ProxycclDispatch* call = self->call;
-  uintptr_t ids = given[IDS].at;
+  const char* ids = (const char*)given[IDS].at;
   if (self->new_lost != Py_None)
-    *self->renumbered_ids = ids, *self->renumbered = call->tokens * (uint32_t)self->topk, ids = self->kept_ids;
-  call->expert_ids = (const char*)ids, call->weights = (const char*)given[WEIGHTS].at;
+    *self->renumbered_ids = given[IDS].at, *self->renumbered = call->tokens * (uint32_t)self->topk,
+    ids = self->kept_ids;
+  call->expert_ids = ids, call->weights = (const char*)given[WEIGHTS].at;
   call->scatter = (const int32_t*)given[SCATTER].at, call->scatter_tokens = (uint32_t)given[SCATTER].extent;
   return 1;
 }
@@ -112,7 +87,7 @@ static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
   if (self->new_lost == Py_None) return 0;
   PyObject* maker = PyObject_CallFunction(self->new_lost, "n", desc->tokens);
   uintptr_t at = 0;
-  PyObject* lost = maker == NULL ? NULL : proxyccl_new_array(&self->issuer, maker, desc->tokens == 0, &at);
+  PyObject* lost = maker == NULL ? NULL : proxyccl_new_array(&self->form, maker, desc->tokens == 0, &at);
   const int set = lost == NULL ? -1 : PyObject_SetAttrString((PyObject*)desc, "lost_slots", lost);
   *self->lost_slots = at;
   Py_XDECREF(maker);
@@ -123,7 +98,7 @@ static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
 /* A descriptor with its tables, without a number yet. NULL with an exception. */
 static Descriptor* new_descriptor(const Form* self, const ListedArray* given, PyObject* stream) {
   uintptr_t at = 0;
-  PyObject* tables = proxyccl_new_array(&self->issuer, self->new_tables, 0, &at);
+  PyObject* tables = proxyccl_new_array(&self->form, self->new_tables, 0, &at);
   Descriptor* desc = tables == NULL ? NULL : (Descriptor*)PyType_GenericAlloc((PyTypeObject*)self->descriptor_type, 0);
   if (desc != NULL) {
     desc->owner = Py_NewRef(self->context), desc->like = Py_NewRef(given[ROWS].object);
@@ -177,11 +152,11 @@ static void fill_output(const Form* self, const Descriptor* desc, uint32_t phase
 /* A new array and its address; None and 0 if there is none. NULL with an exception. */
 static PyObject* new_array(const Form* self, PyObject* maker, uintptr_t* at) {
   *at = 0;
-  return maker == Py_None ? Py_NewRef(Py_None) : proxyccl_new_array(&self->issuer, maker, 0, at);
+  return maker == Py_None ? Py_NewRef(Py_None) : proxyccl_new_array(&self->form, maker, 0, at);
 }
 
 /* Makes the arrays of the output: rows, or a pair of them and their scales, and weights. 0, or -1 with an exception. */
-static int new_output(const Form* self, uintptr_t* at, Arrays* arrays) {
+static int new_output(const Form* self, uintptr_t* at, CallArrays* arrays) {
   if ((arrays->rows = new_array(self, self->new_rows, &at[0])) == NULL ||
       (arrays->weights = new_array(self, self->new_weights, &at[2])) == NULL)
     return -1;
@@ -202,19 +177,8 @@ static void mark_received(Descriptor* desc) {
   Py_XDECREF(old);
 }
 
-static PyObject* receive(SentCall* sent, PyObject* stream, PyObject* out);
-
-static PyObject* sent_of(Form* self, const Arrays* arrays, Descriptor* desc, const uintptr_t* at) {
-  SentCall* sent = proxyccl_sent_call((PyObject*)self, (PyObject*)desc, desc->stream, arrays->rows, arrays->weights,
-                                      arrays_of(arrays));
-  if (sent == NULL) return NULL;
-  sent->receive = receive;
-  memcpy(sent->at, at, sizeof sent->at);
-  return (PyObject*)sent;
-}
-
 /* Makes a whole call, or the first half of one. */
-static PyObject* issue_first(Form* self, Descriptor* desc, Arrays* arrays) {
+static PyObject* issue_first(Form* self, Descriptor* desc, CallArrays* arrays) {
   uintptr_t at[3];
   if (new_output(self, at, arrays) != 0 || number_call(self, desc) != 0) return NULL;
   const int halves = self->way == HALVES;
@@ -222,22 +186,24 @@ static PyObject* issue_first(Form* self, Descriptor* desc, Arrays* arrays) {
   fill_output(self, desc, halves ? self->send_phases : self->phases, halves ? 0 : self->most_rows,
               halves ? nowhere : at);
   if (halves) self->call->received = NULL;
-  if (proxyccl_issue(&self->issuer, &self->first, desc, desc->stream, arrays_of, arrays) != 0) return NULL;
-  if (halves) return sent_of(self, arrays, desc, at);
+  if (proxyccl_issue(&self->form, &self->form.first, desc, desc->stream, arrays) != 0) return NULL;
+  if (halves)
+    return proxyccl_sent_call(&self->form, desc, desc->stream, arrays->rows, arrays->weights, proxyccl_owners(arrays),
+                              at);
   mark_received(desc);
   return PyTuple_Pack(3, arrays->rows, arrays->weights, (PyObject*)desc);
 }
 
 /* Makes a whole call whose rows go to an output buffer, by one launch. Python then awaits their number, if need be, and
  * makes arrays of the buffer. */
-static PyObject* issue_stored(Form* self, Descriptor* desc, PyObject* taken, Arrays* arrays) {
+static PyObject* issue_stored(Form* self, Descriptor* desc, PyObject* taken, CallArrays* arrays) {
   uintptr_t at[3];
   arrays->rows = Py_NewRef(taken), arrays->weights = new_array(self, self->new_weights, &at[2]);
   if (arrays->weights == NULL || number_call(self, desc) != 0) return NULL;
-  at[0] = self->buffers_at + (uintptr_t)(desc->output_buffer - 1) * self->buffer_bytes;
-  at[1] = self->scale_bytes != 0 ? at[0] + self->scales_offset : 0;
+  at[0] = (uintptr_t)(self->buffers + (desc->output_buffer - 1) * self->buffer_bytes);
+  at[1] = self->scale_bytes != 0 ? at[0] + (uintptr_t)self->scales_offset : 0;
   fill_output(self, desc, self->phases, self->most_rows, at);
-  if (proxyccl_issue(&self->issuer, &self->first, desc, desc->stream, arrays_of, arrays) != 0) return NULL;
+  if (proxyccl_issue(&self->form, &self->form.first, desc, desc->stream, arrays) != 0) return NULL;
   mark_received(desc);
   return PyObject_CallFunctionObjArgs(self->proceed, (PyObject*)desc, taken, arrays->weights, NULL);
 }
@@ -254,7 +220,7 @@ static PyObject* take_buffer(const Form* self, const ListedArray* given, PyObjec
 }
 
 /* Makes a call that needs an output buffer or its number of rows, on a stream. */
-static PyObject* begin(Form* self, Arrays* arrays, PyObject* stream, PyObject* of_caller) {
+static PyObject* begin(Form* self, CallArrays* arrays, PyObject* stream, PyObject* of_caller) {
   Py_ssize_t buffer;
   PyObject *result = NULL, *taken = take_buffer(self, arrays->given, stream, of_caller, &buffer);
   Descriptor* desc = taken == NULL ? NULL : new_descriptor(self, arrays->given, stream);
@@ -263,7 +229,7 @@ static PyObject* begin(Form* self, Arrays* arrays, PyObject* stream, PyObject* o
     if (self->way == STORED) {
       result = issue_stored(self, desc, taken, arrays);
     } else if (number_call(self, desc) == 0) {
-      PyObject* owners = arrays_of(arrays);
+      PyObject* owners = proxyccl_owners(arrays);
       if (owners != NULL) result = PyObject_CallFunctionObjArgs(self->proceed, (PyObject*)desc, owners, NULL);
       Py_XDECREF(owners);
     }
@@ -277,7 +243,7 @@ static PyObject* begin(Form* self, Arrays* arrays, PyObject* stream, PyObject* o
 static PyObject* call_again(Form* self, const ListedArray* given, PyObject* const* further) {
   PyObject *const desc = further[0], *const of_caller = further[1], *const out = further[2];
   if (!fill_tokens(self, given, ((Descriptor*)desc)->tokens)) return NULL;
-  PyObject* stream = proxyccl_stream(&self->issuer, given[ROWS].object, of_caller);
+  PyObject* stream = proxyccl_stream(&self->form, given[ROWS].object, of_caller);
   if (stream == NULL) return NULL;
   PyObject *result = NULL, *owners = PyTuple_Pack(2, given[ROWS].object, given[SCALES].object);
   if (owners != NULL) result = PyObject_CallFunctionObjArgs(self->proceed, desc, stream, out, owners, NULL);
@@ -290,9 +256,9 @@ static PyObject* call(PyObject* object, const ListedArray* given, PyObject* cons
   Form* self = (Form*)object;
   if (self->way == AGAIN) return call_again(self, given, further);
   if (!fill_inputs(self, given)) return NULL;
-  PyObject* stream = proxyccl_stream(&self->issuer, given[ROWS].object, further[0]);
+  PyObject* stream = proxyccl_stream(&self->form, given[ROWS].object, further[0]);
   if (stream == NULL) return NULL;
-  Arrays arrays = {given, NULL, NULL};
+  CallArrays arrays = {given, ARRAYS, NULL, NULL};
   PyObject* result = NULL;
   if (self->way == STORED || self->way == COUNTED) {
     result = begin(self, &arrays, stream, further[0]);
@@ -301,19 +267,19 @@ static PyObject* call(PyObject* object, const ListedArray* given, PyObject* cons
     if (desc != NULL) result = issue_first(self, desc, &arrays);
     Py_XDECREF((PyObject*)desc);
   }
-  release(&arrays);
+  Py_XDECREF(arrays.rows);
+  Py_XDECREF(arrays.weights);
   Py_DECREF(stream);
   return result;
 }
-
-static PyObject* owners_given(const void* of) { return Py_NewRef((PyObject*)of); }
 
 static PyObject* receive(SentCall* sent, PyObject* stream, PyObject* Py_UNUSED(out)) {
   Form* form = (Form*)sent->form;
   Descriptor* desc = (Descriptor*)sent->desc;
   if (form->most_rows < 0) return PyObject_CallFunctionObjArgs(form->proceed, (PyObject*)sent, stream, NULL);
   fill_output(form, desc, form->receive_phases, desc->rows, sent->at);
-  if (proxyccl_issue(&form->issuer, &form->second, desc, stream, owners_given, sent->owners) != 0) return NULL;
+  const CallArrays arrays = {.rows = sent->owners};
+  if (proxyccl_issue(&form->form, &form->form.second, desc, stream, &arrays) != 0) return NULL;
   mark_received(desc);
   return PyTuple_Pack(3, sent->rows, sent->weights, sent->desc);
 }
@@ -321,77 +287,37 @@ static PyObject* receive(SentCall* sent, PyObject* stream, PyObject* Py_UNUSED(o
 /* Issues a part of a call with which Python goes on. */
 static PyObject* issue(PyObject* object, PyObject* arguments) {
   Form* self = (Form*)object;
-  PyObject *desc, *stream, *owners;
+  PyObject *desc, *stream;
+  CallArrays arrays = {0};
   int first, phases;
   Py_ssize_t rows;
-  unsigned long long at[3];
-  if (!PyArg_ParseTuple(arguments, "OOOpin(KKK)", &desc, &stream, &owners, &first, &phases, &rows, &at[0], &at[1],
-                        &at[2]))
+  uintptr_t at[3];
+  if (!PyArg_ParseTuple(arguments, "OOOpin(O&O&O&)", &desc, &stream, &arrays.rows, &first, &phases, &rows,
+                        proxyccl_as_pointer, &at[0], proxyccl_as_pointer, &at[1], proxyccl_as_pointer, &at[2]))
     return NULL;
-  const uintptr_t places[] = {(uintptr_t)at[0], (uintptr_t)at[1], (uintptr_t)at[2]};
   proxyccl_place_tables((Descriptor*)desc, &self->call->layout);
-  fill_output(self, (Descriptor*)desc, (uint32_t)phases, rows, places);
-  if (proxyccl_issue(&self->issuer, first ? &self->first : &self->second, (Descriptor*)desc, stream, owners_given,
-                     owners) != 0)
-    return NULL;
+  fill_output(self, (Descriptor*)desc, (uint32_t)phases, rows, at);
+  const PreparedCall* part = first ? &self->form.first : &self->form.second;
+  if (proxyccl_issue(&self->form, part, (Descriptor*)desc, stream, &arrays) != 0) return NULL;
   Py_RETURN_NONE;
 }
 
-#define REFERENCES(apply)                                                                                              \
-  apply(first.kept) apply(second.kept) apply(descriptor_type) apply(not_received) apply(context) apply(numbers)        \
-      apply(tables) apply(new_tables) apply(new_rows) apply(new_scales) apply(new_weights) apply(begun) apply(proceed) \
-          apply(new_lost)
-
-static int traverse(PyObject* object, visitproc visit, void* arg) {
-  Form* self = (Form*)object;
-  Py_VISIT(Py_TYPE(object));
-  REFERENCES(PROXYCCL_VISIT)
-  return proxyccl_visit_issuer(&self->issuer, visit, arg);
-}
-
-static int let_go(PyObject* object) {
-  Form* self = (Form*)object;
-  REFERENCES(PROXYCCL_CLEAR)
-  proxyccl_clear_issuer(&self->issuer);
-  return 0;
-}
-
-static void end(PyObject* object) { proxyccl_free(object, let_go); }
+#define AT(member) proxyccl_as_pointer, &self->member
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
-  PyObject* object = PyType_GenericNew(type, NULL, NULL);
-  if (object == NULL) return NULL;
+  PyObject *object = proxyccl_new_form(type, arguments), *common;
   Form* self = (Form*)object;
-  PyObject *issuer, *first, *second, *parsed[PARSED] = {NULL};
-  unsigned long long call_at, before, packing[2], packed_tokens, packed, offsets;
-  unsigned long long buffers_at, buffer_bytes, scales_offset, renumbering[4], clearing;
-  const int taken = PyArg_ParseTuple(
-      arguments, "iOOO(nnp)K(iKKKKK)(OKKKK)(Ki)(III)(OOOOOOK)(nin)(II)(OOO)OO(KKK)", &self->way, &issuer, &first,
-      &second, &self->topk, &self->max_tokens, &self->grows, &call_at, &self->before, &before, &packing[0], &packing[1],
-      &packed_tokens, &packed, &parsed[0], &renumbering[0], &renumbering[1], &renumbering[2], &renumbering[3],
-      &clearing, &self->cleared, &self->phases, &self->send_phases, &self->receive_phases, &parsed[1], &parsed[2],
-      &parsed[3], &parsed[4], &parsed[5], &parsed[6], &offsets, &self->most_rows, &self->counts_rows, &self->received,
-      &self->scale_bytes, &self->scale_column, &parsed[7], &parsed[8], &parsed[9], &parsed[10], &parsed[11],
-      &buffers_at, &buffer_bytes, &scales_offset);
-  if (taken) {
-    PyObject** members[] = {&self->new_lost,   &self->descriptor_type, &self->not_received, &self->context,
-                            &self->numbers,    &self->tables,          &self->new_tables,   &self->new_rows,
-                            &self->new_scales, &self->new_weights,     &self->begun,        &self->proceed};
-    for (int i = 0; i < PARSED; ++i) *members[i] = Py_NewRef(parsed[i]);
-    self->call = (ProxycclDispatch*)(uintptr_t)call_at, self->quantizing = (ProxycclCombine*)(uintptr_t)before;
-    for (int i = 0; i < 2; ++i) self->packing[i] = (uint64_t*)(uintptr_t)packing[i];
-    self->packed_tokens = (uint32_t*)(uintptr_t)packed_tokens, self->packed = (uintptr_t)packed;
-    self->offsets = (const uint64_t*)(uintptr_t)offsets;
-    self->renumbered_ids = (uint64_t*)(uintptr_t)renumbering[0],
-    self->lost_slots = (uint64_t*)(uintptr_t)renumbering[1];
-    self->renumbered = (uint32_t*)(uintptr_t)renumbering[2], self->kept_ids = (uintptr_t)renumbering[3];
-    self->clearing = (ProxycclStreamStep*)(uintptr_t)clearing;
-    self->buffers_at = (uintptr_t)buffers_at, self->buffer_bytes = (size_t)buffer_bytes;
-    self->scales_offset = (size_t)scales_offset;
-    self->listed.call = call;
-  }
-  if (taken && proxyccl_read_issuer(issuer, &self->issuer) == 0 && proxyccl_read_prepared(first, &self->first) == 0 &&
-      proxyccl_read_prepared(second, &self->second) == 0)
+  if (object == NULL) return NULL;
+  self->form.listed.call = call, self->form.receive = receive;
+  if (PyArg_ParseTuple(arguments, "Oi(nnp)O&(iO&O&O&O&O&)(OO&O&O&O&)(O&i)(III)(OOOOOOO&)(nin)(II)(OOO)OO(O&nn)",
+                       &common, &self->way, &self->topk, &self->max_tokens, &self->grows, AT(call), &self->before,
+                       AT(quantizing), AT(packing[0]), AT(packing[1]), AT(packed_tokens), AT(packed), &self->new_lost,
+                       AT(renumbered_ids), AT(lost_slots), AT(renumbered), AT(kept_ids), AT(clearing), &self->cleared,
+                       &self->phases, &self->send_phases, &self->receive_phases, &self->descriptor_type,
+                       &self->not_received, &self->context, &self->numbers, &self->tables, &self->new_tables,
+                       AT(offsets), &self->most_rows, &self->counts_rows, &self->received, &self->scale_bytes,
+                       &self->scale_column, &self->new_rows, &self->new_scales, &self->new_weights, &self->begun,
+                       &self->proceed, AT(buffers), &self->buffer_bytes, &self->scales_offset))
     return object;
   Py_DECREF(object);
   return NULL;
@@ -402,8 +328,11 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {
-    {Py_tp_new, make},     {Py_tp_dealloc, end},     {Py_tp_traverse, traverse},
-    {Py_tp_clear, let_go}, {Py_tp_methods, methods}, {0, NULL},
+    {Py_tp_new, make},
+    {Py_tp_dealloc, proxyccl_end_form},
+    {Py_tp_traverse, proxyccl_visit_form},
+    {Py_tp_methods, methods},
+    {0, NULL},
 };
 static PyType_Spec spec = {
     .name = "proxyccl.channels.calls._calls.DispatchForm",

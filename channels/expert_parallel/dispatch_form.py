@@ -6,51 +6,43 @@ CPU for that number, or whose rows go to output buffers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
-
-from msgspec import Struct
 
 from proxyccl.channels.calls._calls import DispatchForm, SentCall
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
 from proxyccl.channels.expert_parallel.arrays import LibraryArrays, Maker, strides_of
-from proxyccl.channels.expert_parallel.call_form import CallForm, address_of, in_order, kernel_before, name_of
+from proxyccl.channels.expert_parallel.call_form import (
+    CallForm,
+    LayerParts,
+    address_of,
+    in_order,
+    kernel_before,
+    name_of,
+)
 from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, TELL
 from proxyccl.channels.expert_parallel.layout import NOT_RECEIVED, EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
-from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.channels.expert_parallel.tables import number_of
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.dtypes import DType, as_dtype
-from proxyccl.device.errors import ArgumentError, ProxyCCLError
+from proxyccl.device.errors import ArgumentError
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, SetBits, StreamOperations
 
+NewOutput = tuple[Any, Any, tuple[int, int, int]]
+"""New arrays for the rows of a result, as a dispatch returns them, and for their weights, or None; and the addresses of
+rows, scales and weights, 0 for those that there are not.
+"""
 _NOWHERE = (0, 0, 0)
 _WHOLE, _HALVES, _STORED, _COUNTED, _AGAIN = range(5)
 """How C makes the calls of a form; see dispatch_form.c."""
 _COPY_LATER = CopyBytes(1, 2, 1)
 """A copy whose numbers are set before each call."""
-
-
-class NewOutput(Struct):
-    """New arrays for a result.
-
-    Attributes:
-        rows: as a dispatch returns them.
-        weights: of the rows, or None.
-        addresses: of the rows, of their scales and of the weights; 0 for those that there are not.
-    """
-
-    rows: Any
-    weights: Any
-    addresses: tuple[int, int, int]
-
-
-_NO_OUTPUT = NewOutput(None, None, _NOWHERE)
 
 
 class _Rows:
@@ -73,11 +65,9 @@ class _Rows:
             self._strides = tail[0] * column, 1, column
 
     def maker(self, rows: int) -> Maker:
-        """A function that makes an array of this many rows."""
         return self._arrays.maker(self._leading(rows) + self._tail, self._strides, self._type)
 
     def new(self, rows: int) -> tuple[Any, int]:
-        """A new array and its address."""
         array = self.maker(rows)()
         return array, self._arrays.address(array)
 
@@ -128,16 +118,12 @@ class _Outputs:
         """Functions that make the rows, their scales and the weights, of this many rows; None if there are none."""
         return tuple(None if each is None else each.maker(rows) for each in (self.rows, self.scales, self.weights))
 
-    def make(self, rows: int) -> NewOutput:
-        """Arrays for this many rows."""
-        made, rows_at = self.rows.new(rows)
-        scales, scales_at = (None, 0) if self.scales is None else self.scales.new(rows)
-        weights, weights_at = self.make_weights(rows)
-        return NewOutput(made if scales is None else (made, scales), weights, (rows_at, scales_at, weights_at))
-
-    def make_weights(self, rows: int) -> tuple[Any, int]:
-        """The array for the weights of this many rows, and its address; None and 0 if they have none."""
-        return (None, 0) if self.weights is None else self.weights.new(rows)
+    def make(self, rows: int, *, of_rows: bool = True) -> NewOutput:
+        """Arrays for this many rows, or for their weights alone."""
+        parts = self.rows if of_rows else None, self.scales if of_rows else None, self.weights
+        made = [(None, 0) if part is None else part.new(rows) for part in parts]
+        (values, rows_at), (scales, scales_at), (weights, weights_at) = made
+        return values if scales is None else (values, scales), weights, (rows_at, scales_at, weights_at)
 
     def rows_in(self, buffer: Any, scales_at: int, rows: int) -> Any:
         """Rows as a dispatch returns them, in an array with their scales at an offset."""
@@ -201,12 +187,11 @@ class Dispatch(CallForm):
         proceed: Callable[..., Any]
         if halves:
             way, proceed = _HALVES, self._receive_sent
-        elif prepares:
-            way, proceed = _COUNTED, self._prepare
-        elif self._buffers is not None:
+        elif self._buffers is not None and not prepares:
             way, proceed = _STORED, self._receive_stored
         else:
-            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # not called after a whole call
+            way = _COUNTED if self._exact else _WHOLE
+            proceed = functools.partial(self._receive_exact, moves=not prepares)  # not called after a whole call
         self.form = self._make_form(way, proceed, id_bytes, is_pair=is_pair, scatters=scatter is not None)
 
     def _make_form(
@@ -246,10 +231,8 @@ class Dispatch(CallForm):
             places = buffers.address(1), buffers.nbytes, buffers.scales_offset
         phases = ROUTE | SEND | GATHER | RECEIVE | (TELL if self._exact else 0)
         return DispatchForm(
+            self.common(first, second),
             way,
-            self.issuer(),
-            self.prepared(first),
-            self.prepared(second, compared=False),
             (config.topk, options.most_of_call, options.grows and self._exact),
             address_of(call),
             filled,
@@ -278,34 +261,21 @@ class Dispatch(CallForm):
         (dispatch_form.c) a function that returns the maker of `lost_slots` for a number of tokens, and the addresses of
         the kernel's arguments and of the new ids.
         """
-        surviving = self._parts.surviving
+        surviving, topk = self._ctx.surviving, self._parts.options.config.topk
         if surviving is None:
             return [], (None, 0, 0, 0, 0)
-        launch, arrays, topk = surviving.launch(id_bytes), self._arrays, surviving.topk
+        launch, arrays = surviving.launch(id_bytes), self._arrays
         truth = arrays.type_of("bool")
         ids_at, lost_at, slots_at = (address_of(launch.packed(index)) for index in (0, 3, 4))
         filled = ids_at, lost_at, slots_at, surviving.ids.ptr
         return [launch], (lambda tokens: arrays.maker((tokens, topk), (topk, 1), truth), *filled)
 
-    def _prepare(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> tuple[Any, EPAllToAllLayoutDesc]:
-        """Exchanges the routing of tokens, whose rows `Redispatch` sends later. Returns the rows' weights or None, and
-        the descriptor.
+    def _receive_exact(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...], *, moves: bool) -> Dispatched:
+        """Counts the rows by one launch. When their number is known, another one moves them, or only finds their places
+        if `Redispatch` sends them later.
         """
-        stream = desc.stream
-        self.form.issue(desc, stream, owners, True, ROUTE | GATHER, 0, _NOWHERE)
-        bad = self._learn_rows(desc)
-        weights, weights_at = (None, 0) if bad is not None else self._outputs.make_weights(desc.rows)
-        self.form.issue(desc, stream, (*owners, weights), False, LAYOUT, desc.rows, (0, 0, weights_at))
-        desc.mark_received(refused=bad is not None)
-        if bad is not None:
-            raise bad
-        return weights, desc
-
-    def _receive_exact(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> Dispatched:
-        """Counts the rows by one launch, and moves them by another when their number is known."""
         self.form.issue(desc, desc.stream, owners, True, ROUTE | GATHER | TELL, 0, _NOWHERE)
-        output = self._receive_counted(desc, owners, desc.stream, SEND | RECEIVE, LAYOUT)
-        return output.rows, output.weights, desc
+        return self._receive_counted(desc, owners, desc.stream, SEND | RECEIVE if moves else LAYOUT, LAYOUT)
 
     def _take(self, _x: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer:
         """The output buffer of a whole call. If the layer has any, each call needs one: peers store its rows there.
@@ -343,37 +313,29 @@ class Dispatch(CallForm):
         """The second half of a call whose number of rows was not known at its first."""
         desc = sent.desc
         self.form.issue(desc, stream, sent.owners, False, GATHER | TELL, 0, _NOWHERE)
-        output = self._receive_counted(desc, sent.owners, stream, RECEIVE, RECEIVE)
-        return output.rows, output.weights, desc
-
-    def _learn_rows(self, desc: EPAllToAllLayoutDesc) -> ProxyCCLError | None:
-        """Awaits the number of rows, and makes room for their tables. Returns the error with which the ranks refuse the
-        call, if there is one.
-        """
-        desc.rows = self._ctx.await_rows(desc)
-        bad = self._parts.learn_counts(desc)
-        if bad is not None:
-            desc.rows = 0
-        desc.size_rows(desc.rows)
-        return bad
+        return self._receive_counted(desc, sent.owners, stream, RECEIVE, RECEIVE)
 
     def _receive_counted(
         self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...], stream: StreamLike, phases: int, refused: int
-    ) -> NewOutput:
+    ) -> Dispatched:
         """Receives rows whose number the CPU awaits, in these phases; in those of `refused` if the ranks refuse it:
         rows that were sent must still be received.
         """
-        bad = self._learn_rows(desc)
-        output = _NO_OUTPUT if bad is not None else self._outputs.make(desc.rows)
-        phases = phases if bad is None else refused
-        self.form.issue(desc, stream, (*owners, output), False, phases, desc.rows, output.addresses)
+        desc.rows = self._ctx.await_rows(desc)
+        bad = self._parts.learn_counts(desc)
+        rows, weights, addresses = None, None, _NOWHERE
+        if bad is not None:
+            desc.rows, phases = 0, refused
+        desc.size_rows(desc.rows)
+        if bad is None:
+            rows, weights, addresses = self._outputs.make(desc.rows, of_rows=phases != LAYOUT)
+        self.form.issue(desc, stream, (*owners, rows, weights), False, phases, desc.rows, addresses)
         desc.mark_received(refused=bad is not None)
         if bad is not None:
             raise bad
-        return output
+        return rows, weights, desc
 
     def _copy_passed(self, desc: EPAllToAllLayoutDesc, taken: TakenBuffer) -> Any:
-        """Copies rows from the buffer that they pass to new arrays."""
         outputs, buffers = self._outputs, self._buffers
         assert buffers is not None
         made = [each.new(desc.rows) for each in (outputs.rows, outputs.scales) if each is not None]
@@ -432,13 +394,11 @@ class Redispatch(CallForm):
         call.row_bytes = self._width * self._outputs.dtype.itemsize + scale_bytes
         call.padded_rows = parts.options.padded_rows
         self._own_ids = 4 * ctx.nodes.own * config.max_tokens * config.topk
-        first = self.prepared(in_order(self._group.runtime, [*before, launch]))
+        launches = in_order(self._group.runtime, [*before, launch])
         tables = ctx.tables.of_call(None, buffered=False, wide_ids=False)
         self.form = DispatchForm(
+            self.common(launches, launches),
             _AGAIN,
-            self.issuer(),
-            first,
-            first,
             (config.topk, config.max_tokens, False),
             address_of(call),
             filled,
@@ -458,17 +418,16 @@ class Redispatch(CallForm):
         """Sends the tokens, of which `owners` begins with the array of values. Returns the rows, in `out` if that is
         given.
         """
-        output = self._outputs.make(desc.rows) if out is None else self._given_output(owners[0], desc, out)
+        if out is None:
+            rows, _, addresses = self._outputs.make(desc.rows)
+        else:
+            shape, dtype = (desc.rows, self._width), self._outputs.dtype
+            at = output_array(self._group, out, owners[0], self._argument, shape, dtype, spare_rows=True)
+            rows, addresses = out, (at, 0, 0)
         self._call.expert_ids = ffi.cast("char *", desc.pointer("expert_ids") + self._own_ids)
         self._call.ticket = desc.number
-        self.form.issue(desc, stream, (owners, output), True, SEND | RECEIVE, desc.rows, output.addresses)
-        return output.rows
-
-    def _given_output(self, x: Any, desc: EPAllToAllLayoutDesc, out: Any) -> NewOutput:
-        shape, dtype = (desc.rows, self._width), self._outputs.dtype
-        return NewOutput(
-            out, None, (output_array(self._group, out, x, self._argument, shape, dtype, spare_rows=True), 0, 0)
-        )
+        self.form.issue(desc, stream, (owners, rows), True, SEND | RECEIVE, desc.rows, addresses)
+        return rows
 
 
 def _check_dispatch(parts: LayerParts, x: Any, ids: Any, weight: Any, scatter: Any) -> tuple[bool, int]:

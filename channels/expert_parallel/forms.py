@@ -12,11 +12,11 @@ from typing import Any
 
 from proxyccl.channels.arguments import readable_view
 from proxyccl.channels.calls._calls import CombineForm, DispatchForm, FormList, SentCall
+from proxyccl.channels.expert_parallel.call_form import LayerParts
 from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Combine, Sums
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.dispatch_form import Dispatch, Redispatch
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import ArrayView
@@ -66,7 +66,6 @@ class Forms:
     def dispatch(
         self, input: Any, exp_indices: Any, weight: Any, scatter: Any, stream: StreamLike, *, buffered: bool
     ) -> Dispatched:
-        """Makes a dispatch. Raises as `EPAll2AllLayer.dispatch`."""
         made: Dispatched = self._dispatches[buffered].call(input, exp_indices, weight, scatter, stream)
         if self._on_host:
             self._parts.check_waited(stream)
@@ -78,11 +77,10 @@ class Forms:
         """Exchanges the routing of tokens, which `redispatch` sends. Returns their rows' weights, or None, and the
         descriptor. Raises as `DispatchCombine.prepare`.
         """
-        made: tuple[Any, EPAllToAllLayoutDesc] = self._prepares.call(input, exp_indices, weight, None, stream)
-        return made
+        _, weights, desc = self._prepares.call(input, exp_indices, weight, None, stream)
+        return weights, desc
 
     def dispatch_send(self, input: Any, exp_indices: Any, weight: Any, scatter: Any, stream: StreamLike) -> SentCall:
-        """Makes the first half of one."""
         sent: SentCall = self._sends.call(input, exp_indices, weight, scatter, stream)
         return sent
 
@@ -104,12 +102,10 @@ class Forms:
         stream: StreamLike,
         sums: Sums = NO_SUMS,
     ) -> Any:
-        """Makes a combine. Raises as `EPAll2AllLayer.combine`."""
         added, order_ids = sums
         return self._combines[False].call(input, weights, topk_weights, order_ids, added, desc, out, stream)
 
     def combine_send(self, input: Any, desc: Any, weights: Any, topk_weights: Any, stream: StreamLike) -> SentCall:
-        """Makes the first half of one."""
         sent: SentCall = self._combines[True].call(input, weights, topk_weights, None, (), desc, None, stream)
         return sent
 

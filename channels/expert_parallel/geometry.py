@@ -40,7 +40,6 @@ _PIECES = 4  # kMaxPieces of experts/expert_team.h: weights after a row of a com
 
 
 def aligned(nbytes: int, to: int = _LINE) -> int:
-    """The next multiple of `to`."""
     return -(-nbytes // to) * to
 
 
@@ -56,7 +55,6 @@ class Areas:
         self.end = 0
 
     def take(self, nbytes: int) -> int:
-        """Where an area of that size begins."""
         start = self.end
         self.end = aligned(start + nbytes)
         return start

@@ -7,12 +7,15 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from msgspec import Struct
+
 from proxyccl.channels import array_libraries
 from proxyccl.channels.calls._calls import SentCall
-from proxyccl.channels.collectives.barrier import barrier
+from proxyccl.channels.collectives.run import barrier
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array, whole_number
 from proxyccl.channels.expert_parallel.arrays import strides_of
+from proxyccl.channels.expert_parallel.call_form import LayerParts
 from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Sums
 from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
@@ -20,16 +23,14 @@ from proxyccl.channels.expert_parallel.forms import Forms
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
 from proxyccl.channels.expert_parallel.options import LayerOptions
-from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.recording import Recording, recorder_of, refuse_output
-from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 
 _MOST_NARROWED = 16
 
 
-class UnderWay:
+class UnderWay(Struct):
     """The calls of a layer whose first halves are queued.
 
     Attributes:
@@ -39,13 +40,10 @@ class UnderWay:
             half. None to refuse the later call.
     """
 
-    __slots__ = ("end_combine", "end_dispatch", "returned", "sent")
-
-    def __init__(self) -> None:
-        self.sent: SentCall | None = None
-        self.returned: SentCall | None = None
-        self.end_dispatch: Callable[[], None] | None = None
-        self.end_combine: Callable[[], None] | None = None
+    sent: SentCall | None = None
+    returned: SentCall | None = None
+    end_dispatch: Callable[[], None] | None = None
+    end_combine: Callable[[], None] | None = None
 
 
 class EPAll2AllLayer:
@@ -172,32 +170,9 @@ class EPAll2AllLayer:
     def _open(self, members: Members, options: LayerOptions) -> None:
         with members.closed_on_error():
             number = members.agree_on(options.compared, options.describe())
-            self.ctx = ctx = DispatchCombineContext(
-                members,
-                options.kernel_config,
-                number,
-                capacity=options.capacity,
-                num_sm=options.num_sm,
-                local_combine=options.enable_local_combine,
-                scales=options.scales,
-                quantizes=options.quantizes,
-                use_aot=options.use_aot,
-                dropping_ids=options.dropping_ids,
-                layout=options.output_layout,
-            )
+            self.ctx = DispatchCombineContext(members, options, number)
         self._take_options(options)
-        surviving: SurvivingExperts | None = None
-        if options.lost_ranks:
-            surviving = SurvivingExperts(
-                ctx.group,
-                (options.config.max_tokens, options.config.topk),
-                options.lost_ranks,
-                options.config.num_experts_per_rank,
-                dropping_ids=options.dropping_ids,
-                grid=ctx.grid,
-                use_aot=options.use_aot,
-            )
-        self._take_parts(LayerParts(ctx, options, surviving), UnderWay())
+        self._take_parts(LayerParts(self.ctx, options), UnderWay())
         self._narrowed: dict[int, EPAll2AllLayer] = {}
 
     def _take_parts(self, parts: LayerParts, under_way: UnderWay) -> None:
@@ -368,10 +343,18 @@ class EPAll2AllLayer:
             self._refuse_under_way()
         return self.forms.dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=True)
 
-    def send_unrecorded(self, input: Any, exp_indices: Any, weight: Any = None) -> SentCall:
+    def send_unrecorded(
+        self,
+        input: Any,
+        exp_indices: Any,
+        weight: Any = None,
+        full_scatter_indices: Any = None,
+        stream: StreamLike = None,
+    ) -> SentCall:
         """`dispatch_send`, which is not recorded for a backward pass."""
         self._refuse_under_way()
-        sent = self.under_way.sent = self.forms.dispatch_send(input, exp_indices, weight, None, None)
+        sent = self.forms.dispatch_send(input, exp_indices, weight, full_scatter_indices, stream)
+        self.under_way.sent = sent
         return sent
 
     def dispatch_send(
@@ -388,11 +371,9 @@ class EPAll2AllLayer:
         The arguments must not change until `dispatch_recv`. One dispatch can be in flight at a time.
         """
         recorder = self._recording.of_dispatch(input, weight)
-        self._refuse_under_way()
-        sent = self.forms.dispatch_send(input, exp_indices, weight, full_scatter_indices, stream)
+        sent = self.send_unrecorded(input, exp_indices, weight, full_scatter_indices, stream)
         if recorder is not None:
             sent.recorded = input, weight
-        self.under_way.sent = sent
         return sent
 
     def dispatch_recv(self, pending: SentCall, *, stream: StreamLike = None) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
@@ -499,11 +480,16 @@ class EPAll2AllLayer:
         return self.forms.combine(input, ep_a2a_layout_desc, weights, topk_weights, out, stream, sums)
 
     def send_back_unrecorded(
-        self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, weights: Any = None, topk_weights: Any = None
+        self,
+        input: Any,
+        ep_a2a_layout_desc: EPAllToAllLayoutDesc,
+        weights: Any = None,
+        topk_weights: Any = None,
+        stream: StreamLike = None,
     ) -> SentCall:
         """`combine_send`, which is not recorded for a backward pass."""
         self._refuse_returning()
-        sent = self.forms.combine_send(input, ep_a2a_layout_desc, weights, topk_weights, None)
+        sent = self.forms.combine_send(input, ep_a2a_layout_desc, weights, topk_weights, stream)
         self.under_way.returned = sent
         return sent
 
@@ -545,11 +531,9 @@ class EPAll2AllLayer:
         `input` and the weights must not change until `combine_recv`. One combine can be in flight at a time.
         """
         recorder = self._recording.of_combine(input, weights, topk_weights)
-        self._refuse_returning()
-        sent = self.forms.combine_send(input, ep_a2a_layout_desc, weights, topk_weights, stream)
+        sent = self.send_back_unrecorded(input, ep_a2a_layout_desc, weights, topk_weights, stream)
         if recorder is not None:
             sent.recorded = input, weights
-        self.under_way.returned = sent
         return sent
 
     def combine_recv(self, pending: SentCall, *, out: Any = None, stream: StreamLike = None) -> Any:

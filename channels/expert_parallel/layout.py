@@ -12,7 +12,7 @@ from proxyccl.channels.calls._calls import Descriptor
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.config import EPConfig
-from proxyccl.channels.expert_parallel.nodes import Nodes
+from proxyccl.channels.expert_parallel.members import Nodes
 from proxyccl.channels.expert_parallel.tables import OF_ROWS, RECEIVED, TableLayouts
 from proxyccl.device.errors import ArgumentError
 

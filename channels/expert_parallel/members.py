@@ -1,4 +1,4 @@
-"""The ranks of a layer as its user gives them. All else in this room takes their `Group`, not a `Communicator`.
+"""The ranks of a layer as its user gives them, and their nodes. All else in this room takes a `Group`.
 
 `EPAll2AllLayer`, `DispatchCombine` and `DispatchCombineContext` name a communicator for their users alone.
 """
@@ -6,19 +6,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.channels.communicator import Communicator
-from proxyccl.channels.expert_parallel.calls import NEW_LAYER
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.group import Group
 from proxyccl.channels.joining.bootstrap import library_of_group
-from proxyccl.channels.segment.calls import CollectiveCall
+from proxyccl.channels.joining.exchange import FLAG
+from proxyccl.channels.joining.topology import Topology
+from proxyccl.channels.segment.calls import CollectiveCall, register_names
 from proxyccl.channels.segment.error_record import raised
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
+
+NEW_LAYER = "new_layer"
+"""The construction of a layer, as the ranks compare it."""
+LAYER_SIZE = "layer_size"
+"""An exchange of the ranks before it, of their numbers of tokens."""
+FINALIZE = "finalize"
+"""The end of a layer. Ranks may end several in different orders."""
+register_names(NEW_LAYER, LAYER_SIZE, FINALIZE)
 
 _ARGUMENTS = Codec[dict[str, int | float | bool | str | None]](
     dict[str, int | float | bool | str | None], 64 << 10, name="arguments"
@@ -59,7 +68,6 @@ class Members:
 
     @property
     def group(self) -> Group:
-        """The same ranks, for the library's own modules."""
         return self.communicator.group
 
     @contextlib.contextmanager
@@ -100,7 +108,6 @@ class Members:
         return number
 
     def close(self) -> None:
-        """Closes a communicator that was made for the layer."""
         if self.owned:
             self.communicator.close()
 
@@ -121,3 +128,71 @@ def _open(ep_group: Any, local_world_size: int) -> Communicator:
         "ep_group",
         f"must be a Communicator, an MPI communicator or a torch process group, not {type(ep_group).__name__}",
     )
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a layer. `counterpart` uses the configuration's nodes, all else the kernels', where each rank may be
+    a node.
+
+    Attributes:
+        config: of the layer.
+        topology: of its ranks.
+        members: for each of the kernels' nodes its ranks.
+    """
+
+    config: EPConfig
+    topology: Topology
+    members: Sequence[Sequence[int]]
+
+    @classmethod
+    def of_group(cls, group: Group, config: EPConfig, *, proxied: bool) -> Nodes:
+        """The nodes of a group, whose ranks all call it together.
+
+        Every rank counts as a node of its own if ranks of a node can't access each other's memory, if nodes have
+        different numbers of ranks, or with `proxied`.
+        """
+        topology = group.topology
+        mapped = not proxied and all(topology.accessible[peer] for peer in topology.node_ranks)
+        flags = group.exchange.all_gather(mapped, FLAG, "an expert-parallel layer")
+        members = topology.node_members()
+        if not all(flags) or len({len(ranks_of_node) for ranks_of_node in members}) > 1:
+            members = [[rank] for rank in range(group.world_size)]
+        return cls(config, topology, members)
+
+    @property
+    def count(self) -> int:
+        return len(self.members)
+
+    @property
+    def local_size(self) -> int:
+        return len(self.members[0])
+
+    @property
+    def own(self) -> int:
+        return self.of(self.config.rank)
+
+    @property
+    def local_rank(self) -> int:
+        return self.members[self.own].index(self.config.rank)
+
+    @property
+    def rails(self) -> list[int]:
+        """By node, the rank with this rank's number there."""
+        return [of_node[self.local_rank] for of_node in self.members]
+
+    def copied(self, group: Group) -> bool:
+        """Whether copies of GPUs, rather than a network device alone, move data between nodes. All ranks agree."""
+        if self.count == 1 or group.runtime.name == "host":
+            return False
+        return not group.topology.has_remote_pairs() or group.topology.stages_remote_pairs()
+
+    def counterpart(self, node: int) -> int:
+        """The rank of one of the configuration's nodes that has this rank's number within its node."""
+        members = self.topology.node_members()
+        if len(members) == self.config.num_nodes:
+            return members[node][self.topology.local_rank]
+        return node * self.config.local_world_size + self.config.rank % self.config.local_world_size
+
+    def of(self, rank: int) -> int:
+        return next(n for n, members in enumerate(self.members) if rank in members)

@@ -18,8 +18,9 @@ from proxyccl.channels.expert_parallel.config import (
     column_of,
 )
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
-from proxyccl.channels.expert_parallel.survivors import experts_left, lost_ranks_of
+from proxyccl.channels.ranks import as_ranks
 from proxyccl.device.arguments.flags import as_flag
+from proxyccl.device.arguments.integers import find_items
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
 
@@ -37,6 +38,7 @@ class LayerOptions:
     """The arguments of an `EPAll2AllLayer` except its group; see there.
 
     Attributes:
+        proxied: whether all rows go through the proxies.
         call_tokens: the most tokens of one rank in a call; None for max_tokens.
         config: sizes and types, of the remaining ranks. Tokens choose its experts.
 
@@ -69,12 +71,22 @@ class LayerOptions:
     keeps_outputs: bool = False
     minus_one_drops: bool = False
     capacity: int = 2
+    proxied: bool = False
     call_tokens: int | None = None
     config: EPConfig = field(init=False)
 
+    @classmethod
+    def of(cls, config: EPConfig, **others: Any) -> LayerOptions:
+        sizes = config.max_tokens, config.hidden, config.topk, config.rank, config.num_experts
+        types = config.token_dtype, config.weight_dtype
+        return cls(*sizes, config.local_world_size, config.world_size, *types, **others)
+
     def __post_init__(self) -> None:
         self._set("world_size", whole_number("world_size", self.world_size, 1))
-        self._set("lost_ranks", lost_ranks_of(self.lost_ranks, self.world_size))
+        lost = find_items(self.lost_ranks)
+        if lost is None:
+            raise ArgumentError("lost_ranks", f"expected ranks, not {self.lost_ranks!r}")
+        self._set("lost_ranks", tuple(sorted(as_ranks(self.world_size + len(lost), lost, "lost_ranks"))))
         for name in (
             "enable_local_combine",
             "use_aot",
@@ -82,6 +94,7 @@ class LayerOptions:
             "keeps_outputs",
             "minus_one_drops",
             "scales_by_columns",
+            "proxied",
         ):
             self._set(name, as_flag(getattr(self, name), name))
         self._set("config", self._make_config())
@@ -99,7 +112,12 @@ class LayerOptions:
         experts = self.num_tot_experts
         if self.lost_ranks:
             experts = whole_number("num_tot_experts", experts, 1)
-            experts = experts_left(experts, self.world_size, len(self.lost_ranks))
+            if experts % self.all_ranks:
+                raise ArgumentError(
+                    "num_tot_experts",
+                    f"must be a multiple of {self.all_ranks}, the ranks with those that are lost, not {experts}",
+                )
+            experts = experts // self.all_ranks * self.world_size
         try:
             return EPConfig(
                 max_tokens=self.max_tokens,
@@ -120,6 +138,9 @@ class LayerOptions:
 
     def _check_sizes(self) -> None:
         self._set("num_sm", whole_number("num_sm", self.num_sm, 1))
+        slots = self.config.max_tokens * self.config.topk
+        self._set("capacity", whole_number("capacity", self.capacity, 1, MAX_SLOTS // slots))
+        self.config.require_room(self.capacity * slots, "capacity")
         if self.enable_local_combine and not self.config.is_intra_node:
             raise ArgumentError("enable_local_combine", "is only for one node; across nodes each node sends a sum")
         if self.max_recv_tokens is not None:
@@ -207,7 +228,6 @@ class LayerOptions:
 
     @property
     def all_ranks(self) -> int:
-        """Number of ranks, with those that are lost."""
         return self.world_size + len(self.lost_ranks)
 
     @cached_property
@@ -222,7 +242,6 @@ class LayerOptions:
 
     @cached_property
     def most_of_call(self) -> int:
-        """The most tokens of one rank in a call."""
         return self.call_tokens or self.config.max_tokens
 
     @cached_property
@@ -247,7 +266,6 @@ class LayerOptions:
 
     @cached_property
     def quantized(self) -> bool:
-        """Whether tokens are sent in float8."""
         return self.dispatch_dtype is not None
 
     @cached_property
@@ -264,12 +282,10 @@ class LayerOptions:
 
     @cached_property
     def takes_wide_ids(self) -> bool:
-        """Whether expert ids may have 64 bits."""
         return self.minus_one_drops or self.by_rank
 
     @property
     def dropping_ids(self) -> int:
-        """Which expert ids drop a slot."""
         if self.minus_one_drops:
             return MINUS_ONE_DROPS
         return NUMBER_DROPS | MINUS_ONE_DROPS if self.by_rank else NUMBER_DROPS
@@ -281,7 +297,6 @@ class LayerOptions:
 
     @property
     def output_layout(self) -> OutputLayout:
-        """How the kernels lay out the rows."""
         return OutputLayout(
             chosen_per_rank=self.config.num_experts_per_rank if self.by_rank else 0,
             padded_rows=self.padded_rows,

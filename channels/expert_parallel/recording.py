@@ -18,9 +18,7 @@ Dispatched = tuple[Any, Any, EPAllToAllLayoutDesc]
 class Recorder(Protocol):
     """Makes calls of an `EPAll2AllLayer` and records them. In a backward pass it calls the layer, which is `layer`."""
 
-    def is_recording(self) -> bool:
-        """Whether the library records calls now."""
-        ...
+    def is_recording(self) -> bool: ...
 
     def dispatch(self, layer: Any, call: Callable[[], Dispatched], tokens: Any, weights: Any) -> Dispatched:
         """Makes a call that dispatches these tokens and weights, and records it."""
@@ -75,6 +73,5 @@ def recorder_of(*inputs: Any) -> Recorder | None:
 
 
 def refuse_output(out: Any) -> None:
-    """Raises ArgumentError if the caller of a recorded call gives an array for the result."""
     if out is not None:
         raise ArgumentError("out", "can't be given if torch records the call for a backward pass")

@@ -10,7 +10,7 @@ from msgspec import Struct
 from proxyccl.channels.expert_parallel.arrays import LibraryArrays, Maker, strides_of
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
-from proxyccl.channels.expert_parallel.nodes import Nodes
+from proxyccl.channels.expert_parallel.members import Nodes
 from proxyccl.device._native import ffi
 
 _ALIGNMENT = 128  # bytes
@@ -69,7 +69,6 @@ class Tables(Struct, frozen=True):
 
 
 def number_of(table: str | None) -> int:
-    """A table's number in the order of ProxycclExpertLayout's fields; 0 for None."""
     return 0 if table is None else int(ffi.offsetof("ProxycclExpertLayout", table)) // 8
 
 

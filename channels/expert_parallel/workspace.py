@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from proxyccl.channels.expert_parallel.geometry import Areas, Geometry, WorkspaceShape, aligned
-from proxyccl.channels.expert_parallel.kept_outputs import KeptOutputs
-from proxyccl.channels.expert_parallel.nodes import Nodes
-from proxyccl.channels.expert_parallel.output_buffers import OutputBuffers
+from proxyccl.channels.expert_parallel.members import Nodes
+from proxyccl.channels.expert_parallel.output_buffers import KeptOutputs, OutputBuffers
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.channels.proxy_channel import ProxyChannel, connect_handles, free_handles

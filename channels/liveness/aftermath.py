@@ -31,11 +31,11 @@ class Aftermath:
     kept until they have ended.
 
     Args:
-        rank: this rank.
-        own: its control segment.
-        segments: those of the host's other ranks.
-        processes: of these ranks.
+        processes: of the host's other ranks.
         patience: the bound in seconds, from the first query after a failure.
+
+    Attributes:
+        over: whether it has ended: no peer reaches this rank's memory.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Aftermath:
         self._processes: dict[int, int] = {}  # descriptors, by peer
         self._kept: list[object] = []
         self._since: float | None = None
-        self._late = self._over = False
+        self._late = self.over = False
         self._lock = threading.RLock()  # garbage may be collected, and memory freed, anywhere
 
     def begin(self) -> None:
@@ -67,9 +67,8 @@ class Aftermath:
             self._end()
 
     def keep(self, *kept: object) -> None:
-        """Keeps objects until it is over."""
         with self._lock:
-            if not self._over:
+            if not self.over:
                 self._kept += kept
 
     def watch_processes(self) -> None:
@@ -93,7 +92,7 @@ class Aftermath:
             self._kept += kept
             self._own = None
         is_held()  # this rank's end may also be the event that other ranks of this process wait for
-        if not self._over:
+        if not self.over:
             try:
                 Thread(self._await_end, "proxyccl-aftermath").start()
             except ResourceError as error:
@@ -103,15 +102,10 @@ class Aftermath:
         while self.holds() or not self.over:  # after the bound nothing is held, but peers may still reach the memory
             time.sleep(_LATE_POLL_SECONDS if self._late else _POLL_SECONDS)
 
-    @property
-    def over(self) -> bool:
-        """Whether it has ended: no peer reaches this rank's memory."""
-        return self._over
-
     def holds(self) -> bool:
         """Whether kernels of a peer may run, and the bound has not passed."""
         with self._lock:
-            if self._over or (self._own is not None and not self._own.aborted):
+            if self.over or (self._own is not None and not self._own.aborted):
                 return False
             self._look()
             if not self._running:
@@ -148,7 +142,7 @@ class Aftermath:
         )
 
     def _end(self) -> None:
-        self._over = True
+        self.over = True
         remove_hold(self)
         for descriptor in self._processes.values():
             process_descriptors.release(descriptor)

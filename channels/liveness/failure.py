@@ -6,7 +6,6 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 from proxyccl.channels.liveness.watcher import Watcher
 from proxyccl.channels.segment.calls import CALL_FIELDS
@@ -21,45 +20,24 @@ from proxyccl.proxy.interface import ProxyFailure
 _OWNED = "the communicator"
 
 
-class Observer(Protocol):
-    """An observer of a group's failures and exchanges, to report them."""
+class Observer:
+    """An observer of a group's failures and exchanges, to report them. This one does nothing."""
 
     def failed(self) -> None:
         """Called in the watcher's thread when the group has failed."""
-        ...
 
     def asked(self) -> None:
         """Called in the watcher's thread when a peer has asked this process for reports. Does not wait."""
-        ...
 
     def annotate(self, error: BaseException) -> None:
         """Adds the report's path to a failure's exception."""
-        ...
 
     def exchanging(self, purpose: str) -> AbstractContextManager[None]:
         """Around an exchange of the bootstrap. A failed one remains visible."""
-        ...
-
-    def close(self) -> None:
-        """Called when the group ends."""
-        ...
-
-
-class _NoObserver:
-    def failed(self) -> None:
-        pass
-
-    def asked(self) -> None:
-        pass
-
-    def annotate(self, error: BaseException) -> None:
-        pass
-
-    def exchanging(self, purpose: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def close(self) -> None:
-        pass
+        """Called when the group ends."""
 
 
 def _copied(error: CommunicatorError) -> CommunicatorError:
@@ -74,7 +52,6 @@ class FailureState:
     """Opening, open, then closed; and failed, from the first failure of any rank on.
 
     Args:
-        rank: this rank.
         control: its control segment, whose abort word says that a rank has failed.
         parent: of the communicator that this one was split from.
 
@@ -95,7 +72,7 @@ class FailureState:
         self._exception: CommunicatorError | None = None
         self._lock = threading.RLock()  # a signal's handler may ask while it is held
         self.cause = ""
-        self.observer: Observer = _NoObserver()
+        self.observer = Observer()
 
     def __str__(self) -> str:
         return self.state
@@ -131,7 +108,6 @@ class FailureState:
 
     @property
     def opening(self) -> bool:
-        """Whether `watch` was not called yet."""
         return self.state == "opening"
 
     @property
@@ -141,12 +117,10 @@ class FailureState:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
         return self.state == "closed"
 
     @property
     def aborted(self) -> bool:
-        """Whether a rank has failed."""
         return self._control.aborted
 
     def check(self) -> None:
@@ -221,7 +195,6 @@ class FailureState:
         """Ends the group because a peer's call differs from this rank's. Returns the exception to raise.
 
         Args:
-            peer: that rank.
             cause: the calls of the two in words, given this rank as a subject and as a place: "this rank" and "here",
                 or for the other ranks its number.
             field: number in CALL_FIELDS of the argument that differs.

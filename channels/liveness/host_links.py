@@ -67,7 +67,6 @@ class HostLink:
         self._received = b""
 
     def fileno(self) -> int:
-        """For poll()."""
         return self._socket.fileno()
 
     def send(self, message: ErrorRecord | Presence) -> None:
@@ -212,7 +211,6 @@ class Listener:
         return int(caller)
 
     def close(self) -> None:
-        """Stops listening."""
         self._socket.close()
 
 

@@ -20,7 +20,6 @@ class ProcessWatch:
     """See above. `follow` is called by one thread at a time.
 
     Args:
-        rank: this rank.
         processes: those of the host's other ranks, by rank.
         has_left: whether a rank has left: its process may end in any way, and no longer watches others.
 
@@ -30,7 +29,7 @@ class ProcessWatch:
 
     def __init__(self, rank: int, processes: Mapping[int, PeerProcess], has_left: Callable[[int], bool]) -> None:
         self._order = sorted(processes, key=lambda peer: (peer < rank, peer))
-        self._processes = processes
+        self.processes = processes
         self._has_left = has_left
         self.watched: dict[int, int] = {}
         self._asked: dict[int, int] = {}  # descriptors, by rank
@@ -79,20 +78,11 @@ class ProcessWatch:
 
     def _acquire(self, peer: int) -> int:
         with naming_exhaustion(f"the watch of rank {peer}'s process"):
-            return process_descriptors.acquire(self._processes[peer])
-
-    @staticmethod
-    def release(descriptor: int) -> None:
-        """Ends the use of one that `follow` no longer watches."""
-        process_descriptors.release(descriptor)
-
-    def knows(self, peer: int) -> bool:
-        """Whether a rank's process is among them."""
-        return peer in self._processes
+            return process_descriptors.acquire(self.processes[peer])
 
     def is_ending(self, peer: int) -> bool:
         """Whether a rank's process has begun to end (`PeerProcess.is_ending`)."""
-        return self._processes[peer].is_ending
+        return self.processes[peer].is_ending
 
     def descriptor_of(self, peer: int) -> int:
         """A descriptor of a rank's process, watched or not, until `close`. Any thread may call this.
@@ -107,7 +97,6 @@ class ProcessWatch:
             return self._asked[peer]
 
     def close(self) -> None:
-        """Releases all descriptors."""
         with self._lock:
             for descriptor in (*self.watched, *self._asked.values()):
                 process_descriptors.release(descriptor)

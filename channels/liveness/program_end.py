@@ -38,7 +38,6 @@ class _ProgramExit(SystemExit):
 
     @property
     def code(self) -> Any:
-        """The status that was given."""
         code = _CODE.__get__(self)
         if sys._getframe().f_back is None:
             _note(code)

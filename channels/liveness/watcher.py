@@ -2,9 +2,9 @@
 failures on.
 
 It also maps what peers announce: within INTERVAL_MS while this rank makes calls, and within IDLE_INTERVAL_MS otherwise,
-so that a rank without work costs no measurable CPU time. A communicator and those that were split from it share the thread.
-After a failure it ends the waits of streams for the proxy. This thread, which already exists, handles failures: once
-memory has run out, no other can be started.
+so that a rank without work costs no measurable CPU time. A communicator and those that were split from it share the
+thread. After a failure it ends the waits of streams for the proxy. This thread, which already exists, handles failures:
+once memory has run out, no other can be started.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
+from proxyccl.channels.liveness.host_links import HostLink
 from proxyccl.channels.liveness.process_watch import ProcessWatch
 from proxyccl.channels.segment import process_descriptors
 from proxyccl.channels.segment.control import ControlSegment, Presence
@@ -29,26 +29,6 @@ from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.process.threads import Thread
 
 _logger = logging.getLogger("proxyccl")
-
-
-class Link(Protocol):
-    """A connection to a rank of another host (host_links.py)."""
-
-    def fileno(self) -> int:
-        """Descriptor for poll()."""
-        ...
-
-    def send(self, message: ErrorRecord | Presence) -> None:
-        """Sends the record of an abort, or whether this rank may still touch the peer's memory. Never blocks."""
-        ...
-
-    def receive(self) -> ErrorRecord | Presence | str | None:
-        """The peer's next message: the record of its abort, its presence, "lost", or None if there is none yet."""
-        ...
-
-    def close(self) -> None:
-        """Closes the connection."""
-        ...
 
 
 class WatchThread:
@@ -102,7 +82,6 @@ class WatchThread:
                 self._forget(descriptor)
 
     def forget(self, descriptor: int) -> None:
-        """Stops polling a descriptor."""
         with self._lock:
             self._forget(descriptor)
 
@@ -157,13 +136,11 @@ class Watcher:
     links.
 
     Args:
-        rank: this rank.
-        own: its segment.
         segments: the segments of the host's other ranks.
         processes: theirs, if they are not this one; empty with a parent, which watches them.
         links: to the ranks of other hosts; the watcher closes them.
         on_abort: called in a separate thread after the abort was passed on.
-        each_turn: called in the thread at each turn, until the abort. Returns the number of calls that the rank has made.
+        each_turn: called in the thread at each turn, until the abort. Returns the number of calls that this rank made.
         on_error: called in the thread with an error that keeps it from watching, once; it ends the communicator.
         end_waits: ends the waits of streams for the proxy. It is called in the thread every RELEASING_MS once the abort
             was passed on: a caller that checks after a stream must learn of it.
@@ -180,7 +157,7 @@ class Watcher:
         own: ControlSegment,
         segments: Mapping[int, ControlSegment],
         processes: Mapping[int, PeerProcess],
-        links: Mapping[int, Link],
+        links: Mapping[int, HostLink],
         on_abort: Callable[[], None] = lambda: None,
         each_turn: Callable[[], int] = lambda: 0,
         end_waits: Callable[[], None] = lambda: None,
@@ -236,7 +213,6 @@ class Watcher:
                 self._end_waits()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the communicator by an error of the thread."""
         on_error, self._on_error = self._on_error, None
         if on_error is not None:
             _logger.error("rank %d: its watcher has failed", self._rank, exc_info=error)
@@ -265,7 +241,7 @@ class Watcher:
             new, old, lost = self._processes.follow()
             for descriptor in old:
                 self._thread.forget(descriptor)
-                self._processes.release(descriptor)
+                process_descriptors.release(descriptor)
             for descriptor in new:
                 self._thread.watch(self, descriptor)
             for peer in lost:
@@ -325,7 +301,7 @@ class Watcher:
                 self._parent.check_for_end(self._members[peer])
             self._end_with_parent()
             return
-        if self._processes.knows(peer):
+        if peer in self._processes.processes:
             try:
                 descriptor = self._processes.descriptor_of(peer)
                 ended = _is_readable(descriptor, self.ENDING_MS) or self._processes.is_ending(peer)
@@ -359,7 +335,7 @@ class Watcher:
                             return True
         if self.presence(peer) is Presence.LEFT:
             return True
-        if self._processes.knows(peer):
+        if peer in self._processes.processes:
             try:
                 return process_descriptors.has_ended(self._processes.descriptor_of(peer))
             except ProcessLookupError:
@@ -385,7 +361,6 @@ class Watcher:
             link.send(presence)
 
     def presence(self, peer: int) -> Presence:
-        """A peer's last announced presence."""
         if peer in self._segments:
             return self._segments[peer].presence
         return self._remote_presence[peer]

@@ -47,7 +47,7 @@ from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.observe.publications import way_text
 from proxyccl.proxy.reports.document import Member
-from proxyccl.proxy.reports.rings import TRIGGERS, Ring
+from proxyccl.proxy.ring import RingContents
 from proxyccl.proxy.trigger import Operation
 
 CALLS = 16
@@ -144,7 +144,7 @@ def collect(
         proxy = group.links.proxy_if_started
         handling: list[Handling] = part("the handlers", lambda: _handling(proxy), [])
         proxy_waits: list[ProxyWait] = part("what the proxy waits for", lambda: _proxy_waits(proxy), [])
-        rings: list[Ring] = part("the rings", lambda: _rings(proxy), [])
+        rings: list[RingContents] = part("the rings", lambda: _rings(proxy), [])
         look_at_channels = functools.partial(_channels, group, device, proxy, rings, unread)
         channels: list[ProxiedChannel] = part("the channels", look_at_channels, [])
         semaphores: list[Semaphore] = part("the semaphores", lambda: _semaphores(group, device), [])
@@ -236,8 +236,8 @@ def _calls(group: Group) -> list[Call]:
     return [Call(number, fields) for number, fields in group.launches.recent_calls(CALLS)]
 
 
-def _rings(proxy: Proxy | None) -> list[Ring]:
-    return [] if proxy is None else [Ring.of(fifo.snapshot(TRIGGERS)) for fifo in proxy.rings]
+def _rings(proxy: Proxy | None) -> list[RingContents]:
+    return [] if proxy is None else [fifo.snapshot() for fifo in proxy.rings]
 
 
 def _daemon(proxy: Proxy | None, own: Member) -> Member | None:
@@ -257,7 +257,7 @@ def _channels(
     group: Group,
     device: DeviceReader,
     proxy: Proxy | None,
-    rings: list[Ring],
+    rings: list[RingContents],
     unread: list[str],
 ) -> list[ProxiedChannel]:
     if proxy is None:

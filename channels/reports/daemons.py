@@ -8,7 +8,7 @@ from datetime import datetime
 from proxyccl.channels.reports.render import counted, ring_lines
 from proxyccl.device.shown_text import shown
 from proxyccl.proxy.daemon.report import Client, DaemonReport, EngineThread, Request
-from proxyccl.proxy.observe.reader import ChannelView
+from proxyccl.proxy.observe.reader import ChannelView, connection_of
 from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.reports.document import Member
 
@@ -84,7 +84,7 @@ def _may_sleep(report: DaemonReport, thread: EngineThread | None) -> bool:
 
 
 def _channel(client: Client, channel: ChannelView) -> str:
-    connection = client.connection_of(channel)
+    connection = connection_of(channel, client.connections)
     end = "a handler" if connection is None else f"rank {connection.peer} by {connection.transport}"
     return (
         f"channel {channel.id} to {end}, ring {channel.ring}: {channel.triggers} triggers, {channel.puts} puts and "

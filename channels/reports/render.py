@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from proxyccl.channels.reports.report import Call, Exchange, ProxiedChannel, Report, Thread, Wait
 from proxyccl.device.shown_text import shown
 from proxyccl.proxy.processes import process_name
-from proxyccl.proxy.reports.rings import Ring, RingTrigger
+from proxyccl.proxy.ring import RingContents, RingTrigger
 
 
 def counted(number: int, thing: str) -> str:
@@ -88,7 +88,7 @@ def _trigger(trigger: RingTrigger) -> str:
     return text
 
 
-def ring_lines(number: int, ring: Ring) -> Iterator[str]:
+def ring_lines(number: int, ring: RingContents) -> Iterator[str]:
     """A ring and the triggers in it."""
     yield f"ring {number}: {ring.full} of {ring.size} slots full, {ring.taken} triggers taken so far"
     triggers = [f"not taken: {_trigger(trigger)}" for trigger in ring.waiting]

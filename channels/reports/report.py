@@ -6,7 +6,7 @@ from typing import Literal
 
 from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.reports.document import MOST_BYTES, Member, require_moment
-from proxyccl.proxy.reports.rings import Ring
+from proxyccl.proxy.ring import RingContents
 
 
 class Failure(Message, frozen=True):
@@ -215,7 +215,7 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
     proxy_waits: list[ProxyWait]
     exchange: Exchange | None
     calls: list[Call]
-    rings: list[Ring]
+    rings: list[RingContents]
     channels: list[ProxiedChannel]
     handling: list[Handling]
     semaphores: list[Semaphore]

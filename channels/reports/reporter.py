@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from proxyccl.channels.group import Group
+from proxyccl.channels.liveness.failure import Observer
 from proxyccl.channels.reports import peers
 from proxyccl.channels.reports.collect import DeviceReader, collect
 from proxyccl.channels.reports.render import headline
@@ -35,7 +36,7 @@ _NOTE_SECONDS = 5.0
 machine with more work than cores, seconds."""
 
 
-class Reporter:
+class Reporter(Observer):
     """Writes the reports of one rank of one communicator, from now until `close`: when it fails, and on a signal."""
 
     def __init__(self, group: Group) -> None:

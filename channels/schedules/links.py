@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from proxyccl.channels.group import Group
+from proxyccl.channels.schedules.memory import ScheduleSpan
 from proxyccl.proxy.codec import Codec
+from proxyccl.proxy.schedule import SchedulePost, ScheduleSend
 
 _IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids of schedules")
 _KINDS = 3
@@ -15,9 +17,6 @@ _KINDS = 3
 
 class ScheduleLinks:
     """Channels of this rank's proxy for schedules. All ranks make them together.
-
-    Args:
-        group: the ranks.
 
     Attributes:
         posts: by peer, the channel whose posts tell the peer where this rank's output lies, and on which the peer's
@@ -33,12 +32,41 @@ class ScheduleLinks:
         peers = [peer for peer in range(group.world_size) if peer != group.rank]
         self.posts, self.scratch_posts, self.sends = schedule_channels(group, peers, _KINDS)
 
+    def post(self, peer: int, place: ScheduleSpan) -> SchedulePost:
+        """Lets a peer write to its part of this rank's output, which lies at `place`."""
+        return SchedulePost(self.posts[peer], place.memory.id_at(peer), place.offset)
+
+    def send(
+        self,
+        peer: int,
+        place: ScheduleSpan,
+        nbytes: int,
+        *,
+        dst_offset: int = 0,
+        gate: int = 0,
+        gate_stage: int | None = None,
+        stage: int | None = None,
+        to_scratch: bool = False,
+    ) -> ScheduleSend:
+        """Sends bytes at `place` to where the peer has posted its output, or its scratch memory."""
+        channels = self.scratch_posts if to_scratch else self.posts
+        return ScheduleSend(
+            self.sends[peer],
+            place.memory.source_id(peer),
+            place.offset,
+            nbytes,
+            post_channel=channels[peer],
+            dst_offset=dst_offset,
+            gate=gate,
+            gate_stage=gate_stage,
+            stage=stage,
+        )
+
 
 def schedule_channels(group: Group, peers: Sequence[int], kinds: int) -> list[dict[int, int]]:
     """Channels to each of some peers, by kind and peer. All ranks make them together.
 
     Args:
-        group: the ranks.
         peers: others, each of which names this rank too.
         kinds: how many there are to each.
 

@@ -14,13 +14,14 @@ from msgspec import Struct
 from proxyccl.channels.calls._calls import NAMED_BY_PROXIES
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import RegisteredMemory, allocate, register
-from proxyccl.channels.schedules.pinned_boxes import PinnedBoxes
+from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.channels.segment.announcements import NO_MEMORY
 from proxyccl.channels.symmetric import Announced
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ResourceError, WaitTimeoutError
 from proxyccl.device.stream_operations import CopyBytes
+from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.schedule import STAGES
 
 Side = Literal["source", "target", "scratch"]
@@ -29,13 +30,14 @@ Side = Literal["source", "target", "scratch"]
 _POLL_SECONDS = 0.0001
 _SMALLEST_STAGE = 1 << 20
 _WORD_BYTES = 4
+_BOX_IDS = Codec[dict[int, int]](dict[int, int], 1 << 20, name="memory ids of pinned memory")
+_BOX_BYTES = 256 << 10
+_BOX_OFFSETS: dict[Side, int] = {"source": 0, "target": _BOX_BYTES, "scratch": _BOX_BYTES}
 CHUNKS_DONE, HERE, TAKEN, BLOCKS_DONE, OPENED = 0, STAGES, 2 * STAGES, 2 * STAGES + 1, 2 * STAGES + 2
 """Places of the words in which the blocks of a reduction meet (ProxycclArrived); of the first two, one a stage."""
 
 
 class ScheduleMemory(Protocol):
-    """A range of this rank's memory."""
-
     def source_id(self, peer: int) -> int:
         """Its first id in this rank's proxy, for sends to a peer."""
         ...
@@ -53,7 +55,6 @@ class ScheduleSpan(Struct, frozen=True):
     ptr: int
 
     def at(self, offset: int) -> ScheduleSpan:
-        """The bytes from `offset` on."""
         return ScheduleSpan(self.memory, self.offset + offset, self.ptr + offset)
 
 
@@ -68,11 +69,24 @@ class _AnnouncedMemory(Struct, frozen=True):
         return self.at_peers[peer]
 
 
+class _PinnedBoxes:
+    """Pinned memory of each rank through which its schedules send and receive little: the proxies' CPUs copy it. One
+    box is to send from and one to receive in: of a schedule's sides one receives. All ranks make them together.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._memory = PinnedRange(group, 2 * _BOX_BYTES)
+        self.ptr, self.source_id, self.close = self._memory.ptr, self._memory.source_id, self._memory.close
+        ids = {peer: self._memory.peer_id(peer) for peer in range(group.world_size) if peer != group.rank}
+        answers = group.exchange.all_gather(ids, _BOX_IDS, "ids of pinned memory of schedules")
+        self._at_peers = {peer: answers[peer][group.rank] for peer in ids}
+
+    def id_at(self, peer: int) -> int:
+        return self._at_peers[peer]
+
+
 class ScheduleMemories:
     """Finds the memory of arrays, and memory to stage those in which have none. All ranks make it together.
-
-    Args:
-        group: the ranks.
 
     Attributes:
         staged_together: whether all ranks make stages together, also those that need none.
@@ -94,12 +108,12 @@ class ScheduleMemories:
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
-        self._boxes: PinnedBoxes | None = None
+        self._boxes: _PinnedBoxes | None = None
         self.reduction_words = group.runtime.allocate((OPENED + 1) * _WORD_BYTES)
         if not self.staged_together:
             group.symmetric.serve(group.links.proxy)
         if not self.staged_together or (self.pinned_bytes > 0 and group.topology.stages_remote_pairs()):
-            self._boxes = PinnedBoxes(group)
+            self._boxes = _PinnedBoxes(group)
 
     def source(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
         """Memory to send from, or None: then it is staged."""
@@ -127,9 +141,9 @@ class ScheduleMemories:
             side: its purpose.
             nbytes: the most that a side of any rank has, so that all ranks find pinned memory or none does.
         """
-        if self._boxes is None or nbytes > min(self.pinned_bytes, PinnedBoxes.BYTES):
+        if self._boxes is None or nbytes > min(self.pinned_bytes, _BOX_BYTES):
             return None
-        return ScheduleSpan(self._boxes, self._boxes.offset(side), self._boxes.ptr + self._boxes.offset(side))
+        return ScheduleSpan(self._boxes, _BOX_OFFSETS[side], self._boxes.ptr + _BOX_OFFSETS[side])
 
     def own_copy(self, dst: int, src: int, nbytes: int) -> list[CopyBytes]:
         """A stream's copies within the device: short ones to the next rank's device and back, by copy engines, where a

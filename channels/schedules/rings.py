@@ -22,9 +22,6 @@ class ScheduleRings:
 
     A graph that was captured may ring its schedules as long as it lives, which nobody can know: those schedules stay.
 
-    Args:
-        group: the ranks.
-
     Attributes:
         words: through which streams, kernels and the proxy meet.
     """

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from proxyccl.proxy._engine import ffi, lib
 
+TABLE_BYTES: int = ffi.sizeof("ProxycclAnnouncements")
 ENTRIES: int = lib.PROXYCCL_ANNOUNCEMENTS
 MOST_RANKS: int = lib.PROXYCCL_ANNOUNCEMENT_PEERS
 LONGEST_HANDLE: int = lib.PROXYCCL_ANNOUNCED_HANDLE_BYTES
@@ -33,12 +34,11 @@ class Announcement(Struct, frozen=True):
 
     @property
     def for_proxies(self) -> bool:
-        """Whether its owner wants peers' proxies to have it."""
         return self.proxies_version == self.version
 
 
 class Announcements:
-    """A rank's table, this rank's or a peer's.
+    """A rank's table of TABLE_BYTES, this rank's or a peer's.
 
     Args:
         address: where it lies, for the CPU. Fresh memory is an empty table.
@@ -49,14 +49,8 @@ class Announcements:
         self._copy = ffi.new("ProxycclAnnouncement *")
         self._handled = ffi.new("uint64_t[]", ENTRIES)  # by a peer
 
-    @staticmethod
-    def table_bytes() -> int:
-        """The size of a table."""
-        return ffi.sizeof("ProxycclAnnouncements")
-
     @property
     def changes(self) -> int:
-        """How often the owner has changed the table."""
         return lib.proxyccl_announcement_changes(self._table)
 
     def announce(self, entry: int, handle: bytes) -> None:

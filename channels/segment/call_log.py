@@ -7,7 +7,13 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from proxyccl.channels.segment.control import ControlSegment
+from proxyccl.channels.segment.control import (
+    CALLS_OFFSET,
+    CHOICES_OFFSET,
+    COUNTS_OFFSET,
+    SHARING_OFFSET,
+    ControlSegment,
+)
 from proxyccl.proxy._engine import ffi, lib
 
 if TYPE_CHECKING:
@@ -28,23 +34,21 @@ class CallLog:
     """This rank's log of collective calls, and those of the peers of its host (calls.h).
 
     Args:
-        own: this rank's segment.
         peers: the segments of the others, by rank.
-        rank: this rank.
     """
 
     def __init__(self, own: ControlSegment, peers: dict[int, ControlSegment], rank: int) -> None:
         self._ranks = list(peers)
-        logs = [ffi.cast("ProxycclCallEntry *", segment.calls_host) for segment in peers.values()]
+        logs = [ffi.cast("ProxycclCallEntry *", segment.host_address(CALLS_OFFSET)) for segment in peers.values()]
         self._logs = ffi.new("ProxycclCallEntry *[]", [*logs, ffi.NULL])
         self._callers = ffi.new("ProxycclCallers *")
         self._callers.control = ffi.cast("ProxycclControl *", own.host_pointer)
-        self._callers.own = ffi.cast("ProxycclCallEntry *", own.calls_host)
-        self._callers.counts = ffi.cast("ProxycclCallCount *", own.call_counts_host)
+        self._callers.own = ffi.cast("ProxycclCallEntry *", own.host_address(CALLS_OFFSET))
+        self._callers.counts = ffi.cast("ProxycclCallCount *", own.host_address(COUNTS_OFFSET))
         self._callers.peers, self._callers.peer_count = self._logs, len(logs)
         first = {**peers, rank: own}[min((*peers, rank))]
-        self._callers.choices = ffi.cast("uint64_t *", first.call_choices_host)
-        self._sharing = ctypes.c_uint64.from_address(first.sharing_host)
+        self._callers.choices = ffi.cast("uint64_t *", first.host_address(CHOICES_OFFSET))
+        self._sharing = ctypes.c_uint64.from_address(first.host_address(SHARING_OFFSET))
         self.issue: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_issue, self._callers
         )
@@ -70,12 +74,14 @@ class CallLog:
         lib.proxyccl_calls_wait_on(self._callers, stream, synchronize)
 
     def choose(self, wish: int) -> int:
-        """The way of this rank's next call, from 0 to 3: the wish of the first rank of the host that came to it."""
+        """The way of this rank's next call, from 0 to 3: the wish of the first rank of the host that came to it. The
+        program's other threads make no call meanwhile."""
         return int(lib.proxyccl_calls_choose(self._callers, wish))
 
     @property
     def shares_device(self) -> bool:
-        """Whether a rank of the host has another communicator on its device, or has had one."""
+        """Whether a rank of the host has another communicator on its device, or has had one. Its kernels may wait
+        for those of this one."""
         return bool(self._sharing.value)
 
     def share_device(self) -> None:
@@ -105,7 +111,7 @@ def calls_in(segment: ControlSegment, count: int) -> list[tuple[int, tuple[int, 
     last = sum(counts_in(segment).values())
     if last > _LAST_NUMBER:  # of a segment that is not a rank's
         return []
-    return _read(ffi.cast("ProxycclCallEntry *", segment.calls_host), last, count)
+    return _read(ffi.cast("ProxycclCallEntry *", segment.host_address(CALLS_OFFSET)), last, count)
 
 
 def counts_in(segment: ControlSegment) -> dict[int, int]:
@@ -113,7 +119,7 @@ def counts_in(segment: ControlSegment) -> dict[int, int]:
 
     A graph's calls count when they are captured, and not when it is replayed.
     """
-    counts = ffi.cast("ProxycclCallCount *", segment.call_counts_host)
+    counts = ffi.cast("ProxycclCallCount *", segment.host_address(COUNTS_OFFSET))
     found = {each.collective: each.calls for each in (counts + i for i in range(lib.PROXYCCL_CALL_KINDS + 1))}
     return {collective: calls for collective, calls in found.items() if calls}
 
@@ -127,5 +133,4 @@ def _read(log: ProxycclCallEntryPointer, last: int, count: int) -> list[tuple[in
 
 
 def encode_fields(fields: tuple[int, ...]) -> ProxycclCallPointer:
-    """A ProxycclCall."""
     return ffi.new("ProxycclCall *", [fields])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from proxyccl.channels.segment.announcements import Announcements
+from proxyccl.channels.segment.announcements import TABLE_BYTES, Announcements
 from proxyccl.channels.segment.error_record import MOST_CAUSE_BYTES, NO_PEER, ErrorRecord
 from proxyccl.channels.segment.rendezvous import Rendezvous
 from proxyccl.device._native import ffi, lib
@@ -59,17 +59,18 @@ def _round(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-_CONTROL_OFFSET = 0
 _SEMAPHORES_OFFSET = _round(ffi.sizeof("ProxycclControl"))
-_CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
-_COUNTS_OFFSET = _CALLS_OFFSET + engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES
-_CHOICES_OFFSET = _COUNTS_OFFSET + engine.sizeof("ProxycclCallCount") * (engine_lib.PROXYCCL_CALL_KINDS + 1)
-_SHARING_OFFSET = _CHOICES_OFFSET + 8 * engine_lib.PROXYCCL_CALL_CHOICES
-_SERVICE_OFFSET = _round(_SHARING_OFFSET + 8)
+CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
+COUNTS_OFFSET = CALLS_OFFSET + engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES
+CHOICES_OFFSET = COUNTS_OFFSET + engine.sizeof("ProxycclCallCount") * (engine_lib.PROXYCCL_CALL_KINDS + 1)
+SHARING_OFFSET = CHOICES_OFFSET + 8 * engine_lib.PROXYCCL_CALL_CHOICES
+"""Of the log of collective calls, their numbers by collective, the words by which the ranks choose alike, and a word
+that is not 0 if a rank has more than one communicator on its device."""
+_SERVICE_OFFSET = _round(SHARING_OFFSET + 8)
 _READBACK_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
 READBACK_BYTES = 128 * 1024
 _ANNOUNCEMENTS_OFFSET = _READBACK_OFFSET + READBACK_BYTES
-_RENDEZVOUS_OFFSET = _ANNOUNCEMENTS_OFFSET + _round(Announcements.table_bytes())
+_RENDEZVOUS_OFFSET = _ANNOUNCEMENTS_OFFSET + _round(TABLE_BYTES)
 _CAUSE_OFFSET = _RENDEZVOUS_OFFSET + _round(Rendezvous.nbytes())
 _REQUEST_OFFSET = _CAUSE_OFFSET + 4 + MOST_CAUSE_BYTES
 _PEERS_OFFSET = _CAUSE_OFFSET + _round(8 + MOST_CAUSE_BYTES)
@@ -100,7 +101,6 @@ class ControlSegment:
         self.rendezvous = Rendezvous(memory.host_ptr + _RENDEZVOUS_OFFSET)
 
     def initialise(self, rank: int, timeout: float) -> None:
-        """Fills this rank's fresh segment."""
         self._control.rank = rank
         self.set_timeout(timeout)
 
@@ -119,12 +119,10 @@ class ControlSegment:
 
     @property
     def device_pointer(self) -> int:
-        """The device's address of the control block."""
         return self.memory.ptr
 
     @property
     def host_pointer(self) -> int:
-        """The CPU's address of the control block."""
         return self.memory.host_ptr
 
     @staticmethod
@@ -133,7 +131,6 @@ class ControlSegment:
         return _SEMAPHORES_OFFSET + 8 * channel
 
     def semaphore_host(self, channel: int) -> int:
-        """The CPU's address of that word."""
         return self.memory.host_ptr + self.semaphore_offset(channel)
 
     def semaphore_handle(self, channel: int) -> bytes:
@@ -145,7 +142,6 @@ class ControlSegment:
         ctypes.c_uint64.from_address(self.semaphore_host(channel)).value = 0
 
     def semaphore_device(self, channel: int) -> int:
-        """The device's address of the same word."""
         return self.memory.ptr + self.semaphore_offset(channel)
 
     @property
@@ -273,34 +269,16 @@ class ControlSegment:
         """The table of the announcements of the segment's rank."""
         return Announcements(self.memory.host_ptr + _ANNOUNCEMENTS_OFFSET)
 
-    @property
-    def calls_host(self) -> int:
-        """The CPU's address of the log of collective calls."""
-        return self.memory.host_ptr + _CALLS_OFFSET
-
-    @property
-    def call_counts_host(self) -> int:
-        """The CPU's address of the numbers of collective calls, by collective."""
-        return self.memory.host_ptr + _COUNTS_OFFSET
-
-    @property
-    def call_choices_host(self) -> int:
-        """The CPU's address of the words by which the ranks choose alike."""
-        return self.memory.host_ptr + _CHOICES_OFFSET
-
-    @property
-    def sharing_host(self) -> int:
-        """The CPU's address of a word that is not 0 if a rank has more than one communicator on its device."""
-        return self.memory.host_ptr + _SHARING_OFFSET
+    def host_address(self, offset: int) -> int:
+        """The CPU's address of a part of the segment, by its offset."""
+        return self.memory.host_ptr + offset
 
     def close(self) -> None:
-        """Unmaps the segment."""
         vars(self).pop("_control", None)  # gone: a later call fails in Python, not in C
         self.memory.close()
 
 
 def create_segment(runtime: Runtime, rank: int, timeout: float, world_size: int = 1) -> ControlSegment:
-    """A fresh segment for this rank."""
     segment = ControlSegment(runtime.allocate_pinned(segment_bytes(world_size)))
     segment.initialise(rank, timeout)
     return segment

@@ -285,7 +285,6 @@ _EXCEPTIONS: dict[int, Callable[[_Account], CommunicatorError]] = {
 
 
 def _operation(record: ErrorRecord) -> str:
-    """The operation of a trigger."""
     return operation_name(Operation(record.operation & 15))
 
 

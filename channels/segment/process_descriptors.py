@@ -44,7 +44,6 @@ class PeerProcess(Struct, frozen=True):
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this process."""
         return self.token == forks.here().token
 
     @property
@@ -105,14 +104,12 @@ supply(_KIND, _supply, ())
 
 
 def has_ended(descriptor: int) -> bool:
-    """Whether a descriptor's process has ended."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def release(descriptor: int) -> None:
-    """Closes a descriptor after its last user."""
     with _lock:
         _users[descriptor] -= 1
         if _users[descriptor]:

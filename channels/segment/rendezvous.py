@@ -49,15 +49,12 @@ class Rendezvous:
 
     @staticmethod
     def nbytes() -> int:
-        """The size of one."""
         return ffi.sizeof("ProxycclRendezvous")
 
     def post(self, part: bytes, message_bytes: int) -> None:
-        """By the owner: posts the next letter."""
         lib.proxyccl_mailbox_post(self._shared, part, len(part), message_bytes)
 
     def read(self, number: int, letter: ProxycclLetterPointer) -> bool:
-        """By a peer: copies a letter, if it was posted."""
         return bool(lib.proxyccl_mailbox_read(self._shared, number, letter))
 
     def invite(self, key: int, handle: bytes) -> int:
@@ -79,7 +76,6 @@ class Rendezvous:
             return place
 
     def withdraw(self, place: int) -> None:
-        """Ends an `invite`."""
         with self._lock:
             lib.proxyccl_invitation_withdraw(self._shared, place)
             self._used.discard(place)
@@ -112,8 +108,6 @@ class Mailboxes:
     """A `Bootstrap` over the mailboxes of a group whose ranks share a host.
 
     Args:
-        rank: this rank.
-        own: its rendezvous.
         peers: those of all others, by rank.
     """
 

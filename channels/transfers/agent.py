@@ -41,7 +41,7 @@ from proxyccl.channels.transfers.paths import (
     listen,
 )
 from proxyccl.channels.transfers.peers import Peer
-from proxyccl.channels.transfers.preparing import Preparer, Side, kind_of
+from proxyccl.channels.transfers.preparing import Pair, Preparer, Side, kind_of
 from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, is_unicode, problem_of
 from proxyccl.channels.transfers.transfer import State, Transfer, set_guard, set_label
@@ -341,12 +341,8 @@ class Agent:
             starts, ends = self._own.ranges() if serving is None else self._own.ranges(VRAM, serving.runtime.device)
             both = np.concatenate((starts, ends))
             bounds = ffi.cast("uint64_t *", both.ctypes.data)
-            if serving is None:
-                status = lib.proxyccl_agent_set_memory(self._handle, bounds, len(starts))
-            else:
-                staging = self._serving[serving]
-                status = lib.proxyccl_agent_set_device_memory(self._handle, staging, bounds, len(starts))
-            if status:
+            staging = ffi.NULL if serving is None else self._serving[serving]
+            if lib.proxyccl_agent_set_memory(self._handle, staging, bounds, len(starts)):
                 raise MemoryError("there is no memory for the regions")
 
     # Other agents
@@ -631,7 +627,8 @@ class Agent:
         with self._lock:
             here, here_rows = ours.holders(moved[:, 0], self._own)
             there, there_rows = theirs.holders(moved[:, 1], self._regions(known))
-        transfer = self._preparer.prepare(link, known, name, writes, rows, (ours.kind, theirs.kind), (here, there))
+        kinds = (ours.kind, theirs.kind) if len(moved) else (DRAM, DRAM)
+        transfer = self._preparer.prepare(Pair(link, known, name, writes, moved, kinds, (here, there)))
         set_guard(transfer, False, self._ledger, here_rows)
         ledger = self._ledger if known is None else known.ledger
         if ledger is not None:

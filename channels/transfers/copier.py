@@ -20,7 +20,6 @@ from proxyccl.proxy._transfers import ffi, lib
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxyccl.channels.transfers.stages import Stages
     from proxyccl.proxy._transfers import ProxycclDeviceCopiesPointer, ProxycclStagingPointer
 
 _STREAMS = 4
@@ -75,6 +74,12 @@ class Table:
     def __del__(self) -> None:
         if hasattr(self, "memory"):  # it could be taken
             self._copier.give_table(self._size, self.memory)
+
+
+class Stages:
+    """A table that is registered with libfabric: `fields` of a ProxycclStaging."""
+
+    fields: dict[str, int]
 
 
 class Word:
@@ -154,6 +159,7 @@ class Copier:
                 "rows": ffi.cast("uint64_t *", by_engine.ctypes.data),
                 "count": len(by_engine),
                 "launch": 0 if launch is None else int(native.cast("uintptr_t", launch.prepared)),
+                "blocks": len(rows),
                 "bytes": int(rows[:, 2].sum()),
                 "stream": stream.handle,
                 "event": self._event.handle,

@@ -12,17 +12,17 @@ import numpy as np
 from msgspec import Struct
 
 from proxyccl.channels.transfers.blocks import Rows, joined
-from proxyccl.channels.transfers.copier import Table
+from proxyccl.channels.transfers.copier import Stages, Table
 from proxyccl.channels.transfers.device_memory import runtime_name
 from proxyccl.channels.transfers.errors import NoPathError
 from proxyccl.channels.transfers.regions import DRAM, Region, outermost
-from proxyccl.channels.transfers.stages import Stages
 from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
+from proxyccl.device.process import forks
 from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Message, ProtocolError, Uint64
-from proxyccl.proxy.fabric.device_memory import register_device_memory
+from proxyccl.proxy.fabric.device_memory import register_memory
 from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
@@ -130,18 +130,9 @@ class AgentFabric:
         self._ended: deque[tuple[FabricRegistration, object]] = deque()  # of stages
         self._unreached: dict[int, str] = {}  # why it does not reach the memory of a device
         parts, offer = self._endpoint.parts, self._endpoint.offer
-        self.port = ffi.new(
-            "ProxycclFabricPort *",
-            {
-                "endpoint": parts.endpoint,
-                "queue": parts.queue,
-                "fabric": parts.fabric,
-                "peers": parts.peers,
-                "descriptor": parts.descriptor,
-                "depth": self._endpoint.depth,
-                "max_message": offer.max_message,
-            },
-        )
+        named = {name: getattr(parts, name) for name in ("endpoint", "queue", "fabric", "peers", "descriptor")}
+        limits = {"depth": self._endpoint.depth, "max_message": offer.max_message}
+        self.port = ffi.new("ProxycclFabricPort *", {**named, **limits})
 
     @property
     def provider(self) -> str:
@@ -191,14 +182,12 @@ class AgentFabric:
                 self._own.add([(region, region.address, self._endpoint.descriptor(made))])
 
     def _register(self, region: Region, runtime: Runtime | None) -> FabricRegistration:
-        """Raises as `register_device_memory`, and RuntimeUnavailableError for memory that the driver does not know."""
-        if runtime is None or runtime.name == "host":
+        """Raises as `register_memory`, and RuntimeUnavailableError for memory that the driver does not know."""
+        if runtime is None:
             return self._endpoint.register(region.address, region.nbytes)
-        number = runtime.pointer_device(region.address)
-        if number is None:
+        if runtime.name != "host" and runtime.pointer_device(region.address) is None:
             raise RuntimeUnavailableError(f"device {region.device}: its driver does not know the memory")
-        gpu_writes = self._options.gpu_writes
-        return register_device_memory(self._endpoint, runtime, number, gpu_writes, region.address, region.nbytes)
+        return register_memory(self._endpoint, runtime, self._options.gpu_writes, region.address, region.nbytes)
 
     def deregister(self, regions: Iterable[Region]) -> None:
         """Deregisters those of the regions that are registered."""
@@ -217,7 +206,17 @@ class AgentFabric:
             ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
         """
         self._release_ended()
-        return Stages(self._endpoint, table.memory.ptr, table.nbytes, table, self._ended)
+        made, stages = self._endpoint.register(table.memory.ptr, table.nbytes), Stages()
+        stages.fields = {
+            "by_fabric": 1,
+            "descriptor": self._endpoint.descriptor(made),
+            "key": made.key,
+            "base": made.address,
+        }
+        # A finalizer releases nothing itself: its thread may have any lock. The table is used for nothing else before
+        # the registration is released, because a peer's late write may still land there.
+        forks.finalizer(stages, self._ended.append, (made, table))
+        return stages
 
     def _release_ended(self) -> None:
         for registration, _ in take_each(self._ended):

@@ -1,13 +1,15 @@
-"""The choice of a transfer's path: what the two sides' memory is, and who reaches it."""
+"""The choice of a transfer's path: what the two sides' memory is, and who reaches it. `_PATHS` has all of them."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from proxyccl.channels.transfers.blocks import Rows, sides
 from proxyccl.channels.transfers.copier import Copier
@@ -20,7 +22,7 @@ from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, View
 from proxyccl.channels.transfers.transfer import Transfer
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
-from proxyccl.proxy._transfers import lib
+from proxyccl.proxy._transfers import ffi, lib
 
 if TYPE_CHECKING:
     from proxyccl.proxy._transfers import ProxycclAgentPointer
@@ -94,19 +96,34 @@ def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: st
     )
 
 
+class Pair(Struct, frozen=True, eq=False):
+    """The two sides of a transfer: the link to the peer, and the peer, None within the agent; its name; whether data
+    moves to it; rows of (local address, remote address, bytes) of registered memory, none of them empty; the kinds of
+    memory here and there, and the regions that hold the blocks."""
+
+    link: Link | None
+    known: Peer | None
+    peer: str
+    writes: bool
+    rows: Rows
+    kinds: tuple[str, str]
+    holders: tuple[list[Region], list[Region]]
+
+    @property
+    def of_devices(self) -> bool:
+        return VRAM in self.kinds
+
+    @property
+    def is_apart(self) -> bool:  # on another host, or as if it were
+        return self.link is not None and self.link.carrier == "tcp" and not self.link.pid
+
+    @property
+    def is_in_process(self) -> bool:
+        return self.link is None or self.link.pid == os.getpid()
+
+
 class Preparer:
-    """Makes transfers of one agent. Any thread may use it.
-
-    Attributes:
-        paths: those that its transfers may take.
-
-    Args:
-        name: the agent's.
-        handle: the engine's.
-        devices, reached, pinned: of its transfers with devices.
-        fabric: its endpoint of libfabric.
-        paths: those that its transfers may take.
-    """
+    """Makes transfers of one agent, which may take `paths`. Any thread may use it."""
 
     def __init__(
         self,
@@ -123,78 +140,100 @@ class Preparer:
         self._fabric, self.paths = fabric, paths
         self._warned: set[str] = set()
 
-    def warn_once(self, what: str, reason: str, stacklevel: int) -> None:
+    def warn_once(self, what: str, reason: str, stacklevel: int = 6) -> None:
         """Warns of a slower path, unless its reason is empty, or was given before."""
         if reason and reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(f"agent {self._name} {what}: {reason}", RuntimeWarning, stacklevel=stacklevel)
 
-    def prepare(
-        self,
-        link: Link | None,
-        known: Peer | None,
-        peer: str,
-        writes: bool,
-        rows: Rows,
-        kinds: tuple[str, str],
-        holders: tuple[list[Region], list[Region]],
-    ) -> Transfer:
+    def prepare(self, pair: Pair) -> Transfer:
         """A transfer by the best path.
-
-        Args:
-            link, known: to the peer, and the peer; None: within the agent.
-            peer: its name.
-            writes: whether data moves to it.
-            rows: shape (N, 3): local address, remote address, bytes; registered memory.
-            kinds: of memory, here and there.
-            holders: the regions that hold the blocks, here and there.
 
         Raises:
             DisconnectedError: the peer has gone.
             NoPathError: no device of this process reaches both sides, and no socket leads to the peer.
         """
-        if VRAM in kinds and (rows[:, 2] > 0).any():
-            return self._on_device(link, known, peer, writes, rows[rows[:, 2] > 0], kinds, holders)
-        path = Path("self") if link is None else link.path
-        requests = None
-        if link is not None and known is not None and SHARED in self.paths and known.ledger is not None:
-            mapped, memories, reason = known.mapped.find(rows[:, 1], rows[:, 2], holders[1])
-            self.warn_once(f"can't map memory of agent {peer}", reason, 4)
-            if mapped is not None:
-                lists, way = sides(np.column_stack((rows[:, 0], mapped, rows[:, 2]))), lib.PROXYCCL_BY_MAPPING
-                path = Path(SHARED)
-                return known.keep(
-                    Transfer(self._handle, link, peer, writes, lists, path, self._devices, way=way, kept=memories)
-                )
-        if self._fabric is not None and known is not None and known.number is not None:
-            try:
-                requests = self._fabric.requests(rows, known.keys, known.number)
-            except NoPathError as error:
-                assert link is not None
-                path = Path(link.carrier, str(error))
-                self.warn_once(f"moves data to and from agent {peer} through a socket", path.reason, 4)
-        transfer = Transfer(self._handle, link, peer, writes, sides(rows), path, self._devices, requests=requests)
-        return transfer if requests is None or known is None else known.keep(transfer)
+        reason = ""
+        for path in _PATHS:
+            made = path(self, pair, reason)
+            if isinstance(made, Transfer):
+                return made
+            reason = made or reason
+        raise NoPathError(reason)
 
-    def _on_device(
-        self,
-        link: Link | None,
-        known: Peer | None,
-        peer: str,
-        writes: bool,
-        rows: Rows,
-        kinds: tuple[str, str],
-        holders: tuple[list[Region], list[Region]],
-    ) -> Transfer:
-        """Of memory of devices, on one side or both."""
-        if link is not None and link.carrier == "tcp" and not link.pid:  # another host, or as if it were one
-            return self._between_hosts(link, known, peer, writes, rows, kinds)
-        in_process = link is None or link.pid == os.getpid()
-        if kinds[1] == DRAM and not in_process and link is not None:
-            return self._staged(link, writes, peer, rows)
-        if link is not None and known is not None and known.ledger is None:
-            reason = "its registrations can't be looked at from here"
-            return self._by_socket(link, writes, peer, rows, kinds, reason)
+    # Each path returns a transfer, or why it does not carry the pair; "" if it is for other kinds of pairs. `reason`
+    # tells why the paths before it do not.
+
+    def _by_mapping(self, pair: Pair, reason: str) -> Transfer | str:
+        """The CPU copies to and from memory of the host that this process maps."""
+        known = pair.known
+        if pair.of_devices or SHARED not in self.paths or known is None or known.ledger is None:
+            return ""
+        mapped, memories, problem = known.mapped.find(pair.rows[:, 1], pair.rows[:, 2], pair.holders[1])
+        self.warn_once(f"can't map memory of agent {pair.peer}", problem)
+        if mapped is None:
+            return ""
+        pair = replace(pair, rows=np.column_stack((pair.rows[:, 0], mapped, pair.rows[:, 2])))
+        made = self._of_blocks(pair, Path(SHARED), lib.proxyccl_transfer_create, ffi.NULL, 0, kept=memories)
+        return known.keep(made)
+
+    def _by_fabric(self, pair: Pair, reason: str) -> Transfer | str:
+        """Adapters of both hosts read and write the memory of both sides."""
+        known = pair.known
+        if self._fabric is None or known is None or known.number is None or pair.link is None:
+            return ""
+        try:
+            requests = self._fabric.requests(pair.rows, known.keys, known.number)
+        except NoPathError as error:
+            return str(error)
+        path = Path(fabric_path(self._fabric.provider, of_devices=True)) if pair.of_devices else pair.link.path
+        rows = ffi.cast("uint64_t *", requests.rows.ctypes.data)
+        handle = lib.proxyccl_transfer_create_by_fabric(
+            self._handle, pair.link.handle, pair.writes, rows, len(requests.rows), requests.peer
+        )
+        return known.keep(self._made(pair, handle, path, sides(pair.rows), kept=requests))
+
+    def _staged_by_fabric(self, pair: Pair, reason: str) -> Transfer | str:
+        """By way of pinned memory on both sides, between which the peer's adapter moves the data."""
+        fabric, known = self._fabric, pair.known
+        if fabric is None or known is None or known.number is None or not pair.is_apart or pair.kinds[1] != VRAM:
+            return ""
+        if pair.kinds[0] == VRAM:
+            copier, pair = self._mapped_here(pair)
+        else:
+            copier = self._devices.copier(0, "host")  # its CPU fills and empties the stages
+        self.warn_once("stages memory of devices through pinned memory", reason)
+        path = staged_path(Path(fabric_path(fabric.provider)), pair.kinds, reason)
+        staging, staged = copier.staging(fabric.stages)
+        create = lib.proxyccl_transfer_create_staged
+        return known.keep(self._of_blocks(pair, path, create, staging, 1, copier=copier, kept=staged))
+
+    def _by_kernel(self, pair: Pair, reason: str) -> Transfer | str:
+        """The kernel copies between two processes, or the CPU within the agent."""
+        link = pair.link
+        if pair.of_devices or reason or (link is not None and not link.pid):
+            return reason
+        path, pid = (Path("self"), 0) if link is None else (link.path, link.pid)
+        return self._of_blocks(pair, path, lib.proxyccl_transfer_create, ffi.NULL, pid)
+
+    def _staged_by_kernel(self, pair: Pair, reason: str) -> Transfer | str:
+        """Between this process's device memory and another process's memory of the host."""
+        pid = 0 if pair.link is None or pair.is_in_process else pair.link.pid
+        if not pid or pair.kinds != (VRAM, DRAM):
+            return ""
+        copier, pair = self._mapped_here(pair)
+        why = "a device does not reach another process's memory of the host"
+        path = Path("copy engine and process_vm, staged", why)
+        staging, staged = copier.staging()
+        return self._of_blocks(pair, path, lib.proxyccl_transfer_create, staging, pid, copier=copier, kept=staged)
+
+    def _on_device(self, pair: Pair, reason: str) -> Transfer | str:
+        """A device of this process copies to and from memory that it reaches on both sides."""
+        link, known, rows, kinds = pair.link, pair.known, pair.rows, pair.kinds
+        if not pair.of_devices or pair.is_apart or (kinds[1] == DRAM and not pair.is_in_process):
+            return ""
+        if known is not None and known.ledger is None:
+            return "its registrations can't be looked at from here"
         theirs = self._reached if known is None else known.reached
         if kinds[0] == VRAM:
             copier = self._local_copier(rows)
@@ -204,108 +243,86 @@ class Preparer:
             except (NoPathError, RuntimeUnavailableError) as error:
                 if link is None:
                     raise
-                return self._by_socket(link, writes, peer, rows, kinds, str(error))
+                return str(error)
         mapped = rows.copy()
         kept: list[object] = []
         ways, unpinned = [], ""
         for column, kind, reached in ((0, kinds[0], self._reached), (1, kinds[1], theirs)):
             if kind == VRAM:
                 try:
-                    mapped[:, column], memories, way = reached.map(copier, rows[:, column], rows[:, 2], holders[column])
+                    mapped[:, column], memories, way = reached.map(
+                        copier, rows[:, column], rows[:, 2], pair.holders[column]
+                    )
                 except NoPathError as error:
                     if link is None or reached is self._reached:
                         raise
                     if link.look():
-                        raise DisconnectedError(f"agent {peer}: {link.lost}", peer) from None
-                    return self._by_socket(link, writes, peer, rows, kinds, f"agent {peer}: {error}")
-                ways.append(way if column == 1 and not in_process else "")
+                        raise DisconnectedError(f"agent {pair.peer}: {link.lost}", pair.peer) from None
+                    return f"agent {pair.peer}: {error}"
+                ways.append(way if column == 1 and not pair.is_in_process else "")
             else:
-                memories, unpinned = self._pinned.pin(copier, holders[column])
+                memories, unpinned = self._pinned.pin(copier, pair.holders[column])
                 ways.append("pinned memory" if memories else "")
             kept.append(memories)
         lists = local, remote = sides(mapped)
-        to, source = (remote, local) if writes else (local, remote)
+        to, source = (remote, local) if pair.writes else (local, remote)
         plan = copier.plan(np.column_stack((to[:, 0], source)), kernels_reach=not unpinned, kept=kept)
         path = device_path(plan.by, ways, unpinned)
-        transfer = Transfer(self._handle, link, peer, writes, lists, path, self._devices, (copier, plan))
-        if known is not None:
-            known.keep(transfer)
+        over = ffi.NULL if link is None else link.handle
+        handle = lib.proxyccl_transfer_create_on_device(self._handle, over, pair.writes, copier.calls, plan.copies)
+        made = self._made(pair, handle, path, lists, copier=copier, is_queued=True, kept=plan)
         what = "copies between the host's memory and a device by way of the driver's buffers"
-        self.warn_once(what, path.reason, 4)
-        return transfer
+        self.warn_once(what, path.reason)
+        return made if known is None else known.keep(made)
+
+    def _by_socket(self, pair: Pair, reason: str) -> Transfer | str:
+        """The link's socket, from and to pinned memory of this side if its memory is a device's."""
+        link = pair.link
+        if link is None:
+            return ""
+        if pair.of_devices:
+            what = "stages memory of devices through a socket"
+            path = staged_path(Path(link.carrier, link.path.reason), pair.kinds, reason)
+        else:
+            what = f"moves data to and from agent {pair.peer} through a socket"
+            path = Path(link.carrier, reason) if reason else link.path
+        self.warn_once(what, reason)
+        if pair.kinds[0] == DRAM:
+            return self._of_blocks(pair, path, lib.proxyccl_transfer_create_by_socket)
+        copier, pair = self._mapped_here(pair)
+        staging, staged = copier.staging()
+        create = lib.proxyccl_transfer_create_staged
+        return self._of_blocks(pair, path, create, staging, 0, copier=copier, kept=staged)
 
     def _local_copier(self, rows: Rows) -> Copier:
         """The device of the local blocks."""
         return self._devices.of(self._reached.share_at(rows[:, 0], rows[:, 2]))
 
-    def _mapped_here(self, rows: Rows) -> tuple[Copier, Rows]:
-        """The device of the local blocks, and rows with the addresses at which it reaches them."""
-        copier = self._local_copier(rows)
-        mapped = rows.copy()
-        mapped[:, 0], _, _ = self._reached.map(copier, rows[:, 0], rows[:, 2])
-        return copier, mapped
+    def _mapped_here(self, pair: Pair) -> tuple[Copier, Pair]:
+        """The device of the local blocks, and the pair with the addresses at which it reaches them."""
+        copier, mapped = self._local_copier(pair.rows), pair.rows.copy()
+        mapped[:, 0], _, _ = self._reached.map(copier, mapped[:, 0], mapped[:, 2])
+        return copier, replace(pair, rows=mapped)
 
-    def _between_hosts(
-        self, link: Link, known: Peer | None, peer: str, writes: bool, rows: Rows, kinds: tuple[str, str]
-    ) -> Transfer:
-        """By the adapters, if they reach both sides' memory, else by way of pinned memory and a socket."""
-        reason = ""
-        if self._fabric is not None and known is not None and known.number is not None:
-            try:
-                requests = self._fabric.requests(rows, known.keys, known.number)
-            except NoPathError as error:
-                reason = str(error)
-                if kinds[1] == VRAM:
-                    return known.keep(self._staged_by_fabric(self._fabric, link, writes, peer, rows, kinds, reason))
-            else:
-                path = Path(fabric_path(self._fabric.provider, of_devices=True))
-                lists = sides(rows)
-                made = Transfer(self._handle, link, peer, writes, lists, path, self._devices, requests=requests)
-                return known.keep(made)
-        return self._by_socket(link, writes, peer, rows, kinds, reason)
+    def _of_blocks(self, pair: Pair, path: Path, create: Callable[..., Any], *options: object, **how: Any) -> Transfer:
+        """A transfer that a function of the engine makes of the pair's blocks and further options."""
+        lists = local, remote = sides(pair.rows)
+        addresses = (ffi.cast("uint64_t *", each.ctypes.data) for each in lists)
+        blocks = ffi.new("ProxycclBlocks *", [pair.writes, *addresses, len(local)])
+        handle = create(self._handle, ffi.NULL if pair.link is None else pair.link.handle, blocks, *options)
+        return self._made(pair, handle, path, (local, remote), **how)
 
-    def _staged_by_fabric(
-        self, fabric: AgentFabric, link: Link, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str], reason: str
-    ) -> Transfer:
-        """By way of pinned memory on both sides, between which the peer's adapter moves the data."""
-        path = staged_path(Path(fabric_path(fabric.provider)), kinds, reason)
-        if kinds[0] == VRAM:
-            copier, rows = self._mapped_here(rows)
-        else:
-            copier = self._devices.copier(0, "host")  # its CPU fills and empties the stages
-        self.warn_once("stages memory of devices through pinned memory", reason, 5)
-        return Transfer(
-            self._handle,
-            link,
-            peer,
-            writes,
-            sides(rows),
-            path,
-            self._devices,
-            (copier, None),
-            lib.PROXYCCL_BY_FABRIC,
-            stages=fabric.stages,
-        )
+    def _made(self, pair: Pair, handle: Any, path: Path, lists: tuple[Rows, Rows], **how: Any) -> Transfer:
+        return Transfer(handle, pair.link, pair.peer, pair.writes, lists, path, self._devices, **how)
 
-    def _staged(self, link: Link, writes: bool, peer: str, rows: Rows) -> Transfer:
-        """Between this process's device memory and another process's memory of the host."""
-        if not link.pid:
-            return self._by_socket(link, writes, peer, rows, (VRAM, DRAM))
-        copier, mapped = self._mapped_here(rows)
-        reason = "a device does not reach another process's memory of the host"
-        path = Path("copy engine and process_vm, staged", reason)
-        return Transfer(self._handle, link, peer, writes, sides(mapped), path, self._devices, (copier, None))
 
-    def _by_socket(
-        self, link: Link, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str], reason: str = ""
-    ) -> Transfer:
-        """Between memory of devices, on one side or both, and a socket."""
-        path = staged_path(Path(link.carrier, link.path.reason), kinds, reason)
-        on_device = None
-        if kinds[0] == VRAM:
-            copier, rows = self._mapped_here(rows)
-            on_device = copier, None
-        self.warn_once("stages memory of devices through a socket", reason, 4)
-        return Transfer(
-            self._handle, link, peer, writes, sides(rows), path, self._devices, on_device, lib.PROXYCCL_BY_SOCKET
-        )
+_PATHS = (
+    Preparer._by_mapping,
+    Preparer._by_fabric,
+    Preparer._staged_by_fabric,
+    Preparer._by_kernel,
+    Preparer._staged_by_kernel,
+    Preparer._on_device,
+    Preparer._by_socket,
+)
+"""The paths of transfers, the best first."""

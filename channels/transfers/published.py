@@ -123,3 +123,11 @@ def find_agents() -> list[AgentSeen]:
     """
     agents = [seen for _, seen in find_running(_SUFFIX, _SEEN)]
     return sorted(agents, key=lambda seen: (seen.name, seen.pid))
+
+
+def agents_text() -> str:
+    """A line for each agent of this user: its peers, and the path to each. "" if there is none."""
+    return "\n".join(
+        shown(f"agent {seen.name}: reaches {seen.reaches}; process {seen.pid}, {seen.program}")
+        for seen in find_agents()
+    )

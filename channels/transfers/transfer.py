@@ -29,17 +29,13 @@ from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from proxyccl.channels.transfers.blocks import Rows
-    from proxyccl.channels.transfers.copier import Copier, Plan, Table
+    from proxyccl.channels.transfers.copier import Copier
     from proxyccl.channels.transfers.device_memory import Devices
-    from proxyccl.channels.transfers.fabric import Requests
     from proxyccl.channels.transfers.ledger import Ledger
     from proxyccl.channels.transfers.link import Link
     from proxyccl.channels.transfers.paths import Path
-    from proxyccl.channels.transfers.stages import Stages
-    from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclTransferPointer
+    from proxyccl.proxy._transfers import ProxycclTransferPointer
 
 
 class State(Enum):
@@ -95,54 +91,31 @@ class Transfer:
 
     def __init__(
         self,
-        agent: ProxycclAgentPointer,
+        handle: ProxycclTransferPointer,
         link: Link | None,
         peer: str,
         writes: bool,
         lists: tuple[Rows, Rows],
         path: Path,
         devices: Devices,
-        on_device: tuple[Copier, Plan | None] | None = None,
-        way: int = lib.PROXYCCL_BY_LINK,
-        requests: Requests | None = None,
-        stages: Callable[[Table], Stages] | None = None,
+        *,
+        copier: Copier | None = None,
+        is_queued: bool = False,
         kept: object = None,
     ) -> None:
-        local, remote = lists
-        self.peer = peer
-        self.writes = writes
-        self.blocks = len(local)
-        self.nbytes = int(local[:, 1].sum())
-        self.path = path
-        self._copier = None if on_device is None else on_device[0]
-        self._devices = devices
-        self._is_queued = on_device is not None and on_device[1] is not None
-        over = ffi.NULL if link is None else link.handle
-        copier, plan = on_device or (None, None)
-        staging, staged = (ffi.NULL, None) if copier is None or plan is not None else copier.staging(stages)
-        if copier is not None and plan is not None:
-            handle = lib.proxyccl_transfer_create_on_device(agent, over, copier.calls, plan.copies)
-        elif requests is not None:
-            count, rows = len(requests.rows), ffi.cast("uint64_t *", requests.rows.ctypes.data)
-            handle = lib.proxyccl_transfer_create_by_fabric(agent, over, writes, rows, count, requests.peer)
-        else:
-            handle = lib.proxyccl_transfer_create(
-                agent,
-                over,
-                writes,
-                ffi.cast("uint64_t *", local.ctypes.data),
-                ffi.cast("uint64_t *", remote.ctypes.data),
-                len(local),
-                staging,
-                way,
-            )
         if not handle:
             raise MemoryError("there is no memory for a transfer")
-        self._handle: ProxycclTransferPointer = handle
+        self.peer = peer
+        self.writes = writes
+        self.blocks = len(lists[0])
+        self.nbytes = int(lists[0][:, 1].sum())
+        self.path = path
+        self._handle = handle
+        self._devices, self._copier, self._is_queued = devices, copier, is_queued
         self._link = link
         self._closed = False
         self._process = forks.here()
-        self._kept: list[object] = [None, lists, on_device, staged, requests, kept]
+        self._kept: list[object] = [None, lists, copier, kept]
         # It keeps the lists, which the engine reads. Only now may no thread be in a call with the handle.
         forks.finalizer(self, _release, handle, self._kept)
 
@@ -168,11 +141,11 @@ class Transfer:
         handle = self._open()
         data, nbytes = ffi.NULL if message is None else message, len(message) if message else 0
         if stream is None:
-            status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.NULL)
+            status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.NULL, ffi.NULL)
         elif self._is_queued:
             assert self._copier is not None
             queue = require_no_capture(self._copier.runtime, stream)
-            status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.new("uint64_t *", queue))
+            status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.new("uint64_t *", queue), ffi.NULL)
         else:
             copier = self._copier or self._devices.of_stream(stream)
             queue = require_no_capture(copier.runtime, stream)

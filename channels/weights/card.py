@@ -59,15 +59,10 @@ class Leave(Message, frozen=True, tag="leave"):
     holder: Uint64
 
 
-Said = Join | Offered | HasRead | Leave
-
-_CARD = Codec(Card, 512 << 20, name="card of weights")
-_MESSAGE: Codec[Said] = Codec(Join | Offered | HasRead | Leave, 65 << 20, name="message about weights")
-
-
-def encode_card(card: Card) -> bytes:
-    """A card as bytes."""
-    return _CARD.encode(card)
+CARD = Codec(Card, 512 << 20, name="card of weights")
+MESSAGE: Codec[Join | Offered | HasRead | Leave] = Codec(
+    Join | Offered | HasRead | Leave, 65 << 20, name="message about weights"
+)
 
 
 def decode_card(data: bytes) -> Card:
@@ -77,23 +72,9 @@ def decode_card(data: bytes) -> Card:
         MetadataError: they are not a card, or not of this version.
     """
     try:
-        return _CARD.decode(data, "a holder of weights")
+        return CARD.decode(data, "a holder of weights")
     except ProtocolError as error:
         raise MetadataError(str(error)) from None
-
-
-def encode(message: Said) -> bytes:
-    """A message as bytes."""
-    return _MESSAGE.encode(message)
-
-
-def decode(data: bytes, sender: str) -> Said:
-    """The message of bytes.
-
-    Raises:
-        ProtocolError: they are not one.
-    """
-    return _MESSAGE.decode(data, f"agent {sender}")
 
 
 def tensors_of(cards: Iterable[bytes]) -> dict[str, tuple[tuple[int, ...], str]]:

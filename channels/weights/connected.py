@@ -119,7 +119,6 @@ class Connected:
                 transfer.cancel()
 
     def close(self) -> None:
-        """Refuses further use."""
         for group in self.groups:
             for transfer in (*group.direct, *group.relayed):
                 transfer.close()

@@ -15,7 +15,7 @@ from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.errors import DisconnectedError, NameTakenError, TransferTimeoutError
 from proxyccl.channels.transfers.regions import Region
-from proxyccl.channels.weights.card import Card, HasRead, Join, Leave, Offered, decode, encode, encode_card
+from proxyccl.channels.weights.card import CARD, MESSAGE, Card, HasRead, Join, Leave, Offered
 from proxyccl.channels.weights.parts import Part, part_of
 from proxyccl.channels.weights.sharding import Sharding
 from proxyccl.device.arrays.array import as_view
@@ -92,7 +92,7 @@ class Holder:
         """
         address = self._version_region.address
         metadata = self._agent.metadata()
-        return encode_card(Card("proxyccl-weights-2", metadata, self._number, address, self._parts, self._groups))
+        return CARD.encode(Card("proxyccl-weights-2", metadata, self._number, address, self._parts, self._groups))
 
     def close(self) -> None:
         """Ends the registration of all parts. The agent stays open. Targets that read from it are told so by an error:
@@ -113,13 +113,13 @@ class Holder:
 
     def _tell(self, reader: str, message: Offered) -> None:
         try:
-            self._agent.notify(reader, encode(message))
+            self._agent.notify(reader, MESSAGE.encode(message))
         except DisconnectedError as error:
             self._unreachable[reader] = str(error)  # `_lost_readers` has it
 
     def _take_messages(self) -> None:
         for sender, data in self._agent.messages():
-            match decode(data, sender):
+            match MESSAGE.decode(data, f"agent {sender}"):
                 case Join(metadata, number):
                     self._admit(sender, metadata, number)
                 case HasRead(version, number) if sender in self._readers and self._numbers.get(sender) == number:
@@ -136,7 +136,6 @@ class Holder:
             return self._agent.add(metadata)
 
     def _admit(self, name: str, metadata: bytes, number: int) -> None:
-        """Adds a reader."""
         self._meet(metadata)
         self._readers[name] = 0
         self._numbers[name] = number

@@ -66,7 +66,6 @@ def part_of(
 
     Args:
         tensor: its name.
-        view: the array.
         start: the index of the part's first element in each dimension of the tensor; None: the part is the whole.
         size: shape of the whole tensor, if `start` is given.
         within: the part of the array that holds it, as a slice or a tuple of slices; (): all of it.

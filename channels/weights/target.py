@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.errors import DisconnectedError, NotStartedError
-from proxyccl.channels.weights.card import Card, HasRead, Join, Leave, decode_card, encode
+from proxyccl.channels.weights.card import MESSAGE, Card, HasRead, Join, Leave, decode_card
 from proxyccl.channels.weights.connected import Connected, Group, grouped
 from proxyccl.channels.weights.holder import Holder, deadline_of
 from proxyccl.device.arguments.integers import as_integer
@@ -78,7 +78,7 @@ class WeightTarget(Holder):
         self._connected = connected
         self._readers, self._numbers = dict.fromkeys(connected.readers, 0), dict(connected.readers)
         for source in connected.sources:
-            self._agent.notify(source, encode(Join(self._agent.metadata(()), self._number)))
+            self._agent.notify(source, MESSAGE.encode(Join(self._agent.metadata(()), self._number)))
 
     def receive(
         self,
@@ -134,7 +134,7 @@ class WeightTarget(Holder):
             connected.close()
             for source in connected.sources:
                 with contextlib.suppress(DisconnectedError):  # it has ended
-                    self._agent.notify(source, encode(Leave(self._number)))
+                    self._agent.notify(source, MESSAGE.encode(Leave(self._number)))
         self._last = 0
 
     def _await_version(self, connected: Connected, version: int | None, deadline: float) -> int:
@@ -173,7 +173,7 @@ class WeightTarget(Holder):
             if each is not None:
                 each(number)
         for source in connected.sources:
-            self._agent.notify(source, encode(HasRead(version, self._number)))
+            self._agent.notify(source, MESSAGE.encode(HasRead(version, self._number)))
         return True
 
     def _pass_on(self, connected: Connected, group: Group, number: int, deadline: float, stream: StreamLike) -> None:
@@ -197,7 +197,7 @@ class WeightTarget(Holder):
                 connected.move(group.relayed, deadline, stream)
                 whole = peers_have_theirs()  # else one gave up meanwhile, and may have overwritten its share
             for peer in connected.peers:
-                self._agent.notify(peer, encode(HasRead(number, self._number)))
+                self._agent.notify(peer, MESSAGE.encode(HasRead(number, self._number)))
             self._wait(peers_have_mine, deadline, lambda: f"{list(self._readers)} did not read this target's share")
         finally:
             self._shut()

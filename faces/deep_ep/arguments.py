@@ -39,7 +39,6 @@ class Names:
             raise
 
     def rename(self, error: ArgumentError | CapacityError) -> None:
-        """Has an error name DeepEP's arguments."""
         text, words = str(error), {**self.arguments, **self.words}
         if isinstance(error, ArgumentError):
             text = text.removeprefix(f"{error.argument}: ")
@@ -144,7 +143,6 @@ def require_bias(bias: Any, tokens: int, hidden: int, dtype: torch.dtype) -> tup
 
 
 def require_stats(stats: Any, experts: int) -> None:
-    """Checks the argument `cumulative_local_expert_recv_stats`, for a rank's number of experts."""
     if stats is not None:
         require_tensor("cumulative_local_expert_recv_stats", stats, (experts,), (torch.int32,))
 
@@ -159,3 +157,14 @@ def require_seconds(argument: str, value: Any) -> float:
     if isinstance(value, bool) or not is_number or not 0 <= value < math.inf:
         raise ArgumentError(argument, f"must be a number of seconds, not {value!r}")
     return float(value)
+
+
+def refuse(what: str, reason: str) -> NotImplementedError:
+    return NotImplementedError(f"proxyccl.deep_ep has no {what}: {reason}")
+
+
+def refuse_unknown(call: str, options: Mapping[str, Any]) -> None:
+    """Ignores keywords that are None or False, as callers of forks pass many, and refuses others by name."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise refuse(f"{call}({name}=)", "DeepEP does not have it either")

@@ -9,14 +9,13 @@ import torch
 
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.deep_ep import low_latency, normal
-from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, require_tensor
+from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, refuse, refuse_unknown, require_tensor
 from proxyccl.deep_ep.config import MOST_BYTES, Config, low_latency_size_hint
 from proxyccl.deep_ep.connected import Connected
 from proxyccl.deep_ep.handles import Handle, Rows
 from proxyccl.deep_ep.layers import Layers
-from proxyccl.deep_ep.layout import dispatch_layout
 from proxyccl.deep_ep.masks import Masks
-from proxyccl.deep_ep.refusals import refuse, refuse_unknown
+from proxyccl.deep_ep.normal import dispatch_layout
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from proxyccl.channels.expert_parallel.arguments import MAX_NUMBER, whole_number
+from proxyccl.channels.expert_parallel.geometry import aligned
 
 _RANKS_OF_A_NODE = 8  # above which DeepEP's callers expect a buffer for RDMA
-_ALIGNMENT = 128
 ELASTIC_ALIGNMENT = 2 << 20
 """Sizes of an elastic buffer are multiples of it."""
 MOST_BYTES = 2**62
@@ -45,7 +45,7 @@ class Config:
         """
         hidden_bytes, num_ranks = whole_number("hidden_bytes", hidden_bytes, 0), whole_number("num_ranks", num_ranks, 1)
         ranks = min(num_ranks, _RANKS_OF_A_NODE)
-        return _aligned(self.num_sms // 2 * ranks * self.num_max_nvl_chunked_recv_tokens * hidden_bytes)
+        return aligned(self.num_sms // 2 * ranks * self.num_max_nvl_chunked_recv_tokens * hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes for rows between nodes; 0 for up to 8 ranks. Raises as `get_nvl_buffer_size_hint`."""
@@ -53,7 +53,7 @@ class Config:
         if num_ranks <= _RANKS_OF_A_NODE:
             return 0
         nodes = num_ranks // _RANKS_OF_A_NODE
-        return _aligned(2 * (self.num_sms // 2) * nodes * self.num_max_rdma_chunked_recv_tokens * hidden_bytes)
+        return aligned(2 * (self.num_sms // 2) * nodes * self.num_max_rdma_chunked_recv_tokens * hidden_bytes)
 
 
 _SIZES = tuple(each.name for each in fields(Config))
@@ -70,7 +70,7 @@ def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_expe
     max_tokens = whole_number("num_max_dispatch_tokens_per_rank", max_tokens, 0)
     hidden, num_ranks = whole_number("hidden", hidden, 0), whole_number("num_ranks", num_ranks, 1)
     num_experts = whole_number("num_experts", num_experts, 1)
-    return _aligned((2 * num_ranks + num_experts) * max_tokens * 2 * hidden)
+    return aligned((2 * num_ranks + num_experts) * max_tokens * 2 * hidden)
 
 
 def elastic_size_hint(ranks: int, max_tokens: int, hidden: int, topk: int, *, float8: bool) -> int:
@@ -85,8 +85,4 @@ def elastic_size_hint(ranks: int, max_tokens: int, hidden: int, topk: int, *, fl
     hidden, topk = whole_number("hidden", hidden, 0), whole_number("num_topk", topk, 0)
     dispatched = ranks * max_tokens * hidden * (1 if float8 else 2)
     combined = min(ranks, topk or ranks) * max_tokens * hidden * 2
-    return _aligned(max(dispatched, combined), ELASTIC_ALIGNMENT)
-
-
-def _aligned(nbytes: int, to: int = _ALIGNMENT) -> int:
-    return -(-nbytes // to) * to
+    return aligned(max(dispatched, combined), ELASTIC_ALIGNMENT)

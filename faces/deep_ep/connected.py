@@ -14,8 +14,7 @@ from proxyccl.deep_ep.arguments import Names
 from proxyccl.deep_ep.elastic_handle import EPHandle
 from proxyccl.deep_ep.handles import Handle, Routing, routing_of
 from proxyccl.deep_ep.layers import Layers
-from proxyccl.deep_ep.streams import order_of
-from proxyccl.deep_ep.utils import EventHandle, EventOverlap
+from proxyccl.deep_ep.utils import EventHandle, EventOverlap, order_of
 from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
 

@@ -9,7 +9,7 @@ import torch
 
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.deep_ep import elastic_calls
-from proxyccl.deep_ep.arguments import ELASTIC, require_ids, require_seconds, require_stats
+from proxyccl.deep_ep.arguments import ELASTIC, refuse, refuse_unknown, require_ids, require_seconds, require_stats
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT, MOST_BYTES, elastic_size_hint
 from proxyccl.deep_ep.connected import LEAST_TIMEOUT_SECONDS
 from proxyccl.deep_ep.elastic_calls import Options
@@ -17,7 +17,6 @@ from proxyccl.deep_ep.elastic_handle import EPHandle
 from proxyccl.deep_ep.engram import EngramCalls
 from proxyccl.deep_ep.handles import Routing, Rows
 from proxyccl.deep_ep.pipeline import PipelineCalls
-from proxyccl.deep_ep.refusals import refuse, refuse_unknown
 from proxyccl.deep_ep.sessions import SessionCalls, size_of
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.arguments.flags import as_flag

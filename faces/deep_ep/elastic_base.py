@@ -80,8 +80,3 @@ def bytes_of(group: Group, argument: str, tensor: Any) -> tuple[torch.Tensor, Ar
         )
     flat = byte_view(tensor)
     return flat, input_view(group, flat, argument)
-
-
-def aligned(nbytes: int, to: int) -> int:
-    """The next multiple of `to`."""
-    return -(-nbytes // to) * to

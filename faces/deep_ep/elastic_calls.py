@@ -9,11 +9,10 @@ import torch
 
 from proxyccl.channels.expert_parallel.config import MAX_SLOTS
 from proxyccl.deep_ep import normal
-from proxyccl.deep_ep.arguments import require_ids, require_tensor
+from proxyccl.deep_ep.arguments import refuse, require_ids, require_tensor
 from proxyccl.deep_ep.elastic_handle import EPHandle
 from proxyccl.deep_ep.handles import Routing, Rows
 from proxyccl.deep_ep.layers import Layers, Shape
-from proxyccl.deep_ep.refusals import refuse
 from proxyccl.deep_ep.tokens import Tokens
 from proxyccl.device.errors import ArgumentError
 

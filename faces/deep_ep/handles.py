@@ -12,7 +12,6 @@ from msgspec import Struct
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.deep_ep.arguments import LOW_LATENCY
-from proxyccl.deep_ep.shares import heads_of_channels, prefixes_of_channels, rows_of_channels
 from proxyccl.device.errors import ArgumentError
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -105,34 +104,29 @@ class NormalHandle(Handle):
 
     @property
     def rank_prefix_matrix(self) -> torch.Tensor:
-        """See the class."""
         layer, counts = self.routing.layer, self.routing.desc.counts
         return _of_all_ranks(layer, _of_all_ranks(layer, counts).t()).t().cumsum(0, dtype=torch.int32)
 
     @property
     def channel_prefix_matrix(self) -> torch.Tensor:
-        """See the class."""
-        return prefixes_of_channels(self.is_token_in_rank, self._channels)
+        return _prefixes_of_channels(self.is_token_in_rank, self._channels)
 
     @property
     def recv_channel_prefix_matrix(self) -> torch.Tensor:
-        """See the class."""
         layer, desc = self.routing.layer, self.routing.desc
         sent = desc.num_input_tokens_per_rank
         ends = desc.counts[:, layer.ep_config.rank].cumsum(0)
-        of_channels = rows_of_channels(ends, sent, self.recv_src_idx, self._channels)
+        of_channels = _rows_of_channels(ends, sent, self.recv_src_idx, self._channels)
         return _of_all_ranks(layer, of_channels.cumsum(1, dtype=torch.int32) - of_channels)
 
     @property
     def recv_src_idx(self) -> torch.Tensor:
-        """See the class."""
         tokens: torch.Tensor = self.routing.desc.source_tokens
         return tokens
 
     @property
     def send_head(self) -> torch.Tensor:
-        """See the class."""
-        return heads_of_channels(self.is_token_in_rank, self._channels)
+        return _heads_of_channels(self.is_token_in_rank, self._channels)
 
 
 class InternodeHandle(NormalHandle):
@@ -168,23 +162,19 @@ class InternodeHandle(NormalHandle):
 
     @property
     def rdma_channel_prefix_matrix(self) -> torch.Tensor:
-        """See the class."""
-        return prefixes_of_channels(self._goes_to_node(), self._channels)
+        return _prefixes_of_channels(self._goes_to_node(), self._channels)
 
     @property
     def send_rdma_head(self) -> torch.Tensor:
-        """See the class."""
-        return heads_of_channels(self._goes_to_node(), self._channels)
+        return _heads_of_channels(self._goes_to_node(), self._channels)
 
     @property
     def recv_rdma_channel_prefix_matrix(self) -> torch.Tensor | None:
-        """See the class."""
         came = self._came_to_node()
-        return None if came is None else torch.cat([prefixes_of_channels(each, self._channels) for each in came])
+        return None if came is None else torch.cat([_prefixes_of_channels(each, self._channels) for each in came])
 
     @property
     def recv_rdma_rank_prefix_sum(self) -> torch.Tensor | None:
-        """See the class."""
         came = self._came_to_node()
         if came is None:
             return None
@@ -192,19 +182,16 @@ class InternodeHandle(NormalHandle):
 
     @property
     def recv_gbl_channel_prefix_matrix(self) -> torch.Tensor:
-        """See the class."""
         ends = self.recv_gbl_rank_prefix_sum
         begins = torch.cat([ends.new_zeros(1), ends[:-1]])
         return begins.unsqueeze(1) + self.recv_channel_prefix_matrix
 
     @property
     def recv_gbl_rank_prefix_sum(self) -> torch.Tensor:
-        """See the class."""
         layer = self.routing.layer
         return _of_all_ranks(layer, self.routing.desc.counts[:, layer.ep_config.rank]).cumsum(0, dtype=torch.int32)
 
     def _goes_to_node(self) -> torch.Tensor:
-        """bool [T, nodes]."""
         in_rank = self.is_token_in_rank
         return in_rank.reshape(len(in_rank), self._nodes, in_rank.shape[1] // self._nodes).any(2)
 
@@ -217,22 +204,6 @@ class InternodeHandle(NormalHandle):
         ranks = desc.topk_indices_tensor.div(layer.ep_config.local_world_size, rounding_mode="floor")
         tokens = desc.num_input_tokens_per_rank[local_rank :: layer.ep_config.local_world_size].tolist()
         return [(of_node[:count] == node).any(1, keepdim=True) for of_node, count in zip(ranks, tokens, strict=True)]
-
-
-def normal_handle(
-    routing: Routing, is_token_in_rank: torch.Tensor, *, num_sms: int, nodes: int, has_ids: bool
-) -> NormalHandle:
-    """The handle of a dispatch in normal mode, across nodes or not.
-
-    Args:
-        routing: the dispatch.
-        is_token_in_rank: bool [T, ranks].
-        num_sms: the most multiprocessors, of which DeepEP takes two for a channel.
-        nodes: of all ranks.
-        has_ids: whether the dispatch had expert ids.
-    """
-    made = InternodeHandle if nodes > 1 else NormalHandle
-    return made(routing, is_token_in_rank, num_sms=num_sms, nodes=nodes, has_ids=has_ids)
 
 
 class LowLatencyHandle(Handle):
@@ -251,14 +222,12 @@ class LowLatencyHandle(Handle):
 
     @property
     def src_info(self) -> torch.Tensor:
-        """See the class."""
         experts = self.routing.layer.ep_config.num_experts_per_rank
         tokens: torch.Tensor = self.routing.desc.source_tokens.view(experts, -1)
         return tokens
 
     @property
     def layout_range(self) -> torch.Tensor:
-        """See the class."""
         layer, desc = self.routing.layer, self.routing.desc
         config = layer.ep_config
         own = config.rank * config.num_experts_per_rank
@@ -273,7 +242,6 @@ class LowLatencyHandle(Handle):
 
     @cached_property
     def combine_buffer(self) -> torch.Tensor:
-        """See `Buffer.get_next_low_latency_combine_buffer`."""
         desc, experts = self.routing.desc, self.routing.layer.ep_config.num_experts_per_rank
         shape = (experts, desc.rows // experts, self.hidden)
         results: torch.Tensor = desc.expert_rows.new_empty(shape, dtype=torch.bfloat16)
@@ -289,3 +257,56 @@ def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:
     spread = values.new_zeros(ranks, *values.shape[1:])
     spread[left] = values
     return spread
+
+
+# DeepEP's channels send consecutive shares of a rank's tokens, of equal size, the last ones smaller or empty.
+
+
+def _prefixes_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:
+    """int32 [targets, channels]: how many tokens of the channels 0 to c go to each target.
+
+    Args:
+        goes: bool [T, targets].
+        channels: their number.
+    """
+    before, tokens = _before(goes), len(goes)
+    ends = (torch.arange(1, channels + 1, device=goes.device) * _share(tokens, channels)).clamp(max=tokens)
+    return before[ends].t().contiguous()
+
+
+def _heads_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:
+    """int32 [T, targets]: how many tokens of the same channel go to that target before this one; -1 if it does not go
+    there.
+    """
+    before, share = _before(goes), max(1, _share(len(goes), channels))
+    tokens = torch.arange(len(goes), device=goes.device)
+    return torch.where(goes, before[tokens] - before[tokens // share * share], -1)
+
+
+def _rows_of_channels(
+    ends: torch.Tensor, tokens: torch.Tensor, source_tokens: torch.Tensor, channels: int
+) -> torch.Tensor:
+    """int32 [sources, channels]: how many rows came from each channel of each source.
+
+    Args:
+        ends: int64 [sources]: where the rows of each source end.
+        tokens: int [sources]: of each source.
+        source_tokens: int [rows]: each row's token on its source. Those after the last end may be undefined.
+        channels: their number.
+    """
+    sources = len(ends)
+    shares = torch.cat([(tokens.long() + channels - 1) // channels, tokens.new_ones(1)]).clamp(min=1)
+    source = torch.searchsorted(ends, torch.arange(len(source_tokens), device=ends.device), right=True)
+    channel = (source_tokens.long() // shares[source]).clamp(0, channels - 1)
+    counts = torch.zeros((sources + 1) * channels, dtype=torch.int32, device=ends.device)  # with those after the end
+    counts.scatter_add_(0, source * channels + channel, torch.ones_like(source, dtype=torch.int32))
+    return counts.view(-1, channels)[:sources]
+
+
+def _before(goes: torch.Tensor) -> torch.Tensor:
+    """int32 [T + 1, targets]: how many of the tokens before each go to each target."""
+    return torch.cat([goes.new_zeros(1, goes.shape[1], dtype=torch.int32), goes.cumsum(0, dtype=torch.int32)])
+
+
+def _share(tokens: int, channels: int) -> int:
+    return -(-tokens // channels)

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from proxyccl.channels.communicator import Communicator
-from proxyccl.channels.expert_parallel.calls import LAYER_SIZE
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
-from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
+from proxyccl.channels.expert_parallel.members import LAYER_SIZE
 from proxyccl.channels.expert_parallel.options import MOST_BUFFERS
+from proxyccl.channels.expert_parallel.output_buffers import KEPT_OUTPUTS
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
 from proxyccl.proxy.codec import Codec
@@ -53,14 +53,8 @@ class Shape(NamedTuple):
 
 
 class Turns:
-    """The two layers that calls with hooks of one shape take in turn, so that two of them can be in progress at once.
-
-    Args:
-        layers: both.
-
-    Attributes:
-        layers: as given.
-        next: which of them the next call takes.
+    """The two layers that calls with hooks of one shape take in turn, so that two of them can be in progress at once;
+    and the index of the one that is next.
     """
 
     def __init__(self, *layers: EPAll2AllLayer) -> None:
@@ -113,7 +107,6 @@ class Layers:
         return self._turns[shape]
 
     def add_form(self, key: tuple[Any, ...], form: Any) -> Any:
-        """Adds a form, in place of the oldest of many. Returns it."""
         if len(self.forms) == _MOST_FORMS:
             del self.forms[next(iter(self.forms))]
         self.forms[key] = form

@@ -11,15 +11,15 @@ from proxyccl.channels.calls._calls import SentCall
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.deep_ep.arguments import require_ids, require_stats, require_tensor
-from proxyccl.deep_ep.float8 import (
+from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, Routing, Rows
+from proxyccl.deep_ep.layers import Layers, Shape
+from proxyccl.deep_ep.tokens import (
     ELEMENTS,
     column_major,
     packed_exponents,
     quantize_rounded,
     require_packable,
 )
-from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, Routing, Rows
-from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 
@@ -89,7 +89,6 @@ class Dispatches:
     def make(
         self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
     ) -> tuple[Rows, torch.Tensor, Handle, Half | None]:
-        """Makes a call."""
         options, turns = self._options, self._turns
         layer = self._layers[0 if turns is None else turns.next]
         require_stats(stats, self._experts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
-from proxyccl.deep_ep.refusals import refuse
+from proxyccl.deep_ep.arguments import refuse
 from proxyccl.device.errors import PeerLostError
 
 
@@ -25,7 +25,6 @@ class Masks:
         self.pending: set[int] = set()
 
     def update(self, rank: int, *, masked: bool) -> None:
-        """Masks or unmasks a rank."""
         rank = whole_number("rank_to_mask", rank, 0, self._ranks - 1, "a rank")
         if rank not in self.lost:
             (self.pending.add if masked else self.pending.discard)(rank)
@@ -33,7 +32,6 @@ class Masks:
             raise self._refuse_return([rank])
 
     def clean(self) -> None:
-        """Takes all back."""
         if self.lost:
             raise self._refuse_return(self.lost)
         self.pending.clear()

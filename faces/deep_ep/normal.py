@@ -6,10 +6,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Sums
+from proxyccl.channels.expert_parallel.config import MAX_TOPK
 from proxyccl.deep_ep.arguments import require_beside, require_bias, require_ids, require_tensor
-from proxyccl.deep_ep.chosen_ranks import CountsUnderWay, ranks_as_ids, too_many_ranks
-from proxyccl.deep_ep.handles import Handle, NormalHandle, Routing, Rows, normal_handle, routing_of
+from proxyccl.deep_ep.handles import Handle, InternodeHandle, NormalHandle, Routing, Rows, routing_of
 from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.deep_ep.tokens import Tokens
 from proxyccl.device.errors import ArgumentError
@@ -25,6 +26,10 @@ class Options(NamedTuple):
     most_rows: int | None
     num_sms: int
     nodes: int
+
+    def handle(self, routing: Routing, is_token_in_rank: torch.Tensor, *, has_ids: bool) -> NormalHandle:
+        made = InternodeHandle if self.nodes > 1 else NormalHandle
+        return made(routing, is_token_in_rank, num_sms=self.num_sms, nodes=self.nodes, has_ids=has_ids)
 
 
 def dispatch(
@@ -55,8 +60,7 @@ def dispatch(
     ids = desc.local_expert_ids
     if ids.dtype is not topk_idx.dtype:  # of a layer that has lost ranks
         ids = ids.to(topk_idx.dtype)
-    num_sms, nodes = options.num_sms, options.nodes
-    handle = normal_handle(Routing(layer, desc), is_token_in_rank, num_sms=num_sms, nodes=nodes, has_ids=True)
+    handle = options.handle(Routing(layer, desc), is_token_in_rank, has_ids=True)
     return values if tokens is None else tokens.as_given(values), ids, weights, counts, handle
 
 
@@ -81,7 +85,6 @@ def _check(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: An
 
 
 def require_choices(is_token_in_rank: Any, num_tokens_per_expert: Any, ranks: int) -> None:
-    """Checks the arguments is_token_in_rank and num_tokens_per_expert."""
     require_tensor("num_tokens_per_expert", num_tokens_per_expert, (None,))
     require_tensor("is_token_in_rank", is_token_in_rank, (None, ranks), (torch.bool,))
 
@@ -90,7 +93,7 @@ def dispatch_to_ranks(
     layers: Layers, options: Options, x: Rows, is_token_in_rank: torch.Tensor, num_tokens_per_expert: torch.Tensor
 ) -> Dispatched:
     """The same for a call without expert ids. Its layer takes each rank for one expert."""
-    ranks, expert_alignment, most_rows, num_sms, nodes = options
+    ranks, expert_alignment, most_rows, num_sms, _ = options
     require_choices(is_token_in_rank, num_tokens_per_expert, ranks)
     tokens = Tokens.of(x)
     rows = tokens.rows
@@ -98,19 +101,21 @@ def dispatch_to_ranks(
     require_tensor("num_tokens_per_expert", num_tokens_per_expert, (None,), (torch.int32, torch.int64))
     require_beside("is_token_in_rank", is_token_in_rank, rows)
     require_beside("num_tokens_per_expert", num_tokens_per_expert, rows)
-    ids = ranks_as_ids(is_token_in_rank)
+    ids = _ranks_as_ids(is_token_in_rank)
     shape = Shape("rank", rows.shape[1], ids.shape[1], ranks, tokens.dtype, num_sms, tokens.num_scales, most_rows)
-    counts = None if most_rows is not None else CountsUnderWay(layers, num_tokens_per_expert, ranks)
+    counts = None if most_rows is not None else _CountsUnderWay(layers, num_tokens_per_expert, ranks)
     try:
         values, _, desc, layer = layers.dispatch(shape, tokens.moved, ids, None)
     except ArgumentError as error:
-        raise (too_many_ranks() if error.argument == "exp_indices" else error) from None
-    handle = normal_handle(Routing(layer, desc), is_token_in_rank, num_sms=num_sms, nodes=nodes, has_ids=False)
+        if error.argument != "exp_indices":
+            raise
+        what = f"names more than {MAX_TOPK} ranks for a token of some rank; expected at most {MAX_TOPK}"
+        raise ArgumentError("is_token_in_rank", what) from None
+    handle = options.handle(Routing(layer, desc), is_token_in_rank, has_ids=False)
     return tokens.as_given(values), None, None, counts.aligned(expert_alignment) if counts else [], handle
 
 
 def repeat(x: Rows, handle: Any, *, scales_by_columns: bool = False) -> Rows:
-    """The rows of a dispatch by the routing of an earlier one."""
     routing, tokens = routing_of(handle), Tokens.of(x)
     with torch.no_grad():
         rows = routing.layer.redispatch(tokens.moved, routing.desc)
@@ -144,3 +149,72 @@ def combine(
         raise
     weights = None if topk_weights is None else routing.layer.combine_weights(topk_weights, desc)
     return output, weights
+
+
+def _ranks_as_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
+    """int32 [T, n]: the ranks of each token in ascending order, and -1 past the last. Where a token has more ranks than
+    a layer takes, the last entry is out of range, which the layer reports on all ranks.
+    """
+    ranks = is_token_in_rank.shape[1]
+    numbers = torch.arange(ranks, dtype=torch.int32, device=is_token_in_rank.device)
+    if ranks <= MAX_TOPK:
+        return torch.where(is_token_in_rank, numbers, -1)
+    ordered = torch.where(is_token_in_rank, numbers, ranks).sort(1).values
+    ids = torch.where(ordered < ranks, ordered, -1)
+    ids[:, MAX_TOPK - 1] = torch.where(ids[:, MAX_TOPK] < 0, ids[:, MAX_TOPK - 1], ranks)
+    return ids[:, :MAX_TOPK].contiguous()
+
+
+class _CountsUnderWay:
+    """How many rows come for each expert of this rank, by what all ranks say. They are on their way to the CPU when
+    this is made, so that a caller can queue its dispatch before it waits for them. All ranks make it together.
+
+    Args:
+        layers: of the ranks.
+        num_tokens_per_expert: int32 [experts]: how many of this rank's tokens each expert of all ranks gets.
+        ranks: their number, with those that are lost.
+    """
+
+    def __init__(self, layers: Layers, num_tokens_per_expert: torch.Tensor, ranks: int) -> None:
+        experts = len(num_tokens_per_expert)
+        if not experts or experts % ranks:
+            raise ArgumentError("num_tokens_per_expert", f"has {experts} experts; expected a multiple of {ranks} ranks")
+        left = [rank for rank in range(ranks) if rank not in layers.lost_ranks]
+        of_ranks = num_tokens_per_expert.to(torch.int32).view(ranks, -1)
+        sent = of_ranks[left].reshape(-1) if layers.lost_ranks else of_ranks.reshape(-1)
+        counts = layers.communicator.reduce_scatter(sent)
+        self._event = torch.cuda.Event() if counts.is_cuda else None
+        self._counts = counts
+        if self._event is not None:
+            self._counts = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
+            self._counts.copy_(counts, non_blocking=True)
+            self._event.record()
+
+    def aligned(self, alignment: int) -> list[int]:
+        """Waits for them, and returns each rounded up to a multiple of `alignment`."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [-(-count // alignment) * alignment for count in self._counts.tolist()]
+
+
+Layout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
+
+
+def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> Layout:
+    """The results of `Buffer.get_dispatch_layout`, except the event."""
+    require_ids(topk_idx)
+    if whole_number("num_experts", num_experts, 1) % num_ranks:
+        raise ArgumentError("num_experts", f"must be a positive multiple of the {num_ranks} ranks, not {num_experts}")
+    # Slots without an expert count for one more expert, of one more rank, which is cut off.
+    ids = topk_idx.to(torch.int64)
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+    per_expert.scatter_add_(0, ids.reshape(-1), torch.ones_like(ids, dtype=torch.int32).reshape(-1))
+    in_rank = torch.zeros(len(ids), num_ranks + 1, dtype=torch.bool, device=ids.device)
+    in_rank.scatter_(1, ids // (num_experts // num_ranks), True)
+    in_rank = in_rank[:, :num_ranks].contiguous()
+    per_node = None
+    if num_nodes > 1:
+        in_node = in_rank.view(len(ids), num_nodes, num_ranks // num_nodes).any(2)
+        per_node = in_node.sum(0, dtype=torch.int32)
+    return in_rank.sum(0, dtype=torch.int32), per_node, per_expert[:num_experts].contiguous(), in_rank

@@ -6,10 +6,11 @@ from typing import Any
 
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
+from proxyccl.channels.expert_parallel.geometry import aligned
 from proxyccl.channels.schedules.ring_slots import RingSlots
+from proxyccl.deep_ep.arguments import refuse
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT
-from proxyccl.deep_ep.elastic_base import ElasticBase, aligned, bytes_of, require_bytes
-from proxyccl.deep_ep.refusals import refuse
+from proxyccl.deep_ep.elastic_base import ElasticBase, bytes_of, require_bytes
 from proxyccl.device.errors import ArgumentError
 
 _ALIGNMENT = 32

@@ -12,8 +12,9 @@ import torch
 from proxyccl.channels.collectives.range_gathers import RangeGathers
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
+from proxyccl.channels.expert_parallel.geometry import aligned
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT
-from proxyccl.deep_ep.elastic_base import ElasticBase, aligned, bytes_of, require_bytes
+from proxyccl.deep_ep.elastic_base import ElasticBase, bytes_of, require_bytes
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.errors import ArgumentError
 

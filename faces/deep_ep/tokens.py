@@ -1,4 +1,6 @@
-"""The tokens that a caller dispatches: rows, or float8 rows and their scales."""
+"""The tokens that a caller dispatches: rows, or float8 rows and their scales, and the layouts of scales that grouped
+matrix products read.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,59 @@ from typing import NamedTuple
 import torch
 
 from proxyccl.deep_ep.arguments import require_tensor
-from proxyccl.deep_ep.float8 import Rows as Pair
-from proxyccl.deep_ep.float8 import carried, column_major
 from proxyccl.deep_ep.handles import Rows
 from proxyccl.device.errors import ArgumentError
+
+ELEMENTS = 128
+"""Elements that share a scale."""
+_GREATEST = 448.0  # of float8_e4m3fn
+_LEAST_MAGNITUDE = 1e-4  # below which a group counts as this large
+_EXPONENTS_OF_A_WORD = 4
+_WORDS_OF_A_LINE = 4  # of 16 bytes
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@torch.no_grad()
+def quantize_rounded(x: torch.Tensor) -> Pair:
+    """Rows in float8, [T, hidden], and float32 scales [T, hidden / 128], each the least power of two that fits."""
+    tokens, hidden = x.shape
+    groups = x.float().view(tokens, hidden // ELEMENTS, ELEMENTS)
+    greatest = groups.abs().amax(-1).clamp(min=_LEAST_MAGNITUDE)
+    scales = torch.exp2(torch.ceil(torch.log2(greatest / _GREATEST)))
+    rows = (groups / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    return rows.view(tokens, hidden), scales
+
+
+def column_major(scales: torch.Tensor, *, packed: bool = False) -> torch.Tensor:
+    """An empty tensor for scales [..., rows, n], packed or not. Those of consecutive rows lie side by side, and each
+    column begins at a multiple of 16 bytes, as bulk copies (TMA) need it.
+    """
+    *leading, rows, n = scales.shape
+    column = -(-rows // _WORDS_OF_A_LINE) * _WORDS_OF_A_LINE
+    shape = (*leading, n // _EXPONENTS_OF_A_WORD if packed else n, column)
+    return scales.new_empty(shape, dtype=torch.int32 if packed else scales.dtype)[..., :rows].transpose(-2, -1)
+
+
+def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Scales that are powers of two as four exponents (UE8M0) in each int32: [..., n] becomes [..., n / 4]."""
+    exponents = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    return exponents.view(torch.int32)
+
+
+def carried(scales: torch.Tensor, tokens: int) -> torch.Tensor:
+    """A caller's scales, [T] or [T, n] of four bytes each, as float32 [T, n], which moves them as they are."""
+    if scales.dtype not in (torch.float32, torch.int32) or scales.dim() not in (1, 2) or len(scales) != tokens:
+        raise ArgumentError(
+            "x", f"has scales {scales.dtype} {list(scales.shape)}; expected float32 or int32 [{tokens}, n]"
+        )
+    return (scales if scales.dim() == 2 else scales.unsqueeze(1)).contiguous().view(torch.float32)
+
+
+def require_packable(hidden: int) -> None:
+    """Raises ArgumentError if a row's exponents don't fill whole words."""
+    if hidden % (ELEMENTS * _EXPONENTS_OF_A_WORD):
+        raise ArgumentError("use_ue8m0", f"needs a hidden size that is a multiple of 512, not {hidden}")
 
 
 class Tokens(NamedTuple):

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from proxyccl.deep_ep import streams
+from proxyccl.device.gpu import stream_order
+from proxyccl.device.gpu.stream_order import StreamMark, StreamOrder
+from proxyccl.device.runtimes import open_driver
+
+# Streams are ordered by their handles and the driver's functions: torch's objects for them take microseconds.
+
+_has_streams = functools.cache(torch.cuda.is_available)
+
+
+@functools.cache
+def order_of(device: int) -> StreamOrder:
+    return stream_order.of(open_driver("hip" if torch.version.hip else "cuda"), device)
+
+
+def _current_stream() -> tuple[int, int]:
+    """The current GPU and the handle of its current stream."""
+    device = torch.cuda.current_device()
+    return device, torch._C._cuda_getCurrentRawStream(device)
 
 
 class EventHandle:
     """The work queued on the current stream so far. CPU tensors have no streams, so their events are empty."""
 
     def __init__(self) -> None:
-        self._mark = streams.mark_current() if streams.has_streams() else None
+        self._mark: StreamMark | None = None
+        if _has_streams():
+            device, stream = _current_stream()
+            self._mark = order_of(device).mark(stream)
 
     def current_stream_wait(self) -> None:
-        """Makes the current stream wait for it."""
         if self._mark is not None:
-            streams.hold_current(self._mark)
+            self._mark.hold(_current_stream()[1])
 
 
 class EventOverlap:

@@ -11,9 +11,9 @@ from proxyccl.nixl._api import (
     nixl_agent_config,
     nixl_backend_handle,
     nixl_prepped_dlist_handle,
-    nixl_thread_sync_t,
     nixl_xfer_handle,
 )
+from proxyccl.nixl.enums import nixl_thread_sync_t
 
 __all__ = [
     "DEFAULT_COMM_PORT",

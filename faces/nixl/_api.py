@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from proxyccl.nixl import _bindings as nixlBind
-from proxyccl.nixl.descriptors import deserialize
+from proxyccl.nixl.descriptors import deserialize, nixlRegDList, nixlXferDList
+from proxyccl.nixl.enums import nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_xfer_op_t
 from proxyccl.nixl.logging import get_logger
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _T = TypeVar("_T")
-_List = TypeVar("_List", nixlBind.nixlXferDList, nixlBind.nixlRegDList)
+_List = TypeVar("_List", nixlXferDList, nixlRegDList)
 
 logger = get_logger("_api")
 
@@ -54,8 +54,6 @@ class _Handle:
 
 
 class nixl_prepped_dlist_handle(_Handle):
-    """A prepared list of descriptors."""
-
     def _release(self) -> None:
         self._agent.releasedDlistH(self._handle)
 
@@ -65,15 +63,6 @@ class nixl_xfer_handle(_Handle):
 
     def _release(self) -> None:
         self._agent.releaseXferReq(self._handle)
-
-
-class nixl_thread_sync_t(Enum):
-    """How calls of several threads are kept apart. Every mode is safe here."""
-
-    NIXL_THREAD_SYNC_NONE = nixlBind.NIXL_THREAD_SYNC_NONE
-    NIXL_THREAD_SYNC_STRICT = nixlBind.NIXL_THREAD_SYNC_STRICT
-    NIXL_THREAD_SYNC_RW = nixlBind.NIXL_THREAD_SYNC_RW
-    NIXL_THREAD_SYNC_DEFAULT = nixlBind.NIXL_THREAD_SYNC_DEFAULT
 
 
 class nixl_agent_config:
@@ -116,13 +105,12 @@ class nixl_agent_config:
 class nixl_agent:
     """An agent: registers memory, and moves blocks between it and the memory of other agents.
 
+    The `backends` of its calls are names of backends that were created.
+
     Args:
-        agent_name: its name.
-        nixl_conf: see `nixl_agent_config`.
         instantiate_all: whether to create all backends; ignored with `nixl_conf`.
 
     Attributes:
-        name: its name.
         agent: the object of `_bindings`.
         backends: handles of the backends that were created, by name.
 
@@ -136,17 +124,9 @@ class nixl_agent:
         if nixl_conf and instantiate_all:
             logger.warning("instantiate_all is ignored: the configuration names the backends")
         conf = nixl_conf or nixl_agent_config()
-        default = (
-            nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-            if conf.enable_listen
-            else nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE
+        config = nixlBind.nixlAgentConfig(
+            useListenThread=conf.enable_listen, listenPort=conf.port, captureTelemetry=conf.capture_telemetry
         )
-        config = nixlBind.nixlAgentConfig()
-        config.useProgThread = conf.enable_pthread
-        config.useListenThread = conf.enable_listen
-        config.listenPort = conf.port
-        config.syncMode = (conf.sync_mode or default).value
-        config.captureTelemetry = conf.capture_telemetry
         self.agent = nixlBind.nixlAgent(agent_name, config)
         self.name = agent_name
         self.notifs: dict[str, list[bytes]] = {}
@@ -160,21 +140,20 @@ class nixl_agent:
             else:
                 logger.warning("The backend %s is skipped: it is not one of %s", backend, ", ".join(self.plugin_list))
         self.nixl_mems = {
-            "DRAM": nixlBind.DRAM_SEG,
-            "VRAM": nixlBind.VRAM_SEG,
-            "FILE": nixlBind.FILE_SEG,
-            "BLOCK": nixlBind.BLK_SEG,
-            "OBJ": nixlBind.OBJ_SEG,
-            "cpu": nixlBind.DRAM_SEG,
-            "cuda": nixlBind.VRAM_SEG,
+            "DRAM": nixl_mem_t.DRAM_SEG,
+            "VRAM": nixl_mem_t.VRAM_SEG,
+            "FILE": nixl_mem_t.FILE_SEG,
+            "BLOCK": nixl_mem_t.BLK_SEG,
+            "OBJ": nixl_mem_t.OBJ_SEG,
+            "cpu": nixl_mem_t.DRAM_SEG,
+            "cuda": nixl_mem_t.VRAM_SEG,
         }
-        self.nixl_ops = {"WRITE": nixlBind.NIXL_WRITE, "READ": nixlBind.NIXL_READ}
+        self.nixl_ops = {"WRITE": nixl_xfer_op_t.NIXL_WRITE, "READ": nixl_xfer_op_t.NIXL_READ}
         logger.info("Initialized NIXL agent: %s", agent_name)
 
     # Backends
 
     def get_plugin_list(self) -> list[str]:
-        """Names of the backends that can be created."""
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
@@ -182,7 +161,6 @@ class nixl_agent:
         return self._plugin(backend)[1]
 
     def get_plugin_params(self, backend: str) -> dict[str, str]:
-        """Parameters of a backend that can be created; none, and a warning, for another name."""
         return self._plugin(backend)[0]
 
     def _plugin(self, backend: str) -> tuple[dict[str, str], list[str]]:
@@ -196,7 +174,6 @@ class nixl_agent:
         return self._created(backend, self.backend_mems) or []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
-        """Parameters of a backend that was created; none, and a warning, for another one."""
         return self._created(backend, self.backend_options) or {}
 
     def _created(self, backend: str, known: dict[str, _T]) -> _T | None:
@@ -205,12 +182,7 @@ class nixl_agent:
         return known.get(backend)
 
     def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:
-        """Creates a backend.
-
-        Raises:
-            nixlNotFoundError: there is none of this name.
-            nixlInvalidParamError: it exists.
-        """
+        """Creates a backend. Raises nixlNotFoundError for another name, and nixlInvalidParamError if it exists."""
         handle = self.agent.createBackend(backend, initParams or {})
         self.backends[backend] = handle
         self.backend_options[backend], self.backend_mems[backend] = self.agent.getBackendParams(handle)
@@ -221,18 +193,8 @@ class nixl_agent:
 
     # Memory
 
-    def register_memory(
-        self, reg_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
-    ) -> nixlBind.nixlRegDList:
-        """Registers memory.
-
-        Args:
-            reg_list: whatever `get_reg_descs` takes.
-            mem_type: likewise.
-            backends: names of backends that were created.
-
-        Returns:
-            The list, for `deregister_memory`.
+    def register_memory(self, reg_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()) -> nixlRegDList:
+        """Registers memory, given as for `get_reg_descs`. Returns the list, for `deregister_memory`.
 
         Raises:
             nixlBackendError: it is neither the host's memory nor a device's that can be shared.
@@ -242,7 +204,7 @@ class nixl_agent:
         self.agent.registerMem(descs, self._handles(backends))  # type: ignore[arg-type]  # None is a TypeError
         return descs  # type: ignore[return-value]
 
-    def deregister_memory(self, dereg_list: nixlBind.nixlRegDList, backends: Sequence[str] = ()) -> None:
+    def deregister_memory(self, dereg_list: nixlRegDList, backends: Sequence[str] = ()) -> None:
         """Ends a registration. Raises nixlNotFoundError."""
         self.agent.deregisterMem(dereg_list, self._handles(backends))
 
@@ -272,7 +234,6 @@ class nixl_agent:
                 (address, bytes, device, stride, count): `count` blocks that begin `stride` bytes apart. An index then
                 counts through the blocks of all rows.
             mem_type: likewise.
-            backends: names of backends that were created.
 
         Raises:
             nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered. The blocks of
@@ -292,7 +253,7 @@ class nixl_agent:
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
         """Duration and error margin in microseconds, and the method: (0, 0, "UNKNOWN"), as nothing is estimated."""
         duration, margin, method = self.agent.estimateXferCost(req_handle._handle)
-        known = method == nixlBind.NIXL_COST_ANALYTICAL_BACKEND
+        known = method == nixl_cost_t.NIXL_COST_ANALYTICAL_BACKEND
         return duration, margin, "ANALYTICAL_BACKEND" if known else "UNKNOWN"
 
     def make_prepped_xfer(
@@ -306,20 +267,14 @@ class nixl_agent:
         backends: Sequence[str] = (),
         skip_desc_merge: bool = False,
     ) -> nixl_xfer_handle:
-        """A transfer between descriptors of two prepared lists.
-
-        Args:
-            operation: "READ" or "WRITE".
-            local_xfer_side, remote_xfer_side: prepared lists.
-            local_indices, remote_indices: the descriptors, in order.
-            notif_msg: told to the other agent when the data has arrived; empty: nothing.
-            backends: names of backends that were created.
-            skip_desc_merge: without effect.
+        """A transfer between descriptors of two prepared lists, by their indices, in order. `notif_msg` is told to the
+        other agent when the data has arrived, unless it is empty. `skip_desc_merge` has no effect.
 
         Raises:
-            KeyError: the operation is another.
+            KeyError: the operation is neither "READ" nor "WRITE".
             nixlInvalidParamError: of the lists, the indices, or lengths that differ.
-            nixlNotFoundError: the agent was removed.
+            nixlNotFoundError: the agent was removed, also if another one has its name, or memory of a list was
+                deregistered, also if it was registered anew.
         """
         op = self.nixl_ops[operation]
         handle = self.agent.makeXferReq(
@@ -337,23 +292,16 @@ class nixl_agent:
     def initialize_xfer(
         self,
         operation: str,
-        local_descs: nixlBind.nixlXferDList,
-        remote_descs: nixlBind.nixlXferDList,
+        local_descs: nixlXferDList,
+        remote_descs: nixlXferDList,
         remote_agent: str | bytes,
         notif_msg: bytes | str = b"",
         backends: Sequence[str] = (),
     ) -> nixl_xfer_handle:
-        """A transfer between two lists of `get_xfer_descs`.
-
-        Args:
-            operation: "READ" or "WRITE".
-            local_descs, remote_descs: the lists.
-            remote_agent: the other agent's name, or this agent's own.
-            notif_msg: told to the other agent when the data has arrived; empty: nothing.
-            backends: names of backends that were created.
+        """A transfer between two lists of `get_xfer_descs`, the other of which may be this agent's own. See also
+        `make_prepped_xfer`.
 
         Raises:
-            KeyError: the operation is another.
             nixlInvalidParamError: the lists differ in number or length.
             nixlNotFoundError: the agent is unknown, the lists are empty, or a descriptor is not registered.
             nixlRemoteDisconnectError: the agent can't be reached.
@@ -364,11 +312,8 @@ class nixl_agent:
         return nixl_xfer_handle(self.agent, handle)
 
     def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes | str = b"") -> str:
-        """Starts a transfer, again if it has ended: "DONE" or "PROC".
-
-        Args:
-            handle: the transfer.
-            notif_msg: in place of the transfer's own, if it is not empty.
+        """Starts a transfer, again if it has ended: "DONE" or "PROC". `notif_msg` replaces the transfer's own, if it is
+        not empty.
 
         Raises:
             nixlNotFoundError: the agent was removed.
@@ -386,7 +331,6 @@ class nixl_agent:
         return self.agent.getXferTelemetry(handle._handle)
 
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
-        """The name of the backend that a transfer uses."""
         backend = self.agent.queryXferBackend(handle._handle)
         return next(name for name, value in self.backends.items() if value == backend)
 
@@ -416,14 +360,8 @@ class nixl_agent:
         backends: Sequence[str] = (),
         tag_is_prefix: bool = True,
     ) -> bool:
-        """Whether a notification with a tag has come. It is then removed from those that are kept in the agent.
-
-        Args:
-            remote_agent_name: the sender.
-            lookup_tag: the beginning of the message, or a part of it.
-            backends: names of backends that were created.
-            tag_is_prefix: False: the tag may be anywhere in the message.
-        """
+        """Whether a notification has come that begins with a tag, or contains it unless `tag_is_prefix`. It is then
+        removed from those that are kept in the agent."""
         name = remote_agent_name.decode() if isinstance(remote_agent_name, bytes) else remote_agent_name
         messages = self.update_notifs(backends).get(name, [])
         for index, message in enumerate(messages):
@@ -443,18 +381,10 @@ class nixl_agent:
         return self.agent.getLocalMD()
 
     def get_partial_agent_metadata(
-        self, descs: nixlBind.nixlRegDList, inc_conn_info: bool = False, backends: Sequence[str] = ()
+        self, descs: nixlRegDList, inc_conn_info: bool = False, backends: Sequence[str] = ()
     ) -> bytes:
-        """A part of this agent's metadata.
-
-        Args:
-            descs: registered memory; an empty list: only where the agent listens.
-            inc_conn_info: whether to include where the agent listens.
-            backends: names of backends that were created.
-
-        Raises:
-            nixlNotFoundError: a descriptor is not registered.
-        """
+        """A part of this agent's metadata: registered memory, and where the agent listens, with `inc_conn_info` or if
+        there is no descriptor. Raises nixlNotFoundError for a descriptor that is not registered."""
         return self.agent.getLocalPartialMD(descs, inc_conn_info, self._handles(backends))
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
@@ -478,7 +408,7 @@ class nixl_agent:
 
     def send_partial_agent_metadata(
         self,
-        descs: nixlBind.nixlRegDList,
+        descs: nixlRegDList,
         inc_conn_info: bool = False,
         backends: Sequence[str] = (),
         ip_addr: str = "",
@@ -498,14 +428,14 @@ class nixl_agent:
         """Makes a peer that listens forget this agent."""
         self.agent.invalidateLocalMD(ip_addr, port)
 
-    def check_remote_metadata(self, agent: str | bytes, descs: nixlBind.nixlXferDList | None = None) -> bool:
+    def check_remote_metadata(self, agent: str | bytes, descs: nixlXferDList | None = None) -> bool:
         """Whether an agent is known, and, if given, all of these descriptors."""
-        asked = nixlBind.nixlXferDList(nixlBind.DRAM_SEG) if descs is None else descs
-        return self.agent.checkRemoteMD(agent, asked) == nixlBind.NIXL_SUCCESS
+        asked = nixlXferDList(nixl_mem_t.DRAM_SEG) if descs is None else descs
+        return self.agent.checkRemoteMD(agent, asked) == nixl_status_t.NIXL_SUCCESS
 
     # Descriptors
 
-    def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> nixlBind.nixlXferDList | None:
+    def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> nixlXferDList | None:
         """A list of descriptors for a transfer.
 
         Args:
@@ -516,18 +446,18 @@ class nixl_agent:
         Returns:
             The list; None, with an error in the log, for other input.
         """
-        if isinstance(descs, nixlBind.nixlRegDList):
+        if isinstance(descs, nixlRegDList):
             logger.error("This is a list for registration; expected one for a transfer")
             return None
-        return self._descs(nixlBind.nixlXferDList, (), descs, mem_type)
+        return self._descs(nixlXferDList, (), descs, mem_type)
 
-    def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> nixlBind.nixlRegDList | None:
+    def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> nixlRegDList | None:
         """A list of descriptors for registration. Like `get_xfer_descs`, but tuples have four elements: the last is
         text or bytes, without effect."""
-        if isinstance(descs, nixlBind.nixlXferDList):
+        if isinstance(descs, nixlXferDList):
             logger.error("This is a list for a transfer; expected one for registration")
             return None
-        return self._descs(nixlBind.nixlRegDList, ("",), descs, mem_type)
+        return self._descs(nixlRegDList, ("",), descs, mem_type)
 
     def _descs(self, kind: type[_List], rest: tuple[str, ...], descs: Any, mem_type: str | None) -> _List | None:
         if isinstance(descs, kind):
@@ -553,11 +483,10 @@ class nixl_agent:
         rows = [(tensor.data_ptr(), tensor.numel() * tensor.element_size(), number, *rest) for tensor in tensors]
         return kind(self.nixl_mems["DRAM" if tensors[0].get_device() == -1 else "VRAM"], rows)
 
-    def get_serialized_descs(self, descs: nixlBind.nixlXferDList | nixlBind.nixlRegDList) -> bytes:
-        """A list of descriptors as bytes."""
+    def get_serialized_descs(self, descs: nixlXferDList | nixlRegDList) -> bytes:
         return descs.serialize()
 
-    def deserialize_descs(self, serialized_descs: bytes) -> nixlBind.nixlXferDList | nixlBind.nixlRegDList:
+    def deserialize_descs(self, serialized_descs: bytes) -> nixlXferDList | nixlRegDList:
         """The list of such bytes. Raises nixlMismatchError."""
         return deserialize(serialized_descs)
 
@@ -567,5 +496,5 @@ def _is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _state(status: nixlBind.nixl_status_t) -> str:
-    return "DONE" if status is nixlBind.NIXL_SUCCESS else "PROC"
+def _state(status: nixl_status_t) -> str:
+    return "DONE" if status is nixl_status_t.NIXL_SUCCESS else "PROC"

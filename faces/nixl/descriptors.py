@@ -6,7 +6,7 @@ Blocks at equal distances may be given as one row, (address, bytes, device, stri
 from __future__ import annotations
 
 import struct
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,10 @@ _ADDRESSES = 1 << 64
 
 
 def text_of(name: str | bytes) -> str:
-    """An agent's name, which may also be bytes."""
     return bytes(name).decode() if isinstance(name, bytes | bytearray) else name
 
 
 def bytes_of(message: str | bytes) -> bytes:
-    """A message, which may also be text."""
     return message.encode() if isinstance(message, str) else bytes(message)
 
 
@@ -41,36 +39,31 @@ class _DescList:
 
     def __init__(self, type: nixl_mem_t, descs: Any = None, init_size: int = 0) -> None:
         self._type = nixl_mem_t(type)
-        self._notes: list[bytes] = []
         if isinstance(descs, np.ndarray):
             self.rows = _checked_array(descs, 3).astype(np.uint64)
-            self._notes = [b""] * len(self.rows) * (self._fields == 4)
         elif isinstance(descs, list):
             self.rows = np.empty((len(descs), 3), np.uint64)
-            self._notes = [b""] * len(descs) * (self._fields == 4)
+        else:
+            self.rows = np.zeros((int(descs or init_size), 3), np.uint64)
+        self._notes = [b""] * len(self.rows) * (self._fields == 4)
+        if isinstance(descs, list):
             for index, desc in enumerate(descs):
                 if not isinstance(desc, tuple):
                     raise TypeError("Each descriptor must be a tuple when provided as a list")
                 if len(desc) != self._fields:
                     raise ValueError(f"Each descriptor tuple must have exactly {self._fields} elements")
                 self[index] = desc
-        else:
-            self.rows = np.zeros((int(descs or init_size), 3), np.uint64)
-            self._notes = [b""] * len(self.rows) * (self._fields == 4)
 
     def getType(self) -> nixl_mem_t:
-        """The kind of memory."""
         return self._type
 
     def descCount(self) -> int:
-        """The number of descriptors."""
         return len(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def isEmpty(self) -> bool:
-        """Whether there are none."""
         return len(self.rows) == 0
 
     def __eq__(self, other: object) -> bool:
@@ -92,7 +85,6 @@ class _DescList:
             self._notes[index] = bytes_of(desc[3])
 
     def addDesc(self, desc: tuple[Any, ...]) -> None:
-        """Adds a descriptor at the end."""
         self.rows = np.concatenate((self.rows, np.array([desc[:3]], np.uint64)))
         if self._fields == 4:
             self._notes.append(bytes_of(desc[3]))
@@ -100,38 +92,29 @@ class _DescList:
     append = addDesc
 
     def index(self, desc: tuple[Any, ...]) -> int:
-        """Where a descriptor is. Raises nixlNotFoundError."""
         found = np.flatnonzero((self.rows == np.array(desc[:3], np.uint64)).all(axis=1))
         if not len(found):
             raise nixlNotFoundError(f"the list has no descriptor {desc[:3]}")
         return int(found[0])
 
     def remDesc(self, index: int) -> None:
-        """Removes a descriptor."""
         self.rows = np.delete(self.rows, index, 0)
         del self._notes[index : index + 1]
 
     def clear(self) -> None:
-        """Removes all."""
         self.rows = self.rows[:0]
         self._notes = []
 
     def print(self) -> None:
-        """Prints the list."""
         print(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._type.name}, {[self[index] for index in range(len(self))]})"
 
     def serialize(self) -> bytes:
-        """The list as bytes, for `deserialize`."""
         notes = b"".join(len(note).to_bytes(4, "little") + note for note in self._notes)
         head = _HEAD.pack(_FORMAT, self._fields, self._type, len(self.rows), len(notes))
         return head + self.rows.tobytes() + notes
-
-    def _with(self, rows: NDArray[np.uint64], notes: list[bytes]) -> Self:
-        self.rows, self._notes = rows, notes
-        return self
 
 
 class nixlXferDList(_DescList):
@@ -169,9 +152,11 @@ def deserialize(data: bytes) -> nixlXferDList | nixlRegDList:
             at += 4 + length
         if len(notes) != count * (fields == 4) or at != len(data):
             raise nixlMismatchError("the bytes are not a list of descriptors")
-        return (nixlRegDList if fields == 4 else nixlXferDList)(nixl_mem_t(kind))._with(rows, notes)
+        made = (nixlRegDList if fields == 4 else nixlXferDList)(nixl_mem_t(kind))
     except (struct.error, ValueError, TypeError) as error:
         raise nixlMismatchError(f"the bytes are not a list of descriptors: {error}") from None
+    made.rows, made._notes = rows, notes
+    return made
 
 
 class StridedRows:

@@ -15,8 +15,6 @@ class nixl_thread_sync_t(Enum):
 
 
 class nixl_mem_t(IntEnum):
-    """Kinds of memory."""
-
     DRAM_SEG = 0
     VRAM_SEG = 1
     BLK_SEG = 2
@@ -32,14 +30,10 @@ class nixl_xfer_op_t(IntEnum):
 
 
 class nixl_cost_t(IntEnum):
-    """How a cost was estimated."""
-
     NIXL_COST_ANALYTICAL_BACKEND = 0
 
 
 class nixl_status_t(IntEnum):
-    """Results of calls."""
-
     NIXL_IN_PROG = 1
     NIXL_SUCCESS = 0
     NIXL_ERR_NOT_POSTED = -1

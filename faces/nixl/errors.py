@@ -19,74 +19,50 @@ class _NixlError(RuntimeError):
 
 
 class nixlNotPostedError(_NixlError):
-    """The transfer was never posted."""
-
     status = nixl_status_t.NIXL_ERR_NOT_POSTED
 
 
 class nixlInvalidParamError(_NixlError):
-    """An argument is wrong."""
-
     status = nixl_status_t.NIXL_ERR_INVALID_PARAM
 
 
 class nixlBackendError(_NixlError):
-    """The transfer failed, or the kind of memory is not supported."""
-
     status = nixl_status_t.NIXL_ERR_BACKEND
 
 
 class nixlNotFoundError(_NixlError):
-    """An agent, a backend or registered memory is unknown."""
-
     status = nixl_status_t.NIXL_ERR_NOT_FOUND
 
 
 class nixlMismatchError(_NixlError):
-    """Bytes are not an agent's metadata."""
-
     status = nixl_status_t.NIXL_ERR_MISMATCH
 
 
 class nixlNotAllowedError(_NixlError):
-    """Another agent of the name is known."""
-
     status = nixl_status_t.NIXL_ERR_NOT_ALLOWED
 
 
 class nixlRepostActiveError(_NixlError):
-    """The transfer is active."""
-
     status = nixl_status_t.NIXL_ERR_REPOST_ACTIVE
 
 
 class nixlUnknownError(_NixlError):
-    """Anything else."""
-
     status = nixl_status_t.NIXL_ERR_UNKNOWN
 
 
 class nixlNotSupportedError(_NixlError):
-    """ProxyCCL does not have the feature."""
-
     status = nixl_status_t.NIXL_ERR_NOT_SUPPORTED
 
 
 class nixlRemoteDisconnectError(_NixlError):
-    """The other agent has ended, or can't be reached."""
-
     status = nixl_status_t.NIXL_ERR_REMOTE_DISCONNECT
 
 
 class nixlCancelledError(_NixlError):
-    """The transfer was canceled."""
-
     status = nixl_status_t.NIXL_ERR_CANCELED
 
 
 class nixlNoTelemetryError(_NixlError):
-    """Telemetry is not enabled."""
-
     status = nixl_status_t.NIXL_ERR_NO_TELEMETRY
 
 
@@ -108,13 +84,11 @@ _THEIRS: dict[type[ProxyCCLError], type[_NixlError]] = {  # the first that fits
 
 
 def in_nixl(error: ProxyCCLError) -> _NixlError:
-    """NIXL's exception for one of ours."""
     return next(theirs for kind, theirs in _THEIRS.items() if isinstance(error, kind))(str(error))
 
 
 @contextlib.contextmanager
 def in_nixls_words() -> Iterator[None]:
-    """Raises NIXL's exception for each of ours."""
     try:
         yield
     except ProxyCCLError as error:

@@ -21,7 +21,6 @@ class _Standard(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to what `sys.stdout` is by then."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record."""
         self.stream = sys.stdout
         super().emit(record)
 
@@ -43,9 +42,4 @@ def _root() -> logging.Logger:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module.
-
-    Args:
-        name: the module's name; underscores at its start are left out.
-    """
     return _root().getChild(name.lstrip("_"))

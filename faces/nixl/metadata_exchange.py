@@ -49,25 +49,18 @@ class Exchanging(Protocol):
     def forgetSender(self, metadata: bytes) -> None: ...
 
 
-class Listener:
-    """Serves peers until the agent is gone.
-
-    Args:
-        agent: it is not kept alive.
-        port: 0: any free one.
+def listen(agent: Exchanging, port: int) -> None:
+    """Serves peers at a port, or at any free one if it is 0, until the agent is gone. The agent is not kept alive.
 
     Raises:
         OSError: the port is taken.
     """
-
-    def __init__(self, agent: Exchanging, port: int) -> None:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        listener = socket.create_server(("", port), family=family, backlog=64, dualstack_ipv6=dual)
-        self.port: int = listener.getsockname()[1]
-        forks.keep_from_children(listener)
-        forks.finalizer(agent, _end, listener)
-        Thread(_serve, "proxyccl-nixl-listener", listener, weakref.ref(agent)).start()
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    listener = socket.create_server(("", port), family=family, backlog=64, dualstack_ipv6=dual)
+    forks.keep_from_children(listener)
+    forks.finalizer(agent, _end, listener)
+    Thread(_Server(listener, weakref.ref(agent)).run, "proxyccl-nixl-listener").start()
 
 
 def _end(listener: socket.socket) -> None:
@@ -76,12 +69,7 @@ def _end(listener: socket.socket) -> None:
 
 
 class _Exchange:
-    """One peer's request, as far as it has come, and then the answer, as far as it is not sent. No call waits.
-
-    Attributes:
-        connection: to the peer.
-        deadline: when it must have ended.
-    """
+    """One peer's request, as far as it has come, and then the answer, as far as it is not sent. No call waits."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -91,11 +79,8 @@ class _Exchange:
         self._answer: memoryview | None = None
 
     def proceed(self, reference: weakref.ref[Exchanging]) -> int:
-        """Goes on with it. Returns the event to wait for, 0 if it has ended.
-
-        Raises:
-            OSError: the peer has left, or sent nothing valid.
-        """
+        """Proceeds. Returns the event to wait for, 0 at the end. Raises OSError if the peer has left, or sent nothing
+        valid."""
         try:
             if self._answer is None:
                 part = self.connection.recv(_PART)
@@ -126,82 +111,77 @@ def _carry_out(agent: Exchanging | None, request: int, data: bytes) -> bytes:
     return b""
 
 
-def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) -> None:
+class _Server:
     """Serves all peers in one thread, each as far as its bytes have come: strangers that stay silent hold up nobody."""
-    exchanges: list[_Exchange] = []  # the oldest first
-    listener.setblocking(False)
-    with listener, selectors.PollSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        while True:
-            bound = exchanges[0].deadline - time.monotonic() if exchanges else None
-            ready = [key.data for key, _ in selector.select(bound if bound is None else max(0.0, bound))]
-            if None in ready and not _accept(listener, selector, exchanges, reference):
-                break
-            now = time.monotonic()
-            for exchange in [each for each in exchanges if each in ready or each.deadline <= now]:
-                if exchange.deadline <= now:
-                    _leave(exchange, selector, exchanges, f"the exchange took more than {_SECONDS:g} s")
-                else:
-                    _proceed(exchange, selector, exchanges, reference)
-        for exchange in exchanges:
-            exchange.connection.close()
 
+    def __init__(self, listener: socket.socket, agent: weakref.ref[Exchanging]) -> None:
+        self._listener, self._agent = listener, agent
+        self._exchanges: list[_Exchange] = []  # the oldest first
+        self._selector = selectors.PollSelector()
 
-def _accept(
-    listener: socket.socket,
-    selector: selectors.BaseSelector,
-    exchanges: list[_Exchange],
-    reference: weakref.ref[Exchanging],
-) -> bool:
-    """Accepts a peer. False: the agent has gone."""
-    try:
-        connection, _ = listener.accept()
-    except BlockingIOError:  # the peer has left meanwhile
-        return True
-    except OSError:
-        if reference() is None:
+    def run(self) -> None:
+        """Serves peers until the listener is shut down."""
+        self._listener.setblocking(False)
+        with self._listener, self._selector:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            while self._serve():
+                pass
+            for exchange in self._exchanges:
+                exchange.connection.close()
+
+    def _serve(self) -> bool:
+        """Waits for peers once, and serves those that are ready. False: the agent has gone."""
+        bound = max(0.0, self._exchanges[0].deadline - time.monotonic()) if self._exchanges else None
+        ready = [key.data for key, _ in self._selector.select(bound)]
+        if None in ready and not self._accept():
             return False
-        time.sleep(_PAUSE_SECONDS)  # no descriptor is left; the peer waits
+        now = time.monotonic()
+        for exchange in [each for each in self._exchanges if each in ready or each.deadline <= now]:
+            if exchange.deadline <= now:
+                self._leave(exchange, f"the exchange took more than {_SECONDS:g} s")
+            else:
+                self._proceed(exchange)
         return True
-    if len(exchanges) >= _MOST_AT_ONCE:
-        _leave(exchanges[0], selector, exchanges, "too many peers have come after it")
-    exchanges.append(_Exchange(connection))
-    selector.register(connection, selectors.EVENT_READ, exchanges[-1])
-    return True
 
+    def _accept(self) -> bool:
+        """Accepts a peer. False: the agent has gone."""
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:  # the peer has left meanwhile
+            return True
+        except OSError:
+            if self._agent() is None:
+                return False
+            time.sleep(_PAUSE_SECONDS)  # no descriptor is left; the peer waits
+            return True
+        if len(self._exchanges) >= _MOST_AT_ONCE:
+            self._leave(self._exchanges[0], "too many peers have come after it")
+        self._exchanges.append(_Exchange(connection))
+        self._selector.register(connection, selectors.EVENT_READ, self._exchanges[-1])
+        return True
 
-def _proceed(
-    exchange: _Exchange,
-    selector: selectors.BaseSelector,
-    exchanges: list[_Exchange],
-    reference: weakref.ref[Exchanging],
-) -> None:
-    try:
-        events = exchange.proceed(reference)
-    except Exception as error:
-        _leave(exchange, selector, exchanges, str(error))
-        return
-    if events == 0:
-        _leave(exchange, selector, exchanges)
-    else:
-        selector.modify(exchange.connection, events, exchange)
+    def _proceed(self, exchange: _Exchange) -> None:
+        try:
+            events = exchange.proceed(self._agent)
+        except Exception as error:
+            self._leave(exchange, str(error))
+            return
+        if events == 0:
+            self._leave(exchange)
+        else:
+            self._selector.modify(exchange.connection, events, exchange)
 
-
-def _leave(exchange: _Exchange, selector: selectors.BaseSelector, exchanges: list[_Exchange], reason: str = "") -> None:
-    """Closes a peer's connection. One that leaves, or sends nothing valid, loses only its own request."""
-    if reason:
-        _logger.warning("a peer's metadata request failed: %s", reason)
-    exchanges.remove(exchange)
-    selector.unregister(exchange.connection)
-    exchange.connection.close()
+    def _leave(self, exchange: _Exchange, reason: str = "") -> None:
+        """Closes a peer's connection. A peer that leaves, or sends nothing valid, loses only its own request."""
+        if reason:
+            _logger.warning("a peer's metadata request failed: %s", reason)
+        self._exchanges.remove(exchange)
+        self._selector.unregister(exchange.connection)
+        exchange.connection.close()
 
 
 class Sender:
-    """Sends requests to listening peers, one after the other, in a thread of its own.
-
-    Args:
-        agent: it is not kept alive.
-    """
+    """Sends requests to listening peers, one after the other, in a thread of its own. The agent is not kept alive."""
 
     def __init__(self, agent: Exchanging) -> None:
         self._agent = weakref.ref(agent)
@@ -210,7 +190,6 @@ class Sender:
         Thread(self._run, "proxyccl-nixl-sender").start()
 
     def send(self, address: str, port: int, request: Request, data: bytes) -> None:
-        """Begins a request. A failure is logged."""
         self._requests.put(lambda: self._ask(address, port, request, data))
 
     def _run(self) -> None:
@@ -221,7 +200,8 @@ class Sender:
         try:
             with _reach(address, port) as connection:
                 deadline = time.monotonic() + _SECONDS
-                _send(connection, deadline, request, data)
+                _limit(connection, deadline)
+                connection.sendall(_HEAD.pack(_FORMAT, request, len(data)) + data)
                 if request == Request.FETCH:
                     _, metadata = _receive(connection, deadline)
                     agent = self._agent()
@@ -248,17 +228,8 @@ def _reach(address: str, port: int) -> socket.socket:
             time.sleep(_PAUSE_SECONDS)
 
 
-def _send(connection: socket.socket, deadline: float, request: Request, data: bytes) -> None:
-    _limit(connection, deadline)
-    connection.sendall(_HEAD.pack(_FORMAT, request, len(data)) + data)
-
-
 def _split(received: bytearray) -> tuple[int, bytes] | None:
-    """A request and its data, or None: they have not come whole.
-
-    Raises:
-        OSError: they are not valid.
-    """
+    """A request and its data, or None: they have not come whole. Raises OSError if they are not valid."""
     if len(received) < _HEAD.size:
         return None
     name, request, length = _HEAD.unpack_from(received)

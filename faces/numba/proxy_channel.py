@@ -6,13 +6,15 @@ linked for. A channel is the address of its device handle.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+
+import numpy
 
 from proxyccl.channels.handles import ChannelSet
 from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.device.build.compile_cache import compiled_image, shipped_options
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
-from proxyccl.numba import numpy_functions
 
 try:
     import numba_cuda  # noqa: F401  (numba has a module `cuda` without it too, an older one)
@@ -23,7 +25,24 @@ except ImportError as error:
         f"numba: its Python packages are missing ({error}); install them with: pip install 'proxyccl[numba]'"
     ) from None
 
-numpy_functions.load()
+
+def _load_numpy_functions() -> None:
+    """Lets Numba-CUDA load its implementations of NumPy's functions with NumPy 2.5, before it compiles a kernel.
+
+    Numba-CUDA 0.30 has one for ``numpy.row_stack``, which NumPy 2.5 removed: the first launch would raise
+    AttributeError.
+    """
+    namespace: Any = numpy
+    if hasattr(numpy, "row_stack"):
+        return
+    namespace.row_stack = numpy.vstack
+    try:
+        import_module("numba.cuda.np.arrayobj")
+    finally:
+        del namespace.row_stack
+
+
+_load_numpy_functions()
 
 # Numba's convention: a result goes where the first parameter points, and 0 is returned to say that nothing was raised.
 _SOURCE = r"""
@@ -94,7 +113,6 @@ class _DeviceFunctions(cuda.LTOIR):  # type: ignore[misc]  # numba has no types
 
     @property
     def data(self) -> bytes:
-        """As `device_functions`."""
         major, minor = cuda.get_current_device().compute_capability[:2]
         return device_functions(f"sm_{major}{minor}")
 

@@ -50,12 +50,10 @@ class ProxyCCLMetadata(TensorTransportMetadata):
     generation: int = 0
 
 
+@dataclass
 class _Peer:
-    """An agent that this process reads from."""
-
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
-        self.known = 0  # objects
+    generation: int
+    known: int = 0  # objects
 
 
 class _Reading:
@@ -79,7 +77,6 @@ class _Reading:
             self.settled = True
 
     def require_success(self) -> None:
-        """Raises TransferError if it has ended otherwise."""
         if self._error is not None:
             kind, message = self._error
             raise kind(message, self.peer)
@@ -114,7 +111,6 @@ class ProxyCCLTransport(TensorTransportManager):
             return self._made
 
     def tensor_transport_backend(self) -> str:
-        """The transport's name."""
         return "PROXYCCL"
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The extension that call_issuer.c, queued_call.c and on_gpu.c make."""
+"""The extension that call_issuer.c and queued_call.c make."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -22,36 +22,21 @@ class StreamMark:
         """Makes later work of the stream with this handle wait for it."""
 
 class Owner(Protocol):
-    """One process group's part on a GPU.
-
-    Attributes:
-        device: the GPU.
-        current: the handle of torch's current stream there.
-        check: raises the error that ended the group, if it has failed.
-    """
+    """One process group's part on a GPU (`GroupOnGpu`)."""
 
     device: torch.device
     current: Callable[[], int]
     check: Callable[[], None]
 
-    def torch_stream(self, handle: int) -> Any:
-        """torch's object for a stream of the GPU."""
-    def record(self, tensors: Sequence[torch.Tensor], handle: int) -> None:
-        """Has the memory of tensors be reused only after the work that a stream has now."""
+    def torch_stream(self, handle: int) -> Any: ...
+    def record(self, tensors: Sequence[torch.Tensor], handle: int) -> None: ...
 
 class Gpu:
     """A GPU as the calls of one process group use it. Streams are known by their handles.
 
     Args:
-        order: address of the ProxycclStreamOrder of the GPU's streams.
-        idle: events that nothing uses.
-        more: makes one more of them.
-        finish: called as finish(status, name, arguments) for a call of stream_order.h whose status is not 0; see
-            `StreamOrder.finish`.
+        order, idle, more, finish: of `StreamOrder.in_c`.
         owner: the group's part there.
-
-    Attributes:
-        owner: the same.
     """
 
     owner: Owner
@@ -72,15 +57,12 @@ class QueuedCall:
     their memory is marked as used by the stream.
 
     Args:
-        gpu: the GPU.
         x, out: input and output: a tensor each, or a sequence of them.
-        stream: the handle of the call's stream.
         keeps: whether to mark the memory as used.
         blocks: whether a wait for it waits for its end on the CPU, too.
         source: the rank that sends to it; -1 for none.
 
     Attributes:
-        gpu: the GPU.
         mark: the call's end; None before `mark_end`.
         error: the error that kept it from its stream, or `mark_end` from marking; None without one.
         future: for the Work.
@@ -108,11 +90,9 @@ class CallIssuer:
     """Issues one group's calls on one GPU, as far as their forms are kept.
 
     Args:
-        gpu: the GPU.
         make_call: `Calls.call_kept` or `FlowCalls.call_borrowed`.
-        process: of the group (`forks.Process`): a fork's child issues nothing.
-        own: the handle of the group's own stream.
-        numbers: numbers the calls.
+        process: of the group: a fork's child issues nothing.
+        own: the group's own stream.
         log: called as log((number, name, mark)) for a call that no graph captures: the mark of its end, or None for
             most calls on the current stream.
         forget: called once in several calls with marks, to forget those that have ended.
@@ -147,8 +127,7 @@ class CallIssuer:
 
         Args:
             x, out: input and output: tensors, or lists of as many.
-            opts: torch's options, or None.
-            attribute: of the options, that tells calls apart: an operator or a number; None if nothing does.
+            attribute: of torch's options, that tells calls apart: an operator or a number; None if nothing does.
             named: the call's name and the options for `make_call`; with `attribute` a dict of such pairs, by the number
                 of the operator's kind, or by the number.
 

@@ -3,7 +3,6 @@
  * This is an extension that uses CPython's limited API. It asks torch's objects by their Python attributes, so it needs
  * no header of torch, and works with any version.
  */
-#include "on_gpu.h"
 #include "queued_call.h"
 
 enum { ADDED_BETWEEN = 128 };
@@ -247,12 +246,9 @@ static int intern_names(void) {
 static int add_types(PyObject* module) {
   if (intern_names() != 0) return -1;
   if (PyModule_AddIntConstant(module, "ADDED_BETWEEN", ADDED_BETWEEN) != 0) return -1;
-  if (proxyccl_add_gpu_types(module) != 0 || proxyccl_add_queued_call(module) != 0) return -1;
-  PyObject* type = PyType_FromSpec(&spec);
-  if (type == NULL) return -1;
-  const int status = PyModule_AddObjectRef(module, "CallIssuer", type);
-  Py_DECREF(type);
-  return status;
+  if (proxyccl_add_queued_call(module) != 0) return -1;
+  static PyTypeObject* type;
+  return proxyccl_add_type(module, &type, &spec, "CallIssuer");
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_types}, {0, NULL}};

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from proxyccl.device.errors import (
     raise_in_place_of,
     renumbered,
 )
-from proxyccl.torch.device_runtimes import DeviceRuntimes, runtime_name
+from proxyccl.torch.on_gpu import DeviceRuntimes, runtime_name
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 from proxyccl.torch.to_self import ToSelf
 
@@ -31,16 +31,11 @@ _Key = tuple[str, int | None, int | None]
 
 
 class _Making:
-    """An attempt to make a communicator.
-
-    Attributes:
-        lock: held by the thread that makes it, and waited for by those that need it too.
-        error: the error that ended the attempt.
-    """
+    """An attempt to make a communicator."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.error: BaseException | None = None
+        self.lock = threading.Lock()  # held by the thread that makes it; those that need it too wait for it
+        self.error: BaseException | None = None  # that ended the attempt
 
 
 class Endpoints:
@@ -56,8 +51,6 @@ class Endpoints:
 
     Args:
         store: where the ranks meet: of this group alone, and not one that an earlier group of its name has used.
-        rank, world_size: this rank's number in the process group, and how many there are.
-        timeout: bound of every wait, in seconds.
         whole: the endpoints of the default group; None for the default group itself.
         members: the ranks' numbers there.
         runtimes: of this rank's GPUs; None for those of `whole`, or for new ones.
@@ -111,24 +104,20 @@ class Endpoints:
         """Whether the communicator exists, with a peer or with None of all ranks, so that no call waits for it."""
         return (device.type, device.index, peer) in self._made
 
-    def send_to_self(self, tensor: torch.Tensor) -> None:
-        """Sends a tensor to this rank's next `recv_from_self` on the device; see `ToSelf.send`."""
-        self._to_self.send(tensor, self._timeout)
-
-    def recv_from_self(self, tensor: torch.Tensor) -> None:
-        """Receives this rank's next `send_to_self` on the device; see `ToSelf.recv`."""
-        self._to_self.recv(tensor, self._timeout)
+    def to_self(self, tensor: torch.Tensor, *, sends: bool) -> None:
+        """Sends a tensor to this rank itself, or receives one; see `ToSelf`."""
+        (self._to_self.send if sends else self._to_self.recv)(tensor, self._timeout)
 
     @contextmanager
-    def transferring(self, peer: int) -> Iterator[None]:
-        """Around calls on the communicator with a peer: says in errors which ranks its numbers 0 and 1 are."""
+    def transferring(self, peer: int | None) -> Iterator[None]:
+        """Around calls on the communicator with a peer: says in errors which ranks its numbers 0 and 1 are. Changes no
+        error of the communicator of all ranks."""
         try:
             yield
         except CommunicatorError as error:
+            if peer is None:
+                raise
             raise_in_place_of(error, self.with_ranks(error, peer))
-
-    def _naming(self, peer: int | None) -> AbstractContextManager[None]:
-        return nullcontext() if peer is None else self.transferring(peer)
 
     def with_ranks(self, error: Exception, peer: int) -> Exception:
         """An error of the communicator with a peer that says which ranks its numbers 0 and 1 are; others unchanged."""
@@ -145,13 +134,8 @@ class Endpoints:
 
     @contextmanager
     def bounded(self, device: torch.device, peer: int | None, seconds: float | None) -> Iterator[None]:
-        """Bounds a call's waits by a time-out other than the group's; None keeps the group's.
-
-        Args:
-            device: of the communicator; its calls on the CPU run one after the other.
-            peer: with whom; None for all ranks.
-            seconds: the bound.
-        """
+        """Bounds a call's waits by a time-out other than the group's; None keeps the group's. A communicator's calls on
+        the CPU run one after the other."""
         if seconds is None:
             yield
             return
@@ -245,13 +229,13 @@ class Endpoints:
         """A communicator of the bootstrap's ranks: split from that of `whole`, where they are `members`, if all of them
         have it, and else a new one."""
         splittable = None if whole is None else whole.made_of_all(device)
-        with self._naming(peer):
+        with self.transferring(peer):
             answer = b"" if splittable is None else b"1"
             splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))
         if splits:
             assert splittable is not None
             return splittable.split(members, timeout=seconds, bootstrap=bootstrap)  # its errors name the whole's ranks
-        with self._naming(peer):
+        with self.transferring(peer):
             own = self._runtimes.of(device)
             return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS)
 
@@ -261,10 +245,8 @@ class Endpoints:
         return None if made is None or not made.group.failure.usable else made
 
     def part(self, store: Any, ranks: Sequence[int], timeout: float) -> Endpoints:
-        """The endpoints of some ranks of the group, this one among them.
-
-        They are split from the default group's, which lives as long as any other.
-        """
+        """The endpoints of some ranks of the group, this one among them, which are split from the default group's: that
+        lives as long as any other."""
         whole = self if self._whole is None else self._whole
         members = [self._members[rank] for rank in ranks] if self._members else list(ranks)
         return Endpoints(store, list(ranks).index(self._rank), len(ranks), timeout, whole, members)
@@ -294,18 +276,15 @@ class Endpoints:
 
     @property
     def members(self) -> list[int]:
-        """The ranks' numbers in the default group."""
         return self._members or list(range(self._world_size))
 
     @property
     def made(self) -> list[Communicator]:
-        """The communicators that exist."""
         with self._lock:
             return list(self._made.values())
 
     @property
     def failed(self) -> Communicator | None:
-        """A failed communicator, or None."""
         return next((comm for comm in self.made if not comm.closed and comm.group.failure.aborted), None)
 
     def has_left(self, peer: int | None) -> bool:

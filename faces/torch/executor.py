@@ -4,21 +4,28 @@ continues.
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from proxyccl.device.process.threads import Thread
+from proxyccl.torch.endpoints import LINGER_SECONDS, Endpoints
 
 Task = Callable[[], None]
+Flow = tuple[int, bool]
+"""A peer, and whether this rank sends to it."""
+_Key = tuple[torch.device, Flow | int | None]
+_LOOK_SECONDS = 0.05
+"""How often `GroupThreads.await_calls` looks whether ranks have left."""
 
 
 class Executor:
-    """One queue of tasks. Its thread starts with the first task that must wait, and ends with the executor.
-
-    Args:
-        name: of the thread.
-        begin: called by the thread first.
+    """One queue of tasks. Its thread starts with the first task that must wait, and ends with the executor. It calls
+    `begin` first.
 
     Attributes:
         ended: the number of tasks that have ended in its thread.
@@ -36,16 +43,10 @@ class Executor:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no task is queued or running."""
         return not self._tasks and self._runner is None
 
     def run_here(self, task: Task, *, after_others: bool = False) -> bool:
-        """Runs a task in the caller's thread, if none is queued or running. Returns whether it did.
-
-        Args:
-            task: the task.
-            after_others: whether to wait for queued and running tasks.
-        """
+        """Runs a task in the caller's thread, after others or if there are none. Returns whether it did."""
         with self._changed:
             if after_others:
                 self._changed.wait_for(lambda: self.is_idle)
@@ -61,11 +62,8 @@ class Executor:
         return True
 
     def submit(self, task: Task) -> None:
-        """Queues a task, which must not raise. After the executor's end it runs in the caller's thread.
-
-        Raises:
-            ResourceError: the executor's thread can't be started; the task is not queued.
-        """
+        """Queues a task, which must not raise. After the executor's end it runs in the caller's thread. If the thread
+        can't be started (ResourceError), the task is not queued."""
         with self._changed:
             ended = self._ended
             if not ended:
@@ -76,11 +74,7 @@ class Executor:
             task()
 
     def start(self) -> None:
-        """Starts the thread now, so that `submit` can't fail.
-
-        Raises:
-            ResourceError: the thread can't be started.
-        """
+        """Starts the thread now, so that `submit` can't fail. Raises ResourceError."""
         with self._changed:
             if self._thread is None and not self._ended:
                 thread = Thread(self._run, self._name)
@@ -91,7 +85,7 @@ class Executor:
         self._begin()
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_something_to_do)
+                self._changed.wait_for(lambda: self._runner is None if self._tasks else self._ended)
                 if not self._tasks:
                     return
                 task = self._tasks.popleft()
@@ -105,12 +99,8 @@ class Executor:
                     self._runner = None
                     self._changed.notify_all()
 
-    def _has_something_to_do(self) -> bool:
-        return self._runner is None if self._tasks else self._ended
-
     @property
     def runs_here(self) -> bool:
-        """Whether the caller is a task of the executor."""
         return self._runner == threading.get_ident()
 
     def wait_until_idle(self, seconds: float) -> bool:
@@ -123,3 +113,90 @@ class Executor:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
+
+
+class _Callbacks(threading.local):
+    """The depth of the callbacks that a thread runs: 0 if it runs none."""
+
+    depth = 0
+
+
+_callbacks = _Callbacks()
+
+
+class GroupThreads:
+    """The threads of one rank of a process group, by device: one for the transfers of each flow, one for the callbacks
+    of each depth, and one for all other calls.
+    """
+
+    def __init__(self, rank: int, endpoints: Endpoints) -> None:
+        self._rank, self._endpoints = rank, endpoints
+        self._lock = threading.Lock()
+        self._made: dict[_Key, Executor] = {}
+
+    def callbacks_of(self, device: torch.device) -> Executor:
+        """Completes futures of the calls that this thread makes.
+
+        Their callbacks may make calls and wait for their futures. So they run neither in the thread that runs calls,
+        nor, for the calls of a callback, in that callback's thread. Each depth has one thread, which completes futures
+        in order: so callbacks of all ranks make their calls in the same order.
+        """
+        return self.of(device, _callbacks.depth + 1)
+
+    def of(self, device: torch.device, of: Flow | int | None) -> Executor:
+        """The thread of a flow, of callbacks of a depth, or, for None, of all other calls."""
+        with self._lock:
+            if (device, of) not in self._made:
+                if isinstance(of, int):
+                    suffix = f"-callbacks-{of}"
+                else:
+                    suffix = f"-{of[0]}-{'send' if of[1] else 'recv'}" if of else ""
+                begin = functools.partial(_begin_thread, device, of)
+                self._made[device, of] = Executor(f"proxyccl-torch-{self._rank}{suffix}", begin)
+            return self._made[device, of]
+
+    def find(self, device: torch.device, of: Flow | int | None) -> Executor | None:
+        """The same if it was made."""
+        return self._made.get((device, of))
+
+    def await_calls(self, deadline: float) -> None:
+        """Waits for the calls that the group's threads have, as `ProcessGroupProxyCCL.shutdown` says."""
+        in_vain: dict[Any, tuple[int, float]] = {}  # the calls of a thread whose peers left, and when they are given up
+        while self._endpoints.failed is None:
+            busy = {key: executor for key, executor in self._all.items() if not executor.is_idle}
+            now = time.monotonic()
+            if not busy or now > deadline or any(executor.runs_here for executor in busy.values()):
+                return
+            for key, executor in busy.items():
+                _, of = key
+                peer = of[0] if isinstance(of, tuple) else None
+                if isinstance(of, int) or peer == self._rank or not self._endpoints.has_left(peer):
+                    continue
+                ended, until = in_vain.get(key, (-1, 0.0))
+                if ended != executor.ended:  # those that the rank has made before it left do end
+                    in_vain[key] = executor.ended, now + LINGER_SECONDS
+                elif now > until:
+                    self._endpoints.end_calls(peer, "it was shut down, and a call waited for a rank that has left")
+                    return
+            next(iter(busy.values())).wait_until_idle(min(deadline - now, _LOOK_SECONDS))
+
+    @property
+    def _all(self) -> dict[_Key, Executor]:
+        with self._lock:
+            return dict(self._made)
+
+    def end(self) -> None:
+        """Ends the threads, and waits a while for calls that have failed, which use the memory until then."""
+        until = time.monotonic() + LINGER_SECONDS
+        for (_, of), executor in self._all.items():
+            executor.end()
+            if not isinstance(of, int) and not executor.runs_here:
+                executor.wait_until_idle(until - time.monotonic())
+
+
+def _begin_thread(device: torch.device, of: Flow | int | None) -> None:
+    """Called by a thread of `GroupThreads` first."""
+    if device.type != "cpu":  # a thread begins on device 0, and would open that device when it returns to it
+        torch.cuda.set_device(device)
+    if isinstance(of, int):
+        _callbacks.depth = of

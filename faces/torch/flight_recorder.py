@@ -1,7 +1,11 @@
-"""Dumps for the analyzer of torch's flight recorder, ``torch.distributed.flight_recorder.fr_trace`` (torchfrtrace).
+"""The process's groups as torch's tools see them, and the watchdog that reports those that fail.
 
-A dump contains the names of calls, which each group knows anyway (`UnderWay`); it contains neither sizes nor times, so
+Dumps are for the analyzer of torch's flight recorder, ``torch.distributed.flight_recorder.fr_trace`` (torchfrtrace). A
+dump contains the names of calls, which each group knows anyway (`UnderWay`); it contains neither sizes nor times, so
 recording costs a call almost nothing. The analyzer compares the ranks' dumps by the calls' numbers in their group.
+
+The watchdog is a thread that logs the oldest call in progress when a group fails. A failure shows in the next call, or
+where a Work is waited for; a program that waits elsewhere, such as for its device, would learn nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +14,16 @@ import logging
 import os
 import pickle
 import threading
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from proxyccl.device.process import forks
+from proxyccl.device.process.threads import Thread
 from proxyccl.torch.under_way import Recorded
 
 _VERSION = "2.10"
@@ -29,39 +37,54 @@ _logger = logging.getLogger("proxyccl.torch")
 _lock = threading.Lock()
 forks.hold_while_forking(_lock)
 _has_failed = False
-
-
-@dataclass(frozen=True)
-class GroupRecord:
-    """The calls of one process group on this rank.
-
-    Attributes:
-        name: torch's name of the group.
-        description: the program's.
-        ranks: the members' numbers in the default group, in the order of the group.
-        rank: this rank's number in the group.
-        calls: by flow. The flow of a transfer ends with the peer's number and whether this rank sends; None is the flow
-            of collectives.
-    """
-
-    name: str
-    description: str
-    ranks: list[int]
-    rank: int
-    calls: Mapping[Hashable, Recorded]
+_INTERVAL_SECONDS = 0.5
+_watchdog: Thread | None = None
 
 
 class Group(Protocol):
-    """A process group."""
+    """A process group, with its `IssuedCalls` and its `Endpoints`."""
 
-    def record(self) -> GroupRecord:
-        """Its calls."""
-        ...
+    calls: Any
+    endpoints: Any
 
 
 groups: dict[Group, None] = {}
 """The groups that were not shut down, in the order of their making. torch keeps only their C++ part, which needs the
 Python part to work: this keeps it alive."""
+
+
+def watch(group: Group) -> None:
+    """Adds a process group to `groups`, which the watchdog watches."""
+    global _watchdog  # noqa: PLW0603  one thread for the process
+    with _lock:
+        groups[group] = None
+        if _watchdog is None or not _watchdog.is_alive():
+            thread = Thread(_run_watchdog, "proxyccl-torch-watchdog")
+            thread.start()
+            _watchdog = thread
+
+
+def _run_watchdog() -> None:
+    reported: weakref.WeakSet[Group] = weakref.WeakSet()
+    while True:
+        time.sleep(_INTERVAL_SECONDS)
+        _look(reported)
+
+
+def _look(reported: weakref.WeakSet[Group]) -> None:
+    """Reports the groups that failed after the last look. A function of its own: no frame then holds a group while the
+    watchdog sleeps."""
+    for group in [group for group in list(groups) if group not in reported]:
+        try:
+            oldest = group.calls.oldest()
+            comm = group.endpoints.failed
+            if comm is not None:
+                reported.add(group)
+                write_failure()
+                _logger.error("%s: %s", oldest, comm.group.failure.exception())
+        except Exception:  # the other groups are still watched
+            reported.add(group)
+            _logger.exception("a process group is no longer watched")
 
 
 def write_failure() -> None:
@@ -94,17 +117,17 @@ def write_flight_record(prefix: str) -> Path:
     Raises:
         RuntimeError: this process has no group.
     """
-    records = [group.record() for group in list(groups)]
-    if not records:
+    of_groups = [group.calls for group in list(groups)]
+    if not of_groups:
         raise RuntimeError("write_flight_record: there is no process group; expected init_process_group before")
-    path = Path(f"{prefix}{records[0].ranks[records[0].rank]}")
+    path = Path(f"{prefix}{of_groups[0].members[of_groups[0].rank]}")
     config: dict[str, dict[str, str]] = {}
     entries: list[dict[str, Any]] = []
-    for record in records:
-        for flow, calls in {None: Recorded(1, [], 0), **record.calls}.items():
-            group, ranks, ends = (record.name, record.description), record.ranks, ""
+    for of_group in of_groups:
+        for flow, calls in {None: Recorded(1, [], 0), **of_group.under_way.recorded()}.items():
+            group, ranks, ends = (of_group.group_name, of_group.group_desc or "undefined"), of_group.members, ""
             if flow is not None:
-                group, ranks, ends = _pair(record, flow)
+                group, ranks, ends = _pair(of_group, flow)
             if len(ranks) == 1 and ends:
                 continue  # a rank's transfers to itself, which miss nobody
             config[group[0]] = {"name": group[0], "desc": group[1], "ranks": str(ranks)}
@@ -117,16 +140,16 @@ def write_flight_record(prefix: str) -> Path:
     return path
 
 
-def _pair(record: GroupRecord, flow: Any) -> tuple[tuple[str, str], list[int], str]:
+def _pair(calls: Any, flow: Any) -> tuple[tuple[str, str], list[int], str]:
     """The transfers from one rank to another as a group of their own: its name and description, its ranks, and the
     analyzer's words for who sends. In the whole group the analyzer would miss the other ranks."""
     (peer, sends), on = (flow, "") if isinstance(flow[0], int) else (flow[1], f" on {flow[0].type}")
-    own, other = record.ranks[record.rank], record.ranks[peer]
+    own, other = calls.members[calls.rank], calls.members[peer]
     sender, receiver = (own, other) if sends else (other, own)
     ranks = sorted({own, other})
     source, target = ranks.index(sender), ranks.index(receiver)
     ends = f" {source}->{target}" if sends else f" {target}<-{source}"
-    return (f"{record.name}: {sender} to {receiver}{on}", "transfers"), ranks, ends
+    return (f"{calls.group_name}: {sender} to {receiver}{on}", "transfers"), ranks, ends
 
 
 def _entry(record_id: int, group: tuple[str, str], number: int, operation: str, *, ended: bool) -> dict[str, Any]:
@@ -152,3 +175,32 @@ def _entry(record_id: int, group: tuple[str, str], number: int, operation: str, 
         "is_p2p": is_transfer,
         "frames": [],
     }
+
+
+def profiler_event(
+    name: str,
+    outs: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor],
+    *,
+    ranks: Sequence[int],
+    group: tuple[str, str],
+) -> AbstractContextManager[None]:
+    """The event of a call in torch's profiler, which lasts as long as the context.
+
+    Its keys are those of NCCL's ``record_param_comms``. That name is impossible here: torch's profiler reads the
+    details of such an event from a C++ object, and crashes without one.
+    """
+    inputs, outputs = list(xs or outs), list(outs or xs)
+    details: dict[str, Any] = {
+        "Collective name": name.split(maxsplit=1)[0],
+        "In msg nelems": sum(x.numel() for x in inputs),
+        "Out msg nelems": sum(x.numel() for x in outputs),
+        "dtype": str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
+        "Group size": len(ranks),
+        "Process Group Name": group[0],
+        "Process Group Description": group[1],
+        "Process Group Ranks": str(list(ranks)),
+    }
+    made: Any = torch._C._profiler._RecordFunctionFast(f"proxyccl:{name}", inputs, details)
+    event: AbstractContextManager[None] = made
+    return event

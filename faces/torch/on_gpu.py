@@ -1,31 +1,120 @@
-"""One GPU as a process group uses it: torch's current stream there, and a stream of the group's own."""
+"""The GPUs of a rank: the runtimes and streams that its process groups share or own, and one group's part on a GPU.
+
+torch hands out 32 streams for a device, in turn. Two transfers on one stream wait for each other, and so do ranks that
+called them in a different order. So each group and each flow has a stream of its own.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from proxyccl.channels.collectives.flows import load_kernel
+from proxyccl.channels.collectives.table import KERNELS_OF_STEPS
+from proxyccl.device.build.ahead_of_time import compile_kernels
+from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.gpu import stream_order
-from proxyccl.device.runtimes import open_driver
-from proxyccl.torch import own_streams
-from proxyccl.torch._device_calls import Gpu, QueuedCall
-from proxyccl.torch.device_runtimes import runtime_name
+from proxyccl.device.gpu.context import DeviceContext
+from proxyccl.device.gpu.streams import GpuStream
+from proxyccl.device.process.threads import Thread
+from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import open_driver, open_runtime
+from proxyccl.torch._device_calls import Gpu
+
+_logger = logging.getLogger("proxyccl.torch")
+_lock = threading.Lock()
+_streams: list[GpuStream] = []
+"""They are never destroyed: torch looks at the streams of a tensor when it reuses the tensor's memory."""
+_idle: dict[torch.device, list[Any]] = {}
+
+
+def runtime_name(device: torch.device) -> str:
+    return "host" if device.type == "cpu" else "hip" if torch.version.hip else "cuda"
+
+
+def compile_early(rank: int, world_size: int) -> None:
+    """Begins to compile, beside the program, what its calls will most likely need and the cache does not have: a kernel
+    takes a second. Does nothing for one rank, or if the program has not used a GPU so far.
+
+    Ranks begin at different kernels, as those of a host wait for each other's.
+    """
+    if world_size == 1 or not torch.cuda.is_initialized():
+        return
+    first = rank * len(KERNELS_OF_STEPS) // world_size
+    kernels = (*KERNELS_OF_STEPS[first:], *KERNELS_OF_STEPS[:first])
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def run() -> None:
+        try:
+            driver = open_driver(runtime_name(device))
+            compile_kernels(driver.compiler, driver.device(device.index).architecture, kernels, threads=1)
+        except ProxyCCLError as error:
+            _logger.info("kernels are compiled when calls need them: %s", error)
+
+    Thread(run, "proxyccl-torch-kernels").start()
+
+
+class DeviceRuntimes:
+    """The runtimes of a rank, which its communicators share, so that each kernel is loaded once.
+
+    A driver loads a kernel when nothing runs on the device. The kernel of transfers is loaded with the runtime: later,
+    the load could wait for a kernel that waits for a peer, which in turn waits for the transfer.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[torch.device, Runtime] = {}
+
+    def of(self, device: torch.device) -> Runtime | str:
+        """The runtime of a GPU. For a CPU its name: each communicator opens its own, because its end waits for all work
+        of that runtime.
+
+        Raises as `open_runtime`.
+        """
+        if device.type == "cpu":
+            return runtime_name(device)
+        with self._lock:
+            if device not in self._made:
+                runtime = open_runtime(runtime_name(device), device.index)
+                load_kernel(runtime)
+                self._made[device] = runtime
+            return self._made[device]
+
+
+def take_stream(device: torch.device) -> Any:
+    """A stream of a GPU, as torch's, that nobody else uses until `give_back_stream`.
+
+    It has the highest priority: the peers wait for what it runs, and a graph keeps the priority of what was captured.
+    """
+    with _lock:
+        idle = _idle.get(device)
+        if idle:
+            return idle.pop()
+    stream = GpuStream(DeviceContext(open_driver(runtime_name(device)), device.index), first=True)
+    with _lock:
+        _streams.append(stream)
+    return torch.cuda.ExternalStream(stream.handle, device)
+
+
+def give_back_stream(device: torch.device, stream: Any) -> None:
+    """Lets another group use a stream; its work follows the work queued there."""
+    with _lock:
+        _idle.setdefault(device, []).append(stream)
 
 
 class GroupOnGpu:
     """A process group's part on one GPU. Streams are known by their handles: torch's objects take microseconds.
 
-    Args:
-        device: the GPU, with its number.
-        check: raises the error that ended the group, if it has failed.
-
     Attributes:
+        check: raises the error that ended the group, if it has failed.
         order: orders streams of the GPU.
         in_c: the same, for the group's calls.
         current: the handle of torch's current stream there.
+        own, own_stream: the group's own stream: its handle, and torch's object.
     """
 
     def __init__(self, device: torch.device, check: Callable[[], None]) -> None:
@@ -34,44 +123,14 @@ class GroupOnGpu:
         self.order = stream_order.of(open_driver(runtime_name(device)), device.index)
         self.current: Callable[[], int] = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
         self.in_c = Gpu(*self.order.in_c(), self)
-        self._lock = threading.Lock()
-        self._own: tuple[Any, int] | None = None
-
-    @property
-    def own(self) -> int:
-        """The handle of the group's own stream, which is made when it is first used."""
-        return (self._own or self._take())[1]
-
-    @property
-    def own_stream(self) -> Any:
-        """The same stream as torch's object."""
-        return (self._own or self._take())[0]
-
-    def _take(self) -> tuple[Any, int]:
-        with self._lock:
-            if self._own is None:
-                stream = own_streams.take(self.device)
-                self._own = stream, stream.cuda_stream
-            return self._own
+        self.own_stream = take_stream(device)
+        self.own: int = self.own_stream.cuda_stream
 
     def torch_stream(self, handle: int) -> Any:
         """torch's object for a stream of the GPU."""
-        if self._own is not None and handle == self._own[1]:
-            return self._own[0]
+        if handle == self.own:
+            return self.own_stream
         return torch.cuda.ExternalStream(handle, self.device) if handle else torch.cuda.default_stream(self.device)
-
-    def queued_call(
-        self,
-        outs: Sequence[torch.Tensor],
-        xs: Sequence[torch.Tensor],
-        stream: int,
-        *,
-        keeps: bool,
-        blocks: bool = False,
-        source: int = -1,
-    ) -> QueuedCall:
-        """A call on a stream; see `QueuedCall`."""
-        return QueuedCall(self.in_c, xs, outs, stream, keeps, blocks, source)
 
     def record(self, tensors: Sequence[torch.Tensor], handle: int) -> None:
         """Has memory of tensors be reused only after the work that a stream has now."""
@@ -79,9 +138,33 @@ class GroupOnGpu:
         for tensor in tensors:
             tensor.record_stream(stream)
 
-    def give_back(self) -> None:
-        """Lets another group use the stream."""
+
+class GroupOnGpus:
+    """A process group's part on each GPU, and a stream of its own for each flow. Both are made when first used."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._lock = threading.Lock()
+        self._made: dict[torch.device, GroupOnGpu] = {}
+        self._streams: dict[tuple[torch.device, Any], Any] = {}
+
+    def of(self, device: torch.device) -> GroupOnGpu:
         with self._lock:
-            own, self._own = self._own, None
-        if own is not None:
-            own_streams.give_back(self.device, own[0])
+            if device not in self._made:
+                self._made[device] = GroupOnGpu(device, self._check)
+            return self._made[device]
+
+    def stream_of(self, device: torch.device, flow: Any) -> Any:
+        with self._lock:
+            if (device, flow) not in self._streams:
+                self._streams[device, flow] = take_stream(device)
+            return self._streams[device, flow]
+
+    def close(self) -> None:
+        """Lets other groups use the streams."""
+        while self._streams:
+            (device, _), stream = self._streams.popitem()
+            give_back_stream(device, stream)
+        while self._made:
+            device, gpu = self._made.popitem()
+            give_back_stream(device, gpu.own_stream)

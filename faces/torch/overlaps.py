@@ -11,8 +11,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from proxyccl.channels.collectives.request import CtaPolicy
+from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
 from proxyccl.channels.collectives.tensor_calls import TensorCalls
+from proxyccl.channels.communicator import Communicator
 from proxyccl.device.runtime import Event, Runtime
 from proxyccl.torch._device_calls import StreamMark
 from proxyccl.torch.on_gpu import GroupOnGpu
@@ -32,13 +33,7 @@ _Kind = tuple[str, int, str, int]
 
 
 class Watched:
-    """Measures by events how much the program's stream does between a call and the wait for it.
-
-    Args:
-        overlaps: which made it.
-        kind: of the call.
-        stream: handle of the program's stream.
-    """
+    """Measures by events how much the program's stream does between a call and the wait for it."""
 
     def __init__(self, overlaps: Overlaps, kind: _Kind, stream: int) -> None:
         self._overlaps, self.kind = overlaps, kind
@@ -74,20 +69,13 @@ class Watched:
         return self._waited.elapsed(self._begun) - self._idle >= _SHARE * self._ended.elapsed(self._begun)
 
     def give_back(self) -> None:
-        """Lets another call have the events."""
         self._overlaps.idle.append((self._begun, self._ended, self._waited))
 
 
 class Overlaps:
     """The long calls of a process group on one GPU.
 
-    Args:
-        gpu: the GPU, as the group uses it.
-        runtime: the communicator's.
-        calls: the communicator's.
-
     Attributes:
-        gpu: the same.
         pending: calls that the program's stream waits for, and whose end is not known.
         idle: events that no call uses.
     """
@@ -105,12 +93,8 @@ class Overlaps:
     def choose(
         self, collective: str, nbytes: int, output: Callable[[], int], *, waits: bool
     ) -> tuple[CtaPolicy, Watched | None]:
-        """The policy of the next call; see `TensorCalls.choose_policy`. And what measures it, for some calls.
-
-        Args:
-            collective, nbytes, output: as there.
-            waits: whether the call is on the current stream.
-        """
+        """The policy of the next call (`TensorCalls.choose_policy`), and for some calls the object that measures it.
+        `waits`: the call is on the current stream."""
         stream = self.gpu.current()
         watched = None
         if waits:
@@ -152,9 +136,55 @@ class Overlaps:
         self._shown[kind] = max(-_SURE, min(_SURE, self._shown[kind] + (1 if computes else -1)))
 
     def events(self) -> tuple[Event, Event, Event]:
-        """Three events that no call uses."""
         try:
             return self.idle.pop()
         except IndexError:
             create: Any = self._runtime.create_event
             return create(), create(), create()
+
+
+class Choice:
+    """How a call is made on a GPU.
+
+    Args:
+        policy: that the ranks chose; None for the usual one.
+        watched: measures what the program does meanwhile; None for a call that is not measured.
+        queued: the size and a function that tells the output's address, of a call for which the ranks choose when its
+            turn has come.
+
+    Attributes:
+        name: of the call, by which C finds its options.
+    """
+
+    __slots__ = ("_collective", "_policy", "_queued", "_watched", "name")
+
+    def __init__(
+        self,
+        collective: str,
+        policy: CtaPolicy | None = None,
+        watched: Watched | None = None,
+        queued: tuple[int, Callable[[], int]] | None = None,
+    ) -> None:
+        self._collective, self._policy, self._watched, self._queued = collective, policy, watched, queued
+        self.name = collective if policy is None else f"{collective}, {policy}"
+
+    def policy(self, comm: Communicator) -> CtaPolicy | None:
+        """The policy, in the call's turn."""
+        if self._queued is None or not comm.tensor_calls.chooses:
+            return self._policy
+        nbytes, output = self._queued
+        return comm.tensor_calls.choose_policy(self._collective, nbytes, beside=False, output=output)
+
+    def watch(self, work: Any) -> Any:
+        """The call's Work, which measures if it shall."""
+        if self._watched is not None:
+            work.watch(self._watched)
+        return work
+
+
+CHOICES = {
+    (name, policy): Choice(name, policy)
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    for policy in (None, *CTA_POLICIES)
+}
+"""The choices of calls that are neither measured nor queued."""

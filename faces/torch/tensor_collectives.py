@@ -1,41 +1,228 @@
-"""The collectives of torch.distributed on tensors, by a communicator's.
+"""The collectives of torch.distributed on tensors, by a communicator's: layouts, types and operators.
 
-Each function takes the communicator, and makes the call on the stream that is current for torch; on the CPU it returns
-when the call is done. Tensors need not be contiguous.
+Each collective takes the communicator, and makes the call on the stream that is current for torch; on the CPU it
+returns when the call is done. Tensors need not be contiguous.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.communicator import Communicator
-from proxyccl.torch.reductions import plain_op, reduction
-from proxyccl.torch.tensors import as_bytes, flat, is_plain, put_back, put_back_all, require_same_dtype
+from proxyccl.device.arrays.dtypes import reduction_dtypes
+from proxyccl.device.arrays.libraries import require_tensor_memory
+from proxyccl.torch_tensors.flat import flat_view
+from torch.distributed import ReduceOp
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 Tensors = Sequence[torch.Tensor]
 Transfers = tuple[str, Any, Any]
 """The options of a call that consists of transfers, as `FlowCalls.call` (_calls.pyi) takes them."""
+Policy = Callable[[Communicator], CtaPolicy | None]
+"""Tells a call's policy in the call's turn; None is the usual one."""
+
+# -- tensors as flat, contiguous memory, and back ---
 
 
-def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, policy: CtaPolicy | None = None) -> None:
-    """Reduces a tensor over all ranks, in place. `policy`, here and below: None for the usual one."""
-    plain = plain_op(op, tensor.dtype)
-    calls = comm.tensor_calls
-    if plain is not None and is_plain(tensor):
-        calls.make(calls.options("all_reduce", plain, cta_policy=policy), tensor, tensor)
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory holds its elements in order: it is contiguous, and not a lazy view."""
+    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements in order: its own memory if that holds them in order, else a copy. Without its gradient."""
+    return flat_view(tensor.contiguous().resolve_conj().resolve_neg())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `flat`, for data of any type that is only moved."""
+    return flat(tensor).view(torch.uint8)
+
+
+def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies a call's result from `flat` of a tensor, or from `as_bytes` of it, to the tensor, unless they share
+    memory."""
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
+
+
+def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """`put_back` of copies to several tensors: by one kernel, except lazy views and those that are not contiguous."""
+    plain = [is_plain(tensor) for tensor in tensors]
+    targets = [tensor.detach() for tensor, chosen in zip(tensors, plain, strict=True) if chosen]
+    copies = [each.view(tensor.shape) for each, tensor, chosen in zip(values, tensors, plain, strict=True) if chosen]
+    if targets:
+        torch._foreach_copy_(targets, copies)
+    for tensor, each, chosen in zip(tensors, values, plain, strict=True):
+        if not chosen:
+            put_back(tensor, each)
+
+
+def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors; each result of a functional collective is replaced by the tensor that it wraps, once that is
+    complete.
+
+    Raises:
+        RuntimeError: one is not a dense tensor on a CPU or a GPU.
+        ArgumentError: one has no memory: it is a DTensor, or its storage was freed.
+    """
+    found = [tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor for tensor in tensors]
+    for tensor in found:
+        if tensor.layout != torch.strided:
+            raise RuntimeError(f"tensor: has layout {tensor.layout}; expected a dense tensor (torch.strided)")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"tensor: lies on {tensor.device}; expected cpu or cuda")
+        require_tensor_memory(tensor, "tensor")
+    return found
+
+
+def require_same_dtype(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors[1:]:
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(f"tensor: has type {tensor.dtype}; expected that of the others, {tensors[0].dtype}")
+
+
+# -- reductions ---
+
+_Kind = ReduceOp.RedOpType
+_OPS = {
+    _Kind.SUM: "sum",
+    _Kind.AVG: "avg",
+    _Kind.PRODUCT: "prod",
+    _Kind.MIN: "min",
+    _Kind.MAX: "max",
+    _Kind.BAND: "band",
+    _Kind.BOR: "bor",
+    _Kind.BXOR: "bxor",
+    _Kind.PREMUL_SUM: "sum",
+}
+PLAIN_OPS = {kind: op for kind, op in _OPS.items() if kind != _Kind.PREMUL_SUM}
+"""The communicator's operators, by the kinds of torch's that need no factor."""
+_BITWISE = {_Kind.BAND, _Kind.BOR, _Kind.BXOR}
+_OF_COMPLEX = {_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM}
+_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+"""The types of a complex number's parts."""
+_OF_BOOL = {
+    _Kind.SUM: "max",
+    _Kind.PRODUCT: "min",
+    _Kind.MIN: "min",
+    _Kind.MAX: "max",
+    _Kind.BAND: "min",
+    _Kind.BOR: "max",
+    _Kind.BXOR: "bxor",
+}
+"""The same reductions on bytes of 0 and 1: a sum is true where any rank's value is, as in torch."""
+REDUCIBLE = frozenset(getattr(torch, name) for name in reduction_dtypes() if hasattr(torch, name))
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction of tensors of one type.
+
+    Attributes:
+        op: the communicator's operator.
+        view: the type in which it takes the elements; None for their own.
+        factor: a factor by which each rank multiplies its values first, or None.
+        flags: whether the elements are bools, whose bytes must be 0 or 1.
+    """
+
+    op: str
+    view: torch.dtype | None = None
+    factor: Any = None
+    flags: bool = False
+
+    def given(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The values that a rank contributes: a contiguous tensor of one dimension itself, or a tensor made of it:
+        `into`, which may be the tensor itself, or a new one."""
+        if self.flags:  # a tensor that is a view of other bytes may hold any
+            return torch.ne(flat.view(torch.uint8), 0, out=into)
+        if self.factor is None:
+            return flat
+        if not isinstance(self.factor, torch.Tensor):
+            return torch.mul(flat, self.factor, out=into)
+        factor = self.factor.to(flat.device).reshape(())  # without dimensions, so that the product has flat's type
+        return torch.mul(flat, factor if factor.is_floating_point() else factor.to(flat.dtype), out=into)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """A contiguous tensor of one dimension as the communicator takes it. It shares the memory."""
+        return flat if self.view is None else flat.view(self.view)
+
+
+def plain_op(op: Any, dtype: torch.dtype) -> str | None:
+    """The communicator's operator, if it takes tensors of the type unchanged; else None."""
+    kind = getattr(op, "op", op)  # an operator such as ReduceOp.SUM has no `op`
+    if dtype not in REDUCIBLE or kind == _Kind.PREMUL_SUM or (kind in _BITWISE and dtype.is_floating_point):
+        return None
+    return _OPS.get(kind)
+
+
+def reduction(op: Any, dtype: torch.dtype) -> Reduction:
+    """The reduction that an operator of torch means for a type.
+
+    Raises:
+        ValueError: there is no such reduction.
+        TypeError: elements of the type can't be reduced.
+    """
+    kind = getattr(op, "op", op)
+    if kind not in _OPS:
+        raise ValueError(f"op: {kind} is unknown; expected one of {', '.join(each.name for each in _OPS)}")
+    if dtype is torch.bool:
+        if kind not in _OF_BOOL:
+            raise ValueError(f"op: {kind.name} of bool is not supported; expected one of {_names(_OF_BOOL)}")
+        return Reduction(_OF_BOOL[kind], torch.uint8, flags=True)
+    factor = op.__getstate__()[1] if kind == _Kind.PREMUL_SUM else None
+    if dtype.is_complex:
+        if kind not in _OF_COMPLEX:
+            raise ValueError(f"op: {kind.name} of complex is not supported; expected one of {_names(_OF_COMPLEX)}")
+        return Reduction(_OPS[kind], _PARTS[dtype], factor)
+    if dtype not in REDUCIBLE:
+        known = ", ".join(sorted(str(each) for each in REDUCIBLE))
+        raise TypeError(f"tensor: elements of {dtype} can't be reduced; expected one of {known}, bool or complex")
+    if kind in _BITWISE and dtype.is_floating_point:
+        raise ValueError(f"op: {kind.name} of {dtype} is not supported; expected integers or bool")
+    if factor is not None and not torch.can_cast(torch.as_tensor(factor).dtype, dtype):
+        raise ValueError(
+            f"op: PREMUL_SUM by {factor} is not supported for {dtype}; expected a factor that converts to it"
+        )
+    return Reduction(_OPS[kind], factor=factor)
+
+
+def _names(kinds: Any) -> str:
+    return ", ".join(kind.name for kind in kinds)
+
+
+# -- collectives ---
+
+
+def _usual(_: Communicator) -> None:
+    """The `Policy` of calls for which the ranks choose none."""
+
+
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, policy: Policy = _usual) -> None:
+    _reduce_all(comm, "all_reduce", tensor, tensor, op, policy)
+
+
+def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any, policy: Policy = _usual) -> None:
+    _reduce_all(comm, "reduce_scatter", output, x, op, policy)
+
+
+def _reduce_all(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, op: Any, policy: Policy) -> None:
+    """Reduces tensors over all ranks, to an output on each, which may be the input."""
+    plain, calls = plain_op(op, x.dtype), comm.tensor_calls
+    if plain is not None and is_plain(x) and (output is x or is_plain(output)):
+        calls.make(calls.options(name, plain, cta_policy=policy(comm)), x, output)
         return
-    how = reduction(op, tensor.dtype)
-    values = flat(tensor)
-    given = how.of(how.given(values, into=values))
-    calls.make(calls.options("all_reduce", how.op, cta_policy=policy), given, given)
-    put_back(tensor, values)
+    how, result = reduction(op, x.dtype), flat(output)
+    given = how.given(result, into=result) if output is x else how.given(flat(x))
+    calls.make(calls.options(name, how.op, cta_policy=policy(comm)), how.of(given), how.of(result))
+    put_back(output, result)
 
 
 def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> None:
-    """Reduces a tensor over all ranks, in place on `root`."""
     how = reduction(op, tensor.dtype)
     values = tensor if plain_op(op, tensor.dtype) is not None and is_plain(tensor) else flat(tensor)
     given = how.given(values)
@@ -64,11 +251,23 @@ def _by_dtype(tensors: Tensors) -> list[list[torch.Tensor]]:
 
 
 def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> None:
-    """Copies a rank's tensor to all ranks."""
-    values = _moved(tensor)
-    calls = comm.tensor_calls
-    calls.make(calls.options("broadcast", root=root), values, values)
-    put_back(tensor, values)
+    _move(comm, "broadcast", tensor, tensor, root=root)
+
+
+def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
+    """Concatenates the ranks' tensors of one size."""
+    _move(comm, "all_gather", output, x, cta_policy=policy(comm))
+
+
+def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
+    """The i-th share of each rank goes to rank i."""
+    _move(comm, "all_to_all", output, x, cta_policy=policy(comm))
+
+
+def _move(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, **options: Any) -> None:
+    result, calls = _moved(output), comm.tensor_calls
+    calls.make(calls.options(name, **options), result if output is x else _moved(x), result)
+    put_back(output, result)
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,15 +275,7 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_plain(tensor) else as_bytes(tensor)
 
 
-def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: CtaPolicy | None = None) -> None:
-    """Concatenates the ranks' tensors of one size."""
-    values, calls = _moved(output), comm.tensor_calls
-    calls.make(calls.options("all_gather", cta_policy=policy), _moved(x), values)
-    put_back(output, values)
-
-
 def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) -> None:
-    """`all_gather` of several tensors, by one call."""
     if len(inputs) == 1:
         all_gather(comm, outputs[0], inputs[0])
         return
@@ -97,21 +288,6 @@ def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) 
         part = everyone[:, at : at + size].clone(memory_format=torch.contiguous_format)  # aligned for any type
         put_back(output, part.view(-1))
         at += size
-
-
-def reduce_scatter(
-    comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any, policy: CtaPolicy | None = None
-) -> None:
-    """Reduces a tensor over all ranks and gives each its share."""
-    plain, calls = plain_op(op, x.dtype), comm.tensor_calls
-    if plain is not None and is_plain(x) and is_plain(output):
-        calls.make(calls.options("reduce_scatter", plain, cta_policy=policy), x, output)
-        return
-    how = reduction(op, x.dtype)
-    share = flat(output)
-    options = calls.options("reduce_scatter", how.op, cta_policy=policy)
-    calls.make(options, how.of(how.given(flat(x))), how.of(share))
-    put_back(output, share)
 
 
 def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors, op: Any) -> None:
@@ -145,13 +321,9 @@ def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensor
 
 
 def exchange(comm: Communicator, x: Any, out: Any, options: Transfers) -> None:
-    """Sends tensors to ranks and receives tensors from ranks, all by one call.
+    """Sends tensors to ranks and receives tensors from ranks, all by one call; see `FlowCalls.call` (_calls.pyi).
 
     It serves the calls with a tensor for each rank: for these, nothing is copied before or after the call.
-
-    Args:
-        comm: the communicator.
-        x, out, options: as for `FlowCalls.call` (_calls.pyi).
     """
     if comm.tensor_calls.exchange(x, out, options):
         return
@@ -182,13 +354,6 @@ def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor, opti
     """Every rank's tensor, of any sizes, into a list."""
     require_same_dtype([x, *outputs])
     exchange(comm, x, tuple(outputs), options)
-
-
-def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: CtaPolicy | None = None) -> None:
-    """The i-th share of each rank goes to rank i."""
-    values, calls = _moved(output), comm.tensor_calls
-    calls.make(calls.options("all_to_all", cta_policy=policy), _moved(x), values)
-    put_back(output, values)
 
 
 def all_to_all_v(comm: Communicator, output: torch.Tensor, x: torch.Tensor, options: Transfers) -> None:

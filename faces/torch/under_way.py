@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -21,35 +19,20 @@ _Call = tuple[int, str, Callable[[], bool] | None]
 
 
 class Recorded(NamedTuple):
-    """The calls of a flow as all its ranks know them.
+    """The calls of a flow as all its ranks know them."""
 
-    Attributes:
-        first: the number of the first in the flow, counted from 1.
-        names: their names, in order.
-        ended: how many of them have ended.
-    """
-
-    first: int
+    first: int  # number of the first, counted from 1
     names: list[str]
-    ended: int
+    ended: int  # how many of them have
 
 
 class _Flow:
-    """The calls of a flow.
-
-    Attributes:
-        calls: those that are not known to have ended.
-        ended: the names of the latest ones that have.
-        ended_count: the number of all that have.
-    """
-
     def __init__(self) -> None:
-        self.calls: deque[_Call] = deque(maxlen=_MOST)
-        self.ended: deque[str] = deque(maxlen=_ENDED)
-        self.ended_count = 0
+        self.calls: deque[_Call] = deque(maxlen=_MOST)  # that are not known to have ended
+        self.ended: deque[str] = deque(maxlen=_ENDED)  # names of the latest that have
+        self.ended_count = 0  # of all that have
 
     def forget(self, count: int) -> None:
-        """Forgets the oldest calls."""
         take = self.calls.popleft
         self.ended.extend([take()[1] for _ in range(count)])
         self.ended_count += count
@@ -88,19 +71,13 @@ class UnderWay:
         self._healthy = healthy
         self._lock = threading.Lock()
         self._flows: dict[Hashable, _Flow] = {}
-        self._tells: defaultdict[Hashable, itertools.count[int]] = defaultdict(functools.partial(itertools.count, 1))
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
-        """Adds a call. Nearly always without a lock: a deque is appended to by one operation.
-
-        Args:
-            flow: the flow that orders it.
-            number: rises from call to call.
-            name: for messages.
-            ended: tells whether it has ended; None if `end`, or a later call of the flow, will tell.
-        """
-        self._flow(flow).calls.append((number, name, ended))
-        if ended is not None and not next(self._tells[flow]) % ADDED_BETWEEN:
+        """Adds a call, whose number is above those before it. Nearly always without a lock: a deque is appended to by
+        one operation. `ended` tells whether it has ended; None if `end`, or a later call of the flow, will tell."""
+        calls = self._flow(flow).calls
+        calls.append((number, name, ended))
+        if ended is not None and not len(calls) % ADDED_BETWEEN:
             self.forget_ended(flow)
 
     def log(self, flow: Hashable) -> Callable[[_Call], None]:

@@ -17,7 +17,6 @@ from proxyccl.torch._device_calls import QueuedCall, StreamMark
 from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
 from proxyccl.torch.overlaps import Watched
-from proxyccl.torch.unwaited import Unwaited
 from proxyccl.torch_tensors.untraced import untraced
 
 _NO_LIMIT = timedelta(0)
@@ -28,18 +27,55 @@ _SOON_SECONDS = 2e-4
 _futures = threading.Lock()
 """Held while a GPU's call is given a future, which happens too rarely for a lock in each Work."""
 forks.hold_while_forking(_futures)
+_MOST_UNWAITED = 64
+
+
+class Unwaited:
+    """The latest Works of a group that nobody has waited for. With a Work its tensors stay, so there are few.
+
+    Before torch 2.15 a Work that a program hands to C++, as DDP's `join` does, is held there without its Python half.
+    Once that is freed, C++ does not find our `wait` and waits forever.
+
+    Without a lock: each step is one operation of a dict or a list, which no other thread interrupts.
+    """
+
+    def __init__(self) -> None:
+        self._works: dict[int, _KeptWork] = {}
+        self._waited_for: list[_KeptWork] = []
+
+    def add(self, work: _KeptWork) -> None:
+        """Keeps a Work until it is waited for, or many have come after it."""
+        work._unwaited = self
+        works = self._works
+        while self._waited_for:
+            try:
+                waited_for = self._waited_for.pop()
+            except IndexError:  # another thread took it
+                break
+            works.pop(id(waited_for), None)
+        works[id(work)] = work
+        if len(works) > _MOST_UNWAITED:
+            works.pop(next(iter(list(works))), None)
+
+    def forget(self, work: _KeptWork) -> None:
+        """Drops it only with the next Work: a caller that has waited in C++ may still ask for the result."""
+        if id(work) in self._works:
+            self._waited_for.append(work)
 
 
 @untraced
 class _KeptWork(dist.Work):
-    """A Work that may be kept until it is waited for.
-
-    Attributes:
-        _unwaited: where it is kept, or None. Its `forget` is called when this is waited for.
-    """
+    """A Work that may be kept until it is waited for."""
 
     __slots__ = ("_unwaited",)
     _unwaited: Unwaited | None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_success(self) -> bool:
+        """Whether the call has ended, and without an error."""
+        return self.is_completed() and self.exception() is None
 
     def _forget(self) -> None:
         if self._unwaited is not None:
@@ -55,13 +91,8 @@ def _require_process(process: forks.Process, ended: threading.Event) -> None:
 
 @untraced
 class HostWork(_KeptWork):
-    """A call on CPU tensors. It is done when `finish` was called.
-
-    Args:
-        result: the tensors that it writes.
-        callbacks: completes its future, in a thread that no other call waits for.
-        source: the rank that sends to it; -1 for none.
-    """
+    """A call on CPU tensors. It is done when `finish` was called. `callbacks` completes its future, in a thread that no
+    other call waits for; `source` is the rank that sends to it, or -1."""
 
     def __init__(self, result: Sequence[torch.Tensor], callbacks: Executor, source: int = -1) -> None:
         super().__init__()
@@ -77,7 +108,6 @@ class HostWork(_KeptWork):
         self._completed: Any = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Ends it, with an error or with success."""
         with self._lock:
             self._error = None if error is None else as_torch_error(error)
             self._done.set()
@@ -100,34 +130,21 @@ class HostWork(_KeptWork):
             raise self._error
         return True
 
-    def synchronize(self) -> None:
-        """Waits for the end."""
-        self.wait()
-
     def is_completed(self) -> bool:
-        """Whether the call has ended, possibly with an error."""
         return self._done.is_set()
 
-    def is_success(self) -> bool:
-        """Whether it has ended successfully."""
-        return self._done.is_set() and self._error is None
-
     def exception(self) -> BaseException | None:
-        """The exception that it raised."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that it writes."""
         return self._result
 
     def source_rank(self) -> int:
-        """The rank that sends to it."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A future of `result`."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -164,7 +181,6 @@ class DeviceWork(_KeptWork):
 
     @classmethod
     def of(cls, call: QueuedCall) -> Self:
-        """The Work of a call."""
         work = cls()
         work._call = call
         work._unwaited = work._watched = None
@@ -214,12 +230,7 @@ class DeviceWork(_KeptWork):
             time.sleep(0 if now < soon else _POLL_SECONDS)
 
     def _query(self) -> bool:
-        """Whether the device has done the call."""
         return self._call.mark is not None and self._call.mark.query()
-
-    def synchronize(self) -> None:
-        """Makes the current stream wait."""
-        self.wait()
 
     def is_completed(self) -> bool:
         """Whether the device has done the call, or an error has ended it."""
@@ -227,10 +238,6 @@ class DeviceWork(_KeptWork):
             return True
         with torch_errors():
             return self._query()
-
-    def is_success(self) -> bool:
-        """Whether the device has done the call, and the communicator can still be used."""
-        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
         """The error that kept the call from its stream, or ended the communicator."""
@@ -241,11 +248,9 @@ class DeviceWork(_KeptWork):
         return None
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that it writes."""
         return self._call.outputs()
 
     def source_rank(self) -> int:
-        """The rank that sends to it."""
         return self._call.source
 
     _source_rank = source_rank
@@ -277,31 +282,17 @@ class DeviceWork(_KeptWork):
             future.set_result(self.result())
 
 
-class Passed:
-    """Tells whether a stream has got past a call. It is kept longer than the call, so it holds none of the tensors.
-
-    Attributes:
-        mark: the call's end; None before the call is on the stream.
-    """
-
-    mark: StreamMark | None = None
-
-    def __call__(self) -> bool:
-        """Whether it has."""
-        return self.mark is not None and self.mark()
-
-
 @untraced
 class TransferWork(DeviceWork):
     """A call that may wait until its ranks have met, most often a transfer: a stream of a GPU holds it once `issued`
     was called.
 
     Attributes:
-        passed: whether the stream has got past it.
+        marks: the call's end, once the call is on the stream. The list is kept longer than the call and its tensors.
     """
 
-    __slots__ = ("_callbacks", "_issued", "_process", "passed")
-    passed: Passed
+    __slots__ = ("_callbacks", "_issued", "_process", "marks")
+    marks: list[StreamMark]
     _callbacks: Executor
     _issued: threading.Event
     _process: forks.Process
@@ -310,7 +301,7 @@ class TransferWork(DeviceWork):
     def of_transfer(cls, call: QueuedCall, callbacks: Executor) -> Self:
         """The Work of a call, whose future `callbacks` completes, in a thread that no other such call waits for."""
         work = cls.of(call)
-        work.passed = Passed()
+        work.marks = []
         work._callbacks = callbacks
         work._process = forks.here()
         work._issued = threading.Event()
@@ -321,7 +312,8 @@ class TransferWork(DeviceWork):
         call = self._call
         if error is None:
             call.mark_end()
-            self.passed.mark = call.mark
+            if call.mark is not None:
+                self.marks.append(call.mark)
         with _futures:
             if error is not None:
                 call.error = error
@@ -345,7 +337,6 @@ class TransferWork(DeviceWork):
         return super().wait()
 
     def is_completed(self) -> bool:
-        """Whether the device has done the call, or an error has ended it."""
         return self._issued.is_set() and super().is_completed()
 
     def get_future(self) -> Any:
@@ -364,11 +355,7 @@ def _timed_out(timeout: timedelta) -> RuntimeError:
 
 @untraced
 class JointWork(_KeptWork):
-    """Several calls, which end together.
-
-    Args:
-        works: the Work of each.
-    """
+    """Several calls, which end together."""
 
     def __init__(self, works: Sequence[DeviceWork | HostWork | JointWork]) -> None:
         super().__init__()
@@ -384,28 +371,16 @@ class JointWork(_KeptWork):
             work.wait(left)
         return True
 
-    def synchronize(self) -> None:
-        """Waits for all of them."""
-        self.wait()
-
     def is_completed(self) -> bool:
-        """Whether all have ended, possibly with errors."""
         return all(work.is_completed() for work in self._works)
 
-    def is_success(self) -> bool:
-        """Whether all have ended successfully."""
-        return all(work.is_success() for work in self._works)
-
     def exception(self) -> BaseException | None:
-        """The first error."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that they write."""
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> Any:
-        """A future of `result`."""
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(self._future_value)
 
     def _future_value(self, ended: Any) -> list[torch.Tensor]:

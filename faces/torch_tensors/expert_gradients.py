@@ -28,38 +28,9 @@ class Layer(Protocol):
     ctx: DispatchCombineContext
     forms: Forms
 
-    def redispatch(self, *arguments: Any, **options: Any) -> Any:
-        """See `EPAll2AllLayer.redispatch`."""
-        ...
-
-    def combine(self, *arguments: Any, **options: Any) -> Any:
-        """See `EPAll2AllLayer.combine`."""
-        ...
-
-    def combine_weights(self, *arguments: Any, **options: Any) -> Any:
-        """See `EPAll2AllLayer.combine_weights`."""
-        ...
-
-
-def is_recording() -> bool:
-    """See `Recorder`."""
-    return bool(torch.is_grad_enabled())
-
-
-def dispatch(layer: Layer, call: Callable[[], Dispatched], tokens: Any, weights: Any) -> Dispatched:
-    """See `Recorder`."""
-    rows, row_weights, desc = _Dispatch.apply(layer, call, tokens, weights)
-    return rows, row_weights, desc
-
-
-def redispatch(layer: Layer, call: Callable[[], Any], tokens: Any, desc: EPAllToAllLayoutDesc) -> Any:
-    """See `Recorder`."""
-    return _Redispatch.apply(layer, call, tokens, desc)
-
-
-def combine(layer: Layer, call: Callable[[], Any], rows: Any, weights: Any, desc: EPAllToAllLayoutDesc) -> Any:
-    """See `Recorder`."""
-    return _Combine.apply(layer, call, rows, weights, desc)
+    def redispatch(self, *arguments: Any, **options: Any) -> Any: ...
+    def combine(self, *arguments: Any, **options: Any) -> Any: ...
+    def combine_weights(self, *arguments: Any, **options: Any) -> Any: ...
 
 
 class _Dispatch(torch.autograd.Function):
@@ -129,6 +100,11 @@ class _Combine(torch.autograd.Function):
         values, stream = _view_and_stream(layer, rows_grad)
         layer.ctx.weigh(values, factors, stream, desc=desc, others=others, products=products)
         return None, None, rows_grad if ctx.needs_input_grad[2] else None, weights_grad, None
+
+
+# As `Recorder` has them.
+is_recording = torch.is_grad_enabled
+dispatch, redispatch, combine = _Dispatch.apply, _Redispatch.apply, _Combine.apply
 
 
 def _collect(layer: Layer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:

@@ -6,7 +6,7 @@ through Triton's interpreter.
 """
 
 from proxyccl.channels import kernel_languages
-from proxyccl.triton.channel import channel
+from proxyccl.triton.basics import channel
 from proxyccl.triton.grid_barrier import GridBarrier, sync_grid
 from proxyccl.triton.kernel import TritonKernel, compile
 from proxyccl.triton.proxy_channel import (

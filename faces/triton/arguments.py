@@ -114,12 +114,8 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
 
 
 def annotated(argument: Argument, kind: str, name: str) -> Argument:
-    """A number in the type that its parameter's annotation gives it, which is Triton's rule.
-
-    Args:
-        argument: an argument of any kind; other than a number, it is returned as it is.
-        kind: Triton's name of the type; "" without an annotation, or with another one.
-        name: the caller's name for it, for messages.
+    """A number in the type that its parameter's annotation gives it, which is Triton's rule. Other arguments are
+    returned as they are. `kind` is Triton's name of the type; "" without an annotation, or with another one.
 
     Raises:
         ArgumentError: the value does not fit, or a launch can't pass numbers of this type.

@@ -12,7 +12,7 @@ from proxyccl.device.errors import ArgumentError, CompileError, RuntimeUnavailab
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.kernel import POINTER, Kernel
 from proxyccl.triton.arguments import CONSTEXPR, Argument
-from proxyccl.triton.jit import VERSION
+from proxyccl.triton.basics import VERSION
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -22,11 +22,8 @@ _SCRATCH_PARAMETERS = 2
 
 
 def target_of(architecture: str) -> GPUTarget:
-    """Triton's name of a device: "sm_90" or "gfx942", and what ROCm adds to that.
-
-    Raises:
-        RuntimeUnavailableError: this version of Triton is too old for it.
-    """
+    """Triton's name of a device: "sm_90" or "gfx942", and what ROCm adds to that. Raises RuntimeUnavailableError if
+    this version of Triton is too old for it."""
     if architecture.startswith("sm_"):
         return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     if VERSION < _OLDEST_FOR_AMD:
@@ -35,17 +32,8 @@ def target_of(architecture: str) -> GPUTarget:
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarget, options: dict[str, Any]) -> Any:
-    """Triton's compiled kernel.
-
-    Args:
-        kernel: a ``@triton.jit`` function.
-        arguments: by parameter name.
-        target: the device for which it is compiled.
-        options: Triton's: num_warps, num_stages, …
-
-    Raises:
-        CompileError: Triton refuses the source.
-    """
+    """Triton's compiled kernel of a ``@triton.jit`` function, for arguments by parameter name and options such as
+    num_warps. Raises CompileError if Triton refuses the source."""
     positions = {name: i for i, name in enumerate(kernel.arg_names)}
     source = ASTSource(
         fn=kernel,
@@ -65,12 +53,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarge
 
 
 class Variant:
-    """A kernel, compiled for arguments of some types and loaded.
-
-    Args:
-        runtime: the runtime of the device that it runs on.
-        kernel, arguments, options: as for `compile_kernel`.
-    """
+    """A kernel, compiled for arguments of some types and loaded."""
 
     def __init__(
         self, runtime: GpuRuntime, kernel: Any, arguments: dict[str, Argument], options: dict[str, Any]

@@ -7,16 +7,8 @@ import struct
 import triton.language as tl
 from proxyccl.channels.communicator import Communicator
 from proxyccl.device._native import ffi
-from proxyccl.triton.jit import jit
-from proxyccl.triton.layout import (
-    BARRIER_ARRIVED_8,
-    BARRIER_BYTES,
-    BARRIER_CONTROL_8,
-    BARRIER_GENERATION_8,
-    NO_CHANNEL,
-    NO_PEER,
-    WAIT_GRID,
-)
+from proxyccl.triton.basics import jit, longs_at, u32, u64
+from proxyccl.triton.layout import *  # noqa: F403
 from proxyccl.triton.target import (
     load_relaxed_device,
     store_relaxed_device,
@@ -24,7 +16,6 @@ from proxyccl.triton.target import (
     sync_threads_system,
 )
 from proxyccl.triton.waits import wait_at_least
-from proxyccl.triton.words import longs_at, u32, u64
 
 
 class GridBarrier:

@@ -56,12 +56,7 @@ def _type(name: str) -> Any:
 
 
 def run(kernel: Any, arguments: dict[str, Argument], grid: Grid) -> None:
-    """Runs a kernel.
-
-    Args:
-        kernel: a ``@triton.jit`` function made under TRITON_INTERPRET.
-        arguments: by parameter name.
-        grid: its programs.
+    """Runs a kernel, which was made under TRITON_INTERPRET.
 
     Raises:
         KernelError: a program raised; the cause is its exception. The next launch finds the grid barriers empty.

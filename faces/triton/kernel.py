@@ -17,8 +17,8 @@ from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.runtime import StreamLike
 from proxyccl.triton import interpreter
 from proxyccl.triton.arguments import CONSTEXPR, Argument, annotated, as_argument, constant
+from proxyccl.triton.basics import INTERPRETED
 from proxyccl.triton.compiled import Variant
-from proxyccl.triton.jit import INTERPRETED
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelParam
@@ -27,17 +27,9 @@ Grid = int | Sequence[int] | Callable[[dict[str, Any]], Any]
 _MEASURED_LAUNCHES = 5
 
 
-def compile(
-    comm: Communicator,
-    kernel: Any,
-    *,
-    grid: Grid,
-    num_warps: int = 4,
-    num_stages: int | None = None,
-    configs: Sequence[triton.Config] = (),
-    key: Sequence[str] = (),
-) -> TritonKernel:
-    """A kernel written in Triton, which reaches a communicator's peers by the functions of `proxyccl.triton`.
+class TritonKernel:
+    """A kernel written in Triton, launched as ``kernel(*args, stream=None, **constants)``. It reaches a communicator's
+    peers by the functions of `proxyccl.triton`.
 
     Not collective; the kernel is compiled when it is first called. On the host runtime it runs in Triton's interpreter,
     which ``TRITON_INTERPRET=1`` selects before triton is imported.
@@ -53,26 +45,16 @@ def compile(
             slowest rank is fastest.
         key: names of arguments; for each of their values the choice is made anew.
 
-    Returns:
-        A `TritonKernel`, launched as ``kernel(*args, stream=None, **constants)``.
+    Attributes:
+        chosen: the configuration that was measured to be the fastest, by the values of the `key` arguments.
 
     Raises:
         ArgumentError: an argument is wrong, or Triton's interpreter is on for a GPU or off for the host runtime.
     """
-    comm.group.failure.require_usable()
-    return TritonKernel(comm, kernel, grid=grid, num_warps=num_warps, num_stages=num_stages, configs=configs, key=key)
-
-
-class TritonKernel:
-    """A kernel of Triton's, launched as ``kernel(*args, stream=None, **constants)``; see `compile`.
-
-    Attributes:
-        chosen: the configuration that was measured to be the fastest, by the values of the `key` arguments.
-    """
 
     def __init__(
         self,
-        communicator: Communicator,
+        comm: Communicator,
         kernel: Any,
         *,
         grid: Grid,
@@ -81,11 +63,12 @@ class TritonKernel:
         configs: Sequence[triton.Config] = (),
         key: Sequence[str] = (),
     ) -> None:
+        comm.group.failure.require_usable()
         if isinstance(kernel, Autotuner):
             _require_no_hooks(kernel)
             configs, key, kernel = configs or kernel.configs, key or kernel.keys, kernel.fn
-        self._communicator = communicator
-        self._runtime = communicator.runtime
+        self._communicator = comm
+        self._runtime = comm.runtime
         self._kernel = _require_kernel(kernel, self._runtime.name)
         self._grid = grid
         self._options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
@@ -274,6 +257,10 @@ class TritonKernel:
         gathered = self._communicator.all_gather_bytes(packed, "triton: measured")
         slowest = [max(times) for times in zip(*(struct.unpack(f"<{len(seconds)}d", g) for g in gathered), strict=True)]
         return self._configs[slowest.index(min(slowest))]
+
+
+compile = TritonKernel
+"""The name by which programs make one."""
 
 
 def _require_configs(configs: Any) -> tuple[triton.Config, ...]:

@@ -23,8 +23,7 @@ def _constant(name: str) -> Any:
 
 
 _PROXY: Final = "ProxycclProxyChannel"
-PROXY_BYTES: int = ffi.sizeof(_PROXY)
-PROXY_WORDS = tl.constexpr(PROXY_BYTES // 8)
+PROXY_WORDS = tl.constexpr(ffi.sizeof(_PROXY) // 8)
 SLOTS_8 = _words(8, _PROXY, "fifo", "slots")
 TAIL_8 = _words(8, _PROXY, "fifo", "tail")
 HEAD_8 = _words(8, _PROXY, "fifo", "head")
@@ -43,8 +42,7 @@ DST_MEMORY_4 = _words(4, _PROXY, "dst_memory")
 SRC_MEMORY_4 = _words(4, _PROXY, "src_memory")
 
 _SM: Final = "ProxycclSmChannel"
-SM_BYTES: int = ffi.sizeof(_SM)
-SM_WORDS = tl.constexpr(SM_BYTES // 8)
+SM_WORDS = tl.constexpr(ffi.sizeof(_SM) // 8)
 SM_INBOUND_8 = _words(8, _SM, "semaphore", "inbound")
 SM_EXPECTED_8 = _words(8, _SM, "semaphore", "expected")
 SM_REMOTE_INBOUND_8 = _words(8, _SM, "semaphore", "remote_inbound")
@@ -94,7 +92,6 @@ LAST_QUESTION = _constant("LAST_QUESTION")
 
 NO_PEER = _constant("NO_PEER")
 NO_CHANNEL = _constant("NO_CHANNEL")
-OK = _constant("OK")
 ERROR_TIMEOUT = _constant("ERROR_TIMEOUT")
 ERROR_BAD_TRIGGER = _constant("ERROR_BAD_TRIGGER")
 ERROR_OUT_OF_RANGE = _constant("ERROR_OUT_OF_RANGE")
@@ -104,7 +101,6 @@ ERROR_SIGNAL_VALUE = _constant("ERROR_SIGNAL_VALUE")
 RECORD_EMPTY = _constant("RECORD_EMPTY")
 RECORD_CLAIMED = _constant("RECORD_CLAIMED")
 RECORD_VALID = _constant("RECORD_VALID")
-WAIT_NONE = _constant("WAIT_NONE")
 WAIT_RING_ROOM = _constant("WAIT_RING_ROOM")
 WAIT_FLUSH = _constant("WAIT_FLUSH")
 WAIT_COMPLETION = _constant("WAIT_COMPLETION")

@@ -11,52 +11,8 @@ was not pushed.
 from __future__ import annotations
 
 import triton.language as tl
-from proxyccl.triton.jit import jit
-from proxyccl.triton.layout import (
-    CHANNEL_4,
-    CHANNEL_SHIFT,
-    COMPLETED_8,
-    CONTROL_8,
-    DST_MEMORY_4,
-    DST_MEMORY_SHIFT,
-    ERROR_BAD_TRIGGER,
-    EXPECTED_8,
-    FLUSHED_8,
-    GET_SHIFT,
-    HEAD_8,
-    INBOUND_8,
-    MAX_MEMORIES,
-    MAX_TRIGGER_BYTES,
-    MEMORY_LIMITS_8,
-    NO_CHANNEL,
-    NO_PEER,
-    OFFSET_BITS,
-    OP_DATA,
-    OP_FLUSH,
-    OP_GET,
-    OP_MASK,
-    OP_SHIFT,
-    OP_SIGNAL,
-    PARITY_SHIFT,
-    PEER_4,
-    REFRESH_LOCK_8,
-    SIZE_LOG2_4,
-    SLOTS_8,
-    SM_OWN_MEMORY,
-    SM_PEER_MEMORY,
-    SRC_MEMORY_4,
-    SRC_MEMORY_SHIFT,
-    SRC_OFFSET_SHIFT,
-    TAIL_8,
-    TAIL_CACHE_8,
-    VALUE_1_BYTE,
-    VALUE_8_BYTES,
-    WAIT_COMPLETION,
-    WAIT_FLUSH,
-    WAIT_PROXY_SIGNAL,
-    WAIT_RING_ROOM,
-    WINDOW_BYTES,
-)
+from proxyccl.triton.basics import jit, long_at, number_at, pointer_at, u32, u64, words_at
+from proxyccl.triton.layout import *  # noqa: F403
 from proxyccl.triton.semaphores import poll_for_signal, wait_for_count, wait_for_signal
 from proxyccl.triton.target import (
     SPINS_PER_CHECK,
@@ -70,7 +26,6 @@ from proxyccl.triton.target import (
     store_trigger,
 )
 from proxyccl.triton.waits import aborted, check_wait, record_error, wait_at_least
-from proxyccl.triton.words import longs_at, u32, u64, words_at
 
 NO_TICKET = tl.constexpr(-1)
 """In place of the ticket of a trigger that was not pushed: all bits, as kNoTicket of fifo.h."""
@@ -82,21 +37,6 @@ def _require(channel):
 
 
 @jit
-def _long(channel, field: tl.constexpr):
-    return tl.load(channel + field)
-
-
-@jit
-def _pointer(channel, field: tl.constexpr):
-    return longs_at(tl.load(channel + field))
-
-
-@jit
-def _number(channel, field: tl.constexpr):
-    return tl.load(channel.to(tl.pointer_type(tl.uint32)) + field)
-
-
-@jit
 def _reaches(channel, memory, offset, size):
     # Checks what the engine cannot. An offset past the first window addresses the following ids, and past the last
     # window those belong to another memory. The word in host memory is read only for a range that leaves the first
@@ -104,7 +44,7 @@ def _reaches(channel, memory, offset, size):
     known = memory < MAX_MEMORIES
     inside = (offset < WINDOW_BYTES) & (size <= u64(WINDOW_BYTES) - offset)
     if known & (inside == 0):
-        limit = load_relaxed_system(_pointer(channel, MEMORY_LIMITS_8) + memory.to(tl.int64))
+        limit = load_relaxed_system(pointer_at(channel, MEMORY_LIMITS_8) + memory.to(tl.int64))
         inside = (offset <= limit) & (size <= limit - offset)
     return known & inside
 
@@ -114,13 +54,13 @@ def _refuse(channel, operation: tl.constexpr, kind, memory, offset, size):
     # Ends the communicator for a range that does not lie in its memory.
     known = memory < MAX_MEMORIES
     place = tl.where(known, memory, u32(0)).to(tl.int64)
-    limit = load_relaxed_system(_pointer(channel, MEMORY_LIMITS_8) + place)
+    limit = load_relaxed_system(pointer_at(channel, MEMORY_LIMITS_8) + place)
     record_error(
-        _long(channel, CONTROL_8),
+        long_at(channel, CONTROL_8),
         u32(ERROR_BAD_TRIGGER),
         kind,
-        _number(channel, PEER_4),
-        _number(channel, CHANNEL_4),
+        number_at(channel, PEER_4),
+        number_at(channel, CHANNEL_4),
         memory.to(tl.uint64),
         tl.where(known, limit, u64(0)),
         u32(operation),
@@ -132,9 +72,9 @@ def _refuse(channel, operation: tl.constexpr, kind, memory, offset, size):
 @jit
 def _wait_for_room(channel, control, ticket, slots):
     # Of all waiting programs only the one that holds the lock polls the host's tail, for all of them.
-    cache = _pointer(channel, TAIL_CACHE_8)
-    tail = _pointer(channel, TAIL_8)
-    lock = words_at(_long(channel, REFRESH_LOCK_8))
+    cache = pointer_at(channel, TAIL_CACHE_8)
+    tail = pointer_at(channel, TAIL_8)
+    lock = words_at(long_at(channel, REFRESH_LOCK_8))
     target = ticket + 1 - slots
     seen = load_acquire_device(cache)
     spins = tl.full([], 0, tl.int32)
@@ -159,11 +99,11 @@ def _ring(channel):
     # The handle's fields that a push reads, loaded at once: after an atomic, each load would wait for the one before
     # it.
     return (
-        _pointer(channel, HEAD_8),
-        _pointer(channel, TAIL_CACHE_8),
-        _pointer(channel, SLOTS_8),
-        _number(channel, SIZE_LOG2_4).to(tl.uint64),
-        _number(channel, CHANNEL_4).to(tl.uint64),
+        pointer_at(channel, HEAD_8),
+        pointer_at(channel, TAIL_CACHE_8),
+        pointer_at(channel, SLOTS_8),
+        number_at(channel, SIZE_LOG2_4).to(tl.uint64),
+        number_at(channel, CHANNEL_4).to(tl.uint64),
     )
 
 
@@ -200,14 +140,14 @@ def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, d
     # An operation with data, as several triggers if it is longer than one can move; a signal rides on the last one. The
     # channel's own destination is the source of a get.
     ring = _ring(channel)
-    control = _long(channel, CONTROL_8)
+    control = long_at(channel, CONTROL_8)
     is_get: tl.constexpr = (operation & OP_GET) != 0
     if dst_memory is None:
-        dst_id = _number(channel, SRC_MEMORY_4 if is_get else DST_MEMORY_4)
+        dst_id = number_at(channel, SRC_MEMORY_4 if is_get else DST_MEMORY_4)
     else:
         dst_id = u32(dst_memory)
     if src_memory is None:
-        src_id = _number(channel, DST_MEMORY_4 if is_get else SRC_MEMORY_4)
+        src_id = number_at(channel, DST_MEMORY_4 if is_get else SRC_MEMORY_4)
     else:
         src_id = u32(src_memory)
     dst = u64(dst_offset)
@@ -238,7 +178,7 @@ def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, d
 def _push_word(channel, operation: tl.constexpr):
     zero = u64(0)
     return _push_trigger(
-        channel, _ring(channel), _long(channel, CONTROL_8), u32(operation), u32(0), zero, u32(0), zero, zero
+        channel, _ring(channel), long_at(channel, CONTROL_8), u32(operation), u32(0), zero, u32(0), zero, zero
     )
 
 
@@ -247,7 +187,15 @@ def _push_value(channel, operation: tl.constexpr, dst_memory, dst_offset, kind, 
     # A value in place of a source: its low half in the size's field, its high half in the source offset's.
     low, high = value & 0xFFFFFFFF, value >> 32
     return _push_trigger(
-        channel, _ring(channel), _long(channel, CONTROL_8), u32(operation), dst_memory, dst_offset, u32(kind), high, low
+        channel,
+        _ring(channel),
+        long_at(channel, CONTROL_8),
+        u32(operation),
+        dst_memory,
+        dst_offset,
+        u32(kind),
+        high,
+        low,
     )
 
 
@@ -269,7 +217,7 @@ def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.co
         tl.static_assert(bits == 64, "expected a type of 1, 2, 4 or 8 bytes")
         carried = typed.to(tl.uint64, bitcast=True)
         kind = VALUE_8_BYTES
-    dst_id = _number(channel, DST_MEMORY_4)
+    dst_id = number_at(channel, DST_MEMORY_4)
     dst = u64(dst_offset)
     size = u64(bits // 8)
     pushed = _reaches(channel, dst_id, dst, size).to(tl.int32)
@@ -287,12 +235,12 @@ def _wait_for_ticket(channel, ticket, pushed, word: tl.constexpr, kind: tl.const
     done = pushed
     if pushed != 0:
         done = wait_at_least(
-            _pointer(channel, word),
+            pointer_at(channel, word),
             ticket + 1,
-            _long(channel, CONTROL_8),
+            long_at(channel, CONTROL_8),
             u32(kind),
-            _number(channel, PEER_4),
-            _number(channel, CHANNEL_4),
+            number_at(channel, PEER_4),
+            number_at(channel, CHANNEL_4),
         )
     return done != 0
 
@@ -305,7 +253,6 @@ def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
     complete. The peer may read the data after a `signal` that follows the put.
 
     Args:
-        channel: a ProxyChannel.
         dst_offset: where in the peer's memory, in bytes.
         src_offset: from where in local memory, in bytes.
         size: how many bytes.
@@ -325,7 +272,6 @@ def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
     complete. A `signal` after it tells the peer that its memory may be overwritten.
 
     Args:
-        channel: a ProxyChannel.
         dst_offset: where in local memory, in bytes.
         src_offset: from where in the peer's memory, in bytes.
         size: how many bytes.
@@ -342,7 +288,6 @@ def put_value(channel, dst_offset, value, dtype: tl.constexpr):
     """Writes a value to the peer's memory. It travels in the trigger, so no source is read later.
 
     Args:
-        channel: a ProxyChannel.
         dst_offset: where in the peer's memory, in bytes, of any alignment.
         value: a number.
         dtype: its type, of 1, 2, 4 or 8 bytes.
@@ -363,7 +308,6 @@ def signal(channel, value=None):
     """Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
 
     Args:
-        channel: a ProxyChannel.
         value: raises the semaphore to this count instead, as that many signals would. It must be above all
             earlier counts, or the communicator ends with a TriggerError.
     """
@@ -419,7 +363,7 @@ def flush_async(channel):
 def is_flushed(channel, ticket):
     """Whether the flush with this ticket is complete. It never waits, as `poll`."""
     _require(channel)
-    done = (ticket != u64(NO_TICKET)) & (load_acquire_system(_pointer(channel, FLUSHED_8)) > ticket)
+    done = (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, FLUSHED_8)) > ticket)
     if done == 0:
         pause(0)
     return done
@@ -437,7 +381,7 @@ def wait_flushed(channel, ticket):
 def is_complete(channel, ticket):
     """Whether the operation with this ticket and all before it on the channel are complete. It never waits."""
     _require(channel)
-    return (ticket != u64(NO_TICKET)) & (load_acquire_system(_pointer(channel, COMPLETED_8)) > ticket)
+    return (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, COMPLETED_8)) > ticket)
 
 
 @jit
@@ -461,12 +405,12 @@ def wait(channel):
     """
     _require(channel)
     return wait_for_signal(
-        _pointer(channel, INBOUND_8),
-        _pointer(channel, EXPECTED_8),
-        _long(channel, CONTROL_8),
+        pointer_at(channel, INBOUND_8),
+        pointer_at(channel, EXPECTED_8),
+        long_at(channel, CONTROL_8),
         u32(WAIT_PROXY_SIGNAL),
-        _number(channel, PEER_4),
-        _number(channel, CHANNEL_4),
+        number_at(channel, PEER_4),
+        number_at(channel, CHANNEL_4),
     )
 
 
@@ -475,17 +419,16 @@ def wait_until(channel, value):
     """Waits until the peer's signals have reached a count, and consumes them. Otherwise like `wait`.
 
     Args:
-        channel: a ProxyChannel.
         value: a count of signals since the channel was made. If they were consumed before, the wait ends at once.
     """
     _require(channel)
     return wait_for_count(
-        _pointer(channel, INBOUND_8),
-        _pointer(channel, EXPECTED_8),
-        _long(channel, CONTROL_8),
+        pointer_at(channel, INBOUND_8),
+        pointer_at(channel, EXPECTED_8),
+        long_at(channel, CONTROL_8),
         u32(WAIT_PROXY_SIGNAL),
-        _number(channel, PEER_4),
-        _number(channel, CHANNEL_4),
+        number_at(channel, PEER_4),
+        number_at(channel, CHANNEL_4),
         value,
     )
 
@@ -497,11 +440,11 @@ def poll(channel):
     It never waits, so a loop around it must itself end when the communicator ends (`ended`).
     """
     _require(channel)
-    return poll_for_signal(_pointer(channel, INBOUND_8), _pointer(channel, EXPECTED_8))
+    return poll_for_signal(pointer_at(channel, INBOUND_8), pointer_at(channel, EXPECTED_8))
 
 
 @jit
 def ended(channel):
     """Whether the communicator of a ProxyChannel has ended; a kernel's own loop must then end too."""
     _require(channel)
-    return aborted(_long(channel, CONTROL_8))
+    return aborted(long_at(channel, CONTROL_8))

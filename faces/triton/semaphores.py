@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton.language as tl
-from proxyccl.triton.jit import INTERPRETED, jit
+from proxyccl.triton.basics import INTERPRETED, jit, u32, u64
 from proxyccl.triton.layout import ERROR_SHARED_WAIT, ERROR_SIGNAL_VALUE
 from proxyccl.triton.target import (
     load_acquire_system,
@@ -19,7 +19,6 @@ from proxyccl.triton.target import (
     sync_threads_system,
 )
 from proxyccl.triton.waits import record_error, wait_at_least
-from proxyccl.triton.words import u32, u64
 
 if INTERPRETED:
     # If two programs wait at once, both may take the same signal, or one may wait for a signal that never comes. Such

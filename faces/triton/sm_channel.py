@@ -6,28 +6,8 @@ A channel is a pointer to its device handle. `remote` gives the peer's memory, f
 from __future__ import annotations
 
 import triton.language as tl
-from proxyccl.triton.jit import jit
-from proxyccl.triton.layout import (
-    ERROR_INVALID_FLAG,
-    ERROR_OUT_OF_RANGE,
-    SM_CHANNEL_4,
-    SM_CONTROL_8,
-    SM_DST_8,
-    SM_DST_BYTES_8,
-    SM_EXPECTED_8,
-    SM_GET_PACKETS,
-    SM_INBOUND_8,
-    SM_OUTBOUND_8,
-    SM_PACKET_BUFFER,
-    SM_PACKET_BUFFER_8,
-    SM_PACKET_BUFFER_BYTES_8,
-    SM_PEER_4,
-    SM_PEER_MEMORY,
-    SM_PUT_PACKETS,
-    SM_REMOTE_INBOUND_8,
-    WAIT_PACKET,
-    WAIT_SM_SIGNAL,
-)
+from proxyccl.triton.basics import jit, long_at, longs_at, number_at, pointer_at, u32, u64
+from proxyccl.triton.layout import *  # noqa: F403
 from proxyccl.triton.semaphores import (
     poll_for_signal,
     signal_peer,
@@ -38,7 +18,6 @@ from proxyccl.triton.semaphores import (
 )
 from proxyccl.triton.target import SPINS_PER_CHECK, load_packets, pause, spin_for_packets, store_packets
 from proxyccl.triton.waits import aborted, check_wait, record_error
-from proxyccl.triton.words import longs_at, u32, u64
 
 PACKET_BYTES = tl.constexpr(8)
 """A packet's size: it carries 4 bytes and its flag, as LL8Packet of packet.h. Two are one LL16Packet."""
@@ -50,21 +29,6 @@ def _require(channel):
 
 
 @jit
-def _long(channel, field: tl.constexpr):
-    return tl.load(channel.to(tl.pointer_type(tl.uint64)) + field)
-
-
-@jit
-def _pointer(channel, field: tl.constexpr):
-    return longs_at(_long(channel, field))
-
-
-@jit
-def _number(channel, field: tl.constexpr):
-    return tl.load(channel.to(tl.pointer_type(tl.uint32)) + field)
-
-
-@jit
 def remote(channel, dtype: tl.constexpr):
     """The start of the peer's memory, as a pointer to elements of `dtype`, for loads and stores.
 
@@ -72,14 +36,14 @@ def remote(channel, dtype: tl.constexpr):
     memory's size, which `remote_bytes` gives: they are for inner loops.
     """
     _require(channel)
-    return _long(channel, SM_DST_8).to(tl.pointer_type(dtype))
+    return long_at(channel, SM_DST_8).to(tl.pointer_type(dtype))
 
 
 @jit
 def remote_bytes(channel):
     """The size of the peer's memory, in bytes."""
     _require(channel)
-    return _long(channel, SM_DST_BYTES_8)
+    return long_at(channel, SM_DST_BYTES_8)
 
 
 @jit
@@ -89,21 +53,20 @@ def sm_signal(channel, value=None):
     The peer that waits for the signal sees all earlier stores of this program's threads.
 
     Args:
-        channel: an SmChannel.
         value: raises the semaphore to this count instead, as that many signals would. It must be above all
             earlier counts, or the communicator ends with a TriggerError.
     """
     _require(channel)
     if value is None:
-        signal_peer(_pointer(channel, SM_REMOTE_INBOUND_8), _pointer(channel, SM_OUTBOUND_8))
+        signal_peer(pointer_at(channel, SM_REMOTE_INBOUND_8), pointer_at(channel, SM_OUTBOUND_8))
     else:
         signal_peer_up_to(
-            _pointer(channel, SM_REMOTE_INBOUND_8),
-            _pointer(channel, SM_OUTBOUND_8),
-            _long(channel, SM_CONTROL_8),
+            pointer_at(channel, SM_REMOTE_INBOUND_8),
+            pointer_at(channel, SM_OUTBOUND_8),
+            long_at(channel, SM_CONTROL_8),
             u32(WAIT_SM_SIGNAL),
-            _number(channel, SM_PEER_4),
-            _number(channel, SM_CHANNEL_4),
+            number_at(channel, SM_PEER_4),
+            number_at(channel, SM_CHANNEL_4),
             value,
         )
 
@@ -112,7 +75,7 @@ def sm_signal(channel, value=None):
 def sm_relaxed_signal(channel):
     """The same for a signal that announces no data: it orders nothing."""
     _require(channel)
-    signal_peer_relaxed(_pointer(channel, SM_REMOTE_INBOUND_8), _pointer(channel, SM_OUTBOUND_8))
+    signal_peer_relaxed(pointer_at(channel, SM_REMOTE_INBOUND_8), pointer_at(channel, SM_OUTBOUND_8))
 
 
 @jit
@@ -120,12 +83,12 @@ def sm_wait(channel):
     """Waits for the peer's next signal and consumes it; as `wait` of a ProxyChannel."""
     _require(channel)
     return wait_for_signal(
-        _pointer(channel, SM_INBOUND_8),
-        _pointer(channel, SM_EXPECTED_8),
-        _long(channel, SM_CONTROL_8),
+        pointer_at(channel, SM_INBOUND_8),
+        pointer_at(channel, SM_EXPECTED_8),
+        long_at(channel, SM_CONTROL_8),
         u32(WAIT_SM_SIGNAL),
-        _number(channel, SM_PEER_4),
-        _number(channel, SM_CHANNEL_4),
+        number_at(channel, SM_PEER_4),
+        number_at(channel, SM_CHANNEL_4),
     )
 
 
@@ -134,12 +97,12 @@ def sm_wait_until(channel, value):
     """Waits until the peer's signals have reached a count; as `wait_until` of a ProxyChannel."""
     _require(channel)
     return wait_for_count(
-        _pointer(channel, SM_INBOUND_8),
-        _pointer(channel, SM_EXPECTED_8),
-        _long(channel, SM_CONTROL_8),
+        pointer_at(channel, SM_INBOUND_8),
+        pointer_at(channel, SM_EXPECTED_8),
+        long_at(channel, SM_CONTROL_8),
         u32(WAIT_SM_SIGNAL),
-        _number(channel, SM_PEER_4),
-        _number(channel, SM_CHANNEL_4),
+        number_at(channel, SM_PEER_4),
+        number_at(channel, SM_CHANNEL_4),
         value,
     )
 
@@ -148,14 +111,14 @@ def sm_wait_until(channel, value):
 def sm_poll(channel):
     """Consumes the peer's next signal if it has arrived; as `poll` of a ProxyChannel."""
     _require(channel)
-    return poll_for_signal(_pointer(channel, SM_INBOUND_8), _pointer(channel, SM_EXPECTED_8))
+    return poll_for_signal(pointer_at(channel, SM_INBOUND_8), pointer_at(channel, SM_EXPECTED_8))
 
 
 @jit
 def sm_ended(channel):
     """Whether the communicator of an SmChannel has ended; a kernel's own loop must then end too."""
     _require(channel)
-    return aborted(_long(channel, SM_CONTROL_8))
+    return aborted(long_at(channel, SM_CONTROL_8))
 
 
 @jit
@@ -168,10 +131,10 @@ def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_b
     if (flagged & fits) == 0:
         code = tl.where(flagged, u32(ERROR_OUT_OF_RANGE), u32(ERROR_INVALID_FLAG))
         kind = tl.where(flagged, u32(memory), u32(WAIT_PACKET))
-        peer = _number(channel, SM_PEER_4)
-        channel_id = _number(channel, SM_CHANNEL_4)
+        peer = number_at(channel, SM_PEER_4)
+        channel_id = number_at(channel, SM_CHANNEL_4)
         nbytes = number * PACKET_BYTES
-        control = _long(channel, SM_CONTROL_8)
+        control = long_at(channel, SM_CONTROL_8)
         seen = tl.where(flagged, memory_bytes, u64(0))
         unit = tl.where(flagged, u64(PACKET_BYTES), u64(0))
         record_error(control, code, kind, peer, channel_id, unit, seen, u32(call), offset, nbytes)
@@ -192,7 +155,6 @@ def put_packets(channel, packet_offset, values, flag, count=None):
     The peer's `get_packets` with the same flag waits for each packet.
 
     Args:
-        channel: an SmChannel.
         packet_offset: where in the peer's memory, in bytes; a multiple of 8. Packet i lies 8 * i bytes after it.
         values: shape [BLOCK], of any type of 32 bits.
         flag: 32 bits, not 0, and not the last flag of these packets; 0 ends the communicator with a TriggerError.
@@ -205,8 +167,10 @@ def put_packets(channel, packet_offset, values, flag, count=None):
     else:
         number = count
     offset = u64(packet_offset)
-    memory = _long(channel, SM_DST_8)  # loaded with its size, not after the branch
-    if _may_use_packets(channel, SM_PUT_PACKETS, SM_PEER_MEMORY, _long(channel, SM_DST_BYTES_8), offset, number, flag):
+    memory = long_at(channel, SM_DST_8)  # loaded with its size, not after the branch
+    if _may_use_packets(
+        channel, SM_PUT_PACKETS, SM_PEER_MEMORY, long_at(channel, SM_DST_BYTES_8), offset, number, flag
+    ):
         words = values.to(tl.uint32, bitcast=True).to(tl.uint64) | (u32(flag).to(tl.uint64) << 32)
         store_packets(longs_at(memory + offset) + i, words, i < number)
 
@@ -216,7 +180,6 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
     """Waits for the packets that the peer puts into this rank's packet buffer, and returns their values.
 
     Args:
-        channel: an SmChannel.
         packet_offset: where in the packet buffer, in bytes: the sender's, if the buffer is its target; a multiple of 8.
         flag: the sender's.
         BLOCK: how many values are returned.
@@ -233,13 +196,13 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
     else:
         number = count
     offset = u64(packet_offset)
-    buffer = _long(channel, SM_PACKET_BUFFER_8)
+    buffer = long_at(channel, SM_PACKET_BUFFER_8)
     words = tl.full([BLOCK], 0, tl.uint64)
     if _may_use_packets(
         channel,
         SM_GET_PACKETS,
         SM_PACKET_BUFFER,
-        _long(channel, SM_PACKET_BUFFER_BYTES_8),
+        long_at(channel, SM_PACKET_BUFFER_BYTES_8),
         offset,
         number,
         flag,
@@ -256,10 +219,10 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
             if spins % SPINS_PER_CHECK == 0:
                 seen = tl.max(tl.where((i < number) & ((words >> 32) != wanted), words >> 32, words * 0), 0)
                 started = check_wait(
-                    _long(channel, SM_CONTROL_8),
+                    long_at(channel, SM_CONTROL_8),
                     u32(WAIT_PACKET),
-                    _number(channel, SM_PEER_4),
-                    _number(channel, SM_CHANNEL_4),
+                    number_at(channel, SM_PEER_4),
+                    number_at(channel, SM_CHANNEL_4),
                     wanted,
                     seen,
                     started,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton.language as tl
-from proxyccl.triton.jit import INTERPRETED, jit
+from proxyccl.triton.basics import INTERPRETED, jit
 from triton.language import core
 
 # -- memory orders: every choice of the device side is one of these names ---

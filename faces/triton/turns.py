@@ -57,12 +57,8 @@ def pass_on(spins: Any) -> None:
 
 
 class Launch:
-    """The programs of one launch. A program begins when the ones before it have ended, or wait.
-
-    Args:
-        program: runs one, whose number the interpreter knows.
-        grid: how many there are, in three dimensions.
-    """
+    """The programs of one launch. A program begins when the ones before it have ended, or wait. `program` runs the one
+    whose number the interpreter knows."""
 
     def __init__(self, program: Callable[[], None], grid: Grid) -> None:
         self._program = program

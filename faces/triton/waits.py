@@ -7,44 +7,8 @@ It returns, so that a kernel runs to its end.
 from __future__ import annotations
 
 import triton.language as tl
-from proxyccl.triton.jit import jit, out_of_line
-from proxyccl.triton.layout import (
-    ABORT_4,
-    ASKED_4,
-    ERROR_CHANNEL_4,
-    ERROR_CODE_4,
-    ERROR_EXPECTED_8,
-    ERROR_OFFSET_8,
-    ERROR_OPERATION_4,
-    ERROR_PEER_4,
-    ERROR_RANK_4,
-    ERROR_SEEN_8,
-    ERROR_SIZE_8,
-    ERROR_STATE_4,
-    ERROR_TIMEOUT,
-    ERROR_WAIT_4,
-    FAILED_RANK_4,
-    LAST_QUESTION,
-    NO_PEER,
-    PEER_COUNT_4,
-    PEERS_8,
-    RANK_4,
-    RECORD_CLAIMED,
-    RECORD_EMPTY,
-    RECORD_VALID,
-    TIMEOUT_8,
-    WAIT_ANSWERED_4,
-    WAIT_CHANNEL_4,
-    WAIT_CLAIMED_4,
-    WAIT_EXPECTED_8,
-    WAIT_GRID,
-    WAIT_KIND_4,
-    WAIT_PEER_4,
-    WAIT_PEERS,
-    WAIT_SEEN_8,
-    WAIT_WORDS,
-    WAITS_8,
-)
+from proxyccl.triton.basics import jit, longs_at, out_of_line, u32, u64, words_at
+from proxyccl.triton.layout import *  # noqa: F403
 from proxyccl.triton.target import (
     SPINS_PER_CHECK,
     acquire_awaited,
@@ -56,7 +20,6 @@ from proxyccl.triton.target import (
     store_relaxed_system,
     store_release_system,
 )
-from proxyccl.triton.words import longs_at, u32, u64, words_at
 
 
 @jit

@@ -9,14 +9,62 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Annotated
+
+from msgspec import Meta
 
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.errors import DisconnectedError, TransferTimeoutError
 from proxyccl.channels.transfers.regions import Region
-from proxyccl.verl.messages import Bucket, HasRead, Piece, decode, encode
+from proxyccl.proxy.codec import Codec, Message, Uint64
 
 _SLICE = 0.05
 """Seconds between looks at links: a link that is lost wakes nobody who waits for messages."""
+
+
+class Piece(Message, frozen=True):
+    """A weight in a bucket, or a part of one that is longer than a bucket.
+
+    Attributes:
+        name: the weight's.
+        dtype: name of its element type in torch.
+        shape: of the whole weight.
+        first: the weight's byte that comes first.
+        offset, nbytes: where it lies in the bucket.
+    """
+
+    name: Annotated[str, Meta(max_length=4096)]
+    dtype: Annotated[str, Meta(max_length=64)]
+    shape: Annotated[list[Uint64], Meta(max_length=64)]
+    first: Uint64
+    offset: Uint64
+    nbytes: Uint64
+
+
+class Bucket(Message, frozen=True, tag="bucket"):
+    """To the following worker: read this.
+
+    Attributes:
+        number: of the bucket, from 0.
+        address, nbytes: where it lies in the sender's memory.
+        pieces: its contents.
+        last: whether no other bucket follows.
+    """
+
+    number: Uint64
+    address: Uint64
+    nbytes: Uint64
+    pieces: list[Piece]
+    last: bool
+
+
+class HasRead(Message, frozen=True, tag="read"):
+    """To the previous worker: its memory of the bucket of this number is free."""
+
+    number: Uint64
+
+
+_CODEC: Codec[Bucket | HasRead] = Codec(Bucket | HasRead, 64 << 20, name="message of a checkpoint engine")
 
 
 class Chain:
@@ -58,7 +106,7 @@ class Chain:
         """
         if self._following is not None:
             address = self._buckets[number % 2].address
-            self._agent.notify(self._following, encode(Bucket(number, address, nbytes, pieces, last)))
+            self._agent.notify(self._following, _CODEC.encode(Bucket(number, address, nbytes, pieces, last)))
 
     async def fetch(self, number: int) -> Bucket:
         """Reads a bucket from the previous worker, and offers it to the following one.
@@ -74,10 +122,10 @@ class Chain:
         if bucket.nbytes:
             blocks = [(self._buckets[number % 2].address, bucket.address, bucket.nbytes)]
             transfer = self._agent.prepare("read", previous, blocks)
-            transfer.start(encode(HasRead(number)))
+            transfer.start(_CODEC.encode(HasRead(number)))
             await asyncio.to_thread(transfer.wait, self._agent.timeout)
         else:
-            self._agent.notify(previous, encode(HasRead(number)))
+            self._agent.notify(previous, _CODEC.encode(HasRead(number)))
         self.offer(number, bucket.nbytes, bucket.pieces, last=bucket.last)
         return bucket
 
@@ -92,9 +140,8 @@ class Chain:
             await asyncio.to_thread(self._wait_for_message)
 
     def _take(self, met: Callable[[], bool]) -> bool:
-        """Takes messages, and tells whether a condition is met then."""
         for sender, data in self._agent.messages():
-            match decode(data, sender):
+            match _CODEC.decode(data, f"agent {sender}"):
                 case Bucket() as bucket if sender == self._previous:
                     self._arrived[bucket.number] = bucket
                 case HasRead(number) if sender == self._following:

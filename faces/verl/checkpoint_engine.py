@@ -17,8 +17,7 @@ from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.torch_tensors.flat import byte_view
-from proxyccl.verl.chain import Chain
-from proxyccl.verl.messages import Piece
+from proxyccl.verl.chain import Chain, Piece
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 _ALIGNMENT = 256

@@ -112,13 +112,11 @@ class ProxyCCLWeightTransferEngine(
         target.connect(cards, peers=_cards_of_other_workers(target.card()))
 
     def start_weight_update(self) -> None:
-        """Begins to reload the model layer by layer."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        """Ends that."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
@@ -251,7 +249,6 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
             raise RuntimeError(f"the sender could not update the workers: {reason}")
 
     def shutdown(self) -> None:
-        """Ends this rank's agent."""
         self._agent.close()
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, ProxyLostError, ResourceError
 from proxyccl.device.process.threads import Thread
 from proxyccl.proxy.daemon.connection import DaemonAddress, prepare_device
-from proxyccl.proxy.daemon.protocol import Prepare
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,16 @@ class ChosenDaemon:
 
     Args:
         addresses: gives the daemons' addresses, in the order of preference.
-        device: names the device.
+        runtime: name of the runtime.
+        device_id: of the device.
+        peers: device_ids of the devices of its peers.
     """
 
-    def __init__(self, addresses: Callable[[], Sequence[DaemonAddress]], device: Prepare) -> None:
+    def __init__(
+        self, addresses: Callable[[], Sequence[DaemonAddress]], runtime: str, device_id: str, peers: list[str]
+    ) -> None:
         self._addresses = addresses
-        self._device = device
+        self._device = runtime, device_id, peers
         self._chosen: DaemonAddress | None = None
         self._early: Thread | None = None
         self._lock = threading.Lock()
@@ -142,17 +145,15 @@ class ChosenDaemon:
         prepared = _Prepared(address, connection, process)
         try:
             if not self._dropped:
-                prepare_device(connection, self._device, timeout)
+                prepare_device(connection, timeout, *self._device)
         except ProxyCCLError:
             prepared.close()
             raise
         return prepared
 
     def last_words(self) -> str:
-        """See `DaemonAddress.last_words`."""
         return "" if self._chosen is None else self._chosen.last_words()
 
     def close(self) -> None:
-        """See `DaemonAddress.close`."""
         if self._chosen is not None:
             self._chosen.close()

@@ -6,55 +6,35 @@ process does the work that the daemon can't do: Python handlers, and copies from
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from msgspec.structs import replace
 
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ProxyLostError
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.sleepers import Sleepers
-from proxyccl.proxy.daemon.client_remote import DaemonRemote
 from proxyccl.proxy.daemon.connection import DaemonAddress, DaemonConnection, daemon_process, missing_in_daemon
-from proxyccl.proxy.daemon.protocol import (
-    AddMemory,
-    AddPinnedMemory,
-    AddRemoteMemory,
-    AddSchedule,
-    ChannelReserved,
-    ConnectCopy,
-    Connected,
-    Done,
-    Drain,
-    Drained,
-    FreeChannels,
-    MemoryAdded,
-    Open,
-    Opened,
-    OpenRemote,
-    RemoveMemory,
-    RemoveSchedule,
-    ReserveChannel,
-    ReserveElsewhere,
-    ScheduleAdded,
-    SetChannel,
-)
+from proxyccl.proxy.daemon.session import Session
+from proxyccl.proxy.daemon.session_service import ServiceOptions, SessionService
 from proxyccl.proxy.fifo import Fifo
-from proxyccl.proxy.handlers import require_callable
 from proxyccl.proxy.interface import (
     ChannelCounters,
     Connection,
+    ExposedMemory,
     HandleProvider,
     Handler,
     ProxyFailure,
 )
 from proxyccl.proxy.observe.publications import Description
-from proxyccl.proxy.observe.reader import ObservedView
+from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.ring import require_ring_size
-from proxyccl.proxy.schedule import Schedule, SchedulePointers, ScheduleWait
-from proxyccl.proxy.service import ProxyService
+from proxyccl.proxy.schedule import SchedulePointers, ScheduleWait
+from proxyccl.proxy.service import ProxyService, require_callable
 from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.transport_options import TransportOptions
@@ -63,6 +43,45 @@ from proxyccl.proxy.turns import TurnWatch
 from proxyccl.proxy.workers import require_rings
 
 __all__ = ["DaemonClient", "daemon_process", "missing_in_daemon"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _asks(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A client's method that only calls the daemon's."""
+
+    def ask(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = client._daemon.ask(function, *args, **kwargs)
+        return result
+
+    return ask
+
+
+class DaemonRemote:
+    """A rank's remote links in the daemon. See `proxyccl.proxy.interface.RemoteContext` for the methods."""
+
+    def __init__(self, daemon: DaemonConnection) -> None:
+        self._daemon = daemon
+
+    unsupported_reason = _asks(SessionService.unsupported_reason)
+    make_endpoint = _asks(SessionService.make_endpoint)
+    connect_endpoint = _asks(SessionService.connect_endpoint)
+    open_connection = _asks(SessionService.open_connection)
+
+    def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
+        if not handle:
+            raise ArgumentError("memory", "the node daemon reaches memory only by a handle, and this has none")
+        return self._daemon.ask(SessionService.expose, handle, nbytes, transport)
+
+    def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
+        return self._daemon.ask(SessionService.expose_pinned, memory.handle, transport)
+
+    def withdraw(self, memory: ExposedMemory) -> None:
+        self._daemon.ask(SessionService.withdraw, memory.owner)
+
+    def close(self) -> None:
+        """Does nothing: the daemon frees it with the proxy."""
 
 
 class DaemonClient:
@@ -143,13 +162,14 @@ class DaemonClient:
         self._memories: dict[int, Callable[[ProxyService], int]] = {}
         self._ring_of: dict[int, int] = {}
         self._lock = threading.RLock()
-        self._timeout = timeout
-        self._observed: ObservedView | None = None
+        self._observed: ObservedSegment | None = None
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
-        self._daemon = DaemonConnection(timeout, name, on_failure, address)
+        self._daemon = DaemonConnection(timeout, name, on_failure, self._watch_turns, address)
+        # These only pass on.
+        self.request_report, self.stopped = self._daemon.request_report, self._daemon.stopped
         self.daemon, self.daemon_started = self._daemon.daemon, self._daemon.daemon_started
         try:
-            request = Open(
+            options = ServiceOptions(
                 runtime.name,
                 runtime.device_id,
                 fifo_size,
@@ -161,9 +181,9 @@ class DaemonClient:
                 idle.times if idle is not None else None,
             )
             descriptors = [shared.descriptor, *(fifo.pinned.descriptor for fifo in self.fifos)]
-            opened = self._daemon.ask(request, Opened, takes=timeout(), descriptors=descriptors)  # may open a device
-            self._observed = _open_observed(opened.observed, threads)
-            self._open_sleepers(opened.asleep)
+            observed, asleep = self._daemon.ask(Session.open, descriptors, options)
+            self._observed = _open_observed(observed, threads)
+            self._open_sleepers(asleep)
         except ProxyCCLError:
             self._daemon.hang_up()
             self._free()
@@ -179,12 +199,6 @@ class DaemonClient:
     def __repr__(self) -> str:
         return f"<DaemonClient of process {self.daemon} at {self._daemon.address}, {len(self.fifos)} rings>"
 
-    def request_report(self, cause: str) -> None:
-        """Asks the daemon for a report too, without waiting for it: the daemon may be hanging."""
-        self._daemon.request_report(cause)
-
-    # -- read here, in shared memory ---
-
     def _watch_turns(self) -> TurnWatch:
         return TurnWatch(self._shared.schedule_words, self._threads)
 
@@ -192,64 +206,50 @@ class DaemonClient:
         return self._own if self._own is not None and channel in self._own_channels else self._shared
 
     def fifo_for(self, channel: int) -> Fifo:
-        """The ring that a channel's triggers go through."""
         if self._own is not None and channel in self._own_channels:
             return self._own.fifo_for(channel)
         return self.fifos[self._ring_of[channel]]
 
     @property
     def rings(self) -> list[Fifo]:
-        """All rings of this rank's kernels: those that the daemon drains and those that this process does."""
         return [*self.fifos, *(self._own.rings if self._own is not None else ())]
 
     @property
     def handling(self) -> dict[int, float]:
-        """The channel of each handler that runs, and time.monotonic() when it began."""
         return self._own.handling if self._own is not None else {}
 
     def flushed(self, channel: int) -> int:
-        """One more than the ticket of the last flush that is complete on a channel."""
         return self._words_of(channel).flushed(channel)
 
     def outstanding(self, channel: int) -> int | None:
-        """Triggers of a channel's connection that are issued and not known to be complete.
-
-        None for a handler's channel, and if the daemon's memory cannot be opened.
-        """
-        if self._daemon.is_closed:
-            raise ClosedError("the proxy service is closed")
+        self._require_open()
         if self._own is not None and channel in self._own_channels:
             return self._own.outstanding(channel)
-        if self._observed is None:
-            return None
-        return self._observed.outstanding(channel)
+        return None if self._observed is None else self._observed.outstanding(channel)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """The waits of schedules that make no progress; empty if the daemon's memory can't be opened."""
-        if self._daemon.is_closed:
-            raise ClosedError("the proxy service is closed")
+        self._require_open()
         return [] if self._observed is None else self._observed.schedule_waits()
 
+    def _require_open(self) -> None:
+        if self._daemon.is_closed:
+            raise ClosedError("the proxy service is closed")
+
     def flushed_pointer(self, channel: int) -> int:
-        """The device's address of a channel's flush word."""
         return self._words_of(channel).flushed_pointer(channel)
 
     def completed(self, channel: int) -> int:
-        """One more than the ticket up to which all triggers of a channel are complete."""
         return self._words_of(channel).completed(channel)
 
     def completed_pointer(self, channel: int) -> int:
-        """The device's address of the word that holds `completed`."""
         return self._words_of(channel).completed_pointer(channel)
 
     @property
     def memory_limits_pointer(self) -> int:
-        """The device's address of a table: for each memory id, the bytes from its first to the memory's end."""
         return self._shared.memory_limits_pointer
 
     @property
     def schedule_pointers(self) -> SchedulePointers:
-        """The words through which streams ring schedules."""
         return self._shared.schedule_pointers
 
     def check_turns(self, timeout: float) -> None:
@@ -257,42 +257,37 @@ class DaemonClient:
         if self._daemon.is_open and self._turns.look_for_streams() > timeout:
             self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
 
-    def stopped(self) -> str:
-        """See `Proxy.stopped`."""
-        return self._daemon.stopped()
-
     def end_waits(self) -> None:
-        """Ends the waits of streams for schedules and their stages, for after a failure."""
         self._shared.end_waits()
 
     def counters(self, channel: int) -> ChannelCounters:
-        """A channel's counters, read without disturbing the proxy."""
         return self._words_of(channel).counters(channel)
 
-    # -- requests to the daemon ---
+    # -- methods of the daemon ---
+
+    add_remote_memory = _asks(SessionService.add_remote_memory)
+    add_schedule = _asks(SessionService.add_schedule)
+    remove_schedule = _asks(SessionService.remove_schedule)
 
     def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
-        """Has the daemon map memory, and registers it there.
-
-        Raises:
-            ArgumentError: the daemon can't reach it: memory that this process alone has.
-            ResourceError: no ids are left.
+        """Has the daemon map memory, and registers it there. Raises ArgumentError for memory that no other process can
+        map, unless the client takes private memory.
         """
         if handle is None:
             raise ArgumentError("memory", "the node daemon reaches memory only by a handle")
         try:
-            request: AddMemory | AddRemoteMemory = AddMemory(handle() if nbytes else b"", nbytes, key)
+            name = handle() if nbytes else b""
         except ArgumentError:
             if not self._takes_private:
                 raise
-            request = AddRemoteMemory(base, nbytes, key)  # the daemon refuses to copy from it, or to it
-        first = self._daemon.ask(request, MemoryAdded).first
+            first = self.add_remote_memory(base, nbytes, key)  # the daemon refuses to copy from it, or to it
+        else:
+            first = self._daemon.ask(SessionService.add_memory, name, nbytes, key)
         self._repeat(first, lambda own: own.add_memory(base, nbytes, first=first))
         return first
 
     def add_pinned_memory(self, memory: PinnedMemory) -> int:
-        """Has the daemon map pinned memory, and registers it there. Raises as `Proxy.add_pinned_memory`."""
-        first = self._daemon.ask(AddPinnedMemory(memory.handle), MemoryAdded).first
+        first = self._daemon.ask(SessionService.add_pinned_memory, memory.handle)
         self._repeat(first, lambda own: own.add_pinned_memory(memory, first=first))
         return first
 
@@ -303,27 +298,19 @@ class DaemonClient:
             if self._own is not None:
                 add(self._own)
 
-    def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers memory that remote transports reach by address and key. Raises ResourceError if no ids are left."""
-        return self._daemon.ask(AddRemoteMemory(address, nbytes, key), MemoryAdded).first
-
     def remove_memory(self, first: int, nbytes: int) -> None:
-        """Returns ids. Triggers must no longer name them."""
-        if not self._daemon.is_open:
-            return
         with self._lock:
             if self._memories.pop(first, None) is not None and self._own is not None:
                 self._own.remove_memory(first, nbytes)
-        with contextlib.suppress(ProxyLostError):  # the ids are gone with the daemon, whose loss is reported elsewhere
-            self._daemon.ask(RemoveMemory(first), Done)
+        self._daemon.ask(SessionService.remove_memory, first)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
         """A connection that copies within the host: in the daemon, between memories that it maps, or from private
         memory in this process.
         """
         if private and self._takes_private:
-            return self._own_service().connect_copy(peer=peer, transport=transport)
-        return self._daemon.ask(ConnectCopy(peer, transport), Connected).connection(peer)
+            return replace(self._own_service().connect_copy(peer=peer, transport=transport), private=True)
+        return self._daemon.ask(SessionService.connect_copy, peer, transport)
 
     def _own_service(self) -> ProxyService:
         """The service in this process, made when first used."""
@@ -340,7 +327,7 @@ class DaemonClient:
         with self._lock:
             if self._spare_channels:
                 return self._spare_channels.pop()
-        return self._daemon.ask(ReserveElsewhere(), ChannelReserved).channel
+        return self._daemon.ask(SessionService.reserve_elsewhere)
 
     def open_remote(
         self,
@@ -351,23 +338,29 @@ class DaemonClient:
         local_rank: int,
         core_share: int,
     ) -> DaemonRemote:
-        """Has the daemon open a network device for this rank. Arguments and errors as for `Proxy.open_remote`."""
-        request = OpenRemote.of(options, signals, near, local_rank, core_share)
-        return DaemonRemote(self._daemon, request, self._timeout)
+        self._daemon.ask(
+            SessionService.open_remote,
+            asdict(options.rdma),
+            asdict(options.fabric),
+            (signals.start, signals.stop),
+            near,
+            local_rank,
+            core_share,
+        )
+        return DaemonRemote(self._daemon)
 
     def reserve_channel(self, connection: Connection) -> int:
-        """A channel id for a connection's ring. Triggers on it are refused until `set_channel`."""
-        if connection.pointer is not None:
+        if connection.private:
             channel = self._own_service().reserve_channel(connection, self._reserve_own())
             self._own_channels.add(channel)
             return channel
-        reserved = self._daemon.ask(ReserveChannel(connection.number), ChannelReserved)
-        if reserved.ring is None or reserved.ring >= len(self.fifos):
+        channel, ring = self._daemon.ask(SessionService.reserve_channel, connection.number)
+        if ring >= len(self.fifos):
             raise ProxyLostError(
-                f"the node daemon named ring {reserved.ring}; expected one of {len(self.fifos)}", operation="channel"
+                f"the node daemon named ring {ring}; expected one of {len(self.fifos)}", operation="channel"
             )
-        self._ring_of[reserved.channel] = reserved.ring
-        return reserved.channel
+        self._ring_of[channel] = ring
+        return channel
 
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
@@ -375,35 +368,25 @@ class DaemonClient:
         """Puts a channel in use. Its signals count up a word: on a connection that copies `handle` names it, between
         hosts `remote_semaphore` does.
         """
-        if connection.pointer is not None:
+        if connection.private:
             self._own_service().set_channel(channel, connection, remote_semaphore)
             return
-        request = SetChannel(channel, connection.number, address=remote_semaphore)
+        word = b""
         if not find_transport(connection.transport).is_remote:
             if handle is None:
                 raise ArgumentError("handle", "the node daemon copies to a semaphore only by a handle")
-            request = SetChannel(channel, connection.number, word=handle())
-        self._daemon.ask(request, Done)
+            word, remote_semaphore = handle(), 0
+        self._daemon.ask(SessionService.set_channel, channel, connection.number, word, remote_semaphore)
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
-        """Returns a connection's channel ids."""
         freed = list(channels)
-        if connection.pointer is not None:
-            self._own_service().free_channels(freed, connection)
-            with self._lock:
-                self._own_channels.difference_update(freed)
-                self._spare_channels += freed
-        elif self._daemon.is_open:
-            self._daemon.ask(FreeChannels(freed, connection.number), Done)
-
-    def add_schedule(self, schedule: Schedule) -> int:
-        """Sets a schedule in the daemon. Returns its number. Arguments and errors as for `Proxy.add_schedule`."""
-        return self._daemon.ask(AddSchedule(schedule), ScheduleAdded).number
-
-    def remove_schedule(self, number: int) -> None:
-        """Frees a schedule in the daemon. No stream may still ring it."""
-        if self._daemon.is_open:
-            self._daemon.ask(RemoveSchedule(number), Done)
+        if not connection.private:
+            self._daemon.ask(SessionService.free_channels, freed, connection.number)
+            return
+        self._own_service().free_channels(freed, connection)
+        with self._lock:
+            self._own_channels.difference_update(freed)
+            self._spare_channels += freed
 
     def add_handler(self, handler: Handler) -> int:
         """A channel whose triggers go to a function in this process, through its own rings and threads."""
@@ -420,7 +403,7 @@ class DaemonClient:
         if self._own is not None and not self._own.drain(timeout, given_up):
             return False
         try:
-            return self._daemon.ask(Drain(timeout), Drained, takes=timeout, turns=self._watch_turns()).drained
+            return self._daemon.ask(SessionService.drain, timeout)
         except ProxyLostError:
             return False
 
@@ -436,7 +419,7 @@ class DaemonClient:
             if self._daemon.is_closed:
                 return own_ended
             try:
-                ended = self._daemon.close_service(timeout, self._watch_turns())
+                ended = self._daemon.close_service(timeout)
             finally:
                 self._free()
             return ended and own_ended
@@ -448,9 +431,9 @@ class DaemonClient:
             fifo.close()
 
 
-def _open_observed(handle: bytes, workers: int) -> ObservedView | None:
+def _open_observed(handle: bytes, workers: int) -> ObservedSegment | None:
     try:
-        return ObservedView(handle.hex(), workers)
+        return ObservedSegment(workers, handle.hex())
     except ArgumentError as error:  # only reports need it
         logging.getLogger("proxyccl").warning("reports cannot show the node daemon's outstanding work: %s", error)
         return None

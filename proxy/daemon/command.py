@@ -15,12 +15,11 @@ from typing import TypeAlias
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.shown_text import shown
-from proxyccl.proxy.daemon.attendance import Attendance
 from proxyccl.proxy.daemon.introduced import reach_through
 from proxyccl.proxy.daemon.job import JOB_OPTIONS
 from proxyccl.proxy.daemon.listeners import HandedOver
 from proxyccl.proxy.daemon.protocol import socket_path
-from proxyccl.proxy.daemon.server import Daemon, DaemonOptions, raise_descriptor_limit
+from proxyccl.proxy.daemon.server import Attendance, Daemon, DaemonOptions, raise_descriptor_limit
 from proxyccl.proxy.reports import on_signal
 
 Server: TypeAlias = AbstractContextManager[str]

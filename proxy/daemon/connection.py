@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from msgspec import structs
 
@@ -26,27 +26,25 @@ from proxyccl.device.errors import (
 from proxyccl.device.memory.sockets import peer_credentials
 from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
-from proxyccl.proxy.daemon.frames import limit_waits, receive, send
-from proxyccl.proxy.daemon.hello import introduce
+from proxyccl.proxy.daemon.hello import ask_first, introduce
 from proxyccl.proxy.daemon.introduced import offer
 from proxyccl.proxy.daemon.protocol import (
+    DAEMON,
+    METHODS,
     REPLIES,
-    REQUESTS,
+    Answer,
     AnyReply,
-    AnyRequest,
-    Close,
-    Closed,
-    Done,
     Ending,
     Failed,
-    Missing,
-    Prepare,
+    Method,
     Refused,
-    RemoteMissing,
-    Reply,
-    WriteReport,
+    Request,
+    limit_waits,
+    receive,
+    send,
     socket_path,
 )
+from proxyccl.proxy.daemon.session import REQUESTS, Session
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.processes import is_stopped, process_name, start_of
 from proxyccl.proxy.transports.table import TRANSPORTS
@@ -55,10 +53,10 @@ from proxyccl.proxy.turns import TurnWatch
 _MARGIN = 10.0  # seconds that an answer may take in addition to the requested time
 _HELLO_SECONDS = 10.0
 _LOOK_SECONDS = 0.05  # between two checks of the workers' turns
-_DAEMON = "the node daemon"
 _STOPPED = "is stopped, and SIGCONT lets it go on"
 
-A = TypeVar("A", bound=Reply)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class DaemonAddress(Protocol):
@@ -95,7 +93,6 @@ class NodeDaemon:
         return str(self._path)
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """See `DaemonAddress.connect`."""
         try:
             connection, answer = introduce(os.fspath(self._path), timeout)
         except BlockingIOError:
@@ -120,7 +117,7 @@ class NodeDaemon:
         return ""
 
     def close(self) -> None:
-        """Does nothing."""
+        pass
 
 
 def daemon_process(path: Path) -> int:
@@ -144,23 +141,16 @@ def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
     except RuntimeUnavailableError as error:
         return str(error), dict.fromkeys(remote_transports, "there is no node daemon")
     with connection:
+        limit_waits(connection, timeout, timeout)
         try:
-            limit_waits(connection, timeout, timeout)
-            send(connection, REQUESTS, RemoteMissing())
-            message = receive(connection, REPLIES, _DAEMON)
-        except (OSError, ProtocolError) as error:
-            return "", dict.fromkeys(remote_transports, f"{_DAEMON} does not answer remote_missing: {error}")
-    match message:
-        case None:
-            return "", dict.fromkeys(remote_transports, f"{_DAEMON} hung up")
-        case Missing(missing=missing), _:
-            return "", {name: missing.get(name, f"{_DAEMON} has no such transport") for name in remote_transports}
-        case reply, _:
-            return "", dict.fromkeys(remote_transports, f"{_DAEMON} answered remote_missing with {reply}")
+            missing = ask_first(connection, Session.remote_missing)
+        except (OSError, ProxyCCLError) as error:
+            return "", dict.fromkeys(remote_transports, f"{DAEMON} does not answer remote_missing: {error}")
+    return "", {name: missing.get(name, f"{DAEMON} has no such transport") for name in remote_transports}
 
 
-def prepare_device(connection: socket.socket, request: Prepare, timeout: float) -> None:
-    """Has a daemon carry out a `Prepare`, over a connection that nothing else uses yet.
+def prepare_device(connection: socket.socket, timeout: float, runtime: str, device_id: str, peers: list[str]) -> None:
+    """Has a daemon carry out `Session.prepare`, over a connection that nothing else uses yet.
 
     Raises:
         ArgumentError: of "device": the daemon does not see it.
@@ -169,24 +159,10 @@ def prepare_device(connection: socket.socket, request: Prepare, timeout: float) 
     """
     limit_waits(connection, timeout, timeout + min(timeout, _MARGIN))  # as long as for a request to open a proxy
     try:
-        send(connection, REQUESTS, request)
-        message = receive(connection, REPLIES, _DAEMON)
+        ask_first(connection, Session.prepare, runtime, device_id, peers)
     except (OSError, ProtocolError) as error:
-        raise _unprepared(str(error)) from None
+        raise ProxyLostError(f"{DAEMON} does not prepare this rank's device: {error}", operation="prepare") from None
     limit_waits(connection, timeout, 0)
-    match message:
-        case None:
-            raise _unprepared("it hung up")
-        case Done(), _:
-            return
-        case Refused() as refused, _:
-            raise refused.exception()
-        case reply, _:
-            raise _unprepared(f"it answered with {reply!r:.100}")
-
-
-def _unprepared(reason: str) -> ProxyLostError:
-    return ProxyLostError(f"{_DAEMON} does not prepare this rank's device: {reason}", operation="prepare")
 
 
 class DaemonConnection:
@@ -197,6 +173,7 @@ class DaemonConnection:
             takes.
         name: of the thread.
         on_failure: called, in that thread, when a worker fails and when the daemon is lost.
+        watch_turns: begins to watch the turns of this rank's workers, for methods that need them.
         address: of the daemon; None for the node daemon at the default socket. `hang_up` closes it.
 
     Attributes:
@@ -214,10 +191,12 @@ class DaemonConnection:
         timeout: Callable[[], float],
         name: str,
         on_failure: Callable[[ProxyFailure], None],
+        watch_turns: Callable[[], TurnWatch],
         address: DaemonAddress | None = None,
     ) -> None:
         self._timeout = timeout
         self._on_failure = on_failure
+        self._watch_turns = watch_turns
         self._lock = threading.RLock()
         # By an RLock: a signal's handler may ask within a request of its thread.
         self._news = threading.Condition()
@@ -250,48 +229,48 @@ class DaemonConnection:
         """Whether this end has hung up."""
         return self._closed
 
-    def ask(
-        self,
-        request: AnyRequest,
-        answer_type: type[A],
-        *,
-        takes: float = 0.0,
-        descriptors: Sequence[int] = (),
-        turns: TurnWatch | None = None,
-    ) -> A:
-        """Sends a request and waits for its answer.
-
-        Args:
-            request: without a number.
-            answer_type: of the answer.
-            takes: seconds that the daemon may take to carry it out.
-            descriptors: sent with it.
-            turns: of this rank's workers. If they take none for the time-out, the wait for the answer ends.
+    def ask(self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls a method of the daemon (`proxyccl.proxy.daemon.protocol.method`), and waits for its result.
 
         Raises:
             ClosedError: this end has hung up, or this process is a fork of the one that has it.
             ProxyLostError: the daemon is lost, or breaks the protocol.
             ProxyCCLError: the daemon's error.
         """
+        method = METHODS[function.__name__]
+        nothing: Any = None
+        if method.releases and not self.is_open:
+            return cast(R, nothing)
+        try:
+            return cast(R, self._result(method, *method.request_of(args, kwargs)))
+        except ProxyLostError:
+            if not method.releases:  # otherwise the objects ended with the daemon, whose loss is reported elsewhere
+                raise
+            return cast(R, nothing)
+
+    def _result(self, method: Method, request: Request, descriptors: Sequence[int]) -> object:
         self._process.require("the proxy service")
         with self._lock:
             if self._closed:
                 raise ClosedError("the proxy service is closed")
-            answer = self._exchange(request, takes, descriptors, turns) if not self._lost else None
+            answer = self._exchange(method, request, descriptors) if not self._lost else None
             if answer is None and self._closed:  # by a signal's handler
                 raise ClosedError("the proxy service is closed")
         if isinstance(answer, Refused):
             raise answer.exception()
-        if not isinstance(answer, answer_type):
-            if answer is not None:
-                self._lose(f"{process_name(self.daemon)} answered {request.name} with {answer!r:.100}")
-            raise ProxyLostError(f"the node daemon is lost: {self._lost}", operation=request.name)
-        return answer
+        if isinstance(answer, Answer):
+            try:
+                return method.result.decode(answer.result, DAEMON)
+            except ProtocolError as error:
+                self._lose(str(error))
+        elif answer is not None:
+            self._lose(f"{process_name(self.daemon)} answered {method.name} with {answer!r:.100}")
+        raise ProxyLostError(f"{DAEMON} is lost: {self._lost}", operation=method.name)
 
-    def _exchange(
-        self, request: AnyRequest, takes: float, descriptors: Sequence[int], turns: TurnWatch | None
-    ) -> AnyReply | None:
+    def _exchange(self, method: Method, request: Request, descriptors: Sequence[int]) -> AnyReply | None:
         """The answer to a request; None if the daemon is lost."""
+        takes = method.timeouts * getattr(request, "timeout", 0.0) + (self._timeout() if method.opens else 0.0)
+        turns = self._watch_turns() if method.needs_turns else None
         number = next(self._numbers)
         self._awaited.add(number)  # before it is sent: a handler may ask at any time
         try:
@@ -300,7 +279,7 @@ class DaemonConnection:
         except BrokenPipeError:
             self._reader.join(_MARGIN)  # the reader finds out why
         except OSError as error:
-            self.give_up(f"does not answer a request to {request.name}: {str(error) or 'too late'}")
+            self.give_up(f"does not answer a request to {method.name}: {str(error) or 'too late'}")
         finally:
             self._awaited.remove(number)
         return None
@@ -331,15 +310,16 @@ class DaemonConnection:
     def request_report(self, cause: str) -> None:
         """Asks the daemon for a report too, without waiting for it: the daemon may be hanging."""
         with contextlib.suppress(OSError):  # it is lost, which this rank reports
-            send(self._socket, REQUESTS, WriteReport(cause), flags=socket.MSG_DONTWAIT)
+            request, _ = METHODS["write_report"].request_of((cause,), {})
+            send(self._socket, REQUESTS, request, flags=socket.MSG_DONTWAIT)
 
     def _read(self) -> None:
         try:
-            while (message := receive(self._socket, REPLIES, _DAEMON)) is not None:
+            while (message := receive(self._socket, REPLIES, DAEMON)) is not None:
                 reply, _ = message
                 match reply:
                     case Failed():
-                        self._on_failure(reply.failure())
+                        self._on_failure(reply.failure)
                     case Ending():
                         self._lose(f"{process_name(self.daemon)} is ending")
                     case _:
@@ -368,7 +348,7 @@ class DaemonConnection:
         """See `Proxy.stopped`; empty too if the daemon is lost."""
         return f"{process_name(self.daemon)} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
-    def close_service(self, timeout: float, turns: TurnWatch) -> bool:
+    def close_service(self, timeout: float) -> bool:
         """Has the daemon drain the rings and free everything of this client, and hangs up.
 
         False if a worker did not end in time. If the daemon is lost, either nothing of it runs or nothing can be done.
@@ -377,7 +357,7 @@ class DaemonConnection:
             return True
         with self._lock:
             try:
-                return self.ask(Close(timeout), Closed, takes=2 * timeout, turns=turns).ended
+                return self.ask(Session.close, timeout)
             except ProxyLostError:
                 return True
             finally:

@@ -1,20 +1,40 @@
-"""The first step of each connection to a node daemon: hellos, by which either end may refuse the other."""
+"""The first steps of each connection to a node daemon: hellos, by which either end may refuse the other, and requests
+before the connection has a reader (`DaemonConnection`)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
+from proxyccl.device.errors import ProtocolError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.memory.sockets import peer_credentials
 from proxyccl.device.process import forks
-from proxyccl.proxy.daemon.frames import limit_waits, receive, send
 from proxyccl.proxy.daemon.listeners import shown
-from proxyccl.proxy.daemon.protocol import HELLO_ANSWERS, HELLOS, LAYOUT, VERSION, Hello, HelloAnswer
+from proxyccl.proxy.daemon.protocol import (
+    DAEMON,
+    HELLO_ANSWERS,
+    HELLOS,
+    LAYOUT,
+    METHODS,
+    REPLIES,
+    VERSION,
+    Answer,
+    Hello,
+    HelloAnswer,
+    Refused,
+    close_all,
+    limit_waits,
+    receive,
+    send,
+)
+from proxyccl.proxy.daemon.session import REQUESTS
 
-_DAEMON = "the node daemon"
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]:
@@ -54,7 +74,31 @@ def _say_hello(connection: socket.socket) -> HelloAnswer:
     """The daemon's answer. Raises ConnectionResetError if it hung up."""
     with contextlib.suppress(BrokenPipeError):  # it may have refused this user already, and said so
         send(connection, HELLOS, Hello(VERSION, LAYOUT))
-    message = receive(connection, HELLO_ANSWERS, _DAEMON)
+    message = receive(connection, HELLO_ANSWERS, DAEMON)
     if message is None:
         raise ConnectionResetError("it hung up")
     return message[0]
+
+
+def ask_first(
+    connection: socket.socket, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Calls a method of the daemon over a connection that nothing else reads. Returns its result.
+
+    Raises:
+        OSError, ProtocolError: the daemon does not answer, or answers something else.
+        ProxyCCLError: the daemon's error.
+    """
+    method = METHODS[function.__name__]
+    request, sent = method.request_of(args, kwargs)
+    send(connection, REQUESTS, request, sent)
+    message = receive(connection, REPLIES, DAEMON)
+    if message is None:
+        raise ConnectionResetError("it hung up")
+    reply, descriptors = message
+    if isinstance(reply, Answer) and len(descriptors) == method.returns_descriptors:
+        return cast(R, descriptors or method.result.decode(reply.result, DAEMON))
+    close_all(descriptors)
+    if isinstance(reply, Refused):
+        raise reply.exception()
+    raise ProtocolError(f"it answered with {reply!r:.100}")

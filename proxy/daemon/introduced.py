@@ -5,29 +5,21 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
-from proxyccl.device.errors import ProtocolError, ProxyLostError, RuntimeUnavailableError
+from proxyccl.device.errors import ProtocolError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.memory import sockets
 from proxyccl.device.memory.descriptor_server import serve
 from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
-from proxyccl.proxy.daemon.frames import close_all, limit_waits, receive, send
-from proxyccl.proxy.daemon.hello import introduce
-from proxyccl.proxy.daemon.protocol import (
-    REPLIES,
-    REQUESTS,
-    AnyReply,
-    AnyRequest,
-    Done,
-    Introduced,
-    Offer,
-    Reach,
-    Reached,
-    Refused,
-)
+from proxyccl.proxy.daemon.hello import ask_first, introduce
+from proxyccl.proxy.daemon.protocol import DAEMON, REPLIES, Introduced, close_all, limit_waits, receive
+from proxyccl.proxy.daemon.session import Session
 
-_DAEMON = "the node daemon"
+R = TypeVar("R")
+
 _lock = threading.Lock()
 forks.hold_while_forking(_lock)
 _offered: dict[Path, forks.Process] = {}
@@ -51,7 +43,7 @@ def offer(path: Path, timeout: float) -> None:
         server = serve()
         connection = _connect(path, timeout)
         try:
-            _exchange(connection, Offer(forks.here().token.hex()), Done, path)
+            _ask(path, connection, Session.offer, forks.here().token)
             limit_waits(connection, timeout, 0)
             Thread(_answer_all, "proxyccl-introduced", connection, server.answer, path).start()
         except BaseException:
@@ -63,7 +55,7 @@ def offer(path: Path, timeout: float) -> None:
 
 def reach_through(path: Path) -> None:
     """Reaches processes that no other socket leads to through the daemon at a path, if there is one, from now on."""
-    sockets.add_broker(f"{_DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
+    sockets.add_broker(f"{DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
 
 
 def is_offered(path: Path) -> bool:
@@ -80,26 +72,19 @@ def _connect(path: Path, timeout: float) -> socket.socket:
         raise RuntimeUnavailableError(f"no node daemon answers at {path} ({error})") from None
 
 
-def _exchange(connection: socket.socket, request: AnyRequest, expected: type[AnyReply], path: Path) -> list[int]:
-    """The descriptors of the daemon's answer."""
+def _ask(path: Path, connection: socket.socket, function: Callable[[Any, str], R], token: bytes) -> R:
     try:
-        send(connection, REQUESTS, request)
-        message = receive(connection, REPLIES, _DAEMON)
-    except (OSError, ProtocolError) as error:
-        raise RuntimeUnavailableError(f"{_DAEMON} at {path} does not introduce this process: {error}") from None
-    reply, descriptors = message or (None, [])
-    if isinstance(reply, expected):
-        return descriptors
-    close_all(descriptors)
-    reason = reply.message if isinstance(reply, Refused) else f"it answered with {reply!r:.100}"
-    raise RuntimeUnavailableError(f"{_DAEMON} at {path} does not introduce this process: {reason}")
+        return ask_first(connection, function, token.hex())
+    except (OSError, ProxyCCLError) as error:
+        reason = str(error).removeprefix("process: ")  # the argument
+        raise RuntimeUnavailableError(f"{DAEMON} at {path} does not introduce this process: {reason}") from None
 
 
 def _answer_all(connection: socket.socket, answer: object, path: Path) -> None:
     assert callable(answer)
     try:
         with connection:
-            while (message := receive(connection, REPLIES, _DAEMON)) is not None:
+            while (message := receive(connection, REPLIES, DAEMON)) is not None:
                 reply, descriptors = message
                 if not isinstance(reply, Introduced) or len(descriptors) != 1:
                     close_all(descriptors)
@@ -116,10 +101,9 @@ def _reach(path: Path, token: bytes, timeout: float) -> socket.socket:
     try:
         with _connect(path, timeout) as connection:
             limit_waits(connection, timeout, timeout)
-            descriptors = _exchange(connection, Reach(token.hex()), Reached, path)
-    except (RuntimeUnavailableError, ProxyLostError) as error:
+            (descriptor,) = _ask(path, connection, Session.reach, token)
+    except RuntimeUnavailableError as error:
         raise sockets.UnreachableError(str(error)) from None
-    reached = socket.socket(fileno=descriptors.pop(0))
-    close_all(descriptors)
+    reached = socket.socket(fileno=descriptor)
     reached.settimeout(timeout)
     return reached

@@ -15,9 +15,9 @@ from proxyccl.device.errors import ProtocolError, RuntimeUnavailableError
 from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion, out_of_descriptors
 from proxyccl.device.process import forks
 from proxyccl.proxy.codec import Codec, Message
-from proxyccl.proxy.daemon.frames import limit_waits
 from proxyccl.proxy.daemon.hello import introduce
 from proxyccl.proxy.daemon.listeners import BACKLOG, abstract
+from proxyccl.proxy.daemon.protocol import limit_waits
 from proxyccl.proxy.processes import start_of
 
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
@@ -132,7 +132,6 @@ class JobDaemon:
         return lines[-1] if lines else ""
 
     def close(self) -> None:
-        """See `DaemonAddress.close`."""
         if self._errors is not None:
             os.close(self._errors)
             self._errors = None

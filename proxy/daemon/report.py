@@ -8,7 +8,7 @@ from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, WorkerView
 from proxyccl.proxy.reports.document import MOST_BYTES, Member, require_moment
-from proxyccl.proxy.reports.rings import Ring
+from proxyccl.proxy.ring import RingContents
 
 
 class EngineThread(Message, frozen=True):
@@ -76,14 +76,9 @@ class Client(Message, frozen=True):
     request: Request | None
     failure: str | None
     workers: list[Worker]
-    rings: list[Ring]
+    rings: list[RingContents]
     connections: list[ConnectionView]
     channels: list[ChannelView]
-
-    def connection_of(self, channel: ChannelView) -> ConnectionView | None:
-        """The connection that a channel's triggers go over."""
-        place = (channel.worker, channel.connection)
-        return next((each for each in self.connections if (each.worker, each.number) == place), None)
 
 
 class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemon report"):

@@ -30,7 +30,7 @@ from proxyccl.proxy.observe.reader import Observer, ServiceView
 from proxyccl.proxy.processes import process_name, stat_of
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import Member
-from proxyccl.proxy.reports.rings import TRIGGERS, Ring
+from proxyccl.proxy.ring import RingContents
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import ProxyThread
 
@@ -144,7 +144,7 @@ class _Snapshot:
     threads: Sequence[ProxyThread]
     observer: Observer
     view: ServiceView
-    rings: list[Ring]
+    rings: list[RingContents]
 
     @classmethod
     def of(cls, session: Session, opened: contextlib.ExitStack) -> _Snapshot | None:
@@ -153,7 +153,7 @@ class _Snapshot:
         if service is None or service.publication is None:
             return None
         observer = opened.enter_context(Observer(service.publication))
-        rings = [Ring.of(ring) for ring in observer.look_into_rings(TRIGGERS)]
+        rings = observer.look_into_rings()
         return cls(service, threads, observer, observer.snapshot(), rings)
 
     def workers(self) -> list[Worker]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import resource
 import select
@@ -24,7 +25,6 @@ from proxyccl.device.memory.sockets import peer_credentials
 from proxyccl.device.process.threads import Thread
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import open_driver
-from proxyccl.proxy.daemon.attendance import Attendance
 from proxyccl.proxy.daemon.introductions import Introductions
 from proxyccl.proxy.daemon.listeners import Listener, SocketFile
 from proxyccl.proxy.daemon.reporter import DaemonReporter
@@ -39,6 +39,11 @@ _DRAIN_SECONDS = 10.0
 MOST_GREETED = 128
 """Clients that may be silent at once. Each has a thread and a descriptor."""
 _SILENT_SECONDS = 1.0  # seconds for which a client may always be silent
+
+START_SECONDS = 30.0
+"""Seconds that a daemon waits for its first client, while the rank that started it lives."""
+LINGER_SECONDS = 1.0
+"""Seconds that it waits for the next client while a process of an earlier one lives."""
 
 log = logging.getLogger("proxyccl.daemon")
 
@@ -58,6 +63,67 @@ class DaemonOptions:
     cores: Collection[int] | None = None
     idle: IdlePolicy | None = None
     programs: int = 1
+
+
+class Attendance:
+    """The live processes that were clients, by their descriptors, and the time since nobody is connected.
+
+    Args:
+        starter: the process that starts the daemon, and is to be a client.
+    """
+
+    def __init__(self, starter: int) -> None:
+        self._pids: dict[int, int] = {}  # by descriptor
+        self._anybody_came = False
+        self._empty_since: float | None = time.monotonic()
+        self._add(starter)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors of the processes. One becomes readable when its process ends."""
+        return list(self._pids)
+
+    def came(self, pid: int) -> int | None:
+        """Notes that a process has connected. Returns its descriptor if it is new and lives."""
+        self._anybody_came = True
+        return self._add(pid)
+
+    def _add(self, pid: int) -> int | None:
+        if pid in self._pids.values():
+            return None
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:  # it has ended already, or lives in another namespace of process ids
+            return None
+        self._pids[descriptor] = pid
+        return descriptor
+
+    def ended(self, descriptor: int) -> int:
+        """Forgets a process that has ended. Returns its process id."""
+        os.close(descriptor)
+        return self._pids.pop(descriptor)
+
+    def milliseconds_left(self, clients: int) -> int | None:
+        """The time to wait for another client; None while there are some.
+
+        Args:
+            clients: the number connected.
+        """
+        if clients:
+            self._empty_since = None
+            return None
+        now = time.monotonic()
+        if self._empty_since is None:
+            self._empty_since = now
+        patience = LINGER_SECONDS if self._anybody_came else START_SECONDS
+        if not self._pids:
+            patience = 0.0
+        return max(0, math.ceil(1000 * (self._empty_since + patience - now)))
+
+    def close(self) -> None:
+        """Closes the descriptors."""
+        for descriptor in self.descriptors:
+            self.ended(descriptor)
 
 
 class Daemon:

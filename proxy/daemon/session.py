@@ -7,50 +7,47 @@ was given (`SessionService`), and an error ends only its session.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import select
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Union
 
-from msgspec import structs
+from msgspec import Raw, structs
 
 from proxyccl.device.errors import DriverError, ProtocolError, ProxyCCLError, ResourceError
 from proxyccl.device.memory.sockets import TOKEN_BYTES, peer_credentials
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.daemon.frames import close_all, limit_waits, receive, send
+from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.introductions import Introductions
 from proxyccl.proxy.daemon.protocol import (
+    DAEMON,
     HELLO_ANSWERS,
     HELLOS,
     LAYOUT,
+    LONGEST_FRAME,
+    METHODS,
+    MOST_DESCRIPTORS,
     REPLIES,
-    REQUESTS,
     VERSION,
+    Answer,
     AnyReply,
-    AnyRequest,
-    Close,
-    Closed,
-    Done,
+    Descriptors,
     Ending,
     Failed,
     HelloAnswer,
     Introduced,
-    Missing,
-    Offer,
-    Open,
-    Opened,
-    Prepare,
-    Reach,
-    Reached,
     Refused,
-    RemoteMissing,
-    ServiceRequest,
-    WriteReport,
+    Request,
+    close_all,
+    limit_waits,
+    method,
+    receive,
+    send,
 )
-from proxyccl.proxy.daemon.session_service import SessionService, require_descriptors
+from proxyccl.proxy.daemon.session_service import Seconds, ServiceOptions, SessionService
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.processes import process_name
@@ -120,8 +117,9 @@ class Session:
         self._request_report = request_report
         self._introductions = introductions
         self._offered: bytes | None = None
-        self._handed: list[int] = []
         self._service: SessionService | None = None
+        self._number: int | None = None  # of the request in progress
+        self._answered = False
         self._greeted = False
         self._end_within: float | None = None
         self.threads: Sequence[ProxyThread] = ()
@@ -192,74 +190,61 @@ class Session:
 
     def _answer_requests(self) -> None:
         while (message := self._next_request()) is not None:
-            answer = self._answer(*message)
+            handed: list[int] = []
             try:
+                answer = self._answer(*message, handed)
                 if answer is not None:
-                    send(self._connection, REPLIES, answer, self._handed)
+                    send(self._connection, REPLIES, answer, handed)
             finally:
-                close_all(self._handed)
+                close_all(handed)
 
-    def _next_request(self) -> tuple[AnyRequest, list[int]] | None:
+    def _next_request(self) -> tuple[Request, list[int]] | None:
         """The next request; None if the client hung up. Until it comes, tries to unmap what the client has removed."""
-        while self._service is not None and self._service.unmaps_later and not self._arrived.poll(_QUIET_MS):
-            self._service.unmap_if_quiet()
+        while self._service is not None and self._service.memories.unmaps_later and not self._arrived.poll(_QUIET_MS):
+            self._service.memories.unmap_if_quiet()
         return receive(self._connection, REQUESTS, self.name)
 
-    def _answer(self, request: AnyRequest, descriptors: list[int]) -> AnyReply | None:
-        """Carries out a request, or answers with the reason. None if the client has its answer or expects none."""
-        answer: AnyReply | None
+    def _answer(self, request: Request, descriptors: list[int], handed: list[int]) -> AnyReply | None:
+        """Carries out a request. Returns the answer, whose descriptors it adds to `handed`; None if the client has its
+        answer or expects none.
+        """
+        called = request.method
+        self._number, self._answered = request.request, not called.answered
+        if called.answered:
+            self.request = called.name, time.monotonic()
         try:
-            if isinstance(request, WriteReport):
-                job = self.description.job if self.description is not None else self.name
-                self._request_report(job, f"{self.name}: {request.cause:.200}")
-                return None
-            self.request = request.name, time.monotonic()
-            answer = self._do(request, descriptors)
+            target = self if hasattr(Session, called.name) else self._require_service(called.name)
+            result = called.call(target, request, descriptors)
+            if called.returns_descriptors:
+                handed += result
+                result = None
+            return None if self._answered else Answer(Raw(called.result.encode(result)), request=self._number)
         except ProtocolError:
             raise
         except ProxyCCLError as error:
-            answer = Refused.of(error)
+            refused = Refused.of(error)
         except OSError as error:  # the daemon's own problem, such as a lack of descriptors
-            answer = Refused.of(ResourceError(f"the node daemon can't do {request.name}: {error}"))
+            refused = Refused.of(ResourceError(f"{DAEMON} can't do {called.name}: {error}"))
         finally:
             self.request = None
             close_all(descriptors)
-        return None if answer is None else structs.replace(answer, request=request.request)
+        return structs.replace(refused, request=self._number)
 
-    def _do(
-        self,
-        request: RemoteMissing | Offer | Reach | Prepare | Open | Close | ServiceRequest,
-        descriptors: list[int],
-    ) -> AnyReply | None:
-        """The answer; None if it was sent."""
-        match request:
-            case Offer(process=process):
-                self._offered = _token(process)
-                confirm = functools.partial(self._send_event, Done(request=request.request))
-                self._introductions.offer(self._offered, self._hand, confirm)
-                return None
-            case Reach(process=process):
-                self._handed.append(self._introductions.reach(_token(process)).detach())
-                return Reached()
-            case RemoteMissing():
-                return Missing(missing_transports())
-            case Prepare(runtime=runtime, device_id=device_id, peers=peers):
-                self._prepare(self._open_runtime(runtime, device_id), peers)
-                return Done()
-            case Open():
-                return self._open(request, descriptors)
+    def _require_service(self, called: str) -> SessionService:
         if self._service is None:
-            raise ProtocolError(f"{request.name}: no proxy is open; expected open first")
-        if isinstance(request, Close):
-            self._service.drain(request.timeout)
-            return Closed(self._free(request.timeout))
-        return self._service.handle(request)
+            raise ProtocolError(f"{called}: no proxy is open; expected open first")
+        return self._service
+
+    def _confirm(self) -> None:
+        """Answers the request in progress before it is done."""
+        self._answered = True
+        self._send_event(Answer(Raw(b"null"), request=self._number))
 
     def _hand(self, theirs: socket.socket) -> None:
         """Hands the client one end of a connection. From any thread."""
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
-    def _send_event(self, event: Failed | Ending | Done) -> None:
+    def _send_event(self, event: AnyReply) -> None:
         """Sends without waiting for the client to read: other clients' workers may share the caller's thread."""
         try:
             send(self._connection, REPLIES, event, flags=socket.MSG_DONTWAIT)
@@ -281,35 +266,96 @@ class Session:
             log.warning("%s: the triggers in its rings were not done within %g s", self.name, timeout)
         self._send_event(Ending())
 
-    # -- the service ---
+    # -- methods ---
 
-    def _prepare(self, runtime: Runtime, peers: Sequence[str]) -> None:
+    @method()
+    def remote_missing(self) -> dict[str, str]:
+        """By remote transport, the requirements that the daemon lacks for it; empty if there are none."""
+        return missing_transports()
+
+    @method(answered=False)
+    def write_report(self, cause: str) -> None:
+        """Has the daemon write a report; `cause` says why."""
+        job = self.description.job if self.description is not None else self.name
+        self._request_report(job, f"{self.name}: {cause:.200}")
+
+    @method()
+    def offer(self, process: str) -> None:
+        """Has the daemon introduce others to the client's process, by an `Introduced` for each.
+
+        Args:
+            process: the token of the client's process, in hexadecimal.
+        """
+        self._offered = _token(process)
+        self._introductions.offer(self._offered, self._hand, self._confirm)
+
+    @method()
+    def reach(self, process: str) -> Descriptors:
+        """A connection to another process that has made an `offer`, or to the daemon.
+
+        Args:
+            process: the token of that process, in hexadecimal.
+        """
+        return [self._introductions.reach(_token(process)).detach()]
+
+    @method()
+    def prepare(self, runtime: str, device_id: str, peers: list[str]) -> None:
+        """Opens a device, and makes ready to copy between it and others.
+
+        Args:
+            runtime: name of the runtime.
+            device_id: of the client's device.
+            peers: device_ids of the devices of its peers.
+        """
+        opened = self._open_runtime(runtime, device_id)
         try:
-            runtime.warm_up(peers)
+            opened.warm_up(peers)
         except DriverError as error:  # not for certain one of what the client will do
             log.warning("%s: its first copies will take longer: %s", self.name, error)
 
-    def _open(self, request: Open, descriptors: list[int]) -> Opened:
+    @method(opens=True)
+    def open(self, descriptors: Descriptors, options: ServiceOptions) -> tuple[bytes, list[bytes]]:
+        """Opens a proxy service over the client's rings.
+
+        Args:
+            descriptors: of the control segment and of each ring.
+            options: of the service.
+
+        Returns:
+            The handle of its `ObservedSegment`, and the handles of the words that wake its threads.
+        """
         if self._service is not None:
             raise ProtocolError("open: a proxy is open already")
-        require_descriptors(request, len(descriptors))
-        runtime = self._open_runtime(request.runtime, request.device_id)
-        self.threads = self._assign_threads(request.threads)
-        idle = IdlePolicy(*request.idle) if request.idle is not None else self._choose_idle()
+        count = len(descriptors)
+        if not options.threads < count <= MOST_DESCRIPTORS:
+            raise ProtocolError(
+                f"open came with {count} descriptors; expected a segment and {options.threads} to "
+                f"{MOST_DESCRIPTORS - 1} rings"
+            )
+        runtime = self._open_runtime(options.runtime, options.device_id)
+        self.threads = self._assign_threads(options.threads)
+        idle = IdlePolicy(*options.idle) if options.idle is not None else self._choose_idle()
         self._service = SessionService(
-            request, descriptors, runtime, self.threads, idle, self._send_failure, self._has_left
+            options, descriptors, runtime, self.threads, idle, self._send_failure, self._has_left
         )
-        self.served, self.description, self.device_id = self._service.proxy, request.description, runtime.device_id
-        if request.description is not None:
-            self.name += f" (rank {request.description.rank} of job {request.description.job})"
-        rings = len(descriptors) - 1
-        log.info("%s: %d rings of %d slots on %s", self.name, rings, request.fifo_size, runtime.device_id)
-        return Opened(self._service.proxy.observed_handle, self._service.proxy.asleep_handles)
+        self.served, self.description, self.device_id = self._service.proxy, options.description, runtime.device_id
+        if options.description is not None:
+            self.name += f" (rank {options.description.rank} of job {options.description.job})"
+        log.info("%s: %d rings of %d slots on %s", self.name, count - 1, options.fifo_size, runtime.device_id)
+        return self._service.proxy.observed_handle, self._service.proxy.asleep_handles
+
+    @method(timeouts=2, needs_turns=True)
+    def close(self, timeout: Seconds) -> bool:
+        """Drains the rings and frees everything of the client. Returns whether the workers ended."""
+        self._require_service("close").drain(timeout)
+        return self._free(timeout)
+
+    # -- the end ---
 
     def _send_failure(self, failure: ProxyFailure) -> None:
         log.warning("%s: its proxy failed: %s", self.name, failure.reason)
         self.failure = failure
-        self._send_event(Failed.of(failure))
+        self._send_event(Failed(structs.replace(failure, exception=None)))
 
     def _free(self, timeout: float) -> bool:
         """Ends the workers at once and frees everything. False if a worker did not end: its memory is then kept."""
@@ -345,3 +391,6 @@ def _token(process: str) -> bytes:
     if len(token) != TOKEN_BYTES:
         raise ProtocolError(f"process: expected {2 * TOKEN_BYTES} hexadecimal digits, not {process!r:.100}")
     return token
+
+
+REQUESTS = Codec[Request](Union[tuple(each.request for each in METHODS.values())], LONGEST_FRAME, name="request")  # noqa: UP007  made of a tuple

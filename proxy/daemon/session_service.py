@@ -1,62 +1,93 @@
-"""The proxy service that the daemon runs for one client, over the client's own rings, and the client's objects."""
+"""The proxy service that the daemon runs for one client, over the client's own rings, and the methods that need it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Annotated, TypeVar
 
-from proxyccl.device.errors import ProtocolError
+from msgspec import Meta
+from msgspec.structs import replace
+
+from proxyccl.device.errors import ArgumentError, ProtocolError
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.daemon.protocol import (
-    AddMemory,
-    AddPinnedMemory,
-    AddRemoteMemory,
-    AddSchedule,
-    AnyReply,
-    ConnectCopy,
-    ConnectRemote,
-    Drain,
-    Drained,
-    FreeChannels,
-    Open,
-    RemoveMemory,
-    RemoveSchedule,
-    ReserveChannel,
-    ReserveElsewhere,
-    ServiceRequest,
-    SetChannel,
-)
-from proxyccl.proxy.daemon.session_channels import SessionChannels
-from proxyccl.proxy.daemon.session_memories import SessionMemories
-from proxyccl.proxy.daemon.session_remote import SessionRemote
-from proxyccl.proxy.daemon.session_schedules import SessionSchedules
+from proxyccl.proxy.codec import Message, Uint32, Uint64
+from proxyccl.proxy.daemon.protocol import CONTROL_BYTES, method
+from proxyccl.proxy.daemon.session_memories import REST_SECONDS, SessionMemories
+from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fifo import Ring
-from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, ProxyFailure
+from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.ring import ring_bytes
+from proxyccl.proxy.schedule import Schedule
+from proxyccl.proxy.schedule_table import MAX_SCHEDULES
 from proxyccl.proxy.service import ProxyService
+from proxyccl.proxy.service_remote import ServiceRemote
 from proxyccl.proxy.shared_words import SharedWords
-from proxyccl.proxy.thread import IdlePolicy, ProxyThread
-from proxyccl.proxy.trigger import MAX_CHANNELS
+from proxyccl.proxy.thread import LONGEST_US, IdlePolicy, ProxyThread
+from proxyccl.proxy.transport_options import TransportOptions
+from proxyccl.proxy.transports.table import find_transport, remote_functions
+from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
+from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.workers import MAX_RINGS
 
-_SEMAPHORES_BYTES = 8 * MAX_CHANNELS
+_SEMAPHORE_BYTES = 8
+_SEMAPHORES_BYTES = _SEMAPHORE_BYTES * MAX_CHANNELS
+
+Rank = Annotated[int, Meta(ge=0, le=2**31)]
+MemoryId = Annotated[int, Meta(ge=0, le=MAX_MEMORIES - 1)]
+ScheduleNumber = Annotated[int, Meta(ge=1, le=MAX_SCHEDULES - 1)]
+ChannelId = Annotated[int, Meta(ge=0, le=MAX_CHANNELS - 1)]
+RingNumber = Annotated[int, Meta(ge=0, le=MAX_RINGS - 1)]
+Nbytes = Annotated[int, Meta(ge=0, le=2**62)]
+PositiveNbytes = Annotated[int, Meta(ge=1, le=2**62)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+IdleTime = Annotated[float, Meta(ge=0, le=LONGEST_US)]
+SegmentOffset = Annotated[int, Meta(ge=0, le=2**40)]
+TableOffset = Annotated[int, Meta(ge=CONTROL_BYTES, le=2**30, multiple_of=128)]
+
+T = TypeVar("T")
 
 
-def require_descriptors(request: Open, count: int) -> None:
-    """Raises ProtocolError unless this number of descriptors is that of a segment and enough rings."""
-    if not request.threads < count <= MAX_RINGS + 1:
-        raise ProtocolError(
-            f"open came with {count} descriptors; expected a segment and {request.threads} to {MAX_RINGS} rings"
-        )
+class ServiceOptions(Message, frozen=True):
+    """A client's options for its service.
+
+    Attributes:
+        runtime: name of the runtime.
+        device_id: of the device that pushes to the rings.
+        fifo_size: slots in each ring.
+        threads: number of workers.
+        shared_offset: of `SharedWords` in the control segment.
+        description: the rank that the service works for.
+        semaphores_offset: of the words that peers signal in the control segment, by channel id; None for a service
+            without schedules.
+        ring_per_connection: see `ProxyService`.
+        idle: the fields of the `IdlePolicy` that the client needs, in order; None for the daemon's.
+    """
+
+    runtime: str
+    device_id: str
+    fifo_size: Annotated[int, Meta(ge=2, le=2**20)]
+    threads: Annotated[int, Meta(ge=1, le=MAX_RINGS)]
+    shared_offset: TableOffset
+    description: Description | None = None
+    semaphores_offset: TableOffset | None = None
+    ring_per_connection: bool = False
+    idle: tuple[IdleTime, IdleTime, IdleTime] | None = None
 
 
 class SessionService:
     """A client's service with its memories, channels, schedules and remote links.
 
+    A client names only objects that it was given: a method raises ProtocolError for any other. Tables change while
+    workers are paused, because a trigger may name an id at any time. The client's remote links have their own device
+    context, so its keys work only for it.
+
     Args:
-        request: the client's request.
+        options: the client's.
         descriptors: of the control segment and the rings; the caller closes them.
         runtime: the runtime whose copies the service issues.
         threads: the threads that run its workers.
@@ -66,6 +97,7 @@ class SessionService:
 
     Attributes:
         proxy: the service.
+        memories: the memory that is mapped for the client.
 
     Raises:
         ArgumentError: a descriptor names no such memory.
@@ -73,7 +105,7 @@ class SessionService:
 
     def __init__(
         self,
-        request: Open,
+        options: ServiceOptions,
         descriptors: Sequence[int],
         runtime: Runtime,
         threads: Sequence[ProxyThread],
@@ -82,77 +114,284 @@ class SessionService:
         has_left: Callable[[], bool],
     ) -> None:
         with contextlib.ExitStack() as undo:
-            nbytes = request.shared_offset + SharedWords.BYTES
-            if request.semaphores_offset is not None:
-                nbytes = max(nbytes, request.semaphores_offset + _SEMAPHORES_BYTES)
+            nbytes = options.shared_offset + SharedWords.BYTES
+            if options.semaphores_offset is not None:
+                nbytes = max(nbytes, options.semaphores_offset + _SEMAPHORES_BYTES)
             segment = runtime.adopt_pinned(os.dup(descriptors[0]), nbytes)
             undo.callback(segment.close)
             rings: list[Ring] = []
             for descriptor in descriptors[1:]:
                 # Here only the engine reads a ring: the client gives the device access to it.
-                memory = SharedMemory.adopt(os.dup(descriptor), ring_bytes(request.fifo_size))
-                rings.append(Ring(memory, request.fifo_size))
+                memory = SharedMemory.adopt(os.dup(descriptor), ring_bytes(options.fifo_size))
+                rings.append(Ring(memory, options.fifo_size))
                 undo.callback(rings[-1].close)
             self.proxy = ProxyService(
                 runtime,
                 segment.host_ptr,
                 segment,
-                shared_offset=request.shared_offset,
-                semaphores_offset=request.semaphores_offset,
+                shared_offset=options.shared_offset,
+                semaphores_offset=options.semaphores_offset,
                 shared_threads=threads,
                 rings=rings,
-                ring_per_connection=request.ring_per_connection,
+                ring_per_connection=options.ring_per_connection,
                 on_failure=on_failure,
-                description=request.description,
+                description=options.description,
                 idle=idle,
             )
             undo.pop_all()
         self._segment = segment
         self._has_left = has_left
-        self._memories = SessionMemories(self.proxy, runtime)
-        self._channels = SessionChannels(self.proxy, runtime, self._memories)
-        self._schedules = SessionSchedules(self.proxy)
-        self._remote = SessionRemote(self.proxy, self._memories, has_left)
+        self.memories = SessionMemories(self.proxy, runtime)
+        self._sizes: dict[int, int] = {}  # by a memory's first id
+        self._connections: list[Connection] = []
+        self._channels: dict[int, Connection | None] = {}  # None: served by the client's process
+        self._schedules: set[int] = set()
+        self._remote: ServiceRemote | None = None
+        self._exposed: dict[int, ExposedMemory] = {}
+        self._next_exposed = 0
 
-    def handle(self, request: ServiceRequest) -> AnyReply:
-        """Carries out a request.
+    # -- memories ---
 
-        Raises:
-            ProtocolError: it names an object that the client was not given.
-            ProxyCCLError: it cannot be carried out.
+    @method()
+    def add_memory(self, handle: bytes, nbytes: Nbytes, key: Uint32) -> MemoryId:
+        """Registers memory that copies reach, which the daemon maps by its handle. Returns its first id."""
+        if nbytes == 0:
+            return self._register(0, lambda: self.proxy.add_memory(0, 0, key))
+        with contextlib.ExitStack() as undo:
+            memory = self.memories.map(handle, nbytes, undo)
+            return self._register(nbytes, lambda: self.proxy.add_memory(memory.ptr, nbytes, key), undo)
+
+    @method()
+    def add_pinned_memory(self, handle: bytes) -> MemoryId:
+        """Registers pinned memory, which the daemon maps by its handle for copies and for its CPU."""
+        with contextlib.ExitStack() as undo:
+            memory = self.memories.map_pinned(handle, undo)
+            return self._register(memory.nbytes, lambda: self.proxy.add_pinned_memory(memory), undo)
+
+    @method()
+    def add_remote_memory(self, address: Uint64, nbytes: Nbytes, key: Uint64) -> MemoryId:
+        """Registers memory that remote transports reach by an address and a key."""
+        return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, key))
+
+    def _register(self, nbytes: int, add: Callable[[], int], undo: contextlib.ExitStack | None = None) -> int:
+        with self.proxy.paused(REST_SECONDS):  # a trigger may name an id before the client knows it
+            first = add()
+        self._sizes[first] = nbytes
+        if undo is not None:
+            self.memories.keep("memory", first, undo.pop_all().close)
+        return first
+
+    @method(releases=True)
+    def remove_memory(self, first: MemoryId) -> None:
+        """Returns the ids of a memory; `first` is the first of them."""
+        if first not in self._sizes:
+            raise ProtocolError(f"first: no memory of this client begins at id {first}")
+        with self.proxy.paused(REST_SECONDS):
+            self.proxy.remove_memory(first, self._sizes[first])
+        del self._sizes[first]
+        self.memories.retire("memory", first)
+
+    # -- connections and channels ---
+
+    @method()
+    def connect_copy(self, peer: Rank | None, transport: str = "copy") -> Connection:
+        """A connection that copies within the host."""
+        return self._connect(self.proxy.connect_copy(peer=peer, transport=transport))
+
+    @method()
+    def open_connection(self, peer: Rank) -> Connection:
+        """A remote connection, over an endpoint that is connected."""
+        return self._connect(self._opened.open_connection(peer))
+
+    def _connect(self, connection: Connection) -> Connection:
+        self._connections.append(connection)
+        return connection
+
+    def _connection(self, number: int) -> Connection:
+        if number >= len(self._connections):
+            raise ProtocolError(f"connection: this client has no connection {number}")
+        return self._connections[number]
+
+    @method()
+    def reserve_channel(self, connection: Uint64) -> tuple[ChannelId, RingNumber]:
+        """A channel id for a connection, by its number; and the number of the ring that its triggers go through."""
+        found = self._connection(connection)
+        channel = self.proxy.reserve_channel(found)
+        self._channels[channel] = found
+        return channel, self.proxy.ring_of(channel)
+
+    @method()
+    def reserve_elsewhere(self) -> ChannelId:
+        """A channel id that the client's process serves itself."""
+        channel = self.proxy.reserve_elsewhere()
+        self._channels[channel] = None
+        return channel
+
+    def _require_channel(self, channel: int, connection: int) -> Connection:
+        found = self._connection(connection)
+        if self._channels.get(channel) is not found:
+            raise ProtocolError(f"channel: connection {connection} has no channel {channel}")
+        return found
+
+    @method()
+    def set_channel(self, channel: ChannelId, connection: Uint64, word: bytes = b"", address: Uint64 = 0) -> None:
+        """Puts a channel in use.
+
+        Args:
+            channel: its id.
+            connection: number of its connection.
+            word: handle of the 8 bytes that its signals count up, on a connection that copies.
+            address: their address as the peer knows it, on a remote connection.
         """
-        match request:
-            case AddMemory() | AddPinnedMemory() | AddRemoteMemory() | RemoveMemory():
-                return self._memories.handle(request)
-            case ConnectCopy() | ReserveChannel() | ReserveElsewhere() | SetChannel() | FreeChannels():
-                return self._channels.handle(request)
-            case AddSchedule() | RemoveSchedule():
-                return self._schedules.handle(request)
-            case ConnectRemote(peer=peer):
-                return self._channels.add(self._remote.open_connection(peer))
-            case Drain(timeout=timeout):
-                return Drained(self.drain(timeout))
-            case _:
-                return self._remote.handle(request)
+        found = self._require_channel(channel, connection)
+        if find_transport(found.transport).is_remote:
+            self._set_channel(channel, found, "address", address, _SEMAPHORE_BYTES)
+            return
+        with contextlib.ExitStack() as undo:
+            memory = self.memories.map_pinned(word, undo)
+            self._set_channel(channel, found, "word", memory.host_ptr, memory.nbytes)
+            self.memories.keep("word", channel, undo.pop_all().close)
+
+    def _set_channel(self, channel: int, connection: Connection, argument: str, address: int, nbytes: int) -> None:
+        if nbytes != _SEMAPHORE_BYTES or address == 0 or address % _SEMAPHORE_BYTES:
+            raise ArgumentError(argument, "a semaphore is a word of 8 bytes, aligned to 8")
+        with self.proxy.paused(REST_SECONDS):
+            self.proxy.set_channel(channel, connection, address)
+
+    @method(releases=True)
+    def free_channels(self, channels: list[ChannelId], connection: Uint64) -> None:
+        """Returns channel ids of one connection."""
+        for channel in channels:
+            found = self._require_channel(channel, connection)
+            with self.proxy.paused(REST_SECONDS):
+                self.proxy.free_channels([channel], found)
+            del self._channels[channel]
+            self.memories.retire("word", channel)
+
+    # -- schedules ---
+
+    @method()
+    def add_schedule(self, schedule: Schedule) -> ScheduleNumber:
+        """Sets a schedule, which the client's streams may ring. The proxy looks its ids up when it runs."""
+        number = self.proxy.add_schedule(schedule)
+        self._schedules.add(number)
+        return number
+
+    @method(releases=True)
+    def remove_schedule(self, number: ScheduleNumber) -> None:
+        """Frees a schedule."""
+        if number not in self._schedules:
+            raise ProtocolError(f"number: this client has no schedule {number}")
+        with self.proxy.paused(REST_SECONDS):  # a stream may ring it all the same
+            self.proxy.remove_schedule(number)
+        self._schedules.remove(number)
+
+    # -- remote links ---
+
+    @method()
+    def open_remote(
+        self,
+        rdma: dict[str, str | int | None],
+        fabric: dict[str, str | int | None],
+        signals: tuple[SegmentOffset, SegmentOffset],
+        near: Annotated[int, Meta(ge=0, le=2**16)] | None,
+        local_rank: Rank,
+        core_share: Annotated[int, Meta(ge=1, le=2**16)],
+    ) -> None:
+        """Opens a network device for this client.
+
+        Args:
+            rdma: `RdmaOptions`, by field.
+            fabric: `FabricOptions`, by field.
+            signals: begin and end, in bytes, of the words in the control segment that peers may signal.
+            near: NUMA node that the device should be near to.
+            local_rank: the rank's number on its host.
+            core_share: cores that the rank's threads may keep busy.
+        """
+        if self._remote is not None:
+            raise ProtocolError("open_remote: a network device is open already")
+        options = TransportOptions(_from_fields(RdmaOptions, rdma), _from_fields(FabricOptions, fabric))
+        self._remote = self.proxy.open_remote(
+            options, range(*signals), near=near, local_rank=local_rank, core_share=core_share
+        )
 
     @property
-    def unmaps_later(self) -> bool:
-        """Whether memory that the client has removed is still mapped, as it may be in use."""
-        return self._memories.unmaps_later
+    def _opened(self) -> ServiceRemote:
+        if self._remote is None:
+            raise ProtocolError("no network device is open; expected open_remote first")
+        return self._remote
 
-    def unmap_if_quiet(self) -> None:
-        """Unmaps it, if nothing uses it soon."""
-        self._memories.unmap_if_quiet()
+    @method()
+    def unsupported_reason(self, transport: str) -> str:
+        """See `RemoteContext.unsupported_reason`."""
+        return self._opened.unsupported_reason(transport)
 
-    def drain(self, timeout: float) -> bool:
-        """Waits until all triggers in the rings are done; not for a client that has left."""
+    @method()
+    def make_endpoint(self, peer: Rank, transport: str) -> EndpointInfo:
+        """See `RemoteContext.make_endpoint`."""
+        return self._opened.make_endpoint(peer, transport)
+
+    @method(timeouts=1)
+    def connect_endpoint(self, peer: Rank, theirs: EndpointInfo, timeout: Seconds) -> None:
+        """See `RemoteContext.connect_endpoint`."""
+        self._opened.connect_endpoint(peer, theirs, timeout, self._has_left)
+
+    @method(opens=True)
+    def expose(self, handle: bytes, nbytes: PositiveNbytes, transport: str) -> ExposedMemory:
+        """Lets peers on other hosts reach the client's memory. The result's owner is its number, for `withdraw`."""
+        remote = self._opened
+        with contextlib.ExitStack() as undo:
+            memory = self.memories.map(handle, nbytes, undo)
+            # Registered only while it is used, so without a handle: afterwards the mapping is removed, and its address
+            # may mean other memory.
+            return self._expose(remote.expose(memory.ptr, nbytes, transport, b""), undo)
+
+    @method(opens=True)
+    def expose_pinned(self, handle: bytes, transport: str) -> ExposedMemory:
+        """The same for pinned memory, which the daemon's CPU reaches too."""
+        remote = self._opened
+        with contextlib.ExitStack() as undo:
+            memory = self.memories.map_pinned(handle, undo)
+            return self._expose(remote.expose_pinned(memory, transport), undo)
+
+    def _expose(self, exposed: ExposedMemory, undo: contextlib.ExitStack) -> ExposedMemory:
+        number, self._next_exposed = self._next_exposed, self._next_exposed + 1
+        self._exposed[number] = exposed
+        if not remote_functions(exposed.transport).withdraws_at_once:
+            undo.callback(self._opened.withdraw, exposed)
+        self.memories.keep("exposed", number, undo.pop_all().close)
+        return replace(exposed, owner=number)
+
+    @method(releases=True)
+    def withdraw(self, number: Uint64) -> None:
+        """Ends either."""
+        exposed = self._exposed.pop(number, None)
+        if exposed is None:
+            raise ProtocolError(f"number: this client has no exposed memory {number}")
+        if remote_functions(exposed.transport).withdraws_at_once:
+            self._opened.withdraw(exposed)  # refuses peers' data from now on, and waits for data in flight
+        self.memories.retire("exposed", number)
+
+    # -- the end ---
+
+    @method(timeouts=1, needs_turns=True)
+    def drain(self, timeout: Seconds) -> bool:
+        """Waits until all triggers in the rings are done; not for a client that has left. Returns whether they are."""
         return self.proxy.drain(timeout, self._has_left)
 
     def free(self) -> None:
         """Unmaps and closes everything that the service used. Its workers must have ended."""
         with contextlib.ExitStack() as steps:  # from the last to the first; each is taken even if another raises
             steps.callback(self._segment.close)
-            steps.callback(self._memories.close)
-            steps.callback(self._channels.close)
-            steps.callback(self._remote.close)
-            steps.callback(self._memories.unmap_retired)
+            steps.callback(self.memories.close)
+            if self._remote is not None:
+                steps.callback(self._remote.close)
+            steps.callback(self.memories.unmap_retired)
+
+
+def _from_fields(kind: type[T], given: dict[str, str | int | None]) -> T:
+    """The options of a client. Raises ArgumentError for an impossible value."""
+    expected = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if given.keys() != set(expected):
+        raise ProtocolError(f"{kind.__name__} has the fields {', '.join(given)}; expected {', '.join(expected)}")
+    return kind(**given)

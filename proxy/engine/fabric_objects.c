@@ -251,60 +251,39 @@ int proxyccl_fabric_deregister(uintptr_t region) { return status_of(fi_close(&((
 
 #else
 
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
 int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t reads,
                            uint32_t device_memory, ProxycclFabricOffers **offers) {
-  (void)library, (void)ordered, (void)reads, (void)device_memory, (void)offers;
   return ENOSYS;
 }
 
 /* Without offers, the other functions are never called. */
-int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer) {
-  (void)offers, (void)number, (void)offer;
-  return 0;
-}
+int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer) { return 0; }
 
-void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers) { (void)offers; }
+void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers) {}
 
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
                          uint32_t completions, uint32_t waits, ProxycclFabricEndpoint **endpoint, const char **call) {
-  (void)library, (void)offers, (void)number, (void)completions, (void)waits, (void)endpoint;
   *call = "fi_fabric";
   return ENOSYS;
 }
 
-void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts) {
-  (void)endpoint, (void)parts;
-}
+void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts) {}
 
-int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint) {
-  (void)endpoint;
-  return 0;
-}
+int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint) { return 0; }
 
-int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *address, uint64_t *bytes) {
-  (void)endpoint, (void)address, (void)bytes;
-  return ENOSYS;
-}
+int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *address, uint64_t *bytes) { return ENOSYS; }
 
-int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer) {
-  (void)endpoint, (void)address, (void)peer;
-  return ENOSYS;
-}
+int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer) { return ENOSYS; }
 
-int proxyccl_fabric_remove(ProxycclFabricEndpoint *endpoint, uint64_t peer) {
-  (void)endpoint, (void)peer;
-  return ENOSYS;
-}
+int proxyccl_fabric_remove(ProxycclFabricEndpoint *endpoint, uint64_t peer) { return ENOSYS; }
 
 int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
                              ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region) {
-  (void)endpoint, (void)address, (void)bytes, (void)key, (void)owner, (void)device, (void)region;
   return ENOSYS;
 }
 
-int proxyccl_fabric_deregister(uintptr_t region) {
-  (void)region;
-  return 0;
-}
+int proxyccl_fabric_deregister(uintptr_t region) { return 0; }
 
 #endif

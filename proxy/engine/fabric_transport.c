@@ -40,15 +40,9 @@ static const char *fabric_refused(const void *given) {
 
 #if __has_include(<rdma/fi_rma.h>)
 
-#include <rdma/fabric.h>
-#include <rdma/fi_domain.h>
-#include <rdma/fi_endpoint.h>
-#include <rdma/fi_eq.h>
-#include <rdma/fi_errno.h>
-#include <rdma/fi_rma.h>
+#include "fabric_queue.h"
 
 enum {
-  COMPLETIONS = 16,  /* taken with one call */
   RUNS = 4,          /* completions that a window asks for, so that it never empties to refill */
   QUIET_NS = 1000000 /* a request that nothing follows goes without a completion for this long */
 };
@@ -70,24 +64,19 @@ _Static_assert(sizeof(FabricRequest) <= PROXYCCL_FABRIC_REQUEST_BYTES,
                "a request has its place in the memory of requests");
 
 struct FabricConnection {
-  ProxycclConnection base;
+  QueuedConnection queue;
   ProxycclFabricOptions options;
   struct fid_ep *endpoint;
-  struct fid_cq *queue;
+  struct fid_cq *completions;
   uint32_t run;   /* most requests without a completion */
   uint32_t quiet; /* requests since the last one with a completion */
   uint64_t made, posted, retired;
-  uint64_t quiet_since;                    /* when the last request without a completion was posted */
-  int hurried;                             /* an awaited flush, or a read, follows requests without a completion */
-  int reading;                             /* the requests that are outstanding, or made, are reads; otherwise writes */
-  uint64_t looks;                          /* as it was at the last poll */
-  uint32_t parts;                          /* of the request that is made and not posted, if there is one: … */
-  struct iovec own[PROXYCCL_FABRIC_PARTS]; /* … local memory, … */
-  void *descriptors[PROXYCCL_FABRIC_PARTS];        /* … its descriptors, … */
-  struct fi_rma_iov theirs[PROXYCCL_FABRIC_PARTS]; /* … and the peer's memory */
+  uint64_t quiet_since; /* when the last request without a completion was posted */
+  int hurried;          /* an awaited flush, or a read, follows requests without a completion */
+  int reading;          /* the requests that are outstanding, or made, are reads; otherwise writes */
+  uint64_t looks;       /* as it was at the last poll */
+  FabricParts parts;    /* of the request that is made and not posted, if there is one */
   char text[PROXYCCL_FABRIC_ERROR_TEXT];
-  OperationQueue operations;
-  FlushQueue flushes;
 };
 
 static FabricConnection *self_of(ProxycclConnection *base) { return (FabricConnection *)base; }
@@ -117,23 +106,11 @@ static int post(FabricConnection *self, int awaited) {
   if (self->posted == self->made) return 0;
   awaited |= self->reading;
   FabricRequest *request = request_of(self, self->made);
-  const struct fi_msg_rma message = {
-      .msg_iov = self->own,
-      .desc = self->descriptors,
-      .iov_count = self->parts,
-      .addr = self->options.peer,
-      .rma_iov = self->theirs,
-      .rma_iov_count = self->parts,
-      .context = request,
-  };
   request->awaited = (uint32_t)awaited;
   request->state = 0;
-  const ssize_t status =
-      self->reading
-          ? fi_readmsg(self->endpoint, &message, FI_COMPLETION)
-          : fi_writemsg(self->endpoint, &message, awaited ? FI_COMPLETION | FI_DELIVERY_COMPLETE : FI_INJECT_COMPLETE);
-  if (status == -FI_EAGAIN) return WAITS;
-  if (status != 0) return failed((int)-status);
+  const int error = fabric_post(self->endpoint, self->options.peer, self->reading, awaited, &self->parts, request);
+  if (error == FI_EAGAIN) return WAITS;
+  if (error != 0) return failed(error);
   self->posted = self->made;
   self->quiet = awaited ? 0 : self->quiet + 1;
   if (!awaited) self->quiet_since = now_ns();
@@ -143,21 +120,18 @@ static int post(FabricConnection *self, int awaited) {
 /* Begins the next request, which has no part yet. */
 static void begin_request(FabricConnection *self) {
   request_of(self, ++self->made)->connection = self;
-  self->parts = 0;
+  self->parts.count = 0;
 }
 
 /* Adds a part to the request that is being made: `bytes` of local memory, and of the peer's. */
 static void add_part(FabricConnection *self, uint64_t own, uint64_t own_key, uint64_t theirs, uint64_t their_key,
                      uint64_t bytes) {
-  const uint32_t part = self->parts++;
-  self->own[part] = (struct iovec){(void *)(uintptr_t)own, bytes};
-  self->descriptors[part] = descriptor_of(self, own_key);
-  self->theirs[part] = (struct fi_rma_iov){theirs, bytes, their_key};
+  fabric_add_part(&self->parts, (void *)(uintptr_t)own, descriptor_of(self, own_key), theirs, their_key, bytes);
 }
 
 /* Adds the write of a value or a signal. */
 static void add_value(FabricConnection *self, Operation *operation) {
-  uint64_t *value = &request_of(self, self->made)->values[self->parts];
+  uint64_t *value = &request_of(self, self->made)->values[self->parts.count];
   *value = operation->value;
   add_part(self, (uintptr_t)value, self->options.requests_key, operation->destination, operation->destination_key,
            operation->kind == VALUE ? operation->bytes : sizeof *value);
@@ -183,8 +157,8 @@ static void make_request(FabricConnection *self, Operation *operation) {
 /* 1 if an operation is a signal that joins the write that is held back. */
 static int joins(const FabricConnection *self, const Operation *operation) {
   return self->options.joined && operation->kind == SIGNAL && !self->reading && self->posted < self->made &&
-         self->parts < PROXYCCL_FABRIC_PARTS &&
-         self->own[0].iov_len + sizeof operation->value <= self->options.max_message;
+         self->parts.count < PROXYCCL_FABRIC_PARTS &&
+         self->parts.own[0].iov_len + sizeof operation->value <= self->options.max_message;
 }
 
 /* 1 if an operation has to wait for outstanding ones: a read for writes, a write for reads. */
@@ -200,16 +174,17 @@ static int turns(FabricConnection *self, const Operation *operation) {
 }
 
 /* Makes requests of the operations in order, as far as there is room, and posts all but the last. */
-static int issue(FabricConnection *self) {
-  for (Operation *operation; (operation = operations_next(&self->operations)) != NULL;) {
+static int issue(ProxycclConnection *base) {
+  FabricConnection *self = self_of(base);
+  for (Operation *operation; (operation = operations_next(&self->queue.operations)) != NULL;) {
     if (operation->kind == FLUSH) {
-      if (!flushes_push(&self->flushes, operation, self->made, self->retired)) return 0;
-      operations_pop(&self->operations);
+      if (!flushes_push(&self->queue.flushes, operation, self->made, self->retired)) return 0;
+      operations_pop(&self->queue.operations);
       continue;
     }
     if (joins(self, operation)) {
       add_value(self, operation);
-      operations_pop(&self->operations);
+      operations_pop(&self->queue.operations);
       continue;
     }
     if (turns(self, operation)) return 0;
@@ -218,23 +193,21 @@ static int issue(FabricConnection *self) {
     if (self->made - self->retired == self->options.depth) return 0;
     if (operation->kind == SIGNAL && !self->options.ordered && self->made != self->retired) return 0;
     make_request(self, operation);
-    if (operation->bytes == 0) operations_pop(&self->operations);
+    if (operation->bytes == 0) operations_pop(&self->queue.operations);
   }
   return 0;
 }
 
-/* Notes an error, with the provider's message, for the connection whose request it ended. */
-static int take_error(FabricConnection *self) {
-  struct fi_cq_err_entry entry = {0};
-  if (fi_cq_readerr(self->queue, &entry, 0) < 0) return 0; /* another connection's worker took it */
-  FabricRequest *request = entry.op_context;
-  FabricConnection *concerned = request != NULL ? request->connection : self;
-  fi_cq_strerror(self->queue, entry.prov_errno, entry.err_data, concerned->text, sizeof concerned->text);
-  concerned->text[sizeof concerned->text - 1] = 0;
-  const uint32_t error = entry.err > 0 ? (uint32_t)entry.err : EIO;
-  if (request == NULL) return failed((int)error);
-  request_complete(request, error);
-  return 0;
+/* Takes the end of a request of any connection to the endpoint. An error is noted, with the provider's message, for the
+ * connection whose request it ended, or that has read it if it names none. */
+static void take_end(void *reader, void *context, int error, const struct fi_cq_err_entry *entry) {
+  FabricRequest *request = context;
+  if (entry != NULL) {
+    FabricConnection *self = reader, *concerned = request != NULL ? request->connection : self;
+    fi_cq_strerror(self->completions, entry->prov_errno, entry->err_data, concerned->text, sizeof concerned->text);
+    concerned->text[sizeof concerned->text - 1] = 0;
+  }
+  if (request != NULL) request_complete(request, error != 0 ? (uint32_t)error : DELIVERED);
 }
 
 /* 1 if no connection has looked into the queue since this one's last turn: looking may take several system calls, and
@@ -244,21 +217,6 @@ static int is_to_look(FabricConnection *self) {
   const int is_due = looks == self->looks;
   self->looks = is_due ? __atomic_add_fetch(self->options.looks, 1, __ATOMIC_RELAXED) : looks;
   return is_due;
-}
-
-/* Takes the endpoint's completions, of all its connections. This also carries out peers' writes to this rank. */
-static int take_completions(FabricConnection *self, uint32_t *progress) {
-  struct fi_cq_entry completions[COMPLETIONS];
-  ssize_t taken;
-  do {
-    taken = fi_cq_read(self->queue, completions, COMPLETIONS);
-    if (taken == -FI_EAGAIN) return 0;
-    if (taken == -FI_EAVAIL) return take_error(self);
-    if (taken < 0) return failed((int)-taken);
-    for (ssize_t i = 0; i < taken; ++i) request_complete(completions[i].op_context, DELIVERED);
-    *progress += (uint32_t)taken;
-  } while (taken == COMPLETIONS);
-  return 0;
 }
 
 /* Retires the requests up to the last that is complete together with all before it. */
@@ -271,48 +229,14 @@ static int retire(FabricConnection *self) {
     if (state == 0) break;
     self->retired = number;
   }
-  flushes_complete(&self->flushes, self->retired);
+  flushes_complete(&self->queue.flushes, self->retired);
   return 0;
-}
-
-static uint32_t fabric_ready(const ProxycclConnection *base) {
-  return operations_ready(&((const FabricConnection *)base)->operations);
-}
-
-static int fabric_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
-                      const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
-  FabricConnection *self = self_of(base);
-  operations_push_transfer(&self->operations, PUT, dst, dst_offset, src, src_offset, bytes);
-  return issue(self);
-}
-
-static int fabric_get(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
-                      const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
-  FabricConnection *self = self_of(base);
-  if (!self->options.reads) return PROXYCCL_FABRIC_NO_READS;
-  operations_push_transfer(&self->operations, GET, dst, dst_offset, src, src_offset, bytes);
-  return issue(self);
-}
-
-static int fabric_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
-                            uint32_t bytes) {
-  FabricConnection *self = self_of(base);
-  operations_push_value(&self->operations, dst, dst_offset, value, bytes);
-  return issue(self);
-}
-
-static int fabric_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous) {
-  FabricConnection *self = self_of(base);
-  (void)previous;
-  operations_push_signal(&self->operations, remote, self->options.signal_key, value);
-  return issue(self);
 }
 
 static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
   FabricConnection *self = self_of(base);
   if (flushed != &base->progress.completed) self->hurried = 1; /* nobody waits for that one */
-  operations_push_flush(&self->operations, FLUSH, flushed, value);
-  return issue(self);
+  return queued_flush(base, flushed, value);
 }
 
 /* Posts the last request of a run. */
@@ -325,21 +249,22 @@ static int ask(FabricConnection *self) {
   if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return 0;
   if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return 0;
   begin_request(self);
-  self->parts = 1; /* the last request's first one, without its bytes */
-  self->own[0].iov_len = self->theirs[0].len = 0;
+  self->parts.count = 1; /* the last request's first one, without its bytes */
+  self->parts.own[0].iov_len = self->parts.theirs[0].len = 0;
   return post(self, 1);
 }
 
 static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   FabricConnection *self = self_of(base);
   const int posted = end_run(self); /* before a look, which takes system calls */
-  int status = is_to_look(self) ? take_completions(self, progress) : 0;
-  if (status == 0) status = retire(self);
+  const int ended = is_to_look(self) ? fabric_drain(self->completions, take_end, self, progress) : 0;
+  int status = ended == 0 ? retire(self) : failed(ended);
   if (status == 0 && posted != WAITS) status = posted; /* the queue may have had the provider's message */
-  if (status == 0) status = issue(self);
+  if (status == 0) status = issue(base);
   if (status == 0) status = end_run(self);
   if (status == 0) status = ask(self);
-  if (self->quiet == 0 && self->posted == self->made && operations_next(&self->operations) == NULL) self->hurried = 0;
+  if (self->quiet == 0 && self->posted == self->made && operations_next(&self->queue.operations) == NULL)
+    self->hurried = 0;
   if (status == WAITS) status = 0;
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
@@ -363,12 +288,15 @@ static ProxycclConnection *fabric_create(const void *given, const ProxycclRuntim
   FabricConnection *self = calloc(1, sizeof *self);
   (void)runtime;
   if (self == NULL) return NULL;
-  self->base.transport = &proxyccl_fabric_transport;
+  self->queue.base.transport = &proxyccl_fabric_transport;
+  self->queue.issue = issue;
+  self->queue.signal_key = options->signal_key;
+  self->queue.no_reads = options->reads ? 0 : PROXYCCL_FABRIC_NO_READS;
   self->options = *options;
   self->endpoint = (struct fid_ep *)options->endpoint;
-  self->queue = (struct fid_cq *)options->queue;
+  self->completions = (struct fid_cq *)options->queue;
   self->run = options->depth / RUNS > 0 ? options->depth / RUNS : 1;
-  return &self->base;
+  return &self->queue.base;
 }
 
 const ProxycclTransport proxyccl_fabric_transport = {
@@ -376,11 +304,11 @@ const ProxycclTransport proxyccl_fabric_transport = {
     .copies = PROXYCCL_COPIES_OWN, /* providers over sockets reach local memory by its address, without a key */
     .refused = fabric_refused,
     .create = fabric_create,
-    .ready = fabric_ready,
-    .put = fabric_put,
-    .get = fabric_get,
-    .put_value = fabric_put_value,
-    .signal = fabric_signal,
+    .ready = queued_ready,
+    .put = queued_put,
+    .get = queued_get,
+    .put_value = queued_put_value,
+    .signal = queued_signal,
     .flush = fabric_flush,
     .poll = fabric_poll,
     .idle = fabric_idle,

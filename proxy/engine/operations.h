@@ -129,4 +129,26 @@ static inline void flushes_complete(FlushQueue *queue, uint64_t completed) {
   }
 }
 
+/* A connection with these queues, whose operations are pushed alike by all transports. The first member of theirs. */
+typedef struct {
+  ProxycclConnection base;
+  int (*issue)(ProxycclConnection *self); /* issues operations in order, as far as there is room */
+  uint64_t signal_key;                    /* of the peer's semaphore words */
+  int adds;                               /* a signal adds to its word, instead of storing its value */
+  int no_reads, no_values;                /* the statuses that refuse gets, and puts of values; 0: they are supported */
+  OperationQueue operations;
+  FlushQueue flushes;
+} QueuedConnection;
+
+/* Functions of a transport whose connections begin with a QueuedConnection. */
+uint32_t queued_ready(const ProxycclConnection *base);
+int queued_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
+               uint64_t src_offset, uint64_t bytes);
+int queued_get(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
+               uint64_t src_offset, uint64_t bytes);
+int queued_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
+                     uint32_t bytes);
+int queued_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous);
+int queued_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value);
+
 #endif

@@ -134,7 +134,7 @@ typedef struct {
 } Wire;
 
 struct StagedConnection {
-  ProxycclConnection base;
+  QueuedConnection queue;
   ProxycclStagedOptions options;
   ProxycclConnection *out, *in;
   Wire wires[PROXYCCL_STAGED_WIRES];
@@ -175,8 +175,7 @@ struct StagedConnection {
   uint64_t noted, answered;      /* requests of the peer, and those whose answers are made */
   Asked gets[GETS];
   Answer answers[GETS];
-  OperationQueue operations;
-  FlushQueue flushes, releases; /* by messages */
+  FlushQueue releases; /* by messages, as are those that wait for a flush */
   uint32_t polls;
 };
 
@@ -404,11 +403,11 @@ static int make_signal(StagedConnection *self, const Operation *operation) {
 
 /* Nobody waits for the flush that tells observers how far the connection is. */
 static int make_flush(StagedConnection *self, const Operation *operation) {
-  const int awaited = self->made != self->freed && operation->flushed != &self->base.progress.completed;
-  if (!flushes_have_room(&self->flushes)) return WAITS;
+  const int awaited = self->made != self->freed && operation->flushed != &self->queue.base.progress.completed;
+  if (!flushes_have_room(&self->queue.flushes)) return WAITS;
   if (awaited && self->made == self->marked) open_message(self, 0); /* without room credits come anyway */
   if (awaited && self->made != self->marked) self->last->flags |= AWAITED;
-  flushes_push(&self->flushes, operation, self->made, self->freed);
+  flushes_push(&self->queue.flushes, operation, self->made, self->freed);
   return 0;
 }
 
@@ -418,7 +417,7 @@ static int make_release(StagedConnection *self, const Operation *operation) {
 
 /* Makes a message of the next operation, or of a part of it. */
 static int make_next(StagedConnection *self) {
-  Operation *operation = operations_next(&self->operations);
+  Operation *operation = operations_next(&self->queue.operations);
   int status;
   if (operation == NULL || (operation->kind != GET && self->asked != self->got)) return WAITS;
   if (operation->kind == PUT)
@@ -434,14 +433,15 @@ static int make_next(StagedConnection *self) {
   else
     status = make_flush(self, operation);
   if (status == 0 && (operation->kind == FLUSH || operation->kind == RELEASE || operation->bytes == 0))
-    operations_pop(&self->operations);
+    operations_pop(&self->queue.operations);
   return status;
 }
 
 /* Makes messages of the operations, and of answers to the peer, each in their order and in turn, as far as there is
  * room.
  */
-static int issue(StagedConnection *self) {
+static int issue(ProxycclConnection *base) {
+  StagedConnection *self = self_of(base);
   for (;;) {
     const int answered = make_answer(self);
     if (answered != 0 && answered != WAITS) return answered;
@@ -593,7 +593,7 @@ static int reclaim(StagedConnection *self, uint32_t *progress) {
     ++self->freed_by[self->wire_of[self->freed % MESSAGES]];
     self->tail += message_bytes(header_at(self, self->tail)->bytes);
   }
-  flushes_complete(&self->flushes, self->freed);
+  flushes_complete(&self->queue.flushes, self->freed);
   return 0;
 }
 
@@ -686,7 +686,7 @@ static int take(StagedConnection *self, uint32_t *progress) {
     const uint64_t without_credit = count - self->taken_by[i] + self->taken - word_load(&self->returned);
     if (without_credit > MESSAGES) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_COUNT;
   }
-  for (uint32_t wire; self->taken_by[wire = self->from_wire] < self->arrived[wire];) {
+  for (uint32_t wire = self->from_wire; self->taken_by[wire] < self->arrived[wire]; wire = self->from_wire) {
     const uint64_t start = self->received % self->options.ring_bytes, data = start + sizeof(Header);
     Header header = *(const volatile Header *)(self->receiving + start); /* one copy, which is checked and used */
     const uint64_t bytes = header.bytes;
@@ -716,48 +716,10 @@ static void complete_gets(StagedConnection *self, uint32_t *progress) {
 
 /* -- the transport --- */
 
-static uint32_t staged_ready(const ProxycclConnection *base) {
-  return operations_ready(&((const StagedConnection *)base)->operations);
-}
-
-static int staged_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
-                      const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
-  StagedConnection *self = self_of(base);
-  operations_push_transfer(&self->operations, PUT, dst, dst_offset, src, src_offset, bytes);
-  return issue(self);
-}
-
-static int staged_get(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
-                      const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
-  StagedConnection *self = self_of(base);
-  operations_push_transfer(&self->operations, GET, dst, dst_offset, src, src_offset, bytes);
-  return issue(self);
-}
-
-static int staged_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
-                            uint32_t bytes) {
-  StagedConnection *self = self_of(base);
-  operations_push_value(&self->operations, dst, dst_offset, value, bytes);
-  return issue(self);
-}
-
-static int staged_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous) {
-  StagedConnection *self = self_of(base);
-  (void)previous;
-  operations_push_signal(&self->operations, remote, 0, value); /* its address is enough: the peer checks it */
-  return issue(self);
-}
-
-static int staged_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
-  StagedConnection *self = self_of(base);
-  operations_push_flush(&self->operations, FLUSH, flushed, value);
-  return issue(self);
-}
-
 static int staged_release(ProxycclConnection *base, uint64_t *released, uint64_t value) {
   StagedConnection *self = self_of(base);
-  operations_push_flush(&self->operations, RELEASE, released, value);
-  return issue(self);
+  operations_push_flush(&self->queue.operations, RELEASE, released, value);
+  return issue(base);
 }
 
 /* In the order of a message's states, so one poll takes a message through all that can complete at once. */
@@ -767,7 +729,7 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   ++self->polls;
   self->has_copied = 0;
   complete_gets(self, progress);
-  if (status == 0) status = issue(self);
+  if (status == 0) status = issue(base);
   if (status != 0) return status;
   *progress += (uint32_t)self->has_copied; /* there may be more to copy */
   status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
@@ -879,7 +841,8 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
   const uint64_t ring = options->ring_bytes, first = sizeof(Words), second = first + ring;
   StagedConnection *self = calloc(1, sizeof *self);
   if (self == NULL) return NULL;
-  self->base.transport = transport;
+  self->queue.base.transport = transport;
+  self->queue.issue = issue; /* signals need no key: the peer checks their addresses */
   self->options = *options;
   self->waiting = UINT64_MAX;
   self->words = (Words *)options->area;
@@ -895,11 +858,11 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
   }
   if (!made || self->out == NULL || self->in == NULL) {
     const int error = errno;
-    staged_destroy(&self->base);
+    staged_destroy(&self->queue.base);
     errno = error;
     return NULL;
   }
-  return &self->base;
+  return &self->queue.base;
 }
 
 const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *base) {
@@ -923,12 +886,12 @@ const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *base) {
       .copies = PROXYCCL_COPIES_OWN,                                                                           \
       .refused = own_name##_refused,                                                                           \
       .create = own_name##_create,                                                                             \
-      .ready = staged_ready,                                                                                   \
-      .put = staged_put,                                                                                       \
-      .get = staged_get,                                                                                       \
-      .put_value = staged_put_value,                                                                           \
-      .signal = staged_signal,                                                                                 \
-      .flush = staged_flush,                                                                                   \
+      .ready = queued_ready,                                                                                   \
+      .put = queued_put,                                                                                       \
+      .get = queued_get,                                                                                       \
+      .put_value = queued_put_value,                                                                           \
+      .signal = queued_signal,                                                                                 \
+      .flush = queued_flush,                                                                                   \
       .release = staged_release,                                                                               \
       .poll = staged_poll,                                                                                     \
       .idle = staged_idle,                                                                                     \

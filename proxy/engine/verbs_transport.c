@@ -36,7 +36,7 @@ enum {
 _Static_assert((int)OPERATIONS == (int)PROXYCCL_VERBS_OPERATIONS, "the length of the queue that the header tells");
 
 typedef struct {
-  ProxycclConnection base;
+  QueuedConnection queue;
   ProxycclVerbsOptions options;
   struct ibv_qp *qp;
   uint32_t depth;         /* most requests outstanding */
@@ -48,8 +48,6 @@ typedef struct {
   struct ibv_send_wr requests[CHAIN]; /* linked in order */
   struct ibv_sge parts[CHAIN];
   uint64_t values[CHAIN]; /* of inline writes */
-  OperationQueue operations;
-  FlushQueue flushes;
 } VerbsConnection;
 
 static VerbsConnection *self_of(ProxycclConnection *base) { return (VerbsConnection *)base; }
@@ -113,16 +111,17 @@ static void make_request(VerbsConnection *self, Operation *operation) {
 }
 
 /* Makes requests of the operations in order, as far as there is room, and posts each full chain. */
-static int issue(VerbsConnection *self) {
-  for (Operation *operation; (operation = operations_next(&self->operations)) != NULL;) {
+static int issue(ProxycclConnection *base) {
+  VerbsConnection *self = self_of(base);
+  for (Operation *operation; (operation = operations_next(&self->queue.operations)) != NULL;) {
     if (operation->kind == FLUSH) {
-      if (!flushes_push(&self->flushes, operation, self->made, self->retired)) return 0;
-      operations_pop(&self->operations);
+      if (!flushes_push(&self->queue.flushes, operation, self->made, self->retired)) return 0;
+      operations_pop(&self->queue.operations);
       continue;
     }
     if (self->made - self->retired == self->depth) return 0;
     make_request(self, operation);
-    if (operation->bytes == 0) operations_pop(&self->operations);
+    if (operation->bytes == 0) operations_pop(&self->queue.operations);
     if (self->chained == self->chain_limit || self->chained_bytes >= PROXYCCL_VERBS_CHAIN_BYTES) {
       const int status = post(self);
       if (status != 0) return status;
@@ -143,56 +142,16 @@ static int retire(VerbsConnection *self, uint32_t *progress) {
       if (completions[i].status != IBV_WC_SUCCESS) return PROXYCCL_VERBS_COMPLETION + completions[i].status;
       self->retired = completions[i].wr_id;
     }
-    flushes_complete(&self->flushes, self->retired);
+    flushes_complete(&self->queue.flushes, self->retired);
     *progress += (uint32_t)taken;
   } while (taken == COMPLETIONS);
   return 0;
 }
 
-static uint32_t verbs_ready(const ProxycclConnection *base) {
-  return operations_ready(&((const VerbsConnection *)base)->operations);
-}
-
-static int verbs_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
-                     const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
-  VerbsConnection *self = self_of(base);
-  operations_push_transfer(&self->operations, PUT, dst, dst_offset, src, src_offset, bytes);
-  return issue(self);
-}
-
-static int verbs_get(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
-                     const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
-  VerbsConnection *self = self_of(base);
-  if (self->options.reads == 0) return PROXYCCL_VERBS_NO_READS;
-  operations_push_transfer(&self->operations, GET, dst, dst_offset, src, src_offset, bytes);
-  return issue(self);
-}
-
-static int verbs_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
-                           uint32_t bytes) {
-  VerbsConnection *self = self_of(base);
-  if (self->options.signal != PROXYCCL_VERBS_WRITE) return PROXYCCL_VERBS_NO_INLINE;
-  operations_push_value(&self->operations, dst, dst_offset, value, bytes);
-  return issue(self);
-}
-
-static int verbs_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous) {
-  VerbsConnection *self = self_of(base);
-  const uint64_t operand = self->options.signal == PROXYCCL_VERBS_WRITE ? value : value - previous;
-  operations_push_signal(&self->operations, remote, self->options.signal_rkey, operand);
-  return issue(self);
-}
-
-static int verbs_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
-  VerbsConnection *self = self_of(base);
-  operations_push_flush(&self->operations, FLUSH, flushed, value);
-  return issue(self);
-}
-
 static int verbs_poll(ProxycclConnection *base, uint32_t *progress) {
   VerbsConnection *self = self_of(base);
   int status = retire(self, progress);
-  if (status == 0) status = issue(self);
+  if (status == 0) status = issue(base);
   if (status == 0) status = post(self);
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
@@ -212,7 +171,12 @@ static ProxycclConnection *verbs_create(const void *given, const ProxycclRuntime
   VerbsConnection *self = calloc(1, sizeof *self);
   (void)runtime;
   if (self == NULL) return NULL;
-  self->base.transport = &proxyccl_verbs_transport;
+  self->queue.base.transport = &proxyccl_verbs_transport;
+  self->queue.issue = issue;
+  self->queue.signal_key = options->signal_rkey;
+  self->queue.adds = options->signal != PROXYCCL_VERBS_WRITE;
+  self->queue.no_reads = options->reads > 0 ? 0 : PROXYCCL_VERBS_NO_READS;
+  self->queue.no_values = self->queue.adds ? PROXYCCL_VERBS_NO_INLINE : 0;
   self->options = *options;
   self->qp = (struct ibv_qp *)options->qp;
   self->depth = options->send_depth < options->cq_depth ? options->send_depth : options->cq_depth;
@@ -223,7 +187,7 @@ static ProxycclConnection *verbs_create(const void *given, const ProxycclRuntime
     self->requests[i].num_sge = 1;
     self->requests[i].next = &self->requests[i] + 1;
   }
-  return &self->base;
+  return &self->queue.base;
 }
 
 const ProxycclTransport proxyccl_verbs_transport = {
@@ -231,12 +195,12 @@ const ProxycclTransport proxyccl_verbs_transport = {
     .copies = 0,
     .refused = verbs_refused,
     .create = verbs_create,
-    .ready = verbs_ready,
-    .put = verbs_put,
-    .get = verbs_get,
-    .put_value = verbs_put_value,
-    .signal = verbs_signal,
-    .flush = verbs_flush,
+    .ready = queued_ready,
+    .put = queued_put,
+    .get = queued_get,
+    .put_value = queued_put_value,
+    .signal = queued_signal,
+    .flush = queued_flush,
     .poll = verbs_poll,
     .idle = verbs_idle,
     .destroy = verbs_destroy,

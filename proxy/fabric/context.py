@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable
 
-from proxyccl.device.errors import RuntimeUnavailableError
-from proxyccl.proxy.fabric.device_memory import register_device_memory
+from proxyccl.proxy.fabric.device_memory import register_memory
 from proxyccl.proxy.fabric.endpoint import FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
@@ -14,7 +13,6 @@ from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets
 
-_PROBE_BYTES = 4096
 _CORES_PER_STREAM = 2
 """A rank with several streams needs cores for its program and its proxy too, and the system for its own work."""
 
@@ -66,30 +64,8 @@ class FabricContext:
         return made
 
     def register(self, ptr: int, nbytes: int, allocation: Hashable = None) -> FabricRegistration:
-        """Registers memory of the host, or of a device as `register_device_memory`."""
-        number = None if self.runtime.name == "host" else self.runtime.pointer_device(ptr)
-        if number is None:
-            return self.endpoint.register(ptr, nbytes, allocation=allocation)
-        gpu_writes = self.options.gpu_writes
-        return register_device_memory(self.endpoint, self.runtime, number, gpu_writes, ptr, nbytes, allocation)
-
-    def unsupported_reason(self) -> str:
-        """Why the provider can't reach the runtime's device memory, or that the device does not order RDMA writes;
-        empty if it can.
-
-        Raises:
-            ResourceError: the system or the provider has no room.
-        """
-        if self.runtime.name == "host":
-            return ""
-        memory = self.runtime.allocate(_PROBE_BYTES)
-        try:
-            self.endpoint.release(self.register(memory.ptr, memory.nbytes))
-        except RuntimeUnavailableError as error:
-            return str(error)
-        finally:
-            memory.close()
-        return ""
+        """Registers memory as `register_memory`."""
+        return register_memory(self.endpoint, self.runtime, self.options.gpu_writes, ptr, nbytes, allocation)
 
     def close(self) -> None:
         """Deregisters all memory and closes the endpoints."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from proxyccl.device.errors import ArgumentError, ClosedError, ProtocolError, ResourceError, RuntimeUnavailableError
+from proxyccl.device.ffi_types import fill
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Codec, Message, Uint32
 from proxyccl.proxy.fabric.library import FabricOffer, Library, load
@@ -47,41 +48,6 @@ class FabricAddress(Message, frozen=True):
 
 
 ADDRESS = Codec(FabricAddress, 2048, "endpoint's address")
-
-
-@dataclass(frozen=True)
-class FabricConnectionOptions:
-    """A connection over an endpoint (fabric_transport.h).
-
-    Attributes:
-        endpoint: address of the fid_ep.
-        queue: address of its fid_cq.
-        peer: the peer's fi_addr_t.
-        depth: most writes outstanding.
-        ordered: whether a signal is written right after its data; otherwise when that is delivered.
-        joined: whether a signal is a part of the write before it.
-        reads: whether both ends support reads; otherwise gets are refused.
-        max_message: bytes that one request may carry; a longer put or get becomes several.
-        signal_key: key of the memory with the peer's semaphore words.
-        requests: address of registered memory for `depth` requests, which outlives the endpoint.
-        requests_key: its local key.
-        descriptors: address of the table of local keys.
-        looks: address of the word that counts polls of the queue.
-    """
-
-    endpoint: int
-    queue: int
-    peer: int
-    depth: int
-    ordered: bool
-    joined: bool
-    reads: bool
-    max_message: int
-    signal_key: int
-    requests: int
-    requests_key: int
-    descriptors: int
-    looks: int
 
 
 @dataclass(frozen=True)
@@ -218,8 +184,8 @@ class FabricEndpoint:
         self._require_open()
         self._check("fi_av_remove", lib.proxyccl_fabric_remove(self._endpoint, peer))
 
-    def connect(self, peer: bytes, signal_key: int) -> FabricConnectionOptions:
-        """The options of a connection to a peer's endpoint.
+    def connect(self, peer: bytes, signal_key: int) -> Any:
+        """The ProxycclFabricOptions of a connection to a peer's endpoint.
 
         Args:
             peer: the peer's `address`.
@@ -236,7 +202,8 @@ class FabricEndpoint:
         registration = self.register(ptr, len(requests))
         with self._lock:
             self._kept.append(requests)
-        return FabricConnectionOptions(
+        return fill(
+            ffi.new("ProxycclFabricOptions *"),
             endpoint=self._parts.endpoint,
             queue=self._parts.queue,
             peer=number,
@@ -248,8 +215,8 @@ class FabricEndpoint:
             signal_key=signal_key,
             requests=ptr,
             requests_key=registration.local_key,
-            descriptors=int(ffi.cast("uintptr_t", self._descriptors)),
-            looks=int(ffi.cast("uintptr_t", self._looks)),
+            descriptors=self._descriptors,
+            looks=self._looks,
         )
 
     def register(

@@ -6,52 +6,54 @@ Exposition format 0.0.4: https://prometheus.io/docs/instrumenting/exposition_for
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.observe.bounded_server import BoundedServer
 from proxyccl.proxy.observe.local_pages import LocalPages
-from proxyccl.proxy.observe.publications import find
-from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, Observer, RingView, ServiceView, WorkerView
+from proxyccl.proxy.observe.reader import ChannelView, ServiceView, snapshots
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Labels = dict[str, object]
 
 _THREAD = "its thread (ranks of a node daemon share threads)"
-_WORKERS: tuple[tuple[str, str, str, Callable[[WorkerView], float]], ...] = (
-    ("worker_looks_total", "counter", "Looks at rings and connections.", lambda w: w.looks),
-    ("worker_seconds_total", "counter", "Age of the worker.", lambda w: w.age_ns / 1e9),
-    ("worker_idle_seconds_total", "counter", f"Time that {_THREAD} was idle.", lambda w: w.idle_ns / 1e9),
-    ("worker_sleeps_total", "counter", f"Sleeps of {_THREAD}.", lambda w: w.sleeps),
-    ("worker_slept_seconds_total", "counter", f"Time that {_THREAD} slept.", lambda w: w.slept_ns / 1e9),
-    ("worker_wakes_total", "counter", f"Sleeps of {_THREAD} that a launch ended.", lambda w: w.wakes),
+_Family = tuple[str, str, Callable[[Any], float]]
+_UP: _Family = ("up", "A proxy service that runs.", lambda v: 1)
+_WORKERS: tuple[_Family, ...] = (
+    ("worker_looks_total", "Looks at rings and connections.", lambda w: w.looks),
+    ("worker_seconds_total", "Age of the worker.", lambda w: w.age_ns / 1e9),
+    ("worker_idle_seconds_total", f"Time that {_THREAD} was idle.", lambda w: w.idle_ns / 1e9),
+    ("worker_sleeps_total", f"Sleeps of {_THREAD}.", lambda w: w.sleeps),
+    ("worker_slept_seconds_total", f"Time that {_THREAD} slept.", lambda w: w.slept_ns / 1e9),
+    ("worker_wakes_total", f"Sleeps of {_THREAD} that a launch ended.", lambda w: w.wakes),
     (
         "worker_cpu_seconds_total",
-        "counter",
         f"CPU time of {_THREAD}.",
         lambda w: math.nan if w.cpu_ns is None else w.cpu_ns / 1e9,
     ),
 )
-_RINGS: tuple[tuple[str, str, str, Callable[[RingView], float]], ...] = (
-    ("ring_triggers_total", "counter", "Triggers taken out of the ring.", lambda r: r.taken),
-    ("ring_full_slots", "gauge", "Slots that hold a trigger.", lambda r: r.full),
-    ("ring_slots", "gauge", "Slots.", lambda r: r.size),
+_RINGS: tuple[_Family, ...] = (
+    ("ring_triggers_total", "Triggers taken out of the ring.", lambda r: r.taken),
+    ("ring_full_slots", "Slots that hold a trigger.", lambda r: r.full),
+    ("ring_slots", "Slots.", lambda r: r.size),
 )
-_CONNECTIONS: tuple[tuple[str, str, str, Callable[[ConnectionView], float]], ...] = (
-    ("connection_triggers_completed_total", "counter", "Triggers and sends complete.", lambda c: c.completed),
-    ("connection_outstanding_triggers", "gauge", "Triggers and sends not yet complete.", lambda c: c.outstanding),
-    ("connection_errors_total", "counter", "Failures.", lambda c: c.errors),
+_CONNECTIONS: tuple[_Family, ...] = (
+    ("connection_triggers_completed_total", "Triggers and sends complete.", lambda c: c.completed),
+    ("connection_outstanding_triggers", "Triggers and sends not yet complete.", lambda c: c.outstanding),
+    ("connection_errors_total", "Failures.", lambda c: c.errors),
 )
-_CHANNELS: tuple[tuple[str, str, str, Callable[[ChannelView], float]], ...] = (
-    ("channel_triggers_total", "counter", "Triggers acted on.", lambda c: c.triggers),
-    ("channel_puts_total", "counter", "Triggers and sends of schedules that put data.", lambda c: c.puts),
-    ("channel_gets_total", "counter", "Triggers that got data.", lambda c: c.gets),
-    ("channel_bytes_total", "counter", "Bytes put and got.", lambda c: c.bytes),
-    ("channel_signals_total", "counter", "Triggers and sends of schedules that signalled.", lambda c: c.signals),
-    ("channel_flushes_total", "counter", "Triggers that flushed.", lambda c: c.flushes),
-    ("channel_errors_total", "counter", "Triggers that failed.", lambda c: c.errors),
+_CHANNELS: tuple[_Family, ...] = (
+    ("channel_triggers_total", "Triggers acted on.", lambda c: c.triggers),
+    ("channel_puts_total", "Triggers and sends of schedules that put data.", lambda c: c.puts),
+    ("channel_gets_total", "Triggers that got data.", lambda c: c.gets),
+    ("channel_bytes_total", "Bytes put and got.", lambda c: c.bytes),
+    ("channel_signals_total", "Triggers and sends of schedules that signalled.", lambda c: c.signals),
+    ("channel_flushes_total", "Triggers that flushed.", lambda c: c.flushes),
+    ("channel_errors_total", "Triggers that failed.", lambda c: c.errors),
 )
 
 
@@ -72,75 +74,49 @@ def _labels_of(view: ServiceView) -> Labels:
 def _labels_of_channel(view: ServiceView, channel: ChannelView) -> Labels:
     connection = view.connection_of(channel)
     way = {"peer": connection.peer, "transport": connection.transport} if connection else {"transport": "handler"}
-    return {**_labels_of(view), "channel": channel.id, "ring": channel.ring, **way}
-
-
-def _flush_samples(view: ServiceView, channel: ChannelView) -> Iterator[str]:
-    labels = _labels_of_channel(view, channel)
-    yield _sample("channel_flush_seconds_sum", labels, channel.flush_ns / 1e9)
-    yield _sample("channel_flush_seconds_count", labels, channel.timed_flushes)
+    return {"channel": channel.id, "ring": channel.ring, **way}
 
 
 def metrics_text(views: Iterable[ServiceView]) -> str:
     """The services' metrics, for Prometheus to read."""
-    seen = list(views)
+    seen = [(view, _labels_of(view)) for view in views]
     lines: list[str] = []
 
-    def family(name: str, kind: str, text: str, samples: Iterator[str]) -> None:
+    def family(name: str, kind: str, text: str, samples: Iterable[str]) -> None:
         lines.extend((f"# HELP proxyccl_{name} {text}", f"# TYPE proxyccl_{name} {kind}", *samples))
 
-    family("up", "gauge", "A proxy service that runs.", (_sample("up", _labels_of(view), 1) for view in seen))
-    for name, kind, text, of_worker in _WORKERS:
-        samples = (
-            _sample(name, {**_labels_of(v), "worker": each.number}, of_worker(each)) for v in seen for each in v.workers
-        )
-        family(name, kind, text, samples)
-    for name, kind, text, of_ring in _RINGS:
-        samples = (
-            _sample(name, {**_labels_of(v), "ring": each.number}, of_ring(each)) for v in seen for each in v.rings
-        )
-        family(name, kind, text, samples)
-    for name, kind, text, of_connection in _CONNECTIONS:
-        samples = (
-            _sample(
-                name,
-                {
-                    **_labels_of(v),
-                    "worker": each.worker,
-                    "connection": each.number,
-                    "peer": each.peer,
-                    "transport": each.transport,
-                },
-                of_connection(each),
-            )
-            for v in seen
-            for each in v.connections
-        )
-        family(name, kind, text, samples)
-    for name, kind, text, of_channel in _CHANNELS:
-        samples = (_sample(name, _labels_of_channel(v, each), of_channel(each)) for v in seen for each in v.channels)
-        family(name, kind, text, samples)
-    flushes = (sample for v in seen for each in v.channels for sample in _flush_samples(v, each))
-    family("channel_flush_seconds", "summary", "From issue to completion of the flushes that were timed.", flushes)
+    def families(of: Iterable[_Family], items: Iterable[tuple[Labels, object]]) -> None:
+        found = list(items)
+        for name, text, value_of in of:
+            kind = "counter" if name.endswith("_total") else "gauge"
+            family(name, kind, text, (_sample(name, labels, value_of(item)) for labels, item in found))
+
+    families((_UP,), ((labels, view) for view, labels in seen))
+    families(_WORKERS, (({**labels, "worker": w.number}, w) for view, labels in seen for w in view.workers))
+    families(_RINGS, (({**labels, "ring": r.number}, r) for view, labels in seen for r in view.rings))
+    ends = [
+        ({"worker": c.worker, "connection": c.number, "peer": c.peer, "transport": c.transport}, c, labels)
+        for view, labels in seen
+        for c in view.connections
+    ]
+    families(_CONNECTIONS, (({**labels, **own}, c) for own, c, labels in ends))
+    channels = [({**labels, **_labels_of_channel(view, c)}, c) for view, labels in seen for c in view.channels]
+    families(_CHANNELS, channels)
+    name, text = "channel_flush_seconds", "From issue to completion of the flushes that were timed."
+    sums = [
+        (_sample(f"{name}_sum", of, c.flush_ns / 1e9), _sample(f"{name}_count", of, c.timed_flushes))
+        for of, c in channels
+    ]
+    family(name, "summary", text, itertools.chain.from_iterable(sums))
     return "\n".join(lines) + "\n"
 
 
-def snapshot_all() -> list[ServiceView]:
-    """Snapshots of this user's services on this machine."""
-    views = []
-    for _, publication in find():
-        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # it was closed meanwhile
-            views.append(observer.snapshot())
-    return views
-
-
 @contextlib.contextmanager
-def serve(port: int, snapshot: Callable[[], list[ServiceView]] = snapshot_all) -> Iterator[str]:
+def serve(port: int) -> Iterator[str]:
     """Serves the metrics to this machine only, as a context whose value says where: http://127.0.0.1:PORT/metrics.
 
     Args:
         port: 0 for any that is free.
-        snapshot: returns the services, for each request.
 
     Raises:
         ArgumentError: the port is not from 0 to 65535.
@@ -153,7 +129,7 @@ def serve(port: int, snapshot: Callable[[], list[ServiceView]] = snapshot_all) -
                 self.send_error(404, "the metrics are at /metrics")
                 return
             try:
-                body = metrics_text(snapshot()).encode()
+                body = metrics_text(snapshots().values()).encode()
             except ArgumentError as error:
                 self.send_error(503, explain=str(error))
                 return

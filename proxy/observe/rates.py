@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from proxyccl.proxy.codec import Message
-from proxyccl.proxy.observe.reader import ChannelView, ServiceView
+from proxyccl.proxy.observe.reader import ChannelView, ServiceView, snapshots
 from proxyccl.proxy.thread import IdlePolicy
 
 
@@ -194,3 +196,30 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
         new.errors,
         connection.errors if connection else 0,
     )
+
+
+class Watch:
+    """Observes the proxy services of this machine, or those of one job or process.
+
+    Args:
+        job: of this job only; None for all.
+        process: in this process only; None for all.
+    """
+
+    def __init__(self, job: str | None = None, process: int | None = None) -> None:
+        self._of = job, process
+        self._views: dict[Path, ServiceView] = {}
+
+    def rates(self) -> list[ServiceRates]:
+        """The services' activity since the last call, ordered by job and rank; without services that are new.
+
+        Raises:
+            ArgumentError: the directory of publications is not this user's own.
+        """
+        before, self._views = self._views, snapshots(*self._of)
+        return [rates_between(before[path], view) for path, view in self._views.items() if path in before]
+
+    @property
+    def views(self) -> list[ServiceView]:
+        """The services at the last call of `rates`, new ones among them."""
+        return list(self._views.values())

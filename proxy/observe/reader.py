@@ -7,21 +7,18 @@ of a ring's slots to find how full it is.
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.memory.shared_memory import open_descriptor
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Message
-from proxyccl.proxy.observe.publications import Publication
-from proxyccl.proxy.observe.segment import observed_bytes, outstanding_in, peer_of, schedule_waits_in
+from proxyccl.proxy.observe.publications import Publication, find
+from proxyccl.proxy.observe.segment import ObservedSegment, open_published, peer_of
 from proxyccl.proxy.processes import cpu_time_of
 from proxyccl.proxy.ring import RingContents, RingMemory, ring_bytes
 from proxyccl.proxy.schedule import ScheduleWait
@@ -146,7 +143,7 @@ class ServiceView(Struct, frozen=True):
         rings: by number.
         connections: by worker and number.
         channels: those in use, by id.
-        schedule_waits: of schedules that make no progress, as `schedule_waits_in` has them.
+        schedule_waits: of schedules that make no progress, as `ObservedSegment.schedule_waits` has them.
     """
 
     publication: Publication
@@ -159,81 +156,13 @@ class ServiceView(Struct, frozen=True):
 
     def connection_of(self, channel: ChannelView) -> ConnectionView | None:
         """The connection that a channel's triggers go over; None for a handler's channel."""
-        place = (channel.worker, channel.connection)
-        return next((each for each in self.connections if (each.worker, each.number) == place), None)
+        return connection_of(channel, self.connections)
 
 
-def _map(handle: str, nbytes: int, *, writable: bool) -> tuple[mmap.mmap, int]:
-    """Maps the memory of a handle. Returns the mapping and the offset in it at which the range begins.
-
-    Raises:
-        ArgumentError: it can't be opened, or is shorter than `nbytes`.
-    """
-    try:
-        packed = bytes.fromhex(handle)
-    except ValueError:
-        raise ArgumentError("handle", f"{handle[:40]!r} is not a handle in hexadecimal") from None
-    descriptor, offset, size = open_descriptor(packed)
-    try:
-        if size < nbytes:
-            raise ArgumentError("handle", f"names {size} bytes, where {nbytes} are wanted")
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        return mmap.mmap(descriptor, offset + size, access=access), offset
-    finally:
-        os.close(descriptor)
-
-
-P = TypeVar("P")
-
-
-class _Mapped(Generic[P]):
-    """A struct in a mapping.
-
-    Args:
-        handle: of the memory, in hexadecimal.
-        cast: turns the memory's first address into a pointer to the struct.
-        nbytes: size of the struct.
-        writable: whether it is written.
-    """
-
-    def __init__(self, handle: str, cast: Callable[[Any], P], nbytes: int, *, writable: bool = False) -> None:
-        self._mapping, begin = _map(handle, nbytes, writable=writable)
-        self._buffer = ffi.from_buffer(self._mapping, require_writable=writable)
-        self.pointer = cast(self._buffer + begin)
-
-    def close(self) -> None:
-        """Unmaps it."""
-        vars(self).pop("pointer", None)  # gone: a later access fails in Python, not in C
-        ffi.release(self._buffer)
-        self._mapping.close()
-
-
-def _as_observed(at: Any) -> _engine.ProxycclObservedPointer:
-    return ffi.cast("ProxycclObserved *", at)
-
-
-class ObservedView(_Mapped["_engine.ProxycclObservedPointer"]):
-    """The observed segment of a service in another process: its channels and schedules.
-
-    Args:
-        handle: of its `ObservedSegment`, in hexadecimal.
-        workers: number of its workers.
-
-    Raises:
-        ArgumentError: the memory can't be opened, or is shorter.
-    """
-
-    def __init__(self, handle: str, workers: int) -> None:
-        self._workers = workers
-        super().__init__(handle, _as_observed, observed_bytes(workers))
-
-    def outstanding(self, channel: int) -> int | None:
-        """See `outstanding_in`."""
-        return outstanding_in(self.pointer, channel)
-
-    def schedule_waits(self) -> list[ScheduleWait]:
-        """See `schedule_waits_in`."""
-        return schedule_waits_in(self.pointer, self._workers)
+def connection_of(channel: ChannelView, connections: Iterable[ConnectionView]) -> ConnectionView | None:
+    """The one of a service's connections that a channel's triggers go over; None for a handler's channel."""
+    place = channel.worker, channel.connection
+    return next((each for each in connections if (each.worker, each.number) == place), None)
 
 
 class Observer:
@@ -241,29 +170,28 @@ class Observer:
 
     Args:
         publication: the service's.
-        writable: map its segment writable, as a trace needs.
 
     Raises:
         ArgumentError: the service is gone, or its publication is wrong.
     """
 
-    def __init__(self, publication: Publication, *, writable: bool = False) -> None:
+    def __init__(self, publication: Publication) -> None:
         self.publication = publication
         with contextlib.ExitStack() as opened:
-            size = observed_bytes(publication.workers)
-            self._observed = _Mapped(publication.observed, _as_observed, size, writable=writable)
+
+            def mapped(handle: str, nbytes: int) -> int:
+                memory = open_published(handle, nbytes)
+                opened.callback(memory.close)
+                return memory.ptr
+
+            self._observed = ObservedSegment(publication.workers, publication.observed)
             opened.callback(self._observed.close)
-            counters_bytes = MAX_CHANNELS * ffi.sizeof("ProxycclCounters")
-            self._counters = _Mapped(
-                publication.counters, lambda at: ffi.cast("ProxycclCounters *", at), counters_bytes
-            )
-            opened.callback(self._counters.close)
+            counters = mapped(publication.counters, MAX_CHANNELS * ffi.sizeof("ProxycclCounters"))
+            self._counters = ffi.cast("ProxycclCounters *", counters)
             self._rings = []
             for place in publication.rings:
                 size = 1 << place.size_log2
-                mapped = _Mapped(place.handle, lambda at: ffi.cast("char *", at), ring_bytes(size))
-                opened.callback(mapped.close)
-                self._rings.append(RingMemory(int(ffi.cast("uintptr_t", mapped.pointer)), size))
+                self._rings.append(RingMemory(mapped(place.handle, ring_bytes(size)), size))
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Observer:
@@ -280,7 +208,7 @@ class Observer:
 
     def worker_stats(self, number: int) -> _engine.ProxycclWorkerStatsPointer:
         """The ProxycclWorkerStats of a worker."""
-        return self._observed.pointer.workers + number
+        return self._observed.worker(number)
 
     def snapshot(self) -> ServiceView:
         """The service now."""
@@ -303,7 +231,7 @@ class Observer:
             tuple(self._ring_view(number) for number in range(len(self._rings))),
             tuple(connections),
             tuple(self._channels()),
-            tuple(schedule_waits_in(self._observed.pointer, self.publication.workers)),
+            tuple(self._observed.schedule_waits()),
         )
 
     def _ring_view(self, number: int) -> RingView:
@@ -311,9 +239,9 @@ class Observer:
         taken, full = ring.count_full()
         return RingView(number, self.publication.rings[number].worker, ring.size, taken, full)
 
-    def look_into_rings(self, count: int) -> list[RingContents]:
-        """Its rings now, with the triggers in them, at most `count` of each kind."""
-        return [ring.snapshot(count) for ring in self._rings]
+    def look_into_rings(self) -> list[RingContents]:
+        """Its rings now, with the triggers in them."""
+        return [ring.snapshot() for ring in self._rings]
 
     def _connections_of(self, worker: int) -> list[ConnectionView]:
         connections = []
@@ -335,7 +263,7 @@ class Observer:
             if not place.connection or place.ring >= len(self._rings):  # it is newer than the publication
                 continue
             of_handler = place.connection == lib.PROXYCCL_PLACE_HANDLER
-            c = self._counters.pointer[channel]
+            c = self._counters[channel]
             channels.append(
                 ChannelView(
                     channel,
@@ -354,3 +282,20 @@ class Observer:
                 )
             )
         return channels
+
+
+def snapshots(job: str | None = None, process: int | None = None) -> dict[Path, ServiceView]:
+    """This user's services on this machine now, by the files of their publications, ordered by job and rank.
+
+    Args:
+        job: of this job only; None for all.
+        process: in this process only, a rank or a node daemon; None for all.
+
+    Raises:
+        ArgumentError: the directory of publications is not this user's own.
+    """
+    views = {}
+    for path, publication in find(job, process=process):
+        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # it was closed meanwhile
+            views[path] = observer.snapshot()
+    return views

@@ -290,7 +290,7 @@ class Tracer:
 
     def __init__(self, path: Path, publication: Publication, allowance: Allowance | None = None) -> None:
         who = publication.description
-        self._observer = Observer(publication, writable=True)
+        self._observer = Observer(publication)
         try:
             self._lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:

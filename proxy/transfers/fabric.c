@@ -1,230 +1,173 @@
-/* Transfers by libfabric: reads and writes of the peer's memory, in which its program takes no part. See transfers.h.
+/* An agent's endpoint of libfabric, and requests by it. See transfers.h.
  *
- * Nothing is linked: the calls are in the tables of the endpoint and its queue. Some providers carry out a peer's
- * requests only when this side reads its queue, so the agent's thread also does so when it has none of its own.
+ * Some providers carry out a peer's requests only when this side reads its queue, so the agent's thread also does so
+ * when it has none of its own.
  */
 #include <errno.h>
 #include <sys/epoll.h>
-#include <time.h>
 
 #include "clock.h"
 #include "parts.h"
 
-enum { ROW = 6 }; /* words of a row */
-
 #if __has_include(<rdma/fi_rma.h>)
 
-#include <rdma/fabric.h>
-#include <rdma/fi_domain.h>
-#include <rdma/fi_endpoint.h>
-#include <rdma/fi_eq.h>
-#include <rdma/fi_errno.h>
-#include <rdma/fi_rma.h>
+#include "fabric_queue.h"
 
 enum {
-  COMPLETIONS = 16,
   ACTIVE_NS = 20000, /* between two looks into a queue without a descriptor */
   IDLE_NS = 1000000  /* likewise, without own requests */
 };
 #define LONGEST_STOP_NS 1000000000ull
 
-/* `context` is the provider's while the request is outstanding. */
-typedef struct Request {
+/* A request that is posted. `context` is the provider's meanwhile. */
+typedef struct Posted {
   struct fi_context2 context;
-  struct Request *next; /* of those that are free */
-  ProxycclTransfer *transfer;
+  struct Posted *next; /* of those that are free */
+  Rdma *rdma;          /* NULL: given up */
   uint64_t remote;
-} Request;
+} Posted;
 
 typedef struct Fabric {
   ProxycclFabricPort port;
   struct fid_ep *endpoint;
   struct fid_cq *queue;
-  Request *requests, *unused;
+  Queue waiting; /* those with requests to be posted, in turn */
+  Posted *unused;
   uint32_t outstanding;
-  int failed;                      /* why the queue has ended; 0: it has not */
-  ProxycclTransfer *first, **last; /* with requests to be posted, in turn */
+  int failed; /* why the queue has ended; 0: it has not */
+  Posted posted[];
 } Fabric;
 
 int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port) {
   int error = guard_install(); /* a provider may have installed a handler */
   if (error != 0) return error;
-  Fabric *fabric = calloc(1, sizeof *fabric);
-  Request *requests = calloc(port->depth, sizeof *requests);
-  if (fabric == NULL || requests == NULL) {
-    free(fabric);
-    free(requests);
-    return ENOMEM;
-  }
+  Fabric *fabric = calloc(1, sizeof *fabric + port->depth * sizeof *fabric->posted);
+  if (fabric == NULL) return ENOMEM;
   fabric->port = *port;
   fabric->endpoint = (struct fid_ep *)(uintptr_t)port->endpoint;
   fabric->queue = (struct fid_cq *)(uintptr_t)port->queue;
-  fabric->requests = requests;
-  fabric->last = &fabric->first;
   for (uint32_t i = 0; i < port->depth; ++i) {
-    requests[i].next = fabric->unused;
-    fabric->unused = &requests[i];
+    fabric->posted[i].next = fabric->unused;
+    fabric->unused = &fabric->posted[i];
   }
   pthread_mutex_lock(&agent->lock);
-  error = agent_watch_fabric(agent, port->descriptor);
+  if (port->descriptor >= 0)
+    error = agent_watch(agent, port->descriptor, (uintptr_t)agent | TAG_FABRIC, EPOLL_CTL_ADD, EPOLLIN);
   if (error == 0) agent->fabric = fabric;
   pthread_mutex_unlock(&agent->lock);
   if (error == 0) {
     agent_wake(agent);
   } else {
     free(fabric);
-    free(requests);
   }
   return error;
 }
 
-static void drop_rest(ProxycclTransfer *transfer) {
-  Fabric *fabric = transfer->agent->fabric;
-  transfer->left = 0;
-  if (transfer->queued) transfer_unqueue(transfer, &fabric->first, &fabric->last);
+static void end_if_over(Rdma *rdma) {
+  if (rdma->left == 0 && rdma->unanswered == 0) rdma->ended(rdma);
 }
 
-static void end(ProxycclTransfer *transfer) {
-  ProxycclLink *link = transfer->link;
-  if (transfer->served != NULL) {
-    const int done = transfer->error == 0 && !transfer->abandoned && link->lost == NULL;
-    transfer_end(transfer, done ? PROXYCCL_TRANSFER_DONE : PROXYCCL_TRANSFER_FAILED);
-  } else if (transfer->abandoned) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
-    if (transfer->orphaned) transfer_free(transfer);
-  } else if (link->lost != NULL) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
-  } else if (transfer->error == 0) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
-  } else if (transfer->agent->fabric->failed != 0) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
-  } else { /* the peer knows what became of its memory, and if it has gone, the link ends */
-    transfer->asks = 1;
-    transfer_queue(transfer, &link->last);
-    link_send(link);
+static void drop_rest(Fabric *fabric, Rdma *rdma) {
+  rdma->left = 0;
+  queue_remove(&fabric->waiting, rdma);
+}
+
+/* Notes that a request failed: no more are posted. */
+static void fail(Fabric *fabric, Rdma *rdma, int error, uint64_t remote) {
+  if (rdma->error == 0) {
+    rdma->error = error;
+    rdma->fault = remote;
   }
+  drop_rest(fabric, rdma);
 }
 
-static void end_if_over(ProxycclTransfer *transfer) {
-  if (transfer->left > 0 || transfer->unanswered > 0 || transfer->asks) return;
-  if (transfer->cancel) {
-    pthread_cond_broadcast(&transfer->agent->changed); /* whoever cancels it ends it */
-  } else {
-    end(transfer);
-  }
-}
-
-/* Posts the next request of a transfer. 0: the provider takes none now. */
-static int post(Fabric *fabric, ProxycclTransfer *transfer) {
-  const uint64_t *row = transfer->rows + ROW * transfer->at.index, offset = transfer->at.offset;
+/* Posts the next request of the first that waits. 0: the provider takes none now. */
+static int post(Fabric *fabric) {
+  Rdma *rdma = (Rdma *)fabric->waiting.first;
+  const uint64_t *row = rdma->rows + ROW * rdma->at.index, offset = rdma->at.offset;
   const uint64_t rest = row[2] - offset, most = fabric->port.max_message;
-  const struct iovec own = {(char *)(uintptr_t)row[0] + offset, rest < most ? rest : most};
-  const struct fi_rma_iov theirs = {row[1] + offset, own.iov_len, row[4]};
-  void *descriptor = (void *)(uintptr_t)row[3];
-  Request *request = fabric->unused;
-  const struct fi_msg_rma message = {
-      .msg_iov = &own,
-      .desc = &descriptor,
-      .iov_count = 1,
-      .addr = transfer->peer,
-      .rma_iov = &theirs,
-      .rma_iov_count = 1,
-      .context = request,
-  };
-  const ssize_t status = transfer->writes
-                             ? fi_writemsg(fabric->endpoint, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE)
-                             : fi_readmsg(fabric->endpoint, &message, FI_COMPLETION);
-  if (status == -FI_EAGAIN) return 0;
-  if (status != 0) {
-    transfer->error = (int)-status;
-    transfer->fault.address = row[5] + offset;
-    drop_rest(transfer);
-    end_if_over(transfer);
+  const uint64_t bytes = rest < most ? rest : most;
+  Posted *posted = fabric->unused;
+  FabricParts parts = {0};
+  fabric_add_part(&parts, (char *)(uintptr_t)row[0] + offset, (void *)(uintptr_t)row[3], row[1] + offset, row[4],
+                  bytes);
+  const int error = fabric_post(fabric->endpoint, rdma->peer, !rdma->writes, 1, &parts, posted);
+  if (error == FI_EAGAIN) return 0;
+  if (error != 0) {
+    fail(fabric, rdma, error, row[5] + offset);
+    end_if_over(rdma);
     return 1;
   }
-  fabric->unused = request->next;
-  request->transfer = transfer;
-  request->remote = row[5] + offset;
+  fabric->unused = posted->next;
+  posted->rdma = rdma;
+  posted->remote = row[5] + offset;
   ++fabric->outstanding;
-  ++transfer->unanswered;
-  transfer->left -= own.iov_len;
-  transfer->at =
-      own.iov_len < rest ? (Position){transfer->at.index, offset + own.iov_len} : (Position){transfer->at.index + 1, 0};
-  transfer_unqueue(transfer, &fabric->first, &fabric->last);
-  if (transfer->left > 0) transfer_queue(transfer, &fabric->last);
+  ++rdma->unanswered;
+  rdma->left -= bytes;
+  rdma->at = bytes < rest ? (Position){rdma->at.index, offset + bytes} : (Position){rdma->at.index + 1, 0};
+  queue_remove(&fabric->waiting, rdma);
+  if (rdma->left > 0) queue_push(&fabric->waiting, rdma);
   return 1;
 }
 
-static void complete(Fabric *fabric, Request *request, int error) {
-  ProxycclTransfer *transfer = request->transfer;
-  request->transfer = NULL;
-  request->next = fabric->unused;
-  fabric->unused = request;
+static void complete(void *owner, void *context, int error, const struct fi_cq_err_entry *entry) {
+  Fabric *fabric = owner;
+  Posted *posted = context;
+  (void)entry;
+  if (posted == NULL) return; /* the queue has ended */
+  Rdma *rdma = posted->rdma;
+  posted->rdma = NULL;
+  posted->next = fabric->unused;
+  fabric->unused = posted;
   --fabric->outstanding;
-  if (transfer == NULL) return; /* given up */
-  --transfer->unanswered;
-  if (error != 0) {
-    if (transfer->error == 0) {
-      transfer->error = error;
-      transfer->fault.address = request->remote;
-    }
-    drop_rest(transfer);
-  }
-  end_if_over(transfer);
+  if (rdma == NULL) return;
+  --rdma->unanswered;
+  if (error != 0) fail(fabric, rdma, error, posted->remote);
+  end_if_over(rdma);
 }
 
-/* Ends all transfers: the queue will report no completion. */
+/* Ends everything: the queue will report no completion. */
 static void fail_all(Fabric *fabric) {
   for (uint32_t i = 0; i < fabric->port.depth; ++i) {
-    if (fabric->requests[i].transfer != NULL) complete(fabric, &fabric->requests[i], fabric->failed);
+    if (fabric->posted[i].rdma != NULL) complete(fabric, &fabric->posted[i], fabric->failed, NULL);
   }
-  while (fabric->first != NULL) {
-    ProxycclTransfer *transfer = fabric->first;
-    transfer->error = fabric->failed;
-    drop_rest(transfer);
-    end_if_over(transfer);
+  while (fabric->waiting.first != NULL) {
+    Rdma *rdma = (Rdma *)fabric->waiting.first;
+    fail(fabric, rdma, fabric->failed, 0);
+    end_if_over(rdma);
   }
-}
-
-/* Takes the error of a request. Returns 0, FI_EAGAIN if there is none, or why the queue has ended, as after an error
- * that names no request: which of them will not complete is not known. */
-static int take_error(Fabric *fabric) {
-  struct fi_cq_err_entry entry = {0};
-  const ssize_t taken = fi_cq_readerr(fabric->queue, &entry, 0);
-  if (taken < 0) return (int)-taken;
-  const int error = entry.err > 0 ? entry.err : EIO;
-  if (entry.op_context == NULL) return error;
-  complete(fabric, entry.op_context, error);
-  return 0;
 }
 
 void fabric_poll(ProxycclAgent *agent) {
   Fabric *fabric = agent->fabric;
-  struct fi_cq_entry entries[COMPLETIONS];
-  ssize_t taken = COMPLETIONS;
-  while (fabric->failed == 0 && (taken == COMPLETIONS || taken == -FI_EAVAIL)) {
-    taken = fi_cq_read(fabric->queue, entries, COMPLETIONS);
-    for (ssize_t i = 0; i < taken; ++i) complete(fabric, entries[i].op_context, 0);
-    const int error = taken == -FI_EAVAIL ? take_error(fabric) : taken < 0 ? (int)-taken : 0;
-    if (error == FI_EAGAIN) break;
-    fabric->failed = error;
+  uint32_t taken = 0;
+  if (fabric->failed == 0) {
+    fabric->failed = fabric_drain(fabric->queue, complete, fabric, &taken);
     /* Its descriptor may be readable for good. */
-    if (error != 0 && fabric->port.descriptor >= 0) agent_watch(agent, fabric->port.descriptor, 0, EPOLL_CTL_DEL, 0);
+    if (fabric->failed != 0 && fabric->port.descriptor >= 0)
+      agent_watch(agent, fabric->port.descriptor, 0, EPOLL_CTL_DEL, 0);
   }
   if (fabric->failed != 0) {
     fail_all(fabric);
     return;
   }
-  while (fabric->first != NULL && fabric->unused != NULL && post(fabric, fabric->first)) {}
+  while (fabric->waiting.first != NULL && fabric->unused != NULL && post(fabric)) {}
 }
 
-void fabric_start(ProxycclTransfer *transfer) {
-  ProxycclAgent *agent = transfer->agent;
+int fabric_failed(const ProxycclAgent *agent) { return agent->fabric->failed != 0; }
+
+void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes) {
   Fabric *fabric = agent->fabric;
-  transfer_queue(transfer, &fabric->last);
-  fabric_poll(agent);                             /* one of a stage may end, and is freed then */
+  rdma->at = (Position){0, 0};
+  rdma->left = bytes;
+  rdma->error = 0;
+  rdma->fault = 0;
+  queue_push(&fabric->waiting, rdma);
+  fabric_poll(agent);                             /* it may end, and be freed, by then */
   if (fabric->outstanding > 0) agent_wake(agent); /* it may sleep without a descriptor */
 }
+
+void rdma_drop(ProxycclAgent *agent, Rdma *rdma) { drop_rest(agent->fabric, rdma); }
 
 int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes) {
   const Fabric *fabric = link->agent->fabric;
@@ -240,23 +183,6 @@ void fabric_forget(ProxycclLink *link) {
   fi_av_remove(peers, &address, 1, 0);
 }
 
-int fabric_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin) {
-  ProxycclTransfer *request = transfer_make(stage->agent, stage->link);
-  if (request == NULL) return 0;
-  const uint64_t row[ROW] = {(uintptr_t)stage->memory,           origin->address, bytes,
-                             stage->device->staging->descriptor, origin->key,     0};
-  memcpy(stage->row, row, sizeof row);
-  stage->copying = 1;
-  request->served = stage;
-  request->rows = stage->row;
-  request->writes = writes;
-  request->count = 1;
-  request->bytes = bytes;
-  request->peer = stage->link->address;
-  transfer_restart(request);
-  return 1;
-}
-
 uint64_t fabric_rest(ProxycclAgent *agent) {
   const Fabric *fabric = agent->fabric;
   if (fabric == NULL || fabric->failed != 0) return UINT64_MAX;
@@ -270,99 +196,58 @@ uint64_t fabric_rest(ProxycclAgent *agent) {
 
 void fabric_lose(ProxycclLink *link) {
   Fabric *fabric = link->agent->fabric;
-  if (fabric == NULL) return;
-  for (ProxycclTransfer *transfer = fabric->first, *next; transfer != NULL; transfer = next) {
-    next = transfer->next;
-    if (transfer->link != link) continue;
-    drop_rest(transfer);
-    end_if_over(transfer); /* else its last request does */
+  for (Node *each = fabric == NULL ? NULL : fabric->waiting.first, *next; each != NULL; each = next) {
+    Rdma *rdma = (Rdma *)each;
+    next = each->next;
+    if (rdma->link != link) continue;
+    drop_rest(fabric, rdma);
+    end_if_over(rdma); /* else its last request does */
   }
-}
-
-int fabric_finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
-  ProxycclAgent *agent = transfer->agent;
-  const uint64_t deadline = now_ns() + timeout_ns;
-  const struct timespec pause = {0, ACTIVE_NS};
-  drop_rest(transfer);
-  for (fabric_poll(agent); transfer->unanswered > 0 && now_ns() < deadline; fabric_poll(agent)) {
-    ++transfer->copying; /* it stays */
-    pthread_mutex_unlock(&agent->lock);
-    nanosleep(&pause, NULL);
-    pthread_mutex_lock(&agent->lock);
-    --transfer->copying;
-  }
-  return transfer->unanswered == 0;
-}
-
-/* Ends a transfer although requests are outstanding: the endpoint will be closed before its memory is used again. */
-static void give_up(Fabric *fabric, ProxycclTransfer *transfer) {
-  for (uint32_t i = 0; i < fabric->port.depth; ++i) {
-    if (fabric->requests[i].transfer == transfer) fabric->requests[i].transfer = NULL;
-  }
-  transfer->unanswered = 0;
-  transfer->abandoned = 1;
-  end(transfer);
 }
 
 void fabric_stop(ProxycclAgent *agent) {
   Fabric *fabric = agent->fabric;
-  if (fabric == NULL) return;
   const uint64_t deadline = now_ns() + LONGEST_STOP_NS;
-  while (fabric->first != NULL) transfer_cancel(fabric->first, 0); /* it leaves the queue */
-  for (uint32_t i = 0; i < fabric->port.depth; ++i) {              /* requests that are posted */
-    ProxycclTransfer *transfer = fabric->requests[i].transfer;
-    if (transfer == NULL) continue;
-    const uint64_t now = now_ns();
-    if (transfer_cancel(transfer, now < deadline ? deadline - now : 0) != 0) give_up(fabric, transfer);
+  const struct timespec pause = {0, ACTIVE_NS};
+  if (fabric == NULL) return;
+  while (fabric->waiting.first != NULL) {
+    Rdma *rdma = (Rdma *)fabric->waiting.first;
+    rdma->canceled = 1;
+    drop_rest(fabric, rdma);
+    end_if_over(rdma);
   }
-}
-
-void fabric_free(ProxycclAgent *agent) {
-  if (agent->fabric != NULL) free(agent->fabric->requests);
-  free(agent->fabric);
+  for (uint32_t i = 0; i < fabric->port.depth; ++i) {
+    if (fabric->posted[i].rdma != NULL) fabric->posted[i].rdma->canceled = 1;
+  }
+  for (fabric_poll(agent); fabric->outstanding > 0 && now_ns() < deadline; fabric_poll(agent)) {
+    pthread_mutex_unlock(&agent->lock);
+    nanosleep(&pause, NULL);
+    pthread_mutex_lock(&agent->lock);
+  }
+  for (uint32_t i = 0; i < fabric->port.depth; ++i) { /* the endpoint is closed before their memory is used again */
+    Rdma *rdma = fabric->posted[i].rdma;
+    fabric->posted[i].rdma = NULL;
+    if (rdma == NULL) continue;
+    --rdma->unanswered;
+    end_if_over(rdma);
+  }
 }
 
 #else
 
-int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port) {
-  (void)agent, (void)port;
-  return ENOSYS;
-}
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
+int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port) { return ENOSYS; }
 
 /* Without an endpoint, the others do nothing. */
-void fabric_start(ProxycclTransfer *transfer) { (void)transfer; }
-void fabric_poll(ProxycclAgent *agent) { (void)agent; }
-uint64_t fabric_rest(ProxycclAgent *agent) {
-  (void)agent;
-  return UINT64_MAX;
-}
-int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes) {
-  (void)link, (void)address, (void)bytes;
-  return 0;
-}
-void fabric_forget(ProxycclLink *link) { (void)link; }
-int fabric_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin) {
-  (void)stage, (void)writes, (void)bytes, (void)origin;
-  return 0;
-}
-void fabric_lose(ProxycclLink *link) { (void)link; }
-int fabric_finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
-  (void)transfer, (void)timeout_ns;
-  return 1;
-}
-void fabric_stop(ProxycclAgent *agent) { (void)agent; }
-void fabric_free(ProxycclAgent *agent) { (void)agent; }
+void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes) {}
+void rdma_drop(ProxycclAgent *agent, Rdma *rdma) {}
+int fabric_failed(const ProxycclAgent *agent) { return agent == NULL; }
+void fabric_poll(ProxycclAgent *agent) {}
+uint64_t fabric_rest(ProxycclAgent *agent) { return agent == NULL ? 0 : UINT64_MAX; }
+int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes) { return 0; }
+void fabric_forget(ProxycclLink *link) {}
+void fabric_lose(ProxycclLink *link) {}
+void fabric_stop(ProxycclAgent *agent) {}
 
 #endif
-
-ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, ProxycclLink *link, int writes,
-                                                     const uint64_t *rows, uint64_t count, uint64_t peer) {
-  ProxycclTransfer *transfer = transfer_new(agent, link);
-  if (transfer == NULL) return NULL;
-  transfer->rows = rows;
-  transfer->writes = writes;
-  transfer->count = count;
-  transfer->peer = peer;
-  for (uint64_t i = 0; i < count; ++i) transfer->bytes += rows[ROW * i + 2];
-  return transfer;
-}

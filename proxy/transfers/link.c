@@ -52,7 +52,6 @@ ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves
   link->process = process;
   link->serves = serves;
   link->references = serves ? 0 : 1;
-  link->last = &link->first;
   link->last_answer = &link->answer;
   link->ahead = ahead;
   link->next = agent->links;
@@ -85,8 +84,11 @@ void link_wake(ProxycclLink *link) {
   watch(link, EPOLLIN | (link->writable ? EPOLLOUT : 0));
 }
 
-static void end_lost(ProxycclTransfer *transfer) {
-  if (transfer->state == PROXYCCL_TRANSFER_ACTIVE) transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
+/* Ends a request, unless it has ended. */
+static void end_request(Request *request) {
+  if (!request->active) return;
+  request->active = 0;
+  request->ended(request);
 }
 
 static void end_sending(ProxycclLink *link) {
@@ -94,7 +96,7 @@ static void end_sending(ProxycclLink *link) {
   free(link->out.own);
   link->out.stage = NULL;
   link->out.own = NULL;
-  link->out.transfer = NULL;
+  link->out.request = NULL;
   link->out.answer = NULL;
   link->out.head.used = link->out.sent = 0;
   link->out.left = link->out.tail_left = 0;
@@ -108,18 +110,15 @@ void link_lose(ProxycclLink *link, const char *reason) {
   unwatch(agent, &link->socket);
   unwatch(agent, &link->process);
   end_sending(link);
-  for (; link->first != NULL; link->first = link->first->next) {
-    link->first->queued = 0;
-    end_lost(link->first);
-  }
-  link->last = &link->first;
+  for (Request *request; (request = queue_pop(&link->requests)) != NULL;) end_request(request);
   for (; link->unanswered > 0; --link->unanswered) {
-    ProxycclTransfer *transfer = link->awaited[link->oldest++ % WINDOW].transfer;
-    if (transfer != NULL) end_lost(transfer);
+    Request *request = link->awaited[link->oldest++ % WINDOW].request;
+    if (request != NULL) end_request(request);
   }
-  for (ProxycclTransfer *transfer = agent->first, *next; transfer != NULL; transfer = next) {
-    next = transfer->next;
-    if (transfer->link == link) transfer_lose(transfer);
+  for (Node *each = agent->copies.first, *next; each != NULL; each = next) {
+    ProxycclTransfer *transfer = (ProxycclTransfer *)each;
+    next = each->next;
+    if (transfer->link == link) transfer->path->lose(transfer);
   }
   fabric_lose(link);
   if (!link->serves && agent->losses >= 0) {
@@ -200,7 +199,7 @@ static void feed_by_fabric(ProxycclLink *link, Answer *answer) {
     ++answer->steps;
     if (answer->steps == ANSWER_STEPS) return;
     if ((answer->steps == 1) == answer->fetches) {
-      if (!fabric_carry(answer->stage, !answer->fetches, answer->data, &answer->origin)) answer->error = ENOMEM;
+      stage_carry(answer->stage, !answer->fetches, answer->data, &answer->origin);
     } else {
       stage_copy(answer->stage, answer->fetches, answer->blocks, answer->count);
     }
@@ -271,41 +270,40 @@ static uint64_t find_unmapped(const struct iovec *blocks, uint64_t count) {
   return i;
 }
 
-/* Begins the next request of the next transfer. */
+/* Begins the next frame of the next request. */
 static int begin_request(ProxycclLink *link) {
   Sending *out = &link->out;
-  ProxycclTransfer *transfer = link->first;
+  Request *request = queue_pop(&link->requests);
   struct iovec blocks[FRAME_BLOCKS];
   uint32_t count;
-  transfer_unqueue(transfer, &link->first, &link->last);
-  if (transfer->asks) {
-    const struct iovec block = {(void *)(uintptr_t)transfer->fault.address, 1};
+  if (request->asks) {
+    const struct iovec block = {(void *)(uintptr_t)request->fault.address, 1};
     const Frame check = {FRAME_CHECK, 1, 1};
-    link->awaited[(link->oldest + link->unanswered++) % WINDOW] = (Awaited){transfer, {0, 0}, 0};
-    ++transfer->unanswered;
+    link->awaited[(link->oldest + link->unanswered++) % WINDOW] = (Awaited){request, {0, 0}, 0};
+    ++request->unanswered;
     return buffer_append(&out->head, &check, sizeof check) && buffer_append(&out->head, &block, sizeof block);
   }
   const uint64_t bytes =
-      blocks_parts(transfer->remote, transfer->count, transfer->at, FRAME_BYTES, FRAME_BLOCKS, blocks, &count);
-  const int by_fabric = transfer->origin != NULL;
+      blocks_parts(request->remote, request->count, request->at, FRAME_BYTES, FRAME_BLOCKS, blocks, &count);
+  const int by_fabric = request->origin != NULL;
   const FrameKind kind =
-      transfer->writes ? (by_fabric ? FRAME_FETCH : FRAME_WRITE) : (by_fabric ? FRAME_STORE : FRAME_READ);
+      request->writes ? (by_fabric ? FRAME_FETCH : FRAME_WRITE) : (by_fabric ? FRAME_STORE : FRAME_READ);
   const Frame frame = {kind, count, bytes};
   link->awaited[(link->oldest + link->unanswered++) % WINDOW] =
-      (Awaited){transfer, transfer->at, transfer->writes || by_fabric ? 0 : bytes};
-  ++transfer->unanswered;
-  if (transfer->writes && !by_fabric) {
-    out->transfer = transfer;
-    out->blocks = transfer->local;
-    out->count = transfer->count;
-    out->at = transfer->at;
+      (Awaited){request, request->at, request->writes || by_fabric ? 0 : bytes};
+  ++request->unanswered;
+  if (request->writes && !by_fabric) {
+    out->request = request;
+    out->blocks = request->local;
+    out->count = request->count;
+    out->at = request->at;
     out->left = bytes;
   }
-  blocks_advance(transfer->remote, &transfer->at, bytes);
-  transfer->left -= bytes;
-  if (transfer->left > 0) transfer_queue(transfer, &link->last);
+  blocks_advance(request->remote, &request->at, bytes);
+  request->left -= bytes;
+  if (request->left > 0) queue_push(&link->requests, request);
   return buffer_append(&out->head, &frame, sizeof frame) && buffer_append(&out->head, blocks, count * sizeof *blocks) &&
-         (!by_fabric || buffer_append(&out->head, transfer->origin, sizeof *transfer->origin));
+         (!by_fabric || buffer_append(&out->head, request->origin, sizeof *request->origin));
 }
 
 /* Begins the next frame: messages, as one; else an answer, or a request. 0: there is none. */
@@ -320,9 +318,9 @@ static int begin_frame(ProxycclLink *link) {
     link->messages = emptied;
     return 1;
   }
-  const int begun = link->answer != NULL && is_ready(link->answer)     ? begin_answer(link)
-                    : link->first != NULL && link->unanswered < WINDOW ? begin_request(link)
-                                                                       : -1;
+  const int begun = link->answer != NULL && is_ready(link->answer)              ? begin_answer(link)
+                    : link->requests.first != NULL && link->unanswered < WINDOW ? begin_request(link)
+                                                                                : -1;
   if (begun == 0) link_lose(link, "there is no memory");
   return begun > 0;
 }
@@ -352,7 +350,7 @@ static const char *copy_rest(ProxycclLink *link, int may_read, uint64_t *block) 
   }
   free(out->own);
   out->own = copy;
-  out->transfer = NULL;
+  out->request = NULL;
   out->answer = NULL;
   out->blocks = copy;
   out->count = 1;
@@ -360,14 +358,14 @@ static const char *copy_rest(ProxycclLink *link, int may_read, uint64_t *block) 
   return unread;
 }
 
-/* A local byte of a transfer can't be read or written: it sends nothing more, and ends with its last answer. */
-static void refuse(ProxycclLink *link, ProxycclTransfer *transfer, uint64_t block, const char *address) {
-  const uint64_t offset = (uint64_t)(address - (const char *)transfer->local[block].iov_base);
-  const char *theirs = (char *)transfer->remote[block].iov_base + offset;
-  transfer->refusal = EPERM;
-  transfer->fault = is_mapped(address) ? (ProxycclFault){PROXYCCL_FAULT_PROTECTED, (uintptr_t)theirs}
-                                       : (ProxycclFault){PROXYCCL_FAULT_FREED_HERE, (uintptr_t)address};
-  if (transfer->queued) transfer_unqueue(transfer, &link->first, &link->last);
+/* A local byte of a request can't be read or written: it sends nothing more, and ends with its last answer. */
+static void refuse(ProxycclLink *link, Request *request, uint64_t block, const char *address) {
+  const uint64_t offset = (uint64_t)(address - (const char *)request->local[block].iov_base);
+  const char *theirs = (char *)request->remote[block].iov_base + offset;
+  request->refusal = EPERM;
+  request->fault = is_mapped(address) ? (ProxycclFault){PROXYCCL_FAULT_PROTECTED, (uintptr_t)theirs}
+                                      : (ProxycclFault){PROXYCCL_FAULT_FREED_HERE, (uintptr_t)address};
+  queue_remove(&link->requests, request);
 }
 
 /* Makes an error of the answer that is being sent: of its second head, or of its first one if that was not sent. */
@@ -384,19 +382,19 @@ static void spoil_answer(Sending *out, uint32_t error, uint64_t block) {
 /* The kernel could not read the data that is being sent. The peer gets zeros for the rest of the frame. */
 static void spoil(ProxycclLink *link) {
   Sending *out = &link->out;
-  ProxycclTransfer *transfer = out->transfer;
+  Request *request = out->request;
   uint64_t block = 0;
   const char *unread = copy_rest(link, 1, &block);
   if (unread == NULL) return; /* the link is lost, or the memory is there again */
-  if (transfer == NULL) {
+  if (request == NULL) {
     spoil_answer(out, is_mapped(unread) ? EPERM : EFAULT, block);
     return;
   }
-  refuse(link, transfer, block, unread);
+  refuse(link, request, block, unread);
   if (out->sent > 0) return;
   end_sending(link); /* the peer never hears of this frame, the last that began */
   --link->unanswered;
-  if (--transfer->unanswered == 0) transfer_end_answered(transfer);
+  if (--request->unanswered == 0) end_request(request);
 }
 
 /* The registered memory has changed since the blocks of the answer that is being sent were checked. */
@@ -465,14 +463,41 @@ void link_send(ProxycclLink *link) {
   watch(link, EPOLLIN | (writable ? EPOLLOUT : 0));
 }
 
-void link_forget_transfer(ProxycclLink *link, ProxycclTransfer *transfer) {
+/* Sends a request that was not active. */
+static void start(ProxycclLink *link, Request *request) {
+  request->unanswered = request->refusal = 0;
+  request->active = 1;
+  if (link->lost != NULL) {
+    end_request(request);
+  } else {
+    queue_push(&link->requests, request);
+    link_send(link);
+  }
+}
+
+void link_start(ProxycclLink *link, Request *request, uint64_t bytes) {
+  request->at = (Position){0, 0};
+  request->left = bytes;
+  request->asks = 0;
+  request->fault = (ProxycclFault){PROXYCCL_FAULT_NONE, 0};
+  start(link, request);
+}
+
+void link_ask(ProxycclLink *link, Request *request, const ProxycclFault *fault) {
+  request->asks = 1;
+  request->fault = *fault;
+  start(link, request);
+}
+
+void link_forget(ProxycclLink *link, Request *request) {
   Sending *out = &link->out;
+  request->active = 0;
+  queue_remove(&link->requests, request);
   for (uint32_t i = 0; i < link->unanswered; ++i) {
     Awaited *awaited = &link->awaited[(link->oldest + i) % WINDOW];
-    if (awaited->transfer == transfer) awaited->transfer = NULL;
+    if (awaited->request == request) awaited->request = NULL;
   }
-  transfer->unanswered = 0;
-  if (out->transfer != transfer) return;
+  if (out->request != request) return;
   uint64_t unused;
   copy_rest(link, 1, &unused); /* its memory may end, or have ended */
 }
@@ -728,24 +753,21 @@ static const char *end_data(ProxycclLink *link) {
     return NULL;
   }
   const Position at = link->awaited[link->oldest % WINDOW].at;
-  ProxycclTransfer *transfer = link->awaited[link->oldest % WINDOW].transfer;
+  Request *request = link->awaited[link->oldest % WINDOW].request;
   ++link->oldest;
   --link->unanswered;
-  if (transfer == NULL) return NULL;
-  --transfer->unanswered;
-  if (in->frame.count != 0 && transfer->refusal == 0) {
-    transfer->refusal = in->frame.count;
+  if (request == NULL) return NULL;
+  --request->unanswered;
+  if (in->frame.count != 0 && request->refusal == 0) {
+    request->refusal = in->frame.count;
     const uint64_t block = at.index + in->frame.bytes; /* the frame began in the middle of its first block, maybe */
-    if (!transfer->asks && block < transfer->count) {
-      char *address = transfer->remote[block].iov_base;
-      transfer->fault.address = (uintptr_t)(in->frame.bytes == 0 ? address + at.offset : address);
+    if (!request->asks && block < request->count) {
+      char *address = request->remote[block].iov_base;
+      request->fault.address = (uintptr_t)(in->frame.bytes == 0 ? address + at.offset : address);
     }
   }
-  if (transfer->refusal != 0 && transfer->queued) { /* it stops sending */
-    transfer_unqueue(transfer, &link->first, &link->last);
-  }
-  if (transfer->unanswered > 0 || transfer->queued) return NULL;
-  transfer_end_answered(transfer);
+  if (request->refusal != 0) queue_remove(&link->requests, request); /* it stops sending */
+  if (request->unanswered == 0 && !request->node.queued) end_request(request);
   return NULL;
 }
 
@@ -759,7 +781,7 @@ static void note_fault(ProxycclLink *link, const struct iovec *blocks) {
     in->blocks = NULL;
     return;
   }
-  refuse(link, link->awaited[link->oldest % WINDOW].transfer, in->at.index, address);
+  refuse(link, link->awaited[link->oldest % WINDOW].request, in->at.index, address);
 }
 
 /* Takes data for its blocks. The bytes taken. */
@@ -768,10 +790,10 @@ static size_t take_data(ProxycclLink *link) {
   const struct iovec *blocks = in->blocks;
   uint64_t count = in->count;
   if (!link->serves) {
-    const ProxycclTransfer *transfer = link->awaited[link->oldest % WINDOW].transfer;
-    const int wanted = transfer != NULL && transfer->refusal == 0;
-    blocks = wanted ? transfer->local : NULL;
-    count = wanted ? transfer->count : 0;
+    const Request *request = link->awaited[link->oldest % WINDOW].request;
+    const int wanted = request != NULL && request->refusal == 0;
+    blocks = wanted ? request->local : NULL;
+    count = wanted ? request->count : 0;
   } else {
     if (blocks != NULL && in->memory != link->agent->memory) check_write(link);
     blocks = in->blocks;
@@ -876,6 +898,13 @@ void link_ready(ProxycclLink *link, uint32_t events) {
     while (link->lost == NULL && link->ahead_at < link->ahead_end && step(link, &turn)) {}
   }
   if (link->lost == NULL) link_send(link);
+}
+
+void links_feed(ProxycclAgent *agent) {
+  agent->feeds = agent->starved = 0;
+  for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
+    if (link->answer != NULL) link_send(link);
+  }
 }
 
 void link_look(ProxycclLink *link) {

@@ -17,7 +17,7 @@ void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state) {
       .posted = transfer->times.posted,
       .ended = transfer->times.ended,
       .bytes = transfer->bytes,
-      .blocks = transfer->count + transfer->copy_count,
+      .blocks = transfer->blocks,
       .label = transfer->label,
       .writes = (uint16_t)transfer->writes,
       .state = (uint16_t)state,

@@ -14,20 +14,24 @@
 
 #include "buffer.h"
 #include "launch.h"
+#include "queue.h"
+#include "runtime_table.h"
 #include "transfers.h"
 
 enum {
-  FRAME_BLOCKS = 512,      /* most blocks of one frame */
-  FRAME_BYTES = 512 << 10, /* most data of one frame */
-  WINDOW = 16,             /* most frames of one link that are not answered */
-  PIECE_BYTES = 1 << 20,   /* most that a thread copies at once */
-  SHORT_BYTES = 64 << 10,  /* a device's copy up to this is waited for by whoever starts it, … */
-  SHORT_NS = 20000,        /* … at most this long: it takes less than waking a thread */
-  LONGEST_CANCEL_S = 30,   /* a device or an adapter that takes longer hangs */
-  FED = 2,                 /* most answers of one link that have a stage */
-  LONGEST_ADDRESS = 512,   /* of an endpoint of libfabric */
-  AHEAD_BYTES = 64 << 10,  /* read from a socket at once */
-  UNGREETED = 64           /* most accepted links that have not sent their greeting */
+  FRAME_BLOCKS = 512,        /* most blocks of one frame */
+  FRAME_BYTES = 512 << 10,   /* most data of one frame */
+  WINDOW = 16,               /* most frames of one link that are not answered */
+  PIECE_BYTES = 1 << 20,     /* most that a thread copies at once */
+  SHORT_BYTES = 64 << 10,    /* a device's copy up to this is waited for by whoever starts it, … */
+  SHORT_NS = 20000,          /* … at most this long: it takes less than waking a thread */
+  SHORTEST_PAUSE_NS = 20000, /* between two looks of the agent's thread */
+  ROW = 6,                   /* words of a request to libfabric: see proxyccl_transfer_create_by_fabric */
+  LONGEST_CANCEL_S = 30,     /* a device or an adapter that takes longer hangs */
+  FED = 2,                   /* most answers of one link that have a stage */
+  LONGEST_ADDRESS = 512,     /* of an endpoint of libfabric */
+  AHEAD_BYTES = 64 << 10,    /* read from a socket at once */
+  UNGREETED = 64             /* most accepted links that have not sent their greeting */
 };
 
 /* The tag of an event: 0 for the eventfd, else a pointer, with its kind in the bits that alignment leaves free. */
@@ -38,17 +42,39 @@ typedef struct Ranges {
   uint64_t *bounds, count;
 } Ranges;
 
+/* A place in a list of blocks. */
+typedef struct Position {
+  uint64_t index, offset;
+} Position;
+
+/* Reads or writes of a peer's memory by libfabric. */
+typedef struct Rdma {
+  Node node; /* of those with requests to be posted */
+  ProxycclLink *link;
+  int writes;
+  const uint64_t *rows;             /* see proxyccl_transfer_create_by_fabric */
+  uint64_t peer;                    /* an fi_addr_t */
+  Position at;                      /* of what is not posted, … */
+  uint64_t left;                    /* … its bytes */
+  uint64_t unanswered;              /* requests that are posted */
+  int error;                        /* of the first that failed, … */
+  uint64_t fault;                   /* … and the peer's address of its data */
+  int canceled;                     /* the agent was stopped first */
+  void (*ended)(struct Rdma *self); /* after its last request, or when the rest was dropped; it may be freed */
+} Rdma;
+
 /* Memory by way of which a link serves a device's memory: one of the device's stages, or, if all are in use, memory
  * that is not pinned. */
 typedef struct Stage {
-  struct Stage *next; /* of those that a device copies */
+  Node node; /* of those that a device copies */
   ProxycclAgent *agent;
   struct Device *device;
   uint32_t number; /* PROXYCCL_STAGES: not pinned */
   char *memory;
   int copying;        /* by a device, or by a request to libfabric */
   int status;         /* the driver's, of copies that failed, or -1 */
-  uint64_t row[6];    /* of that request */
+  Rdma rdma;          /* that request, … */
+  uint64_t row[ROW];  /* … and its row */
   uint64_t turn;      /* of its copy */
   ProxycclLink *link; /* NULL: lost */
 } Stage;
@@ -60,11 +86,6 @@ typedef struct Device {
   Ranges ranges;
   int taken[PROXYCCL_STAGES];
 } Device;
-
-/* A place in a list of blocks. */
-typedef struct Position {
-  uint64_t index, offset;
-} Position;
 
 typedef enum FrameKind {
   FRAME_HELLO = 1,
@@ -103,11 +124,29 @@ typedef struct Origin {
   uint64_t address, key;
 } Origin;
 
+/* Blocks that frames of a link carry, or a question about one. */
+typedef struct Request {
+  Node node; /* of those with frames to be sent */
+  ProxycclTransfer *transfer;
+  int active; /* it has started and not ended */
+  int writes;
+  const struct iovec *local, *remote;
+  uint64_t count;
+  Position at;                         /* of what is not sent, … */
+  uint64_t left;                       /* … its bytes */
+  uint32_t unanswered;                 /* its frames */
+  uint32_t refusal;                    /* the first errno of an answer */
+  int asks;                            /* a copy failed: the peer is asked what became of the memory at `fault` */
+  ProxycclFault fault;                 /* of a refusal */
+  const Origin *origin;                /* where the peer reads or writes the data by libfabric; NULL: frames carry it */
+  void (*ended)(struct Request *self); /* after its last answer, or when its link is lost */
+} Request;
+
 /* A frame that the peer has not answered. */
 typedef struct Awaited {
-  ProxycclTransfer *transfer; /* NULL: canceled */
-  Position at;                /* where its first block begins in the transfer's lists */
-  uint64_t bytes;             /* of a READ's data; 0: another frame */
+  Request *request; /* NULL: canceled */
+  Position at;      /* where its first block begins in the request's lists */
+  uint64_t bytes;   /* of a READ's data; 0: another frame */
 } Awaited;
 
 /* An answer that has not begun to be sent. */
@@ -133,14 +172,14 @@ typedef struct Sending {
   const struct iovec *blocks;
   uint64_t count;
   Position at;
-  uint64_t left;              /* bytes of data */
-  ProxycclTransfer *transfer; /* whose blocks they are; NULL: not a transfer's */
-  const Answer *answer;       /* likewise; NULL: `own` */
-  void *own;                  /* freed after the frame */
-  Stage *stage;               /* of an answer's data; NULL: none */
-  uint64_t memory;            /* the version of the agent's memory for which the blocks of an answer were checked */
-  Frame tail;                 /* the second head, after the data of an answer */
-  size_t tail_left;           /* its bytes that are not sent */
+  uint64_t left;        /* bytes of data */
+  Request *request;     /* whose blocks they are; NULL: not a request's */
+  const Answer *answer; /* likewise; NULL: `own` */
+  void *own;            /* freed after the frame */
+  Stage *stage;         /* of an answer's data; NULL: none */
+  uint64_t memory;      /* the version of the agent's memory for which the blocks of an answer were checked */
+  Frame tail;           /* the second head, after the data of an answer */
+  size_t tail_left;     /* its bytes that are not sent */
 } Sending;
 
 /* The parts of a frame, in their order. */
@@ -175,7 +214,7 @@ struct ProxycclLink {
   int addressed;       /* and its endpoint's address: */
   uint64_t address;    /* an fi_addr_t */
   const char *lost;    /* atomic: why it ended */
-  uint32_t references; /* its handle, and transfers */
+  uint32_t references; /* its handle, transfers, and stages that libfabric fills or empties for it */
   pid_t pid;           /* 0: everything moves through the socket */
   char *name;          /* of the peer, of a serving link */
   uint32_t name_bytes;
@@ -185,7 +224,7 @@ struct ProxycclLink {
   Buffer messages; /* frames to be sent before the next one with data */
   Sending out;
   Receiving in;
-  ProxycclTransfer *first, **last; /* transfers with frames to send, in turn */
+  Queue requests; /* with frames to send, in turn */
   Awaited awaited[WINDOW];
   uint32_t oldest, unanswered;
   Answer *answer, **last_answer;
@@ -194,22 +233,6 @@ struct ProxycclLink {
   size_t ahead_at, ahead_end;
 };
 
-typedef enum PartState {
-  PART_IDLE,
-  PART_COPYING, /* between the device and its stage */
-  PART_MOVING,  /* between its stage and the socket */
-  PART_MOVED
-} PartState;
-
-/* The use of a stage in a transfer between a device and a socket. */
-typedef struct Part {
-  PartState state;
-  ProxycclTransfer *mover; /* one frame */
-  Origin origin;           /* of the stage, by libfabric */
-  struct iovec stage, local[FRAME_BLOCKS], remote[FRAME_BLOCKS];
-  uint32_t blocks;
-} Part;
-
 /* The registrations of one side of a transfer: proxyccl_transfer_guard. */
 typedef struct Guard {
   const uint64_t *ledger, *rows; /* NULL: not known, the peer itself checks the blocks */
@@ -217,47 +240,43 @@ typedef struct Guard {
   uint64_t seen; /* word 0 of the ledger when all stood; UINT64_MAX: not yet */
 } Guard;
 
+/* How a kind of transfers moves its data. A path has a struct of its own, which begins with a ProxycclTransfer, in its
+ * own file. All with the agent locked; those that copy unlock it meanwhile. */
+typedef struct TransferPath {
+  /* Starts one that has bytes to move, and whose link lives. `stream`: NULL unless a device copies. */
+  void (*begin)(ProxycclTransfer *self, const uint64_t *stream);
+  /* Goes on with one in the agent's list `looked_at`, without waiting: 1 if it ended, or something of it did. NULL: it
+   * is in that list only until its stream has come to it. */
+  int (*look)(ProxycclTransfer *self);
+  /* Copies a piece that nobody copies yet: 1. 0: there is none, or no stage for it. NULL: threads copy none. */
+  int (*copy)(ProxycclTransfer *self);
+  /* The part of a caller that asks whether it has ended. */
+  void (*help)(ProxycclTransfer *self);
+  /* Begins nothing more, and waits until nothing touches its memory: 1. 0: after the time something still does. */
+  int (*finish)(ProxycclTransfer *self, uint64_t timeout_ns);
+  /* Its link is lost: of those in the agent's list `copies`. */
+  void (*lose)(ProxycclTransfer *self);
+  int silent; /* nothing wakes those who wait: they look */
+  int soon;   /* the next look is due soon, however long the transfer takes */
+} TransferPath;
+
 struct ProxycclTransfer {
-  ProxycclTransfer *next; /* of its queue */
+  Node node; /* of its list */
+  const TransferPath *path;
   ProxycclAgent *agent;
   ProxycclLink *link; /* NULL: within the agent */
   int writes;
-  const struct iovec *local, *remote;
-  uint64_t count, bytes;
+  uint64_t blocks, bytes;
   ProxycclTransferState state; /* atomic */
   int error;
-  int queued;
   int copying; /* threads that copy a piece, or look at the device */
   int cancel;
-  Position at;         /* of what is neither copied nor being copied, or not sent */
-  uint64_t left;       /* bytes from there on */
-  uint32_t unanswered; /* its frames */
-  uint32_t refusal;    /* the first errno of an answer */
-  int asks;            /* the kernel could not copy: the peer is asked what became of the block */
-  Guard guards[2];     /* of this side, and of the remote one */
+  int abandoned;   /* it ends as canceled as soon as nothing touches its memory, … */
+  int orphaned;    /* … and is freed */
+  Guard guards[2]; /* of this side, and of the remote one */
   ProxycclFault fault;
-  uint64_t faulted;               /* bytes of the copy that were left where the fault is */
-  const ProxycclStaging *staging; /* NULL: pieces are copied without stages */
-  int staged[PROXYCCL_STAGES];    /* the stages that a thread has */
-  int by_socket;                  /* its link's frames carry it */
-  pid_t pid;                      /* the process that the kernel copies from and to; 0: none */
-  Part *parts;                    /* PROXYCCL_STAGES of them, by socket with stages; else NULL */
-  ProxycclTransfer *whole;        /* of a part's mover; else NULL */
-  const Origin *origin;           /* of a mover whose data the peer moves by libfabric; else NULL */
-  Stage *served;                  /* of a request by which this side does so; else NULL */
-  const uint64_t *rows;           /* of requests to libfabric; else NULL */
-  uint64_t peer;                  /* their fi_addr_t */
-  int abandoned;                  /* it ends as canceled with the last of them, … */
-  int orphaned;                   /* … and is freed */
-  const ProxycclCopier *copier;   /* NULL: no device copies it */
-  const uint64_t *copies;         /* (to, from, bytes) */
-  uint64_t copy_count;
-  const ProxycclLaunch *launch; /* NULL: none */
-  void *stream, *event;
-  uint64_t *word, word_on_device, turn; /* the stream writes `turn` to the word after the copies */
-  uint64_t checked;                     /* when the device was last asked whether it has failed */
-  uint64_t *words;                      /* of the stream that it belongs to; NULL: none */
-  int rung;                             /* 0: the stream has not come to it */
+  uint64_t *words; /* of the stream that it belongs to; NULL: none */
+  int rung;        /* 0: the stream has not come to it */
   Buffer message;
   int has_message;
   ProxycclTransferTimes times;
@@ -280,8 +299,8 @@ struct ProxycclAgent {
   int copied; /* peers may copy from and to this process */
   int losses; /* an eventfd for links that were lost; -1: none */
   ProxycclLink *links;
-  ProxycclTransfer *first, **last;               /* transfers to copy, in turn */
-  ProxycclTransfer *looked_at, **last_looked_at; /* those of devices and streams, to be looked at in turn */
+  Queue copies;    /* transfers of which threads copy pieces, in turn */
+  Queue looked_at; /* those of devices and streams, in turn */
   Buffer inbox;
   size_t read;              /* of the inbox */
   uint64_t unread;          /* atomic: bytes of the inbox that are not read */
@@ -289,25 +308,15 @@ struct ProxycclAgent {
   struct Fabric *fabric;    /* NULL: it has no endpoint of libfabric */
   Ranges host;
   Device *devices;
-  uint64_t memory;             /* the registered memory's version */
-  Stage *stages, **last_stage; /* in turn */
-  int starved;                 /* an answer waits for a stage */
-  int waits_for_stage;         /* the thread waits for a stage, to copy a transfer's next piece */
-  int feeds;                   /* serving links may go on with their answers */
+  uint64_t memory;     /* the registered memory's version */
+  Queue stages;        /* that a device copies, in turn */
+  int starved;         /* an answer waits for a stage */
+  int waits_for_stage; /* the thread waits for a stage, to copy a transfer's next piece */
+  int feeds;           /* serving links may go on with their answers */
   uint64_t turns;
 };
 
-/* agent.c */
-/* 0 or an errno. */
-int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events);
-void agent_wake(ProxycclAgent *agent);
-int agent_watch_fabric(ProxycclAgent *agent, int descriptor); /* -1: there is none to watch */
-struct timespec agent_deadline(uint64_t timeout_ns);
-void agent_unreference(ProxycclAgent *agent); /* unlocks */
-int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, const char *message, uint64_t bytes);
-/* The number of the first block that is not registered, or not of the same kind of memory as the first; `count`: there
- * is none. `device`: that of the first block, or NULL. */
-uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count, Device **device);
+/* The files, each of which calls only those before it. */
 
 /* guard.c. Not locked. */
 /* Makes the process's handler of faults the newest, unless it is. 0 or an errno. */
@@ -318,10 +327,65 @@ void guard_admit(sigset_t *blocked);
  * some. Returns the bytes up to the first that can't be touched, or all. */
 uint64_t guard_copy(const struct iovec *to, const struct iovec *from, uint64_t count, uint64_t bytes);
 
-/* log.c. With the agent locked. */
-void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
+/* blocks.c */
+/* The next bytes of blocks from a place on, as at most `most_parts` parts. Returns their bytes. */
+uint64_t blocks_parts(const struct iovec *blocks, uint64_t count, Position at, uint64_t most_bytes, uint32_t most_parts,
+                      struct iovec *parts, uint32_t *part_count);
+void blocks_advance(const struct iovec *blocks, Position *at, uint64_t bytes);
+int is_mapped(const void *address); /* in this process */
 
-/* link.c. All with the agent locked. */
+/* driver.c. Not locked. Statuses are the driver's. */
+/* The calling thread's state before it used a device. */
+typedef struct Entered {
+  uint64_t context;
+  int mode;
+} Entered;
+/* Makes the device current, and allows calls that a graph capture elsewhere in the process forbids. */
+Entered driver_enter(const ProxycclCopier *copier);
+void driver_leave(const ProxycclCopier *copier, Entered before);
+int driver_copy(const ProxycclCopier *copier, uint64_t to, uint64_t from, uint64_t bytes, void *stream);
+int driver_write(const ProxycclCopier *copier, void *stream, uint64_t word, uint64_t value);
+int driver_reached(const ProxycclCopier *copier, void *event);
+/* Queues copies between a stage's memory and a device's blocks, one after another, and records its event. */
+int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
+                  const struct iovec *blocks, uint64_t count);
+int staging_reached(const ProxycclStaging *staging, uint32_t stage); /* its event */
+int staging_await(const ProxycclStaging *staging, uint32_t stage);   /* likewise, at most 30 s */
+
+/* agent.c. All that follow are called with the agent locked. */
+int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events); /* 0, an errno */
+void agent_wake(ProxycclAgent *agent);
+struct timespec agent_deadline(uint64_t timeout_ns);
+void agent_unreference(ProxycclAgent *agent); /* unlocks */
+void agent_free(ProxycclAgent *agent);
+int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, const char *message, uint64_t bytes);
+/* The number of the first block that is not registered, or not of the same kind of memory as the first; `count`: there
+ * is none. `device`: that of the first block, or NULL. */
+uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count, Device **device);
+
+/* fabric.c */
+void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes);
+void rdma_drop(ProxycclAgent *agent, Rdma *rdma);                         /* what is not posted */
+int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes); /* 0: the provider refuses it */
+void fabric_forget(ProxycclLink *link);
+int fabric_failed(const ProxycclAgent *agent); /* 1: the queue has ended */
+void fabric_poll(ProxycclAgent *agent);
+uint64_t fabric_rest(ProxycclAgent *agent); /* ns until its thread must poll again; UINT64_MAX: when it is woken */
+void fabric_lose(ProxycclLink *link);       /* the link is lost */
+/* Waits a second for what is posted, and ends the rest: the endpoint is closed before its memory is used again. */
+void fabric_stop(ProxycclAgent *agent);
+
+/* stages.c. By the agent's thread. */
+Stage *stage_take(ProxycclLink *link, Device *device);        /* NULL: there is no memory */
+Stage *stage_take_pinned(ProxycclLink *link, Device *device); /* NULL: none is free; `feeds` tells of one */
+void stage_give(Stage *stage);                                /* its link no longer needs it */
+void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks meanwhile */
+/* Reads its data from a peer's memory, or writes it there, by libfabric. */
+void stage_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin);
+void stages_look(ProxycclAgent *agent);   /* unlocks meanwhile; `feeds` tells that some are copied */
+void stages_finish(ProxycclAgent *agent); /* waits for all copies; the thread has ended */
+
+/* link.c */
 ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves);
 void link_lose(ProxycclLink *link, const char *reason);
 void link_unreference(ProxycclLink *link);
@@ -329,83 +393,38 @@ void link_free(ProxycclLink *link);
 void link_ready(ProxycclLink *link, uint32_t events);
 void link_watched(ProxycclLink *link, uint32_t events); /* by the thread */
 void link_send(ProxycclLink *link);
-void link_help(ProxycclLink *link); /* by a caller that will come again soon */
-void link_look(ProxycclLink *link); /* loses it if the peer has gone, of which the thread may not have heard yet */
-void link_wake(ProxycclLink *link); /* its socket is the thread's again */
+void links_feed(ProxycclAgent *agent); /* lets links go on with their answers; by the thread */
+void link_help(ProxycclLink *link);    /* by a caller that will come again soon */
+void link_look(ProxycclLink *link);    /* loses it if the peer has gone, of which the thread may not have heard yet */
+void link_wake(ProxycclLink *link);    /* its socket is the thread's again */
 int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *first, uint64_t first_bytes,
                 const void *second, uint64_t second_bytes);
-void link_forget_transfer(ProxycclLink *link, ProxycclTransfer *transfer); /* one that is not queued */
+void link_start(ProxycclLink *link, Request *request, uint64_t bytes);
+void link_ask(ProxycclLink *link, Request *request, const ProxycclFault *fault);
+void link_forget(ProxycclLink *link, Request *request); /* from now on nothing touches its local memory */
 
-/* transfer.c. All with the agent locked. */
-/* The next bytes of blocks from a place on, as at most `most_parts` parts. Returns their bytes. */
-uint64_t blocks_parts(const struct iovec *blocks, uint64_t count, Position at, uint64_t most_bytes, uint32_t most_parts,
-                      struct iovec *parts, uint32_t *part_count);
-void blocks_advance(const struct iovec *blocks, Position *at, uint64_t bytes);
-int is_mapped(const void *address);                                       /* in this process */
-ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link); /* not locked */
-void transfer_queue(ProxycclTransfer *transfer, ProxycclTransfer ***last);
-void transfer_unqueue(ProxycclTransfer *transfer, ProxycclTransfer **first, ProxycclTransfer ***last);
+/* log.c */
+void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
+
+/* transfer.c */
+/* Make the struct of a path, of `bytes` bytes. Not locked. NULL with errno. */
+ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path);
+ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path,
+                                     const ProxycclBlocks *blocks);
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
-void transfer_end_answered(ProxycclTransfer *transfer);   /* its last answer has come */
-int transfer_has_piece(const ProxycclTransfer *transfer); /* one that nobody copies yet, and a stage for it */
-void transfer_copy(ProxycclTransfer *transfer);           /* that piece; unlocks meanwhile */
-void transfer_begin(ProxycclTransfer *transfer, const uint64_t *stream);
-void transfer_restart(ProxycclTransfer *transfer); /* one without a message, which is not active */
-int transfer_look(ProxycclTransfer *transfer);     /* begins it if its stream has come to it; 1: that it did */
-int transfer_is_looked_at(const ProxycclTransfer *transfer); /* it has a device or a stream that wakes nobody */
+void transfer_end_canceled(ProxycclTransfer *transfer); /* one that is abandoned; it may be freed */
+/* As the answers to its frames, or to a question about it, say. */
+void transfer_end_answered(ProxycclTransfer *transfer, uint32_t refusal, const ProxycclFault *fault, int asked);
+void transfer_answered(Request *request); /* the same of one that has no other request */
+/* Whether the registrations of its blocks stand, on both sides as far as this one knows. Otherwise `fault` names one.
+ */
+int transfer_stands(ProxycclTransfer *transfer);
+void transfer_end_deregistered(ProxycclTransfer *transfer);           /* they do not */
+void transfer_watch(ProxycclTransfer *transfer);                      /* the thread looks at it from now on */
 int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns); /* see proxyccl_transfer_cancel */
-ProxycclTransfer *transfer_make(ProxycclAgent *agent, ProxycclLink *link);
-void transfer_free(ProxycclTransfer *transfer); /* its caller has a reference to the agent, and stays locked */
-void transfer_lose(ProxycclTransfer *transfer); /* a copy, whose link is lost */
+void transfers_look(ProxycclAgent *agent);                            /* at all that are looked at */
+uint64_t transfers_pause(const ProxycclAgent *agent);                 /* ns until the next look */
 
-/* staged.c. All with the agent locked; they unlock meanwhile, except staged_moved. */
-int staged_create(ProxycclTransfer *transfer, int by_fabric); /* 0: there is no memory */
-int staged_look(ProxycclTransfer *transfer); /* goes on with it: 1 if it ended, or something of it did */
-void staged_moved(ProxycclTransfer *mover);
-/* Cancels its parts, and waits until nothing touches its memory: 1. 0: something still does. */
-int staged_finish(ProxycclTransfer *transfer, uint64_t timeout_ns);
-void staged_free(ProxycclTransfer *transfer);
-
-/* fabric.c. All with the agent locked. */
-void fabric_start(ProxycclTransfer *transfer);
-int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes); /* 0: the provider refuses it */
-void fabric_forget(ProxycclLink *link);
-/* Reads a stage's data from a peer's memory, or writes it there. 0: there is no memory. */
-int fabric_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin);
-void fabric_poll(ProxycclAgent *agent);
-uint64_t fabric_rest(ProxycclAgent *agent); /* ns until its thread must poll again; UINT64_MAX: when it is woken */
-void fabric_lose(ProxycclLink *link);       /* the link is lost */
-/* Begins no further copies, and waits until nothing touches its memory: 1. 0: something still does. Unlocks. */
-int fabric_finish(ProxycclTransfer *transfer, uint64_t timeout_ns);
-void fabric_stop(ProxycclAgent *agent); /* likewise for all; the thread has ended */
-void fabric_free(ProxycclAgent *agent);
-
-/* stages.c. All with the agent locked, by its thread. */
-Stage *stage_take(ProxycclLink *link, Device *device);        /* NULL: there is no memory */
-Stage *stage_take_pinned(ProxycclLink *link, Device *device); /* NULL: none is free; `feeds` tells of one */
-void stage_carried(ProxycclTransfer *request);                /* by libfabric; frees the request */
-void stages_feed(ProxycclAgent *agent);                       /* lets links go on with their answers */
-void stage_give(Stage *stage);                                /* its link no longer needs it */
-void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks meanwhile */
-void stages_look(ProxycclAgent *agent);                                                   /* likewise */
-void stages_finish(ProxycclAgent *agent); /* waits for all copies; the thread has ended */
-
-/* device.c. All with the agent locked; they unlock meanwhile. */
-void device_start(ProxycclTransfer *transfer, const uint64_t *stream);
-int device_look(ProxycclTransfer *transfer); /* ends it if the device is done: 1 */
-void device_look_at_all(ProxycclAgent *agent);
-uint64_t device_pause(const ProxycclAgent *agent); /* ns until the next look */
-/* Copies a piece by way of a stage; `copied`: the bytes from or to the peer. 0, an errno, or the driver's status times
- * -1. Not locked. */
-int device_stage(const ProxycclTransfer *transfer, uint32_t stage, const struct iovec *local,
-                 const struct iovec *remote, uint32_t blocks, uint64_t bytes, uint64_t *copied);
-/* Queues copies between a stage's memory and a device's blocks, one after another, and records its event. The driver's
- * status. Not locked. */
-int device_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
-                 const struct iovec *blocks, uint64_t count);
-int device_reached(const ProxycclStaging *staging, uint32_t stage); /* its event: the driver's status. Not locked. */
-int device_await(const ProxycclStaging *staging, uint32_t stage);   /* likewise, at most 30 s */
-void device_rest(ProxycclTransfer *transfer);                       /* between two looks of a caller */
-void device_finish(ProxycclTransfer *transfer);                     /* waits until nothing touches its memory */
+/* The paths: copy_path.c, socket_path.c, fabric_path.c, device_path.c, staged_path.c. Then thread.c. */
 
 #endif

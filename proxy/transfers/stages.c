@@ -5,7 +5,6 @@
  */
 #include "clock.h"
 #include "parts.h"
-#include "runtime_table.h"
 
 static uint32_t free_number(const Device *device) {
   uint32_t number = 0;
@@ -56,23 +55,29 @@ void stage_give(Stage *stage) {
   if (!stage->copying) free_stage(stage);
 }
 
-void stage_carried(ProxycclTransfer *request) {
-  Stage *stage = request->served;
+/* Libfabric has filled or emptied it. */
+static void carried(Rdma *rdma) {
+  Stage *stage = (Stage *)((char *)rdma - offsetof(Stage, rdma));
+  if (rdma->error != 0 || rdma->canceled || rdma->link->lost != NULL) stage->status = -1;
   stage->copying = 0;
-  if (request->state != PROXYCCL_TRANSFER_DONE) stage->status = -1;
-  transfer_free(request);
+  --rdma->link->references;
   if (stage->link == NULL) {
+    agent_wake(stage->agent); /* the link may be freed */
     free_stage(stage);
   } else {
     feed(stage->agent); /* not from here: a caller may have ended it, and only the thread serves */
   }
 }
 
-void stages_feed(ProxycclAgent *agent) {
-  agent->feeds = agent->starved = 0;
-  for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
-    if (link->answer != NULL) link_send(link);
-  }
+void stage_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin) {
+  const uint64_t row[ROW] = {(uintptr_t)stage->memory,           origin->address, bytes,
+                             stage->device->staging->descriptor, origin->key,     0};
+  memcpy(stage->row, row, sizeof row);
+  stage->copying = 1;
+  ++stage->link->references;
+  stage->rdma =
+      (Rdma){.link = stage->link, .writes = writes, .rows = stage->row, .peer = stage->link->address, .ended = carried};
+  rdma_start(stage->agent, &stage->rdma, bytes);
 }
 
 void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count) {
@@ -80,56 +85,46 @@ void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_
   const ProxycclStaging *staging = stage->device->staging;
   stage->copying = 1;
   stage->turn = ++agent->turns;
-  stage->next = NULL;
-  *agent->last_stage = stage;
-  agent->last_stage = &stage->next;
+  queue_push(&agent->stages, stage);
   pthread_mutex_unlock(&agent->lock);
   uint64_t bytes = 0;
   for (uint64_t i = 0; i < count; ++i) bytes += blocks[i].iov_len;
-  stage->status = device_queue(staging, stage->number, stage->memory, to_device, blocks, count);
+  stage->status = staging_queue(staging, stage->number, stage->memory, to_device, blocks, count);
   const uint64_t deadline = now_ns() + SHORT_NS;
   while (bytes <= SHORT_BYTES && now_ns() < deadline &&
-         device_reached(staging, stage->number) == PROXYCCL_RUNTIME_NOT_READY) {}
+         staging_reached(staging, stage->number) == PROXYCCL_RUNTIME_NOT_READY) {}
   if (stage->number == PROXYCCL_STAGES) { /* the event is for one such copy at a time */
-    const int ended = device_await(staging, stage->number);
+    const int ended = staging_await(staging, stage->number);
     if (stage->status == 0) stage->status = ended;
   }
   pthread_mutex_lock(&agent->lock);
 }
 
 void stages_look(ProxycclAgent *agent) {
-  Stage **at = &agent->stages;
-  while (*at != NULL) {
-    Stage *stage = *at;
+  for (Node *each = agent->stages.first, *next; each != NULL; each = next) {
+    Stage *stage = (Stage *)each;
     int status = 0;
     if (stage->number < PROXYCCL_STAGES) {
       pthread_mutex_unlock(&agent->lock);
-      status = device_reached(stage->device->staging, stage->number);
+      status = staging_reached(stage->device->staging, stage->number);
       pthread_mutex_lock(&agent->lock);
     }
-    if (status == PROXYCCL_RUNTIME_NOT_READY) {
-      at = &stage->next;
-      continue;
-    }
+    next = each->next; /* only this thread adds and removes stages */
+    if (status == PROXYCCL_RUNTIME_NOT_READY) continue;
     if (stage->status == 0) stage->status = status;
-    *at = stage->next;
-    if (agent->last_stage == &stage->next) agent->last_stage = at;
+    queue_remove(&agent->stages, stage);
     stage->copying = 0;
     pthread_cond_broadcast(&agent->changed);
     if (stage->link == NULL) {
       free_stage(stage);
     } else {
-      link_send(stage->link); /* its answer may go; it may queue more copies, at the end */
+      agent->feeds = 1; /* its answer may go */
     }
   }
 }
 
 void stages_finish(ProxycclAgent *agent) {
-  while (agent->stages != NULL) {
-    Stage *stage = agent->stages;
-    if (stage->number < PROXYCCL_STAGES) device_await(stage->device->staging, stage->number);
-    agent->stages = stage->next;
-    free_stage(stage); /* the links are lost */
+  for (Stage *stage; (stage = queue_pop(&agent->stages)) != NULL; free_stage(stage)) { /* the links are lost */
+    if (stage->number < PROXYCCL_STAGES) staging_await(stage->device->staging, stage->number);
   }
-  agent->last_stage = &agent->stages;
 }

@@ -7,9 +7,6 @@
  *
  * Every function may be called from any thread at any time. None waits for a peer; proxyccl_transfer_wait and
  * proxyccl_agent_wait are bounded.
- *
- * agent.c has the thread and the inbox, link.c the sockets and their frames, transfer.c the transfers and the copies,
- * device.c those that a device makes.
  */
 #ifndef PROXYCCL_TRANSFERS_H
 #define PROXYCCL_TRANSFERS_H
@@ -82,7 +79,7 @@ typedef struct ProxycclDeviceCopies {
   const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine: the device's addresses */
   uint64_t count;
   uint64_t launch;               /* a ProxycclLaunch that copies the rest, or 0 */
-  uint64_t bytes;                /* of all */
+  uint64_t blocks, bytes;        /* of all */
   uint64_t stream;               /* the one for starts without a stream */
   uint64_t event;                /* one that was never recorded: asking for it tells whether the device has failed */
   uint64_t word, word_on_device; /* a pinned word of the transfer's own, by its two addresses */
@@ -125,12 +122,11 @@ void proxyccl_agent_tell_losses(ProxycclAgent *agent, int event);
 /* Where its secret lies in this process: what a peer of this host reads to find out that it reaches this memory. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: `count` first addresses, in order, then for each
- * the highest end of the ranges up to it. When it returns, no socket touches other memory. 0 or ENOMEM. */
-int proxyccl_agent_set_memory(ProxycclAgent *agent, const uint64_t *ranges, uint64_t count);
-/* The same for the memory of a device. `staging`: names the device from its first call on, and outlives the agent's
- * thread. It waits for the device's copies from and to such memory, at most 30 s. */
-int proxyccl_agent_set_device_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
-                                     uint64_t count);
+ * the highest end of the ranges up to it. `staging`: of the device whose memory it is, which it names from its first
+ * call on, and outlives the agent's thread; NULL: the host's. When it returns, no socket touches other memory: it waits
+ * for the device's copies from and to such memory, at most 30 s. 0 or ENOMEM. */
+int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
+                              uint64_t count);
 /* Bytes in the inbox: for each message the lengths of the sender's name and of the message (8 bytes each), then both.
  */
 uint64_t proxyccl_agent_unread(const ProxycclAgent *agent);
@@ -176,21 +172,28 @@ const char *proxyccl_link_look(ProxycclLink *link);
  * or ENOMEM. */
 int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
 
-/* The path of a transfer. */
-typedef enum ProxycclWay {
-  PROXYCCL_BY_LINK,   /* the kernel, if the link has a process, else the socket */
-  PROXYCCL_BY_SOCKET, /* although the link has a process: the remote blocks are a device's */
-  PROXYCCL_BY_FABRIC, /* likewise, and the peer's endpoint of libfabric reads and writes the local stages */
-  PROXYCCL_BY_MAPPING /* the CPU: the remote blocks' addresses are those where this process has them mapped */
-} ProxycclWay;
+/* `count` blocks, none of them empty: arrays of (address, bytes), of equal bytes at each index, which outlive the
+ * transfer. */
+typedef struct ProxycclBlocks {
+  int32_t writes; /* to the remote ones */
+  const uint64_t *local, *remote;
+  uint64_t count;
+} ProxycclBlocks;
 
-/* Makes a transfer of `count` blocks, none of them empty. `local` and `remote` are arrays of (address, bytes), of equal
- * bytes at each index, and outlive it. `link`: NULL for a transfer within the agent. `staging`: if the local blocks are
- * a device's, and the link is one with another process, and for PROXYCCL_BY_FABRIC; its own, and outlives it. Otherwise
- * NULL. NULL with errno. */
-ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
-                                           const uint64_t *remote, uint64_t count, const ProxycclStaging *staging,
-                                           ProxycclWay way);
+/* The functions that make a transfer, one for each path. `link`: NULL within the agent. NULL with errno.
+ *
+ * This one is copied by threads. `pid`: the process that the kernel copies from and to; 0: the CPU copies, between
+ * addresses of this process. `staging`: its own, if the local blocks are a device's; otherwise NULL. */
+ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,
+                                           const ProxycclStaging *staging, int32_t pid);
+/* One by the link's socket. */
+ProxycclTransfer *proxyccl_transfer_create_by_socket(ProxycclAgent *agent, ProxycclLink *link,
+                                                     const ProxycclBlocks *blocks);
+/* One between a device and the link, by way of stages, its own, which outlive it. `by_fabric`: the peer's endpoint of
+ * libfabric reads and writes the stages; otherwise the link's socket carries them. */
+ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, ProxycclLink *link,
+                                                  const ProxycclBlocks *blocks, const ProxycclStaging *staging,
+                                                  int by_fabric);
 /* An endpoint of libfabric, by which transfers read and write registered memory of peers. */
 typedef struct ProxycclFabricPort {
   uint64_t endpoint, queue, fabric, peers; /* fid_ep *, fid_cq *, fid_fabric *, fid_av * */
@@ -200,12 +203,12 @@ typedef struct ProxycclFabricPort {
 } ProxycclFabricPort;
 /* Gives an agent an endpoint, which outlives its thread. 0, ENOMEM, or ENOSYS in a build without libfabric. */
 int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port);
-/* Makes a transfer by the agent's endpoint. `rows`: `count` of (local address, the peer's for requests, bytes, local
- * descriptor, the peer's key, the peer's address), which outlive it. `peer`: an fi_addr_t. NULL with errno. */
+/* One by the agent's endpoint. `rows`: `count` of (local address, the peer's for requests, bytes, local
+ * descriptor, the peer's key, the peer's address), which outlive it. `peer`: an fi_addr_t. */
 ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const uint64_t *rows, uint64_t count, uint64_t peer);
-/* Makes one that a device copies. `link`: NULL within the agent. `copier` outlives it. NULL with errno. */
-ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link,
+/* One that a device copies. `copier` outlives it. */
+ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);
 /* The registrations that a transfer's blocks belong to on one side, and the ledger that has them: `count` rows of
  * (number, address of a block), which outlive the transfer, as the ledger does. It does not begin, and a copy of the
@@ -217,14 +220,15 @@ void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
 /* Cancels it if it is active, and frees it. 0, or after 30 s EBUSY, as of proxyccl_transfer_cancel: its staging must
  * stay. */
 int proxyccl_transfer_release(ProxycclTransfer *transfer);
-/* Starts it. `message`: told to the peer when the data has arrived; NULL: none. `stream`: of the device that copies; it
- * then runs after the stream's earlier work, and before its later work. NULL: none. A short transfer without a stream
- * ends before it returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM. */
-int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
-/* Starts it once a stream has raised words[0]. When it has ended, however it did, words[1] is 1: the stream's later
- * work waits for that. The words are 0 before, of this start alone, in memory that streams write and wait for, and
- * outlive it. For a transfer that no device copies. 0 or an error as of proxyccl_transfer_post. */
-int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words);
+/* Starts it. `message`: told to the peer when the data has arrived; NULL: none. A short transfer without a stream ends
+ * before it returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM.
+ *
+ * `stream`: of the device that copies; it then runs after the stream's earlier work, and before its later work. NULL:
+ * none. `words`: for one that no device copies. It starts once a stream has raised words[0]. When it has ended, however
+ * it did, words[1] is 1: the stream's later work waits for that. The words are 0 before, of this start alone, in memory
+ * that streams write and wait for, and outlive it. NULL: it starts at once. */
+int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream,
+                           uint64_t *words);
 /* Ends it as canceled if it is active. A device's copies are waited for, and so is the stream's work before them, at
  * most 30 s; requests to libfabric, of this side or the peer's, which can't be taken back, until the time-out. 0: its
  * local memory is no longer touched. EBUSY: some of these requests still may touch it. It stays active, and ends as

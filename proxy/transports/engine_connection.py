@@ -73,48 +73,26 @@ class EngineConnection(Struct, frozen=True):
     ends: int = 0
 
 
-def fill(native_options: Any, options: Any, names: tuple[str, ...]) -> None:
-    """Copies fields of a dataclass into a struct.
-
-    Raises:
-        ArgumentError: a value does not fit its field; the error names the field.
-    """
-    for name in names:
-        value = getattr(options, name)
-        try:
-            setattr(native_options, name, value)
-        except (OverflowError, TypeError) as error:
-            raise ArgumentError(name, f"must be a number that fits its field, not {value!r}") from error
-
-
-def require_accepted(transport: str, native_options: Any, *options: Any) -> None:
-    """Raises ArgumentError for options that a transport refuses.
-
-    Args:
-        transport: its name.
-        native_options: its options struct.
-        options: the dataclasses that it was filled from; the error shows the field's value there.
-    """
-    refused = lib.proxyccl_transport_refused(transport.encode(), native_options)
-    if refused:
-        name = ffi.string(refused).decode()
-        value = next(getattr(each, name) for each in options if hasattr(each, name))
-        raise ArgumentError(name, f"{value!r} is out of range for the transport {transport}")
-
-
-def create(engine: EngineRuntime, transport: str, native_options: Any, *, needs: str = "") -> Any:
+def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: Any, needs: str = "") -> Any:
     """Makes a ProxycclConnection. Objects that the options name must outlive it.
 
     Args:
         engine: the runtime whose copies it issues.
         transport: the transport's name.
-        native_options: its options struct, which passed `require_accepted`.
+        native_options: its options struct.
+        parts: further structs, to which that one points.
         needs: the build requirements of the transport, and how to install them.
 
     Raises:
+        ArgumentError: the transport refuses an option; the error names the option.
         ResourceError: out of memory.
         RuntimeUnavailableError: the engine was built without the transport.
     """
+    refused = lib.proxyccl_transport_refused(transport.encode(), native_options)
+    if refused:
+        name = ffi.string(refused).decode()
+        value = next(getattr(each, name) for each in (native_options, *parts) if hasattr(each, name))
+        raise ArgumentError(name, f"{value!r} is out of range for the transport {transport}")
     pointer = lib.proxyccl_connection_create(transport.encode(), native_options, engine.table)
     if pointer:
         return pointer

@@ -9,47 +9,19 @@ from typing import TYPE_CHECKING, Any
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import NEEDS, missing
+from proxyccl.proxy.gpu_writes import unsupported_reason
 from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
 from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.transport_options import TransportOptions
-from proxyccl.proxy.transports.engine_connection import (
-    EngineConnection,
-    EngineRuntime,
-    create,
-    fill,
-    require_accepted,
-)
+from proxyccl.proxy.transports.engine_connection import EngineConnection, create
 from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
 
 if TYPE_CHECKING:  # a rank imports them when it opens the endpoint
     from proxyccl.proxy.fabric.context import FabricContext
-    from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
 
 ffi, lib = _engine.ffi, _engine.lib
 
 _OWN_ERRORS = 256  # libfabric's own numbers begin here; lower ones are the system's
-
-
-def native_options(options: FabricConnectionOptions) -> Any:
-    """A ProxycclFabricOptions. Raises ArgumentError for a value that does not fit, by the field's name."""
-    native = ffi.new("ProxycclFabricOptions *")
-    fill(
-        native,
-        options,
-        (
-            *("endpoint", "queue", "peer", "depth", "ordered", "joined", "reads", "max_message"),
-            *("signal_key", "requests", "requests_key"),
-        ),
-    )
-    native.descriptors = ffi.cast("uint64_t *", options.descriptors)
-    native.looks = ffi.cast("uint64_t *", options.looks)
-    return native
-
-
-def _connect(engine: EngineRuntime, options: FabricConnectionOptions) -> EngineConnection:
-    native = native_options(options)
-    require_accepted(TRANSPORT.name, native, options)
-    return EngineConnection(create(engine, TRANSPORT.name, native, needs=NEEDS))
 
 
 def _status_text(status: int) -> str:
@@ -76,7 +48,7 @@ class _Endpoint:
     def __init__(self, device: FabricContext) -> None:
         self._device = device
         segment = device.registered_segment
-        self._options: FabricConnectionOptions | None = None
+        self._options: Any = None
         self.info = EndpointInfo(device.endpoint.address, segment.address, segment.key)
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
@@ -84,7 +56,7 @@ class _Endpoint:
             raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
         self._options = self._device.endpoint.connect(theirs.endpoint, theirs.rkey)
 
-    def connection_options(self, theirs: EndpointInfo) -> FabricConnectionOptions:
+    def connection_options(self, theirs: EndpointInfo) -> Any:
         if self._options is None:
             raise ArgumentError("endpoint", "it is not connected")
         return self._options
@@ -101,7 +73,7 @@ def open_fabric(setup: RemoteSetup, options: TransportOptions) -> FabricContext:
 
 
 def _unsupported_reason(device: FabricContext) -> str:
-    return device.unsupported_reason()
+    return unsupported_reason(device.runtime, device.register, device.endpoint.release)
 
 
 def _expose(device: FabricContext, ptr: int, nbytes: int, handle: bytes) -> ExposedMemory:
@@ -115,7 +87,7 @@ def _withdraw(device: FabricContext, memory: ExposedMemory) -> None:
 
 TRANSPORT = Transport(
     name="fabric",
-    connect=_connect,
+    connect=lambda engine, options: EngineConnection(create(engine, "fabric", options, needs=NEEDS)),
     status_text=_status_text,
     statuses=range(lib.PROXYCCL_FABRIC_FAILED, 2 * lib.PROXYCCL_FABRIC_FAILED),
     error_text=_error_text,

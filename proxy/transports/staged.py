@@ -6,16 +6,14 @@ It is for memory that the RDMA device can't register (engine/staged_transport.h)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxyccl.proxy.interface import EndpointInfo
-from proxyccl.proxy.staging import StagingArea
 from proxyccl.proxy.transports import verbs
 from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, staged_over
 
 if TYPE_CHECKING:  # a rank imports them when it opens the device
     from proxyccl.proxy.verbs.context import VerbsContext
-    from proxyccl.proxy.verbs.endpoint import VerbsOptions
 
 
 class _Wire:
@@ -29,7 +27,7 @@ class _Wire:
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         self._endpoint.connect(theirs.endpoint, timeout, given_up)
 
-    def options(self, theirs: EndpointInfo) -> VerbsOptions:
+    def options(self, theirs: EndpointInfo) -> Any:
         return self._endpoint.engine_options(theirs.rkey)
 
     def close(self) -> None:
@@ -37,17 +35,15 @@ class _Wire:
 
 
 def _make_endpoint(device: VerbsContext) -> StagedEndpoint:
-    options = device.options
-    area = StagingArea(device.runtime, [device.registrations], options.staging_bytes, options.staging_chunk)
-    keys = [(made.lkey, made.rkey, made.address) for made in area.registrations]
-    return StagedEndpoint(device, area, keys, lambda: [_Wire(device)], credits_tell=False)
+    return StagedEndpoint(
+        device,
+        [device.registrations],
+        lambda made: (made.lkey, made.rkey, made.address),
+        lambda: [_Wire(device)],
+        ring_bytes=device.options.staging_bytes,
+        chunk_bytes=device.options.staging_chunk,
+        credits_tell=False,
+    )
 
 
-TRANSPORT = staged_over(
-    verbs.TRANSPORT,
-    "staged",
-    native_options=verbs.native_options,
-    needs=verbs.NEEDS,
-    make_endpoint=_make_endpoint,
-    statuses=STATUSES,
-)
+TRANSPORT = staged_over(verbs.TRANSPORT, "staged", needs=verbs.NEEDS, make_endpoint=_make_endpoint, statuses=STATUSES)

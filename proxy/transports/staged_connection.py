@@ -9,21 +9,17 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from proxyccl.device.errors import ArgumentError, ProxyCCLError
-from proxyccl.device.runtime import PinnedMemory
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.ffi_types import fill
+from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import EndpointInfo, EndpointWire, ExposedMemory
-from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets, StagedOptions, StagedWire, StagingArea
+from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets
 from proxyccl.proxy.transports.copy import make_copy_options
-from proxyccl.proxy.transports.engine_connection import (
-    EngineConnection,
-    EngineRuntime,
-    create,
-    fill,
-    require_accepted,
-)
+from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime, create
 from proxyccl.proxy.transports.transport import Transport
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -42,29 +38,58 @@ _REFUSALS = {
 """The reason why the engine refused a peer's message, by ProxycclStagedRefusal."""
 
 
-def _connect(
-    engine: EngineRuntime, transport: str, options: StagedOptions, native_wire: Callable[[Any], Any], needs: str
-) -> EngineConnection:
-    native_options = ffi.new("ProxycclStagedOptions *")
-    wires = [native_wire(wire.options) for wire in options.wires]
-    if len(wires) > MOST_WIRES:
-        raise ArgumentError("wires", f"must be at most {MOST_WIRES}, not {len(wires)}")
-    for native, wire, made in zip(native_options.wires, options.wires, wires, strict=False):
-        fill(native, wire, ("area_key", "peer_area", "peer_area_key"))
-        native.options = made
-    native_options.wire_count = len(wires)
-    fill(
-        native_options,
-        options,
-        ("credits_tell", "area", "device_area", "ring_bytes", "chunk_bytes", "signals", "signals_bytes"),
-    )
-    native_options.write_targets = ffi.cast("ProxycclRemoteWriteTarget *", options.write_targets)
-    require_accepted(transport, native_options, options, *(wire.options for wire in options.wires))
+class StagedWire(Struct, frozen=True):
+    """A wire of a staged connection.
+
+    Attributes:
+        options: the struct of its own transport's options; signals go to the peer's area there.
+        area_key, peer_area, peer_area_key: as in ProxycclStagedWire.
+        number: of this rank's end. Wires to several peers that have the same end are served by one thread.
+    """
+
+    options: Any
+    area_key: int
+    peer_area: int
+    peer_area_key: int
+    number: int
+
+
+class StagedOptions(Struct, frozen=True):
+    """The options of a staged connection.
+
+    Attributes:
+        native: a ProxycclStagedOptions.
+        wires: its wires, at least one; the peer has them in the same order.
+        ends: number of this side's endpoints, of which the peer may use fewer.
+    """
+
+    native: Any
+    wires: tuple[StagedWire, ...]
+    ends: int
+
+    @classmethod
+    def of(cls, wires: Sequence[StagedWire], ends: int, **fields: Any) -> StagedOptions:
+        """The options with these wires, and further fields of ProxycclStagedOptions.
+
+        Raises:
+            ArgumentError: there are more than `MOST_WIRES`, or a value does not fit its field.
+        """
+        if len(wires) > MOST_WIRES:
+            raise ArgumentError("wires", f"must be at most {MOST_WIRES}, not {len(wires)}")
+        native = fill(ffi.new("ProxycclStagedOptions *"), wire_count=len(wires), **fields)
+        for place, wire in zip(native.wires, wires, strict=False):
+            keys = {"area_key": wire.area_key, "peer_area": wire.peer_area, "peer_area_key": wire.peer_area_key}
+            fill(place, options=wire.options, **keys)
+        return cls(native, tuple(wires), ends)
+
+
+def _connect(engine: EngineRuntime, transport: str, options: StagedOptions, needs: str) -> EngineConnection:
     with contextlib.ExitStack() as undo:
         out, out_stream, out_event = make_copy_options(engine.runtime, undo)
         into, in_stream, in_event = make_copy_options(engine.runtime, undo)
-        native_options.copy_out, native_options.copy_in = out[0], into[0]
-        pointer = create(engine, transport, native_options, needs=needs)
+        options.native.copy_out, options.native.copy_in = out[0], into[0]
+        wires = [wire.options for wire in options.wires]
+        pointer = create(engine, transport, options.native, *wires, needs=needs)
         undo.pop_all()
     numbers = [wire.number for wire in options.wires] if options.ends > 1 else []
     polled = [(number, lib.proxyccl_staged_wire(pointer, i)) for i, number in enumerate(numbers)]
@@ -105,59 +130,79 @@ class Wire(Protocol):
         ...
 
 
+class Registrar(Protocol):
+    """Registers the host's memory with a wire's device."""
+
+    def register(self, ptr: int, nbytes: int) -> Any:
+        """Registers a range."""
+        ...
+
+    def release(self, registration: Any) -> None:
+        """Ends that."""
+        ...
+
+
 class StagedDevice(Protocol):
-    """Staging's interface to the wire's device."""
+    """Staging's interface to the wire's device: the rank's runtime, its control segment, the range in that, in bytes,
+    of the words that peers' proxies may signal, and memory that peers' staged puts may write."""
 
-    @property
-    def segment(self) -> PinnedMemory:
-        """The rank's control segment."""
-        ...
-
-    @property
-    def signals(self) -> range:
-        """The range in it, in bytes, of the words that peers' proxies may signal."""
-        ...
-
-    @property
-    def write_targets(self) -> RemoteWriteTargets:
-        """Memory that peers' staged puts may write."""
-        ...
+    runtime: Runtime
+    segment: PinnedMemory
+    signals: range
+    write_targets: RemoteWriteTargets
 
 
 class StagedEndpoint:
-    """See `TransportEndpoint`: wires, and this rank's staging area at their end, which it owns.
+    """See `TransportEndpoint`: wires, and this rank's staging area at their end, pinned memory with words that count
+    both engines' progress, and two rings.
 
     Args:
         device: the wires' device.
-        area: the area.
-        keys: of the area, for each wire: for its own requests, for the peer's, and the address that goes with the
-            latter.
-        make_wires: makes the wires, in that order. If it fails, the area is closed.
-        credits_tell: as in `StagedOptions`.
+        registrars: register the area, one for each wire.
+        keys: of a registration: for the wire's own requests, for the peer's, and the address that goes with the latter.
+        make_wires: makes the wires, in that order.
+        ring_bytes: bytes of each ring, on this side.
+        chunk_bytes: bytes of a put that are moved at a time.
+        credits_tell: whether a message that the peer has credited is complete on its wire.
+
+    Raises:
+        ResourceError: the system or the device has no room.
+        RuntimeUnavailableError: the device can't register the runtime's pinned memory.
     """
 
     def __init__(
         self,
         device: StagedDevice,
-        area: StagingArea[Any],
-        keys: Sequence[tuple[int, int, int]],
+        registrars: Sequence[Registrar],
+        keys: Callable[[Any], tuple[int, int, int]],
         make_wires: Callable[[], Sequence[Wire]],
         *,
+        ring_bytes: int,
+        chunk_bytes: int,
         credits_tell: bool,
     ) -> None:
-        self._device, self._area, self._credits_tell = device, area, credits_tell
-        self._keys = [key for key, _, _ in keys]
-        try:
+        self._device, self._chunk_bytes, self._credits_tell = device, chunk_bytes, credits_tell
+        align = int(lib.PROXYCCL_STAGED_ALIGN)
+        ring_bytes = ring_bytes // align * align
+        with contextlib.ExitStack() as undo:
+            self._area = area = device.runtime.allocate_pinned(staged_area_bytes(ring_bytes))
+            undo.callback(area.close)
+            made = []
+            for registrar in registrars:
+                registration = registrar.register(area.host_ptr, area.nbytes)
+                undo.callback(registrar.release, registration)
+                made.append(keys(registration))
             self._wires = make_wires()
-        except ProxyCCLError:
-            area.close()
-            raise
+            for wire in self._wires:
+                undo.callback(wire.close)
+            self._close = undo.pop_all().close
+        self._keys = [key for key, _, _ in made]
         first, *more = [
             EndpointWire(wire.address, remote_key, address)
-            for wire, (_, remote_key, address) in zip(self._wires, keys, strict=True)
+            for wire, (_, remote_key, address) in zip(self._wires, made, strict=True)
         ]
         self.info = EndpointInfo(
-            first.endpoint, device.segment.host_ptr, first.rkey, first.area, area.ring_bytes, tuple(more)
+            first.endpoint, device.segment.host_ptr, first.rkey, first.area, ring_bytes, tuple(more)
         )
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
@@ -168,26 +213,33 @@ class StagedEndpoint:
             wire.connect(end, timeout, given_up)
 
     def connection_options(self, theirs: EndpointInfo) -> StagedOptions:
-        """See `TransportEndpoint`."""
-        base, words = self._device.segment.host_ptr, self._device.signals
+        """See `TransportEndpoint`. Both sides use the smaller of their ring sizes."""
+        ring_bytes, words = min(self.info.ring_bytes, theirs.ring_bytes), self._device.signals
         wires = [
             StagedWire(wire.options(end), key, end.area, end.rkey, wire.number)
             for wire, key, end in zip(self._wires, self._keys, theirs.wires(), strict=False)
         ]
-        return self._area.engine_options(
+        return StagedOptions.of(
             wires,
-            self._credits_tell,
-            theirs.ring_bytes,
-            self._device.write_targets,
-            range(base + words.start, base + words.stop),
+            len(self._wires),
+            credits_tell=self._credits_tell,
+            area=self._area.host_ptr,
+            device_area=self._area.ptr,
+            ring_bytes=ring_bytes,
+            chunk_bytes=min(self._chunk_bytes, ring_bytes // 2),
+            write_targets=self._device.write_targets.table,
+            signals=self._device.segment.host_ptr + words.start,
+            signals_bytes=len(words),
         )
 
     def close(self) -> None:
-        """Frees the wires and the area."""
-        with contextlib.ExitStack() as steps:  # from the last to the first, each regardless of the others
-            steps.callback(self._area.close)
-            for wire in self._wires:
-                steps.callback(wire.close)
+        """Frees the wires and the area, on which no copy or request may be outstanding."""
+        self._close()
+
+
+def staged_area_bytes(ring_bytes: int) -> int:
+    """Bytes of a staging area with rings of that size."""
+    return int(lib.PROXYCCL_STAGED_WORDS_BYTES) + 2 * ring_bytes
 
 
 def _expose(transport: str, device: StagedDevice, ptr: int, nbytes: int, host_ptr: int = 0) -> ExposedMemory:
@@ -202,7 +254,6 @@ def staged_over(
     wire: Transport,
     name: str,
     *,
-    native_options: Callable[[Any], Any],
     needs: str,
     make_endpoint: Callable[[Any], StagedEndpoint],
     statuses: range = range(0),
@@ -213,8 +264,6 @@ def staged_over(
     Args:
         wire: the transport of the wire.
         name: of the transport by pinned memory.
-        native_options: makes the struct of C from the wire's options. Raises ArgumentError for a value that does not
-            fit, by the field's name.
         needs: what a build of the engine needs for the wire.
         make_endpoint: makes an endpoint on the device.
         statuses: as in `Transport`.
@@ -223,7 +272,7 @@ def staged_over(
     assert wire.remote is not None  # a wire leads to another host
     return Transport(
         name,
-        connect=lambda engine, options: _connect(engine, name, options, native_options, needs),
+        connect=lambda engine, options: _connect(engine, name, options, needs),
         status_text=lambda status: _status_text(status) if status in STATUSES else wire.status_text(status),
         statuses=statuses,
         error_text=error_text or wire.error_text,

@@ -12,13 +12,12 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import NEEDS
 from proxyccl.proxy.interface import EndpointInfo
-from proxyccl.proxy.staging import StagingArea
 from proxyccl.proxy.transports import fabric
 from proxyccl.proxy.transports.staged_connection import StagedEndpoint, staged_over
 
 if TYPE_CHECKING:  # a rank imports them when it opens the endpoint
     from proxyccl.proxy.fabric.context import FabricContext
-    from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions, FabricEndpoint
+    from proxyccl.proxy.fabric.endpoint import FabricEndpoint
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -36,13 +35,13 @@ class _Wire:
 
     def __init__(self, endpoint: FabricEndpoint, number: int) -> None:
         self._endpoint, self.number = endpoint, number
-        self._options: FabricConnectionOptions | None = None
+        self._options: Any = None
         self.address = endpoint.address
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         self._options = self._endpoint.connect(theirs.endpoint, theirs.rkey)
 
-    def options(self, theirs: EndpointInfo) -> FabricConnectionOptions:
+    def options(self, theirs: EndpointInfo) -> Any:
         if self._options is None:
             raise ArgumentError("endpoint", "it is not connected")
         return self._options
@@ -76,22 +75,17 @@ def _make_endpoint(device: FabricContext) -> StagedEndpoint:
     numbered = [*enumerate(endpoints)]
     wires = numbered[first:] + numbered[:first]
     ring_bytes = options.staging_bytes or default_ring(len(endpoints), device.staged_peers)
-    area = StagingArea(device.runtime, [endpoint for _, endpoint in wires], ring_bytes, options.staging_chunk)
-    keys = [(made.local_key, made.key, made.address) for made in area.registrations]
     return StagedEndpoint(
         device,
-        area,
-        keys,
+        [endpoint for _, endpoint in wires],
+        lambda made: (made.local_key, made.key, made.address),
         lambda: [_Wire(endpoint, number) for number, endpoint in wires],
+        ring_bytes=ring_bytes,
+        chunk_bytes=options.staging_chunk,
         credits_tell=device.endpoint.offer.is_stream,
     )
 
 
 TRANSPORT = staged_over(
-    fabric.TRANSPORT,
-    "staged_fabric",
-    native_options=fabric.native_options,
-    needs=NEEDS,
-    make_endpoint=_make_endpoint,
-    error_text=_error_text,
+    fabric.TRANSPORT, "staged_fabric", needs=NEEDS, make_endpoint=_make_endpoint, error_text=_error_text
 )

@@ -11,21 +11,14 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
 from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.transport_options import TransportOptions
-from proxyccl.proxy.transports.engine_connection import (
-    EngineConnection,
-    EngineRuntime,
-    create,
-    fill,
-    require_accepted,
-)
+from proxyccl.proxy.transports.engine_connection import EngineConnection, create
 from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
 from proxyccl.proxy.verbs.requirements import missing
 
 if TYPE_CHECKING:  # a rank imports them when it opens the device
     from proxyccl.proxy.verbs.context import VerbsContext
-    from proxyccl.proxy.verbs.endpoint import VerbsOptions
 
-ffi, lib = _engine.ffi, _engine.lib
+lib = _engine.lib
 
 _COMPLETIONS = (
     ("IBV_WC_SUCCESS", "no error"),
@@ -56,26 +49,8 @@ _COMPLETIONS = (
 """By ibv_wc_status of infiniband/verbs.h: its name and its meaning."""
 
 
-def native_options(options: VerbsOptions) -> Any:
-    """A ProxycclVerbsOptions. Raises ArgumentError for a value that does not fit, by the field's name."""
-    native = ffi.new("ProxycclVerbsOptions *")
-    native.signal = lib.PROXYCCL_VERBS_FETCH_ADD if options.fetch_add else lib.PROXYCCL_VERBS_WRITE
-    fill(
-        native,
-        options,
-        ("qp", "send_depth", "cq_depth", "max_message", "signal_rkey", "reads", "scratch", "scratch_lkey"),
-    )
-    return native
-
-
 NEEDS = "libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
 """The build requirements of this transport."""
-
-
-def _connect(engine: EngineRuntime, options: VerbsOptions) -> EngineConnection:
-    native = native_options(options)
-    require_accepted(TRANSPORT.name, native, options)
-    return EngineConnection(create(engine, TRANSPORT.name, native, needs=NEEDS))
 
 
 def _status_text(status: int) -> str:
@@ -107,7 +82,7 @@ class _Endpoint:
             raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
         self._endpoint.connect(theirs.endpoint, timeout, given_up)
 
-    def connection_options(self, theirs: EndpointInfo) -> VerbsOptions:
+    def connection_options(self, theirs: EndpointInfo) -> Any:
         return self._endpoint.engine_options(theirs.rkey)
 
     def close(self) -> None:
@@ -146,7 +121,7 @@ def _withdraw(device: VerbsContext, memory: ExposedMemory) -> None:
 
 TRANSPORT = Transport(
     name="verbs",
-    connect=_connect,
+    connect=lambda engine, options: EngineConnection(create(engine, "verbs", options, needs=NEEDS)),
     status_text=_status_text,
     statuses=range(lib.PROXYCCL_VERBS_COMPLETION, 2 * lib.PROXYCCL_VERBS_COMPLETION),
     remote=RemoteFunctions(

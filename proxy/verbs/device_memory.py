@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable
 
-from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.gpu_writes import require_ordered
+from proxyccl.proxy import gpu_writes as gpu_writes_rule
 from proxyccl.proxy.verbs.registrations import Registration, Registrations
-
-_PROBE_BYTES = 4096
 
 
 def register_device_memory(
@@ -24,36 +21,12 @@ def register_device_memory(
     """Registers memory of a runtime, unless its device does not order RDMA writes (`require_ordered`). Other arguments
     and errors as for `Registrations.register`.
     """
-    require_ordered(runtime, gpu_writes, "PROXYCCL_RDMA_GPU_WRITES")
+    gpu_writes_rule.require_ordered(runtime, gpu_writes, "PROXYCCL_RDMA_GPU_WRITES")
     dmabuf = None if runtime.name == "host" else functools.partial(runtime.dmabuf, ptr, nbytes)
     return registrations.register(ptr, nbytes, dmabuf, allocation=allocation)
 
 
-def probe(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> Registration:
-    """Registers a few bytes of a runtime's device memory and releases them. Returns that registration.
-
-    Raises:
-        ResourceError: the system or the device has no room.
-        RuntimeUnavailableError: the RDMA device can't reach the runtime's device memory, or that does not order writes.
-    """
-    memory = runtime.allocate(_PROBE_BYTES)
-    try:
-        registration = register_device_memory(registrations, runtime, gpu_writes, memory.ptr, memory.nbytes)
-        registrations.release(registration)
-        return registration
-    finally:
-        memory.close()
-
-
 def unsupported_reason(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> str:
-    """Why RDMA can't reach the runtime's device memory: the RDMA device does not, or the memory's device does not
-    order RDMA writes. Empty if it can.
-
-    Raises:
-        ResourceError: the system or the device has no room.
-    """
-    try:
-        probe(registrations, runtime, gpu_writes)
-    except RuntimeUnavailableError as error:
-        return str(error)
-    return ""
+    """`gpu_writes.unsupported_reason` of an RDMA device."""
+    register = functools.partial(register_device_memory, registrations, runtime, gpu_writes)
+    return gpu_writes_rule.unsupported_reason(runtime, register, registrations.release)

@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from msgspec import Struct
-from msgspec.structs import replace
-
 from proxyccl.device.errors import ArgumentError, ClosedError, RuntimeUnavailableError, TransportError
+from proxyccl.device.ffi_types import fill
+from proxyccl.proxy import _engine
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import DeviceChoice
 from proxyccl.proxy.verbs.options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, error_number, load
+
+ffi, lib = _engine.ffi, _engine.lib
 
 SIGNAL_BYTES = 8
 _MOST_READS = 16
@@ -27,34 +28,6 @@ _RNR_TIMER = 12  # 0.64 ms
 _RETRY_PAUSE = 0.05
 # The system's errors while it does not know the peer's address on the network yet.
 _NOT_YET = (errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.EINTR)
-
-
-class VerbsOptions(Struct, frozen=True):
-    """A queue pair and how to use it (verbs_transport.h).
-
-    Attributes:
-        qp: address of the ibv_qp, connected and ready to send. Nobody else may use it or its send completion queue.
-        send_depth: work requests that its send queue takes.
-        cq_depth: completions that its send completion queue takes. If that is less than `send_depth`, the rest of the
-            send queue stays unused.
-        max_message: bytes that one request may carry; a longer put or get becomes several.
-        signal_rkey: remote key of the memory with the peer's semaphore words.
-        reads: reads that the queue pair has outstanding at most; 0 if one of the two devices does not support them;
-            gets are then refused.
-        fetch_add: signal by an atomic add of one, for a device that takes no inline data.
-        scratch: with `fetch_add`, address of 8 registered bytes, aligned to 8, that receive the words' old values.
-        scratch_lkey: local key of those bytes.
-    """
-
-    qp: int
-    send_depth: int
-    cq_depth: int
-    max_message: int
-    signal_rkey: int
-    reads: int = 0
-    fetch_add: bool = False
-    scratch: int = 0
-    scratch_lkey: int = 0
 
 
 class _Dependent(Protocol):
@@ -360,8 +333,8 @@ class Endpoint:
             port_num=device.choice.port,
         )
 
-    def engine_options(self, signal_rkey: int) -> VerbsOptions:
-        """The options of a connection over it. The endpoint must outlive that connection.
+    def engine_options(self, signal_rkey: int) -> Any:
+        """The ProxycclVerbsOptions of a connection over it. The endpoint must outlive that connection.
 
         Args:
             signal_rkey: remote key of the memory with the peer's semaphore words.
@@ -373,18 +346,20 @@ class Endpoint:
         self._require_open()
         if self.peer is None:
             raise ArgumentError("endpoint", "it is not connected")
-        made = VerbsOptions(
+        made = fill(
+            ffi.new("ProxycclVerbsOptions *"),
             qp=self._api.queue_pair(self._qp),
             send_depth=self.send_depth,
             cq_depth=self.send_depth,
             max_message=self._device.max_message,
+            signal=lib.PROXYCCL_VERBS_WRITE,
             signal_rkey=signal_rkey,
             reads=min(self._device.reads, self.peer.reads),
         )
         if self.signal == "write":
             return made
         scratch = self._device.scratch()
-        return replace(made, fetch_add=True, scratch=scratch.buf, scratch_lkey=scratch.lkey)
+        return fill(made, signal=lib.PROXYCCL_VERBS_FETCH_ADD, scratch=scratch.buf, scratch_lkey=scratch.lkey)
 
     def describe(self) -> str:
         """One line on the endpoint."""

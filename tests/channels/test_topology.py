@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from proxyccl import ArgumentError, Array, Communicator, Runtime, RuntimeUnavailableError, ThreadBootstrap
-from proxyccl.channels.collectives import all_reduce
+from proxyccl.channels.collectives import reductions
 from proxyccl.channels.joining.topology import RANK_INFO, RankInfo, Topology, chosen_local_world_size, encode_choice
 from proxyccl.device.arrays.dtypes import as_dtype
 from support.cases.reference import ALGORITHMS, MOVES, Call
@@ -169,7 +169,7 @@ UNEVEN = {
 def test_what_fits_as_a_whole_does_not_overflow_in_parts(
     nodes: Ranks, dtype: str, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(all_reduce, "WIDE_PARTS_BYTES", 40_000)  # the longest call takes several
+    monkeypatch.setattr(reductions, "WIDE_PARTS_BYTES", 40_000)  # the longest call takes several
     values = [UNEVEN[dtype, op][rank >= nodes.world_size // 2] for rank in range(nodes.world_size)]
     exact = {"sum": math.fsum, "prod": math.prod, "avg": lambda each: math.fsum(each) / len(each)}[op](values)
 

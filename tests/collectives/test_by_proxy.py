@@ -26,7 +26,8 @@ from proxyccl import (
     WaitTimeoutError,
 )
 from proxyccl.channels import memory, symmetric
-from proxyccl.channels.collectives import all_reduce, level_schedules, reduce_schedules
+from proxyccl.channels.collectives import move_schedules, reduce_schedules, reductions
+from proxyccl.channels.collectives.request import Request
 from proxyccl.channels.schedules import rings as schedule_rings
 from proxyccl.device._native import lib
 from proxyccl.device.arrays.dtypes import as_dtype
@@ -188,8 +189,7 @@ def test_between_nodes_kernels_move_short_shares_and_schedules_longer_ones(colle
 
     def body(comm: Communicator) -> None:
         collectives = comm.collectives
-        request = collectives.request(collective, None, None, False)
-        chosen = collectives.choose(collective, request, as_dtype("uint8"), max(call.sizes(nodes)))
+        chosen = collectives.choose(collective, Request(), as_dtype("uint8"), max(call.sizes(nodes)))
         if nodes > 1:
             assert collectives.goes_by_schedule(chosen) == (more > 0 or longest == 0)
         if count > 0:
@@ -635,11 +635,9 @@ def test_a_hierarchy_has_schedules_between_nodes_where_kernels_do_not_reach(
     dtype: str, op: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More ranks than schedules are for have kernels, which wait for the proxy's copies."""
-    by_schedule, hierarchies = all_reduce._prepare_levels_by_schedule, []
-    monkeypatch.setattr(all_reduce, "_MOST_SCHEDULED_RANKS", most)
-    monkeypatch.setattr(
-        all_reduce, "_prepare_levels_by_schedule", lambda *call: hierarchies.append(call) or by_schedule(*call)
-    )
+    steps, by_schedule = reductions.all_reduce_steps, []
+    monkeypatch.setattr(reductions, "_MOST_SCHEDULED_RANKS", most)
+    monkeypatch.setattr(reductions, "all_reduce_steps", lambda *call: by_schedule.append(call) or steps(*call))
     make = HostRuntime.__init__
 
     def without_proxied_kernels(self: HostRuntime, *args: object, **options: object) -> None:
@@ -647,14 +645,14 @@ def test_a_hierarchy_has_schedules_between_nodes_where_kernels_do_not_reach(
         self.launch_defaults = structs.replace(self.launch_defaults, proxied_kernel_bytes=0, one_crossing_bytes=4096)
 
     monkeypatch.setattr(HostRuntime, "__init__", without_proxied_kernels)
-    monkeypatch.setattr(level_schedules, "_SHORTEST_PIECE", 1024)
+    monkeypatch.setattr(move_schedules, "_SHORTEST_PIECE", 1024)
 
     def body(comm: Communicator) -> None:
         assert comm.collectives.goes_by_schedule("hierarchical")
-        assert level_schedules.serves(comm.collectives.by_proxy(), 1000)
+        assert move_schedules.crosses_once(comm.collectives.by_proxy(), 1000)
         for turn, count in enumerate((1, 2, 17, 1000, 5003)):
             Call("all_reduce", dtype, op, None, count, turn % 5, in_place=turn % 2 == 0, seed=turn).run(comm)
             Call("all_gather", dtype, None, None, count, turn % 5, in_place=turn % 2 == 0, seed=turn).run(comm)
 
     run_ranks(4, body, local_world_size=2)
-    assert bool(hierarchies) == (most == 4)
+    assert bool(by_schedule) == (most == 4)

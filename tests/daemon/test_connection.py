@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,22 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from msgspec import Raw
 
-from proxyccl import ProxyLostError, RuntimeUnavailableError
+from proxyccl import ClosedError, ProxyLostError, RuntimeUnavailableError
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.proxy.daemon.connection import DaemonConnection, NodeDaemon
-from proxyccl.proxy.daemon.protocol import (
-    LONGEST_FRAME,
-    REPLIES,
-    VERSION,
-    ConnectCopy,
-    Connected,
-    Done,
-    Drain,
-    Drained,
-    Ending,
-    Reply,
-)
-from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.daemon.protocol import LONGEST_FRAME, REPLIES, VERSION, Answer, AnyReply, Ending
+from proxyccl.proxy.daemon.session_service import SessionService
+from proxyccl.proxy.interface import Connection, ProxyFailure
+from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.turns import TurnWatch
 from support.running import wait_for
 from support.signals import NUMBER, handled, handling
 
@@ -42,10 +37,10 @@ class Daemon:
     client: DaemonConnection
     failures: list[ProxyFailure] = field(default_factory=list)
 
-    def send(self, reply: Reply | bytes) -> None:
-        self.end.send(reply if isinstance(reply, bytes) else REPLIES.encode(reply))  # type: ignore[arg-type]
+    def send(self, reply: AnyReply | bytes) -> None:
+        self.end.send(reply if isinstance(reply, bytes) else REPLIES.encode(reply))
 
-    def answer(self, *replies: Reply) -> None:
+    def answer(self, *replies: AnyReply) -> None:
         """Answers the next requests with these."""
 
         def serve() -> None:
@@ -56,22 +51,40 @@ class Daemon:
         threading.Thread(target=serve, daemon=True).start()
 
 
+def result(value: object, request: int) -> Answer:
+    return Answer(Raw(json.dumps(value).encode()), request=request)
+
+
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     monkeypatch.setattr(NodeDaemon, "connect", lambda self, timeout: (own, os.getpid()))
     failures: list[ProxyFailure] = []
-    client = DaemonConnection(lambda: 5.0, "test", failures.append)
+    words = SharedWords(SharedMemory.allocate(SharedWords.BYTES), 0)
+    client = DaemonConnection(lambda: 5.0, "test", failures.append, lambda: TurnWatch(words.schedule_words, 1))
     with theirs:
         yield Daemon(theirs, client, failures)
         client.hang_up()
 
 
 def test_an_answer_of_the_type_that_is_expected_is_returned(daemon: Daemon) -> None:
-    daemon.answer(Drained(drained=True, request=0), Connected(3, 1, "copy", request=1))
-    assert daemon.client.ask(Drain(1.0), Drained).drained
-    assert daemon.client.ask(ConnectCopy(2), Connected).connection(2).number == 3
+    daemon.answer(result(True, 0), result({"number": 3, "worker": 1, "peer": 2, "transport": "copy"}, 1))
+    assert daemon.client.ask(SessionService.drain, 1.0)
+    assert daemon.client.ask(SessionService.connect_copy, peer=2) == Connection(3, 1, 2, "copy")
     assert not daemon.failures
+
+
+def test_objects_need_not_be_freed_in_a_daemon_that_is_lost_or_closed(daemon: Daemon) -> None:
+    """Arrays may be collected at any time, when there is nobody to whom an error could report the loss."""
+    daemon.answer(Ending())
+    for _ in range(2):  # it is lost meanwhile; it is lost already
+        daemon.client.ask(SessionService.remove_memory, 0)
+    with pytest.raises(ProxyLostError):
+        daemon.client.ask(SessionService.drain, 1.0)
+    daemon.client.hang_up()
+    daemon.client.ask(SessionService.remove_memory, 0)
+    with pytest.raises(ClosedError):
+        daemon.client.ask(SessionService.drain, 1.0)
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -80,7 +93,7 @@ def test_a_signals_handler_may_ask_within_another_request(daemon: Daemon, lost: 
 
     def ask() -> None:
         try:
-            found.append(daemon.client.ask(Drain(1.0), Drained).drained)
+            found.append(daemon.client.ask(SessionService.drain, 1.0))
         except ProxyLostError as error:
             found.append(type(error))
 
@@ -88,7 +101,7 @@ def test_a_signals_handler_may_ask_within_another_request(daemon: Daemon, lost: 
         daemon.end.recv(LONGEST_FRAME)
         signal.pthread_kill(asking, NUMBER)
         daemon.end.recv(LONGEST_FRAME)
-        for answer in [Ending()] if lost else [Drained(drained=True, request=0), Drained(drained=False, request=1)]:
+        for answer in [Ending()] if lost else [result(True, 0), result(False, 1)]:
             daemon.send(answer)
 
     asking, server = threading.get_ident(), threading.Thread(target=serve)
@@ -107,19 +120,22 @@ def test_a_handler_that_takes_long_does_not_lengthen_the_wait(daemon: Daemon, mo
         handling(lambda: time.sleep(1)),
         pytest.raises(ProxyLostError, match="does not answer a request to drain: too late"),
     ):
-        daemon.client.ask(Drain(1.0), Drained)
+        daemon.client.ask(SessionService.drain, 1.0)
 
 
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
         (b"\xff", "invalid reply from the node daemon: expected JSON, got b'\\xff'"),
-        (b'{"kind":"done","drained":true}', "invalid reply from the node daemon: unknown field 'drained'"),
-        (b'{"kind":"drained","request":0}', "invalid reply from the node daemon: field 'drained' is missing"),
-        (b'{"kind":"failed","code":-1}', "invalid reply from the node daemon: code: expected int >= 0, got -1"),
+        (b'{"kind":"ending","drained":true}', "invalid reply from the node daemon: unknown field 'drained'"),
+        (b'{"kind":"refused","error":"other"}', "invalid reply from the node daemon: field 'message' is missing"),
+        (
+            b'{"kind":"failed","failure":{"code":-1}}',
+            "invalid reply from the node daemon: failure.code: expected int >= 0, got -1",
+        ),
         (
             b'{"kind":"flown"}',
-            "invalid reply from the node daemon: kind: unknown value 'flown'; expected one of done, ",
+            "invalid reply from the node daemon: kind: unknown value 'flown'; expected one of answer, ",
         ),
         (b" " * (LONGEST_FRAME + 1), "a frame from the node daemon did not arrive whole"),
     ],
@@ -131,18 +147,17 @@ def test_nonsense_loses_the_daemon_and_says_what_came(daemon: Daemon, frame: byt
     (failure,) = daemon.failures
     assert failure.reason.startswith(reason)
     with pytest.raises(ProxyLostError) as caught:
-        daemon.client.ask(Drain(1.0), Drained)
+        daemon.client.ask(SessionService.drain, 1.0)
     assert str(caught.value).startswith(f"the node daemon is lost: {reason}")
     assert not daemon.client.is_open
 
 
 def test_an_answer_to_another_question_loses_the_daemon(daemon: Daemon) -> None:
-    daemon.answer(Done(request=0))
-    with pytest.raises(ProxyLostError, match=r"answered drain with Done\(request=0\)"):
-        daemon.client.ask(Drain(1.0), Drained)
-    assert [failure.reason for failure in daemon.failures] == [
-        f"process {os.getpid()} answered drain with Done(request=0)"
-    ]
+    daemon.answer(result(None, 0))
+    reason = "invalid answer to drain from the node daemon: expected bool, got None"
+    with pytest.raises(ProxyLostError, match=reason):
+        daemon.client.ask(SessionService.drain, 1.0)
+    assert [failure.reason for failure in daemon.failures] == [reason]
 
 
 def test_a_daemon_that_ends_is_lost_with_its_reason(daemon: Daemon) -> None:

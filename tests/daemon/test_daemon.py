@@ -229,7 +229,7 @@ def test_the_daemons_outstanding_work_is_read_unasked(own_daemon: RunningDaemon)
             found = {publication.pid: publication for _, publication in publications.find(comm.job, {0})}
             publication = found[own_daemon.process.pid]
             with own_daemon.stopped():
-                with Observer(publication, writable=True) as observer:
+                with Observer(publication) as observer:
                     observer.worker_stats(0).connections[0].issued += 5
                 assert comm.proxy.outstanding(channel.id) == 5
         comm.all_gather_bytes(b"")
@@ -243,7 +243,7 @@ def test_outstanding_work_that_can_not_be_read_is_left_out(
     def refuse(*_: object) -> None:
         raise ArgumentError("handle", "not for you")
 
-    monkeypatch.setattr("proxyccl.proxy.daemon.client.ObservedView", refuse)
+    monkeypatch.setattr("proxyccl.proxy.daemon.client.ObservedSegment", refuse)
 
     def body(comm: Communicator) -> float:
         result = all_reduce(comm)

@@ -17,13 +17,11 @@ from proxyccl import ArgumentError, Communicator, ProxyLostError, RuntimeUnavail
 from proxyccl.channels.joining import proxy_place
 from proxyccl.channels.joining.proxy_place import Where, Wish, agree, default_place, requested_place
 from proxyccl.device.host import HostRuntime
-from proxyccl.proxy.daemon import attendance, choice, job
-from proxyccl.proxy.daemon.attendance import Attendance
+from proxyccl.proxy.daemon import choice, job, server
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
 from proxyccl.proxy.daemon.listeners import HandedOver, abstract, shown
-from proxyccl.proxy.daemon.protocol import Prepare
-from proxyccl.proxy.daemon.server import Daemon
+from proxyccl.proxy.daemon.server import Attendance, Daemon
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.processes import start_of
 from support.daemons import daemon_inside
@@ -305,24 +303,6 @@ def test_a_killed_one_is_told_by_name_and_another_is_started() -> None:
     assert killed not in run_ranks(2, daemon_of, proxy="process")
 
 
-def test_memory_may_be_given_back_while_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays may be collected at any time, when there is nobody to whom an error could report the loss."""
-
-    def lost(*_: object, **__: object) -> None:
-        raise ProxyLostError("the node daemon is lost")
-
-    def body(comm: Communicator) -> None:
-        proxy = comm.proxy
-        assert isinstance(proxy, DaemonClient)
-        memory = comm.empty(16, "uint8")
-        first = comm.register(memory).id
-        with monkeypatch.context() as patched:
-            patched.setattr(proxy._daemon, "ask", lost)
-            proxy.remove_memory(first, 16)
-
-    run_ranks(1, body, proxy="process")
-
-
 def test_its_last_words_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = JobDaemon("proxyccl-unused", OPTIONS)
     assert daemon.last_words() == ""
@@ -380,7 +360,7 @@ def serving(name: str) -> tuple[Daemon, threading.Thread]:
 
 
 def test_one_to_which_nobody_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attendance, "START_SECONDS", 0.1)
+    monkeypatch.setattr(server, "START_SECONDS", 0.1)
     daemon, thread = serving("proxyccl-lonely")
     thread.join(TIMEOUT)
     assert not thread.is_alive()
@@ -396,7 +376,7 @@ def test_a_client_that_comes_while_it_ends_starts_another(monkeypatch: pytest.Mo
         started[0].start()
 
     monkeypatch.setattr(job, "_launch", launch)
-    monkeypatch.setattr(attendance, "START_SECONDS", 0.05)
+    monkeypatch.setattr(server, "START_SECONDS", 0.05)
     ending, thread = serving("proxyccl-ending")
     thread.join(TIMEOUT)  # it no longer accepts connections, but still listens
     waiting = threading.Timer(0.2, ending.close)
@@ -415,7 +395,7 @@ def test_a_client_that_comes_while_it_ends_starts_another(monkeypatch: pytest.Mo
 def test_a_rank_whose_device_no_daemon_sees_starts_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refused: list[str] = []
 
-    def confined(connection: socket.socket, request: Prepare, timeout: float) -> None:
+    def confined(connection: socket.socket, *_: object) -> None:
         address = shown(connection.getpeername())
         if rank_runtime(0).device_id not in address:
             refused.append(address)

@@ -28,7 +28,7 @@ from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.trigger import PARITY_SHIFT
 from proxyccl.proxy.workers import Workers
 from support.daemons import RunningDaemon, daemon_inside
-from support.fakes.raw_client import DONE, HELLO, OFFSET, RawClient
+from support.fakes.raw_client import DONE, ENDED, HELLO, OFFSET, RawClient
 from support.running import TIMEOUT, run_ranks, wait_for
 
 pytestmark = pytest.mark.host_only(reason="a raw client's memory is the host's")
@@ -76,11 +76,11 @@ def test_a_stop_while_the_end_of_a_session_is_noticed_is_not_lost(
 
 def test_what_is_closed_has_no_remote_links_either(client: RawClient) -> None:
     assert client.opens()
-    assert client.say({"do": "close", "timeout": 1}) == {"kind": "closed", "ended": True}
-    refused = client.say({"do": "remote_unsupported_reason", "transport": "verbs"})
+    assert client.say({"do": "close", "timeout": 1}) == ENDED
+    refused = client.say({"do": "unsupported_reason", "transport": "verbs"})
     assert refused is not None
     assert refused["error"] == "protocol"
-    assert refused["message"] == "remote_unsupported_reason: no proxy is open; expected open first"
+    assert refused["message"] == "unsupported_reason: no proxy is open; expected open first"
 
 
 @pytest.mark.parametrize("place", ["the client's memory", "what observers find it by"])
@@ -154,8 +154,7 @@ def test_pinned_memory_is_mapped_until_it_is_removed_or_its_client_goes(
     monkeypatch.setattr(HostRuntime, "open_pinned", recorded)
     monkeypatch.setattr(session_memories, "_QUIET_SECONDS", TIMEOUT)  # it is unmapped when the worker is idle
     assert client.opens()
-    answers = [client.say({"do": "add_pinned_memory", "handle": handle}) for _ in range(2)]
-    first, second = (answer["first"] for answer in answers if answer is not None)
+    first, second = (client.result({"do": "add_pinned_memory", "handle": handle}) for _ in range(2))
     limits = SharedWords(client.segment, OFFSET).memory_limits
     assert (limits[first], limits[second]) == (100, 100)
     assert client.say({"do": "remove_memory", "first": first}) == DONE
@@ -185,9 +184,7 @@ def test_removed_memory_is_unmapped_when_the_worker_comes_to_rest(
     assert client.opens()
     used = client.use()
     assert client.say({"do": "remove_memory", "first": used["first"]}) == DONE
-    answer = client.say({"do": "connect_copy", "peer": 0})
-    assert answer is not None
-    assert answer["kind"] == "connected", "it is answered meanwhile"
+    assert client.result({"do": "connect_copy", "peer": 0})["number"] == 1, "it is answered meanwhile"
     assert not mapped[0].closed
     rests.set()
     wait_for(lambda: mapped[0].closed, "it is unmapped")
@@ -208,9 +205,8 @@ def test_a_channel_may_be_freed_while_its_work_is_outstanding(
     monkeypatch.setattr(HostRuntime, "calls", functions)
     assert client.opens()
     used = client.use()
-    reserved = client.say({"do": "reserve_channel", "connection": used["connection"]})
-    assert reserved is not None
-    kept, freed = used["channel"], reserved["channel"]
+    freed, _ = client.result({"do": "reserve_channel", "connection": used["connection"]})
+    kept = used["channel"]
     under_way.set()
     slots = (ctypes.c_uint64 * 4).from_address(client.ring.ptr)
     for ticket, channel in enumerate((kept, freed)):
@@ -222,7 +218,7 @@ def test_a_channel_may_be_freed_while_its_work_is_outstanding(
     assert client.say({"do": "free_channels", "channels": [freed], "connection": used["connection"]}) == DONE
     under_way.clear()
     wait_for(lambda: words.completed(kept) == 1, "the other one's put is known to be complete")
-    assert client.say({"do": "close", "timeout": 1}) == {"kind": "closed", "ended": True}
+    assert client.say({"do": "close", "timeout": 1}) == ENDED
 
 
 def test_a_client_that_leaves_in_a_drain_is_not_waited_for(

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import deep_ep  # noqa: E402
 
 from proxyccl import ArgumentError, Communicator, MismatchError, WaitTimeoutError  # noqa: E402
-from proxyccl.deep_ep.float8 import column_major  # noqa: E402
+from proxyccl.deep_ep.tokens import column_major  # noqa: E402
 from support.cases.deep_ep_oracle import same, signature  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402

@@ -24,7 +24,7 @@ from proxyccl.device.stream_operations import StreamOperations, WriteValue
 from proxyccl.proxy import _engine, workers
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
-from proxyccl.tools import ring_loops
+from support.bare_loops import produce
 from support.running import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.own_proxy(reason="its own services")
@@ -79,7 +79,7 @@ class Client:
         """Pushes from this thread, for a while. Returns the number that found room."""
         where = self.channel if channel is None else channel
         words = Trigger(operation, where, 8, self.memory, 0, self.memory, HALF).encode()
-        found = ring_loops.produce(self.fifo, self.pushed, words, count, TIMEOUT)
+        found = produce(self.fifo, self.pushed, words, count, TIMEOUT)
         self.pushed += found
         return found
 
@@ -169,7 +169,7 @@ def test_a_ring_of_handlers_triggers_holds_up_neither_polls_nor_other_rings(thre
         channel = client.service.add_handler(handler)
         assert client.service.fifo_for(channel) is not client.fifo
         with client.service.paused(TIMEOUT):
-            ring_loops.produce(client.service.fifo_for(channel), 0, Trigger(SIGNAL, channel).encode(), 3, TIMEOUT)
+            produce(client.service.fifo_for(channel), 0, Trigger(SIGNAL, channel).encode(), 3, TIMEOUT)
         assert client.service.drain(TIMEOUT)
         assert signalled == [0, 1, 1]
         assert polls[0] < polls[1] < polls[2]

@@ -9,6 +9,7 @@ import pytest
 
 from proxyccl import ArgumentError, Communicator, Runtime, Trigger
 from proxyccl.device.host import HostRuntime
+from proxyccl.proxy.service import ProxyService
 from support.device_arrays import barrier
 from support.devices import ON_HOST, rank_runtime
 from support.ranks import Ranks
@@ -180,7 +181,8 @@ def test_a_flush_does_not_wait_for_other_channels() -> None:
             runtime = comm.runtime
             blocked, free, held = (runtime.create_stream() for _ in range(3))
             gate = comm.empty(1, "int32").fill(0)
-            copies, _ = comm.group.links.connection(1).owned
+            assert isinstance(comm.proxy, ProxyService)
+            copies, _ = comm.proxy.engine_connections[comm.group.links.connection(1).number].owned
             comm.compile(PRODUCE, "hold")(1, 1, gate, stream=blocked)
             try:
                 runtime.order_streams(blocked.handle, copies.handle)

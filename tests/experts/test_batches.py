@@ -6,7 +6,7 @@ import pytest
 
 from proxyccl import Communicator
 from proxyccl.channels.expert_parallel import geometry
-from proxyccl.channels.expert_parallel.nodes import Nodes
+from proxyccl.channels.expert_parallel.members import Nodes
 from proxyccl.device.host.runtime import HostRuntime
 from proxyccl.device.runtime import Runtime
 from support.cases.expert_layer import Case, check, combine_of, dispatch_of, plan_of

@@ -166,13 +166,13 @@ def test_each_call_of_a_form_has_arrays_and_tokens_of_its_own(pair: Ranks, name:
 def test_on_the_stream_where_torch_works_c_alone_issues_them(
     monkeypatch: pytest.MonkeyPatch, pair: Ranks, name: str
 ) -> None:
-    form, given, queued = FORMS[name], CallForm.issuer, []
+    form, given, queued = FORMS[name], CallForm.common, []
     if RUNTIME != "host":
         pytest.skip("pretends that the host runtime's stream is torch's")
 
-    def issuer(call: CallForm) -> tuple[Any, ...]:
+    def common(call: CallForm, *launches: Any) -> tuple[Any, ...]:
         """The same as on a GPU, whose current stream is the one of calls without a stream."""
-        calls, _, _, kind, stream_of, queue, _, *others = given(call)
+        calls, _, _, kind, stream_of, queue, _, *others = given(call, *launches)
         handle = call._group.launches.default_stream.handle
 
         def note(*arguments: Any) -> None:
@@ -181,7 +181,7 @@ def test_on_the_stream_where_torch_works_c_alone_issues_them(
 
         return calls, False, lambda _: handle, kind, stream_of, note, 0, *others
 
-    monkeypatch.setattr(CallForm, "issuer", issuer)
+    monkeypatch.setattr(CallForm, "common", common)
 
     def body(comm: Communicator) -> None:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)

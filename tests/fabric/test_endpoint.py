@@ -63,7 +63,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(("signal", "joined"), [("auto", True), ("ordered", False), ("delivered", False)])
 def test_signals_join_data_that_tcp_brings(tcp: FabricOffer, signal: str, joined: bool) -> None:
     with closing(FabricEndpoint(tcp, FabricOptions(signal=signal))) as endpoint:
-        assert endpoint.connect(endpoint.address, SIGNAL_KEY).joined is joined
+        assert endpoint.connect(endpoint.address, SIGNAL_KEY).joined == joined
 
 
 def test_signals_join_no_data_for_a_peer_that_may_store_it_in_another_order(tcp: FabricOffer) -> None:

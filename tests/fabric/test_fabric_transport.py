@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, Operation, Trigger
+from proxyccl.device.ffi_types import fill
 from proxyccl.proxy import _engine
 from proxyccl.proxy.transports.table import find_transport
 from support.fakes.fabric import FakeFabricPeer
@@ -276,7 +276,7 @@ def test_wrong_options_are_refused_by_name(wrong: dict[str, int]) -> None:
     with loop_of(memory(8), np.zeros(8, np.uint8)) as loop:
         given = loop.peers[0].options
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
-            loop.service.connect("fabric", replace(given, **wrong))
+            loop.service.connect("fabric", fill(given, **wrong))
 
 
 def test_a_status_has_words() -> None:

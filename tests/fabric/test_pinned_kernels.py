@@ -12,6 +12,7 @@ from msgspec import structs
 
 from proxyccl import Communicator, WaitTimeoutError
 from proxyccl.channels.collectives import team
+from proxyccl.channels.collectives.request import Request
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy import _engine
@@ -58,12 +59,11 @@ def run(ranks: int, each: int, call: Call, *, by_kernels: bool) -> None:
     def body(comm: Communicator) -> None:
         collectives, dtype = comm.collectives, as_dtype(call.dtype)
         if call.collective != "all_reduce":
-            request = collectives.request(call.collective, None, None, False)
             nbytes = max(call.sizes(ranks)) * dtype.itemsize
-            chosen = collectives.choose(call.collective, request, dtype, nbytes)
+            chosen = collectives.choose(call.collective, Request(), dtype, nbytes)
             assert collectives.goes_by_schedule(chosen) == (not by_kernels)
         call.run(comm)
-        assert collectives.has_by_proxy == (not by_kernels)
+        assert (collectives.made_by_proxy is None) == by_kernels
         algorithm = "two_shot" if call.collective == "all_reduce" else "kernels"
         for turn in range(3):
             replace(call, algorithm=algorithm, seed=turn, rounded_parts=0).run(comm)

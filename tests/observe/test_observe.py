@@ -39,10 +39,18 @@ from proxyccl.channels.proxy_channel import free_handles
 from proxyccl.channels.segment.published import find_ranks
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy.observe import publications
-from proxyccl.proxy.observe.metrics import metrics_text, serve, snapshot_all
+from proxyccl.proxy.observe.metrics import metrics_text, serve
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.rates import rates_between
-from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, Observer, RingView, ServiceView, WorkerView
+from proxyccl.proxy.observe.reader import (
+    ChannelView,
+    ConnectionView,
+    Observer,
+    RingView,
+    ServiceView,
+    WorkerView,
+    snapshots,
+)
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.tools.top import short, table_of
 from support.daemons import running_daemon
@@ -704,7 +712,7 @@ def test_metrics_are_served_on_the_loopback_interface(url: str) -> None:
     def body(comm: Communicator) -> None:
         channels_of(comm)
         if comm.rank == 0:
-            assert len(snapshot_all()) == 2
+            assert len(snapshots()) == 2
             with urllib.request.urlopen(url, timeout=60) as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
                 assert answer.read().decode().count("proxyccl_up{") == 2

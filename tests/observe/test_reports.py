@@ -28,7 +28,7 @@ from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import ReportError
 from proxyccl.proxy.trigger import Operation
-from proxyccl.tools import ring_loops
+from support.bare_loops import produce
 from support.device_arrays import on_device
 from support.devices import processes
 from support.hanging import KERNELS, caught, hang
@@ -311,16 +311,16 @@ def test_a_ring_seen_from_the_side() -> None:
 
     def push(first: int, count: int, size: int) -> None:
         words = Trigger(Operation.DATA, channel=5, size=size).encode()
-        assert ring_loops.produce(fifo, first, words, count, 1.0) == count
+        assert produce(fifo, first, words, count, 1.0) == count
 
     push(0, 6, 100)
-    assert [ticket for ticket, _ in fifo.snapshot().waiting] == list(range(6))
+    assert [trigger.ticket for trigger in fifo.snapshot().waiting] == list(range(6))
     fifo.tail[0] = 6
     push(6, 5, 200)  # into the next lap
     view = fifo.snapshot(3)
     assert (view.size, view.taken, view.full) == (8, 6, 5)
-    assert [(ticket, trigger.size) for ticket, trigger in view.waiting] == [(6, 200), (7, 200), (8, 200)]
-    assert [(ticket, trigger.size, trigger.channel) for ticket, trigger in view.recent] == [
+    assert [(trigger.ticket, trigger.size) for trigger in view.waiting] == [(6, 200), (7, 200), (8, 200)]
+    assert [(trigger.ticket, trigger.size, trigger.channel) for trigger in view.recent] == [
         (3, 100, 5),
         (4, 100, 5),
         (5, 100, 5),

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import structs
 from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, Communicator, Operation, RuntimeUnavailableError, TransportError, Trigger
@@ -30,8 +29,7 @@ from proxyccl.proxy.observe.reader import Observer
 from proxyccl.proxy.observe.tracing import Tracer
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 from proxyccl.proxy.transports.table import find_transport
-from proxyccl.proxy.verbs.endpoint import VerbsOptions
-from support.bare_writes import verbs_write
+from support.bare_loops import verbs_write
 from support.fakes.verbs import (
     LKEY,
     RKEY,
@@ -41,6 +39,7 @@ from support.fakes.verbs import (
     Loop,
     Producer,
     bytes_of_value,
+    verbs_options,
 )
 from support.observing import wait_until_traced
 from support.ranks import Gate
@@ -622,14 +621,17 @@ def test_a_status_is_put_into_words() -> None:
 
 # -- options ---
 
-SOME = VerbsOptions(qp=8, send_depth=16, cq_depth=16, max_message=4096, signal_rkey=SIGNAL_RKEY)
+
+def some(**wrong: Any) -> Any:
+    fields = {"send_depth": 16, "cq_depth": 16, "max_message": 4096, "signal_rkey": SIGNAL_RKEY}
+    return verbs_options(wrong.pop("qp", 8), **{**fields, **wrong})
 
 
 @needs_transport
 def test_a_connection_knows_what_it_is() -> None:
     with Loop(memory(8), np.zeros(8, np.uint8)) as loop:
         connection = loop.peers[0].connection
-        assert (connection.transport, connection.peer, connection.owned) == ("verbs", 7, ())
+        assert (connection.transport, connection.peer) == ("verbs", 7)
 
 
 @pytest.mark.parametrize(
@@ -643,15 +645,15 @@ def test_a_connection_knows_what_it_is() -> None:
         ("max_message", {"max_message": 0}),
         ("max_message", {"max_message": 1.5}),
         ("signal_rkey", {"signal_rkey": None}),
-        ("scratch", {"fetch_add": True}),
-        ("scratch", {"fetch_add": True, "scratch": 4}),
-        ("scratch_lkey", {"fetch_add": True, "scratch": 8, "scratch_lkey": -1}),
+        ("scratch", {"signal": lib.PROXYCCL_VERBS_FETCH_ADD}),
+        ("scratch", {"signal": lib.PROXYCCL_VERBS_FETCH_ADD, "scratch": 4}),
+        ("scratch_lkey", {"signal": lib.PROXYCCL_VERBS_FETCH_ADD, "scratch": 8, "scratch_lkey": -1}),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(argument: str, options: dict[str, Any]) -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(ArgumentError) as caught:
-            comm.proxy.connect("verbs", structs.replace(SOME, **options), peer=0)
+            comm.proxy.connect("verbs", some(**options), peer=0)
         assert caught.value.argument == argument
 
     run_ranks(1, body)
@@ -662,7 +664,7 @@ if not BUILT:
     def test_a_build_without_the_transport_says_what_to_install() -> None:
         def body(comm: Communicator) -> None:
             with pytest.raises(RuntimeUnavailableError, match="libibverbs-dev"):
-                comm.proxy.connect("verbs", SOME)
+                comm.proxy.connect("verbs", some())
 
         run_ranks(1, body)
 

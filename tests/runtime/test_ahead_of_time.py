@@ -19,7 +19,7 @@ from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.runtimes import open_compiler
-from proxyccl.tools.compile_kernels import EXPERT_KERNELS, compile_all
+from proxyccl.tools.compile import EXPERT_KERNELS, compile_all
 from support.device_arrays import on_device
 from support.devices import ON_HOST, RUNTIME, rank_runtime
 from support.kernels.device_sources import symbol_of
@@ -62,8 +62,8 @@ def test_the_host_takes_what_the_command_compiled(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = [kernel for kernel in EXPERT_KERNELS if kernel[1] in {"barrier", "signal_peer"}]
-    monkeypatch.setattr("proxyccl.tools.compile_kernels.EXPERT_KERNELS", few)
-    monkeypatch.setattr("proxyccl.tools.compile_kernels.KERNELS_OF_STEPS", ())
+    monkeypatch.setattr("proxyccl.tools.compile.EXPERT_KERNELS", few)
+    monkeypatch.setattr("proxyccl.tools.compile.KERNELS_OF_STEPS", ())
     with pytest.raises(CompileError, match="barrier was not compiled beforehand; run: proxyccl compile"):
         HostRuntime().shipped(*few[0], compiled_only=True)
     assert main(["compile"]) == 0

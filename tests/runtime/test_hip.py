@@ -225,7 +225,7 @@ def test_a_runtime_takes_what_proxyccl_compile_made(tmp_path: Path) -> None:
     out = run(
         """
 from proxyccl.__main__ import main
-from proxyccl.tools import compile_kernels
+from proxyccl.tools import compile as compile_kernels
 compile_kernels.KERNELS_OF_STEPS = ()
 compile_kernels.EXPERT_KERNELS = (("experts/spread.h", "expert_spread", None, None),)
 runtime = open_runtime("hip")

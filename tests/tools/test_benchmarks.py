@@ -21,9 +21,9 @@ import pytest
 
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication
-from proxyccl.tools import bench_ring
 from proxyccl.tools.options import show_size, size
 from support.kernels.nvrtc import CUBIN, Nvrtc
+from support.once import run_make
 from support.paths import ROOT
 from support.running import find_mpiexec, run_alone, run_mpi
 
@@ -251,8 +251,8 @@ def test_writes_through_libfabric_are_shown(tmp_path: Path) -> None:
 # put_signal.py runs above, compiled for the host, with channels that the examples compile for NVIDIA.
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(BENCHMARKS / "put_signal.py", marks=pytest.mark.full), Path(bench_ring.__file__)],
-    ids=["put_signal", "bench_ring"],
+    [pytest.param(BENCHMARKS / "put_signal.py", marks=pytest.mark.full), BENCHMARKS / "ring.py"],
+    ids=["put_signal", "ring"],
 )
 def test_the_kernels_compile_for_nvidia(path: Path) -> None:
     source = re.search(r'_SOURCE = r"""(.*?)"""', path.read_text(), re.DOTALL)
@@ -433,7 +433,7 @@ def test_collectives_of_the_host_run_and_are_shown_beside_mpis(tmp_path: Path) -
     assert f"| 64 KiB | {long['registered_us']:,.1f} | {long['private_us']:,.1f} | {long['mpi_us']:,.1f} |" in page
 
 
-# The page of made-up results shows the same rows, and `proxyccl bench` measures the same calls.
+# The page of made-up results shows the same rows, and `collectives.py` measures the same calls.
 @pytest.mark.full
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all", "all_reduce"])
 def test_collectives_without_a_gpu_run_and_name_the_missing_peers(tmp_path: Path, collective: str) -> None:
@@ -685,6 +685,7 @@ def test_the_cost_of_observing_is_measured_on_the_host(tmp_path: Path, monkeypat
             Description(0, 1, "observing", "observing.py"), "host", workers=1, observed="", counters="", rings=()
         )
     )
+    run_make("bare-loops")
     done = run_alone(BENCHMARKS / "observing.py", "--quick", "--json", str(path), env={"PROXYCCL_RUNTIME": "host"})
     publications.withdraw(other)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,19 +15,16 @@ import pytest
 from proxyccl import __version__
 from proxyccl.__main__ import main
 from proxyccl.channels.collectives import tuned
-from proxyccl.channels.collectives.selection import ALGORITHMS, CASES, Selector, SizeTable
+from proxyccl.channels.collectives.selection import CASES, Selector, SizeTable
 from proxyccl.device.build.compile_cache import cache_dir
-from proxyccl.device.host import HostRuntime
 from proxyccl.device.process.cpu import cpu_name
 from proxyccl.device.runtimes import RUNTIMES
-from proxyccl.tools import bench_collectives, bench_ring, info
+from proxyccl.tools import info
 from proxyccl.tools.tables import Column, Table
-from support.devices import processes
 from support.running import run_alone, run_mpi
 
 _INSTALLED = Path(sys.executable).with_name("proxyccl")
 COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else ("-m", "proxyccl")  # a tree may be used without installation
-SMALL_RING = ("bench", "ring", "-n", "2000", "-r", "1")
 
 
 def proxyccl(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -50,6 +46,11 @@ def test_info_tells_what_there_is_and_how_to_get_the_rest() -> None:
     assert f"ProxyCCL {__version__}" in result.stdout
     for word in (*RUNTIMES, "host:0", "pyverbs", "mpi4py", "mpiexec", "compiler", "cache"):
         assert word in result.stdout
+
+
+def test_the_version_is_all_that_is_printed() -> None:
+    result = proxyccl("--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"proxyccl {__version__}\n", "")
 
 
 def machine_of(ranks: int, cpu: str) -> tuned.Machine:
@@ -155,132 +156,14 @@ def test_info_names_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPat
     assert "PROXYCCL_CACHE" in finding.advice
 
 
-def test_bench_ring_measures_the_engine_beside_the_bare_loop(tmp_path: Path) -> None:
-    path = tmp_path / "ring.json"
-    result = proxyccl(*SMALL_RING, "--json", str(path))
-    assert result.returncode == 0, result.stderr
-    results = json.loads(path.read_text())
-    rows = {row["trigger"]: row for row in results["drain"]}
-    assert rows[bench_ring.BARE]["over_bare"] == 1.0
-    assert {"put of 0 bytes", "signal", "flush", "put of 8 bytes"} <= set(rows)
-    assert all(row["median_per_s"] > 0 for row in (*results["drain"], *results["kernels"]))
-    assert all(row["bare"]["median_per_s"] > 0 for row in results["kernels"])
-    assert results["round_trip"]["best_ns"] > 0
-    assert results["round_trip"]["bare"]["best_ns"] > 0
-    assert results["idle"]["policy"]["max_sleep_us"] > 0
-    for name in rows:
-        assert name in result.stdout
-
-
-@pytest.mark.host_only(reason="GPUs' compilers are libraries")
-def test_bench_ring_without_a_compiler_still_measures_the_engine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    path = tmp_path / "ring.json"
-    assert bench_ring.run(seconds=1, repeats=1, fifo_size=64, json=path, triggers=1000) == 0
-    results = json.loads(path.read_text())
-    assert results["kernels"] is None
-    assert "compiler" in results["kernels_missing"]
-    assert "not measured" in capsys.readouterr().err
-
-
-def bench(tmp_path: Path, ranks: int, *arguments: str) -> dict[str, Any]:
-    path = tmp_path / "results.json"
-    sizes = ("-b", "100", "-e", "40K", "-f", "20", "-n", "2", "-w", "1", "--json", str(path))
-    result = run_mpi(ranks, *COMMAND, "bench", *arguments, *sizes)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "OK" in result.stdout
-    results: dict[str, Any] = json.loads(path.read_text())
-    assert results["world_size"] == ranks
-    assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in results["results"])
-    return results
-
-
-@pytest.mark.slow
-def test_bench_all_reduce_runs_each_algorithm_beside_mpi(tmp_path: Path) -> None:
-    ranks = processes(2)
-    rows = bench(tmp_path, ranks, "all_reduce", "--algorithm", "each")["results"]
-    assert {row["algorithm"] for row in rows} == {"auto", *ALGORITHMS} - {"hierarchical"}  # of one node
-    sizes = list(dict.fromkeys(row["size"] for row in rows))
-    assert sizes == [size - size % (4 * ranks) for size in (100, 2000, 40000)]
-    for row in rows:
-        assert row["mpi_time_us"] > 0
-        assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * 2 * (ranks - 1) / ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("collective", "dtype"),
-    [
-        ("reduce_scatter", "float32"),
-        *(
-            pytest.param(collective, "int64", marks=pytest.mark.full)
-            for collective in ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
-        ),
-    ],
-)
-def test_bench_of_the_other_collectives(tmp_path: Path, collective: str, dtype: str) -> None:
-    rows = bench(tmp_path, 2, collective, "-d", dtype)["results"]
-    assert all(row["mpi_time_us"] > 0 for row in rows)
-
-
-def test_bench_all_reduce_with_a_type_that_mpi_lacks(tmp_path: Path) -> None:
-    rows = bench(tmp_path, 1, "all_reduce", "-d", "bfloat16", "-o", "avg")["results"]
-    assert all(row["mpi_time_us"] is None and row["busbw_gbs"] == 0 for row in rows)
-
-
-def test_a_wrong_result_is_counted() -> None:
-    class OneRank:
-        rank, world_size = 0, 1
-        runtime = HostRuntime()
-
-    options = bench_collectives.Options("all_reduce", 400, 400, 2, "float32", "sum", "auto", 1, 0, 1.0, None)
-    case = bench_collectives._Case(OneRank(), None, options, 400, seed=1)  # type: ignore[arg-type]
-    case._output[:] = case._expected
-    assert case.wrong() == 0
-    case._output[7] += 1
-    assert case.wrong() == 1
-    case.poison()
-    assert case.wrong() == case.count
-
-
-@pytest.mark.parametrize(
-    ("collective", "ranks", "factor"),
-    [("all_reduce", 4, 1.5), ("all_gather", 4, 0.75), ("reduce_scatter", 2, 0.5), ("broadcast", 8, 1.0)],
-)
-def test_bus_factors_are_those_of_nccl_tests(collective: str, ranks: int, factor: float) -> None:
-    assert bench_collectives.bus_factor(collective, ranks) == factor
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "COMMAND"),
         (("dance",), "dance"),
-        (("bench",), "BENCHMARK"),
-        (("bench", "ring", "-n", "0"), "expected a whole number from 1, not '0'"),
-        (("bench", "ring", "-n", "10", "--fifo-size", "48"), "fifo_size: must be a power of two"),
-        (
-            ("bench", "ring", "--json", "/no/such/directory/x.json"),
-            "expected a file in an existing directory, not",
-        ),
-        (("bench", "all_reduce", "-b", "many"), "expected a size in bytes, such as 512, 32K or 4M, not 'many'"),
-        (("bench", "all_reduce", "-b", "1M", "-e", "1K"), "larger than --max-bytes"),
-        (("bench", "all_reduce", "-f", "1"), "expected a whole number from 2, not '1'"),
-        (("bench", "all_reduce", "-d", "float17"), "float17"),
-        (("bench", "all_reduce", "-o", "median"), "median"),
-        (
-            ("bench", "all_reduce", "-a", "magic"),
-            "unknown 'magic' for all_reduce; expected one of auto, each, one_shot",
-        ),
         (
             ("daemon", "--metrics", "70000"),
             "argument --metrics: expected a port from 0 to 65535, not '70000'",
-        ),
-        (
-            ("bench", "broadcast", "-a", "ring"),
-            "unknown 'ring' for broadcast; expected one of auto, each, kernels, proxy",
         ),
     ],
 )

@@ -49,8 +49,7 @@ class IssuedInC:
 
     @property
     def _so_far(self) -> int:
-        made = [calls for each in self._group._made.values() for calls in each.all]
-        return sum(calls.count for calls in (*made, *self._group._transferring.values()))
+        return self._group.calls.issued_in_c
 
     @property
     def count(self) -> int:
@@ -349,7 +348,7 @@ def test_synchronous_and_asynchronous_calls_follow_each_other() -> None:
             last = [launches().last_stream]
             all_reduce(group, x)  # the program is to wait first, but the streams are in order all the same
             last.append(launches().last_stream)
-            assert last == [group._gpu(x.device).own, torch.cuda.current_stream(x.device).cuda_stream]
+            assert last == [group.calls.gpus.of(x.device).own, torch.cuda.current_stream(x.device).cuda_stream]
             work.wait()
             value *= RANKS**2
             assert (torch_on_hip.on_cpu(x) == value).all()
@@ -392,11 +391,11 @@ def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited() -> 
             gc.collect()
             assert len(recorded) == turn
             dropped = all_reduce(group, x, waits=False)
-            group._unwaited.forget(dropped)
+            group.calls.unwaited.forget(dropped)
             all_reduce(group, x, waits=False).wait()
             del dropped
             gc.collect()
-            assert recorded == [group._gpu(x.device).own] * (turn + 1)
+            assert recorded == [group.calls.gpus.of(x.device).own] * (turn + 1)
         torch.cuda.current_stream(x.device).synchronize()
 
     on_gpus(body)
@@ -483,7 +482,7 @@ def test_synchronous_calls_are_known_to_have_ended_but_the_last_ones(op: Any) ->
         for _ in range(ADDED_BETWEEN + 4):
             all_reduce(group, x, op=op)
         torch_on_hip.on_cpu(x)
-        number, _ = group._under_way.oldest()
+        number, _ = group.calls.under_way.oldest()
         assert number > ADDED_BETWEEN
 
     on_gpus(body)

@@ -24,9 +24,9 @@ import torch.distributed as dist  # noqa: E402
 
 from proxyccl import WaitTimeoutError  # noqa: E402
 from proxyccl.device.errors import DriverError  # noqa: E402
-from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap, process_group, watchdog  # noqa: E402
+from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap, flight_recorder, process_group  # noqa: E402
 from proxyccl.torch._device_calls import ADDED_BETWEEN  # noqa: E402
-from proxyccl.torch.reductions import REDUCIBLE  # noqa: E402
+from proxyccl.torch.tensor_collectives import REDUCIBLE  # noqa: E402
 from proxyccl.torch.under_way import UnderWay  # noqa: E402
 from support.torch_groups import RANKS, TIMEOUT, options, run  # noqa: E402
 
@@ -701,7 +701,8 @@ def test_a_call_whose_device_is_lost_is_taken_for_unfinished() -> None:
 def test_the_watchdog_goes_on_after_an_error_of_one_group(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(flight_recorder, "_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(flight_recorder, "groups", {})
     seen = threading.Event()
 
     class Group:
@@ -710,7 +711,11 @@ def test_the_watchdog_goes_on_after_an_error_of_one_group(
         def __init__(self, *, fails: bool) -> None:
             self.fails = fails
 
-        def oldest_call(self) -> str:
+        @property
+        def calls(self) -> Any:
+            return self
+
+        def oldest(self) -> str:
             if self.fails:
                 raise RuntimeError("broken")
             if "RuntimeError: broken" in caplog.text:
@@ -720,7 +725,7 @@ def test_the_watchdog_goes_on_after_an_error_of_one_group(
     groups: list[Any] = [Group(fails=True), Group(fails=False)]
     with caplog.at_level(logging.ERROR, "proxyccl.torch"):
         for group in groups:
-            watchdog.watch(group)
+            flight_recorder.watch(group)
         assert seen.wait(30)
     assert caplog.text.count("a process group is no longer watched") == 1
 

@@ -14,7 +14,7 @@ from support.paths import ROOT
 
 pytest.importorskip("torch")
 
-from proxyccl.torch.process_group import IS_BACKEND
+from proxyccl.torch.issuing import IS_BACKEND
 
 pytestmark = pytest.mark.host_only(reason="on GPUs the benchmark itself runs")
 

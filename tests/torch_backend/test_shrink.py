@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from proxyccl.torch import StoreBootstrap  # noqa: E402
-from proxyccl.torch.process_group import IS_BACKEND  # noqa: E402
+from proxyccl.torch.issuing import IS_BACKEND  # noqa: E402
 from support.cases.boards import check_boards  # noqa: E402
 from support.processes import run_processes  # noqa: E402
 

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
-from proxyccl.torch import process_group  # noqa: E402
+from proxyccl.torch import executor  # noqa: E402
 from proxyccl.torch.endpoints import Endpoints  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
 from support.torch_groups import TIMEOUT, run  # noqa: E402
@@ -116,7 +116,7 @@ def test_a_transfer_returns_before_its_peer_comes(on: Ranks) -> None:
             assert not any(work.is_completed() for work in works)
             with pytest.raises(RuntimeError, match=r"did not end within 0.05 s"):
                 works[0].wait(timedelta(seconds=0.05))
-            assert group.oldest_call() == "send to rank 1, call 1 of rank 0"
+            assert group.calls.oldest() == "send to rank 1, call 1 of rank 0"
             may_come.set()
             for work in works:
                 work.wait()
@@ -375,7 +375,7 @@ def test_a_shutdown_waits_for_transfers_that_were_issued(on: Ranks) -> None:
 def test_a_shutdown_does_not_wait_for_a_rank_that_has_left(
     on: Ranks, met: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(executor, "LINGER_SECONDS", 0.1)
     has_left = threading.Event()
 
     def body(group: Any) -> None:
@@ -447,7 +447,7 @@ def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> Non
         x, y = on.tensor(rank, 1.0), on.tensor(rank, 1.0)
         device, kept = x.device, weakref.ref(x)
         transfer(group, x, 1 - rank).wait()
-        assert group._executor(device, (1 - rank, rank == 0)).wait_until_idle(60)
+        assert group.calls.threads.of(device, (1 - rank, rank == 0)).wait_until_idle(60)
         transfer(group, y, 1 - rank).wait()  # with an older torch the next Work ends the last
         assert on.holds(y, 1.0)  # the memory of these tensors is the CPU's, which frees it without regard to streams
         del x
@@ -465,7 +465,7 @@ def test_no_two_transfers_share_a_stream(on: Ranks) -> None:
     def body(group: Any) -> set[int]:
         rank = group.rank()
         flows = [(peer, sends) for peer in range(20) for sends in (False, True)]
-        return {group._stream_of(torch.device("cuda", rank), flow).cuda_stream for flow in flows}
+        return {group.calls.gpus.stream_of(torch.device("cuda", rank), flow).cuda_stream for flow in flows}
 
     first, second = on.run(2, body)
     assert len(first | second) == 80

@@ -16,7 +16,9 @@ from nixl._api import nixl_agent
 from proxyccl.channels.transfers import copier
 from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.paths import PATHS
+from proxyccl.channels.transfers.published import find_agents
 from proxyccl.channels.transfers.regions import VRAM, Region
+from proxyccl.channels.transfers.tracing import AgentTracer
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError, ResourceError
@@ -94,6 +96,16 @@ def expected(before: Any, source: Any, rows: Any, to: int, base: tuple[int, int]
     for row in (rows - np.array([*base, 0], np.uint64)).astype(int):
         after[row[to] : row[to] + row[2]] = source[row[1 - to] : row[1 - to] + row[2]]
     return after
+
+
+@pytest.mark.hip
+def test_a_trace_has_the_direction_and_the_blocks_of_what_a_device_copies(pair: OnDevices) -> None:
+    (agent,) = [each for each in find_agents() if each.name == "a" and each.pid == os.getpid()]
+    write = pair.a.prepare("write", "b", blocks_of(pair.regions[0].address, pair.regions[1].address))
+    tracer = AgentTracer(agent, 60)
+    write.start().wait()
+    (traced,) = tracer.stop().transfers
+    assert (traced.writes, traced.nbytes, traced.blocks) == (True, write.nbytes, write.blocks)
 
 
 @pytest.mark.hip

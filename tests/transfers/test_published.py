@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 
 from proxyccl.channels.transfers import published
-from proxyccl.channels.transfers.published import find_agents
+from proxyccl.channels.transfers.published import agents_text, find_agents
 from proxyccl.channels.transfers.tracing import AgentTracer
 from proxyccl.proxy.observe.publications import publications_directory
 from proxyccl.tools.info import _agents, show
-from proxyccl.tools.top import agents_text
 from proxyccl.tools.trace import write_trace
 from proxyccl.transfer import Agent
 from support.agents import Pair, child, force_path

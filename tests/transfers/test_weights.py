@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from proxyccl.channels.weights.card import HasRead, Leave, encode
+from proxyccl.channels.weights.card import MESSAGE, HasRead, Leave
 from proxyccl.device.errors import ArgumentError
 from proxyccl.transfer import (
     Agent,
@@ -539,7 +539,7 @@ def test_a_former_reader_of_a_name_says_nothing_for_the_later_one(keep: Keep, mo
         monkeypatch.setattr(owner, "messages", lambda: [each for each in messages() if taken.append(each[1]) is None])
         with source.offered(1):
             for said in (HasRead(1, former.target._number), Leave(former.target._number)):
-                former.agent.notify("a", encode(said))
+                former.agent.notify("a", MESSAGE.encode(said))
             until(lambda: len(taken) == 2 if source.targets else True)
             assert source._readers == {"s": 0}
 

@@ -11,8 +11,8 @@ import pytest
 from proxyccl import RuntimeUnavailableError
 from proxyccl.device.gpu import cuda, hip
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.fabric.context import FabricContext
-from proxyccl.proxy.fabric.options import FabricOptions
+from proxyccl.proxy.fabric.device_memory import register_memory
+from proxyccl.proxy.fabric.endpoint import FabricEndpoint
 from proxyccl.proxy.verbs.device_memory import register_device_memory, unsupported_reason
 from proxyccl.proxy.verbs.registrations import Registrations
 
@@ -48,14 +48,6 @@ def gpu(orders: bool) -> Runtime:
     )
 
 
-def fabric(runtime: Runtime, gpu_writes: str, endpoint: Registrar) -> FabricContext:
-    """A context without libfabric."""
-    context = object.__new__(FabricContext)
-    context.runtime, context.options = runtime, FabricOptions(gpu_writes=gpu_writes)
-    context.endpoint = cast(Any, endpoint)
-    return context
-
-
 CASES = [(True, "auto", True), (False, "auto", False), (False, "ordered", True)]
 
 
@@ -78,18 +70,14 @@ def test_verbs_register_memory_of_devices_that_order_writes(orders: bool, gpu_wr
 @pytest.mark.parametrize(("orders", "gpu_writes", "reached"), CASES)
 def test_a_fabric_registers_memory_of_devices_that_order_writes(orders: bool, gpu_writes: str, reached: bool) -> None:
     registrar = Registrar()
-    context = fabric(gpu(orders), gpu_writes, registrar)
-    reason = context.unsupported_reason()
-    assert bool(reason) != reached
+    endpoint, runtime = cast(FabricEndpoint, registrar), gpu(orders)
     if reached:
-        context.register(4096, 64)
-        assert registrar.registered == 2
+        register_memory(endpoint, runtime, gpu_writes, 4096, 64)
     else:
-        assert "PROXYCCL_FABRIC_GPU_WRITES=ordered" in reason
-        with pytest.raises(RuntimeUnavailableError, match="GPU does not say that it orders RDMA writes"):
-            context.register(4096, 64)
-        context.register(8192, 64)  # pinned memory of the host
-        assert registrar.registered == 1
+        with pytest.raises(RuntimeUnavailableError, match=r"orders RDMA writes .* PROXYCCL_FABRIC_GPU_WRITES=ordered"):
+            register_memory(endpoint, runtime, gpu_writes, 4096, 64)
+        register_memory(endpoint, runtime, gpu_writes, 8192, 64)  # pinned memory of the host
+    assert registrar.registered == 1
 
 
 @pytest.mark.parametrize(("ordering", "ordered"), [(0, False), (100, True), (200, True)])

@@ -31,8 +31,10 @@ def test_a_communicator_imports_no_part_that_its_ranks_may_not_use() -> None:
 
 
 def test_a_command_imports_nothing_for_the_others() -> None:
-    found = loaded("from proxyccl.__main__ import command_parser\ncommand_parser('info')")
-    assert not found & {"numpy", "msgspec", "proxyccl.proxy", "proxyccl.tools.info"}
+    found = loaded("from proxyccl.__main__ import command_parser\ncommand_parser('')")
+    assert not found & {"numpy", "msgspec", "proxyccl.proxy", "proxyccl.tools"}
+    found = loaded("from proxyccl.__main__ import command_parser\ncommand_parser('tune')")
+    assert not found & {"numpy", "proxyccl.tools.info", "proxyccl.tools.trace", "proxyccl.proxy.daemon"}
 
 
 def test_commands_that_only_look_do_without_numpy_and_without_kernels() -> None:

@@ -14,7 +14,7 @@ from proxyccl import open_runtime
 from proxyccl.channels.liveness.process_watch import ProcessWatch
 from proxyccl.channels.liveness.watcher import Watcher
 from proxyccl.channels.segment.control import create_segment
-from proxyccl.channels.segment.process_descriptors import PeerProcess, acquire, has_ended
+from proxyccl.channels.segment.process_descriptors import PeerProcess, acquire, has_ended, release
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.process.namespaces import proc_view
@@ -46,7 +46,7 @@ class Watching:
         """The ranks that are lost."""
         _, old, lost = self.watch.follow()
         for descriptor in old:
-            self.watch.release(descriptor)
+            release(descriptor)
         return lost
 
     @property
@@ -147,7 +147,7 @@ def test_a_process_whose_first_thread_has_ended_is_ending(ending: PeerProcess) -
     assert not has_ended(watch.descriptor_of(1))
     late = acquire(replace(ending, token=bytes(15) + b"1"))  # whoever did not watch it: its memory is still reached
     assert not has_ended(late)
-    watch.release(late)
+    release(late)
     watch.close()
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from proxyccl.channels.weights import plan as planner
-from proxyccl.channels.weights.card import Card, encode_card
+from proxyccl.channels.weights.card import CARD, Card
 from proxyccl.channels.weights.parts import Part, part_of
 from proxyccl.channels.weights.plan import Read, plan
 from proxyccl.channels.weights.sharding import Box, Replicate, Shard, Sharding
@@ -213,7 +213,7 @@ def test_slices_of_a_fused_array_are_parts() -> None:
 def test_numpys_integers_place_a_part() -> None:
     view = as_view(np.zeros((2, 4), np.float32), "array")
     parts = [part_of("w", view, numbers([0, 4]), numbers([2, 8])) for numbers in (tuple, np.array)]
-    plain, from_numpy = (encode_card(Card("proxyccl-weights-2", b"", 1, 0, [part], [0])) for part in parts)
+    plain, from_numpy = (CARD.encode(Card("proxyccl-weights-2", b"", 1, 0, [part], [0])) for part in parts)
     assert from_numpy == plain
 
 

@@ -101,7 +101,6 @@ class _Events:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._states.close()
 
 
 def _trace(seconds: float, job: str | None, process: int | None) -> bytes:

@@ -27,6 +27,7 @@ from proxyccl import (
     TransportError,
     rdma_devices,
 )
+from proxyccl.proxy._engine import lib
 from proxyccl.proxy.verbs import device_memory, pyverbs_api
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device
@@ -186,7 +187,7 @@ def test_an_atomic_advances_a_counter(devices: list[RdmaDevice]) -> None:
     counter.map[:8] = (1000).to_bytes(8, "little")
     far = ends.registrations[1].register(counter.ptr, 8)
     options = ends.endpoints[0].engine_options(far.rkey)
-    assert options.fetch_add
+    assert options.signal == lib.PROXYCCL_VERBS_FETCH_ADD
     scratch = Registration(options.scratch, 8, options.scratch, options.scratch_lkey, 0, "host")
     for _ in range(3):
         assert ends.post("IBV_WR_ATOMIC_FETCH_AND_ADD", scratch, far.address, far.rkey, amount=1) == 0
@@ -200,7 +201,7 @@ def test_the_engine_gets_the_queue_pair(ends: Ends) -> None:
     assert near.qp not in {0, far.qp}
     assert (near.send_depth, near.cq_depth, near.signal_rkey) == (256, 256, 5)
     assert near.max_message >= 1 << 20
-    assert not near.fetch_add
+    assert near.signal == lib.PROXYCCL_VERBS_WRITE
     assert ends.endpoints[0]._cq.cqe >= near.cq_depth
 
 

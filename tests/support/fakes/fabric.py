@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl import ProxyService
-from proxyccl.proxy._engine import lib
-from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
+from proxyccl.device.ffi_types import fill
+from proxyccl.proxy._engine import ffi, lib
 from support.fakes.verbs import FakePeer
 from support.fakes.writer import FakeWriter
 
@@ -46,14 +46,15 @@ class FakeEndpoint(FakeWriter):
         """The write of this number, from 1, fails."""
         self._call("fail", request, error)
 
-    def options(self, signal_key: int, *, reads: bool) -> FabricConnectionOptions:
+    def options(self, signal_key: int, *, reads: bool) -> Any:
         """Of a connection that writes to it.
 
         Args:
             signal_key: the key of the words that signals write.
             reads: whether it makes reads.
         """
-        return FabricConnectionOptions(
+        return fill(
+            ffi.new("ProxycclFabricOptions *"),
             endpoint=self._call("fid"),
             queue=self._call("queue"),
             peer=PEER,
@@ -65,8 +66,8 @@ class FakeEndpoint(FakeWriter):
             signal_key=signal_key,
             requests=self._requests.ctypes.data,
             requests_key=REQUESTS_KEY,
-            descriptors=self._table.ctypes.data,
-            looks=self._looks.ctypes.data,
+            descriptors=ffi.cast("uint64_t *", self._table.ctypes.data),
+            looks=ffi.cast("uint64_t *", self._looks.ctypes.data),
         )
 
 

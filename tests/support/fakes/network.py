@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,7 @@ from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
 from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.transports import table, verbs
 from proxyccl.proxy.transports.transport import RemoteFunctions
-from proxyccl.proxy.verbs.endpoint import VerbsOptions
-from support.fakes.verbs import FakeDevice
+from support.fakes.verbs import FakeDevice, verbs_options
 
 _SEND_DEPTH = 16
 
@@ -107,16 +107,13 @@ class _Endpoint:
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         """There is nothing to connect."""
 
-    def connection_options(self, theirs: EndpointInfo) -> VerbsOptions:
-        return VerbsOptions(
-            qp=self._device.qp,
+    def connection_options(self, theirs: EndpointInfo) -> Any:
+        return verbs_options(
+            self._device.qp,
             send_depth=_SEND_DEPTH,
             cq_depth=_SEND_DEPTH,
             max_message=4096,
             signal_rkey=theirs.rkey,
-            fetch_add=False,
-            scratch=0,
-            scratch_lkey=0,
         )
 
     def close(self) -> None:

@@ -23,8 +23,7 @@ from support.daemons import RunningDaemon
 RING = 64
 OFFSET = ControlSegment.service_offset
 HELLO = {"hello": VERSION, "layout": LAYOUT}
-OPEN = {
-    "do": "open",
+OPTIONS = {
     "runtime": "host",
     "device_id": "host:0",
     "fifo_size": RING,
@@ -34,8 +33,13 @@ OPEN = {
 }
 
 
-DONE = {"kind": "done"}
-DRAINED = {"kind": "drained", "drained": True}
+DONE = {"kind": "answer", "result": None}
+DRAINED = ENDED = {"kind": "answer", "result": True}
+
+
+def opening(**changed: Any) -> dict[str, Any]:
+    """A request to open a service, with changed options."""
+    return {"do": "open", "options": OPTIONS | changed}
 
 
 def frame_of(message: dict[str, Any]) -> bytes:
@@ -70,26 +74,29 @@ class RawClient:
             return None
         return json.loads(answer) if answer else None
 
+    def result(self, request: dict[str, Any]) -> Any:
+        """The result of a request that is carried out."""
+        answer = self.say(request)
+        assert answer is not None
+        return answer["result"]
+
     def open(self, **changed: Any) -> dict[str, Any] | None:
         """Says hello, and asks for a service with one ring."""
         assert self.say(HELLO) is not None
-        return self.say(OPEN | changed, self.segment.descriptor, self.ring.descriptor)
+        return self.say(opening(**changed), self.segment.descriptor, self.ring.descriptor)
 
     def opens(self) -> bool:
         """Whether `open` succeeds."""
         answer = self.open()
-        return answer is not None and answer.keys() == {"kind", "observed", "asleep"}
+        return answer is not None and answer["kind"] == "answer"
 
     def use(self) -> dict[str, Any]:
         """Sets up a memory and a channel to itself."""
         handle = self.buffer.export(self.buffer.ptr, 4096)
-        memory = self.say({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096})
-        connection = self.say({"do": "connect_copy", "peer": 0})
-        assert memory is not None
-        assert connection is not None
-        channel = self.say({"do": "reserve_channel", "connection": connection["number"]})
-        assert channel is not None
-        return {"first": memory["first"], "connection": connection["number"], "channel": channel["channel"]}
+        first = self.result({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096})
+        connection = self.result({"do": "connect_copy", "peer": 0})["number"]
+        channel, _ = self.result({"do": "reserve_channel", "connection": connection})
+        return {"first": first, "connection": connection, "channel": channel}
 
     def set_channel(self, used: dict[str, Any], offset: int = 0, nbytes: int = 8) -> dict[str, Any]:
         """A request to signal some bytes of the buffer on the channel of `use`."""

@@ -17,9 +17,11 @@ from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.device._native import lib as native
 from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.ffi_types import fill
 from proxyccl.device.runtime import DriverCalls, PinnedMemory
 from proxyccl.proxy.interface import ProxyFailure
-from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, StagedWire, staged_area_bytes
+from proxyccl.proxy.staging import RemoteWriteTargets
+from proxyccl.proxy.transports.staged_connection import StagedOptions, StagedWire, staged_area_bytes
 from proxyccl.proxy.trigger import Operation
 from support.devices import rank_runtime
 from support.fakes.verbs import OwnTriggers, Producer
@@ -119,23 +121,33 @@ class End(OwnTriggers):
             as_dtype("uint8"),
         ).upload(values)
 
-    def options(self, other: End) -> StagedOptions:
-        """Of the connection to the other end."""
-        return StagedOptions(
-            wires=tuple(
-                StagedWire(wire.options(), wire.area_key, other.area.host_ptr, wire.peer_key, number)
-                for number, wire in enumerate(self.wires)
-            ),
-            ends=len(self.wires),
-            credits_tell=self.credits_tell,
-            area=self.area.host_ptr,
-            device_area=self.area.ptr,
-            ring_bytes=self._ring_bytes,
-            chunk_bytes=self._chunk_bytes,
-            write_targets=self.write_targets.address,
-            signals=self.word_memory.host_ptr,
-            signals_bytes=self.words.nbytes,
-        )
+    def options(self, other: End, *, wires: int = 1, link: dict[str, Any] | None = None, **wrong: Any) -> StagedOptions:
+        """Of the connection to the other end.
+
+        Args:
+            other: the other end.
+            wires: how many times each wire is named.
+            link: fields of its first wire's own options.
+            wrong: fields of the options, or of its first wire.
+        """
+        named = [
+            StagedWire(wire.options(), wire.area_key, other.area.host_ptr, wire.peer_key, number)
+            for number, wire in enumerate(self.wires)
+        ]
+        of_wire = {name: wrong.pop(name) for name in [*wrong] if hasattr(named[0], name)}
+        named[0] = replace(named[0], **of_wire)
+        fill(named[0].options, **(link or {}))
+        fields = {
+            "credits_tell": self.credits_tell,
+            "area": self.area.host_ptr,
+            "device_area": self.area.ptr,
+            "ring_bytes": self._ring_bytes,
+            "chunk_bytes": self._chunk_bytes,
+            "write_targets": self.write_targets.table,
+            "signals": self.word_memory.host_ptr,
+            "signals_bytes": self.words.nbytes,
+        }
+        return StagedOptions.of(named * wires, len(self.wires), **{**fields, **wrong})
 
     def connect(self, other: End) -> None:
         """Connects it to the other end, which connects to this one likewise."""

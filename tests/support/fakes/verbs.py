@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from proxyccl import ProxyService, Trigger
 from proxyccl.channels.segment.control import ControlSegment, create_segment
+from proxyccl.device.ffi_types import fill
+from proxyccl.proxy._engine import ffi, lib
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.trigger import MAX_MEMORIES, Operation
-from proxyccl.proxy.verbs.endpoint import VerbsOptions
-from proxyccl.tools import ring_loops
+from support.bare_loops import produce
 from support.devices import rank_runtime
 from support.fakes.writer import FakeWriter
 from support.running import TIMEOUT, wait_for
@@ -86,7 +87,7 @@ class Producer:
         """Pushes copies of a trigger, waiting for room. Returns the last one's ticket."""
         ring = self._service.fifo_for(trigger.channel)
         first = self._tickets.get(ring, 0)
-        pushed = ring_loops.produce(ring, first, trigger.encode(), count, TIMEOUT)
+        pushed = produce(ring, first, trigger.encode(), count, TIMEOUT)
         self._tickets[ring] = first + pushed
         assert pushed == count, "the ring stays full"
         return first + count - 1
@@ -136,6 +137,17 @@ class OwnTriggers:
         return ctypes.c_uint64.from_address(self.service.flushed_pointer(self.channels[channel])).value
 
 
+def verbs_options(qp: int, **fields: Any) -> Any:
+    """A ProxycclVerbsOptions, whose signals are writes unless a field says otherwise."""
+    return fill(ffi.new("ProxycclVerbsOptions *"), **{"qp": qp, "signal": lib.PROXYCCL_VERBS_WRITE, **fields})
+
+
+def adding(scratch: NDArray[np.uint64]) -> dict[str, int]:
+    """Fields of `verbs_options` for signals that are added, whose old values go to memory under SCRATCH_LKEY."""
+    address = scratch.ctypes.data
+    return {"signal": lib.PROXYCCL_VERBS_FETCH_ADD, "scratch": address, "scratch_lkey": SCRATCH_LKEY}
+
+
 class FakePeer(OwnTriggers):
     """A peer with its own fake device: this process's memory, under different keys.
 
@@ -179,16 +191,14 @@ class FakePeer(OwnTriggers):
         }
         for key, array in keys.items():
             self.device.register(key, array)
-        options = VerbsOptions(
-            qp=self.device.qp,
+        options = verbs_options(
+            self.device.qp,
             send_depth=send_depth,
             cq_depth=cq_depth,
             max_message=max_message,
             signal_rkey=SIGNAL_RKEY,
             reads=reads,
-            fetch_add=fetch_add,
-            scratch=self.scratch.ctypes.data if fetch_add else 0,
-            scratch_lkey=SCRATCH_LKEY if fetch_add else 0,
+            **adding(self.scratch) if fetch_add else {},
         )
         self.connection = service.connect("verbs", options, peer=rank)
         self.source_id = service.add_memory(source.ctypes.data, source.nbytes, LKEY)

@@ -9,10 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
-from proxyccl.proxy.verbs.endpoint import VerbsOptions
 from support.fakes.fabric import SOURCE_KEY, TARGET_KEY, FakeEndpoint
-from support.fakes.verbs import LKEY, RKEY, SCRATCH_LKEY, FakeDevice
+from support.fakes.verbs import LKEY, RKEY, SCRATCH_LKEY, FakeDevice, adding, verbs_options
 
 
 class FakeWire(Protocol):
@@ -61,16 +59,14 @@ class VerbsWire:
         self.device.register(RKEY, peer_area)
         self.device.register(SCRATCH_LKEY, self._scratch)
 
-    def options(self) -> VerbsOptions:
-        return VerbsOptions(
-            qp=self.device.qp,
+    def options(self) -> Any:
+        return verbs_options(
+            self.device.qp,
             send_depth=self._depth,
             cq_depth=self._depth,
             max_message=self._max_message,
             signal_rkey=RKEY,
-            fetch_add=self._fetch_add,
-            scratch=self._scratch.ctypes.data if self._fetch_add else 0,
-            scratch_lkey=SCRATCH_LKEY if self._fetch_add else 0,
+            **adding(self._scratch) if self._fetch_add else {},
         )
 
 
@@ -99,7 +95,7 @@ class FabricWire:
         self.device.add(self.area_key, area)
         self.device.register(self.peer_key, peer_area)
 
-    def options(self) -> FabricConnectionOptions:
+    def options(self) -> Any:
         return self.device.options(self.peer_key, reads=False)
 
 

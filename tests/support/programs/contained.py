@@ -16,8 +16,8 @@ import sys
 import numpy as np
 
 from proxyccl import Communicator, FileBootstrap, PeerLostError, ProxyCCLError
+from proxyccl.proxy.observe.rates import Watch
 from proxyccl.tools.communicators import communicators
-from proxyccl.tools.top import Watch
 from proxyccl.transfer import Agent, shared_empty
 from support.devices import rank_runtime
 
@@ -41,12 +41,9 @@ def work(comm: Communicator) -> None:
         assert part.group.ways == comm.group.ways
     watch = Watch(comm.job)
     watch.rates()
-    try:
-        print("paths:", *(each.paths() for each in watch.rates() if each.rank == comm.rank))
-    finally:
-        watch.close()
+    print("paths:", *(each.paths() for each in watch.rates() if each.rank == comm.rank))
     seen = [view for view in communicators() if view.name == comm.job]
-    print("seen:", *([rank.rank for rank in view.ranks] + list(view.missing) for view in seen))
+    print("seen:", *([rank.rank for rank in view.present] + view.missing for view in seen))
 
 
 def agents(comm: Communicator) -> None:

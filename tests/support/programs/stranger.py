@@ -16,7 +16,7 @@ from proxyccl import FabricOptions
 from proxyccl.proxy.fabric.endpoint import FabricEndpoint
 from proxyccl.proxy.fabric.library import fabric_offers, load
 from proxyccl.proxy.fabric.providers import choose_offer
-from support.bare_writes import fabric_serve, fabric_write
+from support.bare_loops import fabric_serve, fabric_write
 
 BYTES = 4096
 SECONDS = 20

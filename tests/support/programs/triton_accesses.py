@@ -15,14 +15,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 import proxyccl.triton as pt
-from proxyccl.triton import target, words
+from proxyccl.triton import basics, target
 from proxyccl.triton.arguments import CONSTEXPR, Argument
 from proxyccl.triton.compiled import compile_kernel, target_of
 
 
 @triton.jit
 def store_trigger(slot, low, high):
-    target.store_trigger(slot, words.u64(low), words.u64(high))
+    target.store_trigger(slot, basics.u64(low), basics.u64(high))
 
 
 @triton.jit

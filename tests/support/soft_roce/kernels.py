@@ -23,7 +23,7 @@ from proxyccl.channels.collectives.table import (
     CollectiveKernel,
 )
 from proxyccl.device.host import HostRuntime
-from proxyccl.tools.compile_kernels import EXPERT_KERNELS
+from proxyccl.tools.compile import EXPERT_KERNELS
 
 OF_ALL_REDUCE = [("int64", "sum"), ("bfloat16", "sum"), ("float32", "avg")]
 REDUCTIONS: dict[CollectiveKernel, list[tuple[str, str]]] = {

@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor.debug import CommDebugMode
 
 import proxyccl.torch
-from proxyccl.torch.process_group import IS_BACKEND
+from proxyccl.torch.issuing import IS_BACKEND
 
 proxyccl.torch.register()
 dist.set_debug_level_from_env()

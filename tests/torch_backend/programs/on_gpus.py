@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from proxyccl.device.arrays.array import as_view
-from proxyccl.torch import own_streams  # importing the package registers the backend, as torch before 2.15 needs
+from proxyccl.torch import on_gpu  # importing the package registers the backend, as torch before 2.15 needs
 
 COUNT = 1 << 22  # 16 MiB of float32: calls of this size may be by proxy
 CYCLES = 50_000_000
@@ -39,9 +39,9 @@ def streams(device: torch.device) -> None:
     y = torch.ones(COUNT, device=device)
     future = dist.all_reduce(y, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
     assert (future.wait() == 4).all()
-    own = own_streams.take(device)
+    own = on_gpu.take_stream(device)
     assert own.priority < torch.cuda.Stream().priority, "lower numbers come first"
-    own_streams.give_back(device, own)
+    on_gpu.give_back_stream(device, own)
 
 
 def again(device: torch.device) -> None:

@@ -1,0 +1,90 @@
+"""C loops that only write to a queue pair of verbs or an endpoint of libfabric, or only drain or fill a ring.
+
+Benchmarks compare the engine with them; tests fill rings. `make bare-loops` builds them.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import cffi
+
+from proxyccl.proxy.ring import RingMemory
+
+_HERE = Path(__file__).parent
+_LIBRARY = _HERE.parent.parent / "build/bare-loops/libbare_loops.so"
+
+
+@functools.cache
+def _library() -> tuple[Any, Any]:
+    if not _LIBRARY.exists():
+        raise FileNotFoundError(f"{_LIBRARY} does not exist; run: make bare-loops")
+    ffi = cffi.FFI()
+    for header in _HERE.glob("*.h"):
+        ffi.cdef("\n".join(line for line in header.read_text().split("\n") if not line.startswith("#")))
+    return ffi, ffi.dlopen(str(_LIBRARY))
+
+
+def verbs_write(**options: int) -> int:
+    """Keeps RDMA writes outstanding on a queue pair until all are complete.
+
+    Args:
+        options: the fields of ProxycclVerbsBareWrites (verbs_loop.h).
+
+    Returns:
+        Nanoseconds from the first post to the last completion; or a status of the transport `verbs`, negative.
+    """
+    ffi, lib = _library()
+    return int(lib.proxyccl_verbs_bare_writes(ffi.new("ProxycclVerbsBareWrites *", options)))
+
+
+def fabric_write(**options: int) -> int:
+    """Keeps writes outstanding on an endpoint of libfabric until all are complete.
+
+    Args:
+        options: the fields of ProxycclFabricBareWrites (fabric_loop.h).
+
+    Returns:
+        Nanoseconds from the first write to the last completion; or the number of libfabric's error, negative.
+    """
+    ffi, lib = _library()
+    return int(lib.proxyccl_fabric_bare_writes(ffi.new("ProxycclFabricBareWrites *", options)))
+
+
+def fabric_serve(queue: int, seconds: float) -> int:
+    """Polls a completion queue of libfabric for a time, so that writes arrive. Returns 0 or the number of an error."""
+    return int(_library()[1].proxyccl_fabric_bare_serve(queue, int(seconds * 1e9)))
+
+
+def produce(ring: RingMemory, first: int, words: tuple[int, int], count: int, timeout: float) -> int:
+    """Pushes copies of one trigger from this thread, and waits for room. Nobody else may push meanwhile.
+
+    Args:
+        ring: the ring to push to.
+        first: ticket of the first copy.
+        words: the trigger's words (`Trigger.encode`).
+        count: number of copies.
+        timeout: in seconds, for all of them.
+
+    Returns:
+        The number of copies that found room.
+    """
+    place = ring.slots_host, ring.tail_host, ring.size_log2
+    return int(_library()[1].proxyccl_bare_produce(*place, first, count, *words, int(timeout * 1e9)))
+
+
+def drain(ring: RingMemory, count: int, timeout: float) -> int:
+    """Takes triggers out of a fresh ring and does nothing with them.
+
+    Args:
+        ring: the ring.
+        count: number of triggers to take.
+        timeout: in seconds, for all of them.
+
+    Returns:
+        The number of triggers taken.
+    """
+    place = ring.slots_host, ring.tail_host, ring.size_log2
+    return int(_library()[1].proxyccl_bare_drain(*place, count, int(timeout * 1e9)))

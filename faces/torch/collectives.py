@@ -1,0 +1,321 @@
+"""torch.distributed's collectives and transfers of a process group: their arguments, and the calls that they mean.
+
+Each first asks C, which issues a call whose form is kept. If it does not, the arguments are checked here, and the call
+is made by `tensor_collectives`, where `IssuedCalls` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from proxyccl.torch import tensor_collectives as on_tensors
+from proxyccl.torch.issuing import CPU, IssuedCalls, reduce_to, require_rank
+from proxyccl.torch.overlaps import LEAST_BYTES
+from proxyccl.torch.tensor_collectives import in_memory
+from proxyccl.torch.work import JointWork
+from proxyccl.torch_tensors.untraced import untraced
+
+Tensors = Sequence[torch.Tensor]
+_FEW, _LARGE_BYTES = 4, 1 << 20
+"""Tensors of a coalesced call are not joined if there are at most this many, or if they have this size on average."""
+
+
+@untraced
+class Collectives:
+    """A mixin of process groups: the calls on tensors. torch's two spellings of a call are aliases.
+
+    Attributes:
+        calls: the group's calls.
+    """
+
+    calls: IssuedCalls
+    _rank: int
+    _size: int
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
+        (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        choice = self.calls.choose("all_reduce", x, _nbytes(x), opts)
+        work = self.calls.in_c(x, x, opts, "reduceOp", choice.name)
+        if work is NotImplemented:
+            (x,) = tensors = in_memory([x])
+            arguments = (x, _op_of(opts), choice.policy)
+            work = self.calls.collective("all_reduce", tensors, (), opts, on_tensors.all_reduce, *arguments)
+        return choice.watch(work)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        if _goes_apart(tensors):
+            name = _name_of_short("all_reduce", tensors)
+            return self.calls.joint(self.allreduce, tensors, tensors, opts, "reduceOp", name)
+        name, tensors = "all_reduce of several tensors", in_memory(tensors)
+        function = on_tensors.all_reduce_coalesced
+        return self.calls.collective(name, tensors, (), opts, function, tensors, _op_of(opts))
+
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
+        (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        work = self.calls.in_c(x, x, opts, "rootRank", "broadcast")
+        if work is not NotImplemented:
+            return work
+        root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        (x,) = tensors = in_memory([x])
+        require_rank(root, self._size, "root")
+        return self.calls.collective("broadcast", tensors, (), opts, on_tensors.broadcast, x, root)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:
+        (x,), root = tensors, opts.rootRank
+        require_rank(root, self._size, "root")
+        work = self.calls.in_c(x, x if root == self._rank else (), opts, "reduceOp", reduce_to(root))
+        if work is not NotImplemented:
+            return work
+        (x,) = tensors = in_memory([x])
+        return self.calls.collective("reduce", tensors, (), opts, on_tensors.reduce, x, opts.reduceOp, root)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Any:
+        (x,), (given,), options = inputs, map(tuple, outputs), self.calls.between_all["all_gather"]
+        work = self.calls.exchange_in_c(x, x, given, opts, options)
+        if work is not NotImplemented:
+            return work
+        x, *parts = in_memory([x, *given])
+        self._require_one_each(parts, "output_tensors")
+        return self.calls.collective("all_gather", parts, [x], opts, on_tensors.all_gather_lists, parts, x, options)
+
+    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+        """Concatenates the ranks' tensors of one size."""
+        choice = self.calls.choose("all_gather", output, _nbytes(output), opts)
+        work = self.calls.in_c(x, output, opts, None, choice.name)
+        if work is NotImplemented:
+            output, x = in_memory([output, x])
+            self._require_gathered(output, x)
+            name, arguments = "all_gather_single", (output, x, choice.policy)
+            work = self.calls.collective(name, [output], [x], opts, on_tensors.all_gather, *arguments)
+        return choice.watch(work)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        if _goes_apart(inputs):
+            name = _name_of_short("all_gather", outputs)
+            return self.calls.joint(self.all_gather_single, inputs, outputs, opts, None, name)
+        name, outputs, inputs = "all_gather_single of several tensors", in_memory(outputs), in_memory(inputs)
+        for output, x in zip(outputs, inputs, strict=True):
+            self._require_gathered(output, x)
+        function = on_tensors.all_gather_coalesced
+        return self.calls.collective(name, outputs, inputs, opts, function, outputs, inputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """`allgather` of several tensors: by rank, a list of them."""
+        outputs, inputs = [in_memory(of_rank) for of_rank in outputs], in_memory(inputs)
+        written = [tensor for of_rank in outputs for tensor in of_rank]
+        to = [rank for rank in range(self._size) for _ in inputs]
+        of = [rank for rank, of_rank in enumerate(outputs) for _ in of_rank]
+        name, arguments = "all_gather of several tensors", (inputs * self._size, written, ("all_gather", to, of))
+        return self.calls.collective(name, written, inputs, opts, on_tensors.exchange, *arguments)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *_: Any) -> Any:
+        (x,), root = inputs, opts.rootRank
+        given = tuple(outputs[0]) if self._rank == root else ()
+        require_rank(root, self._size, "root")
+        options = self.calls.between_all["gather", root]
+        work = self.calls.exchange_in_c(x, x, given, opts, options)
+        if work is not NotImplemented:
+            return work
+        if self._rank == root:
+            self._require_one_each(given, "gather_list")
+        x, *parts = in_memory([x, *given])
+        return self.calls.collective("gather", parts, [x], opts, on_tensors.exchange, x, tuple(parts), options)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Any:
+        """A tensor of one rank's list for each rank."""
+        (output,), root = outputs, opts.rootRank
+        given = tuple(inputs[0]) if self._rank == root else ()
+        require_rank(root, self._size, "root")
+        options = self.calls.between_all["scatter", root]
+        work = self.calls.exchange_in_c(output, given, output, opts, options)
+        if work is not NotImplemented:
+            return work
+        if self._rank == root:
+            self._require_one_each(given, "scatter_list")
+        output, *parts = in_memory([output, *given])
+        return self.calls.collective(
+            "scatter", [output], parts, opts, on_tensors.exchange, tuple(parts), output, options
+        )
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Any:
+        """Reduces a list with a tensor for each rank, and gives each its own."""
+        (output,), (parts,) = outputs, inputs
+        output, *parts = in_memory([output, *parts])
+        self._require_one_each(parts, "input_list")
+        own = parts[self._rank].numel()
+        if output.numel() != own:
+            raise ValueError(f"output: has {output.numel()} elements; expected {own}, those of this rank's input")
+        function, arguments = on_tensors.reduce_scatter_lists, (output, parts, _op_of(opts))
+        return self.calls.collective("reduce_scatter", [output], parts, opts, function, *arguments)
+
+    def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+        """Reduces a tensor over all ranks and gives each its share."""
+        choice = self.calls.choose("reduce_scatter", output, _nbytes(x), opts)
+        work = self.calls.in_c(x, output, opts, "reduceOp", choice.name)
+        if work is NotImplemented:
+            output, x = in_memory([output, x])
+            self._require_share(output, x)
+            name, arguments = "reduce_scatter_single", (output, x, _op_of(opts), choice.policy)
+            work = self.calls.collective(name, [output], [x], opts, on_tensors.reduce_scatter, *arguments)
+        return choice.watch(work)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        if _goes_apart(inputs):
+            name = _name_of_short("reduce_scatter", inputs)
+            return self.calls.joint(self.reduce_scatter_single, inputs, outputs, opts, "reduceOp", name)
+        name, outputs, inputs = "reduce_scatter_single of several tensors", in_memory(outputs), in_memory(inputs)
+        for output, x in zip(outputs, inputs, strict=True):
+            self._require_share(output, x)
+        function, arguments = on_tensors.reduce_scatter_coalesced, (outputs, inputs, _op_of(opts))
+        return self.calls.collective(name, outputs, inputs, opts, function, *arguments)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+        *_: Any,
+    ) -> Any:
+        """Rows of a tensor to each rank: evenly many, or as the splits say."""
+        even = not output_splits and not input_splits
+        options = ("all_to_all_single", input_splits or "even", output_splits or "even")
+        choice = self.calls.choose("all_to_all", output, _nbytes(x) if even else 0, opts)
+        if even:
+            work = self.calls.in_c(x, output, opts, None, choice.name)
+        else:
+            work = self.calls.exchange_in_c(x, x, output, opts, options)
+        if work is NotImplemented:
+            output, x = in_memory([output, x])
+            _require_dtype(output, x)
+            for tensor, splits in ((output, output_splits), (x, input_splits)):
+                self._require_splits(tensor, splits)
+            function: Any = on_tensors.all_to_all if even else on_tensors.all_to_all_v
+            arguments = (output, x, choice.policy if even else options)
+            work = self.calls.collective("all_to_all_single", [output], [x], opts, function, *arguments)
+        return choice.watch(work)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Any:
+        """A list's i-th tensor to rank i."""
+        targets, sources, options = tuple(outputs), tuple(inputs), self.calls.between_all["all_to_all"]
+        if sources:
+            work = self.calls.exchange_in_c(sources[0], sources, targets, opts, options)
+            if work is not NotImplemented:
+                return work
+        targets, sources = tuple(in_memory(targets)), tuple(in_memory(sources))
+        self._require_one_each(targets, "output_tensor_list")
+        self._require_one_each(sources, "input_tensor_list")
+        return self.calls.collective(
+            "all_to_all", targets, sources, opts, on_tensors.exchange, sources, targets, options
+        )
+
+    def barrier(self, opts: Any = None, *_: Any) -> Any:
+        """Waits on the CPU, or after the work queued on a device, until all ranks have arrived. Ids of devices mean
+        nothing where there is no GPU.
+        """
+        device = getattr(opts, "device", None) or CPU
+        if getattr(opts, "device_ids", None):
+            device = torch.device("cuda", opts.device_ids[0]) if torch.cuda.is_available() else CPU
+        return self.calls.barrier(with_index(device), opts)
+
+    # -- transfers and coalescing ---
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
+        return self.calls.transfer(tensors, peer, sends=True)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
+        return self.calls.transfer(tensors, peer, sends=False)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        """Not supported: a rank receives into memory that it has offered to one peer."""
+        raise RuntimeError("proxyccl: recv from any source is not supported; name the rank")
+
+    recvAnysource = recv_anysource  # noqa: N815
+
+    def start_coalescing(self, device: Any = None) -> None:
+        self.calls.coalescing.works = []
+
+    _start_coalescing = start_coalescing
+
+    def end_coalescing(self, device: Any = None) -> Any:
+        collected, self.calls.coalescing.works = self.calls.coalescing.works, None
+        if collected is None:
+            raise RuntimeError("end_coalescing: there was no start_coalescing before it")
+        return JointWork(collected)
+
+    _end_coalescing = end_coalescing
+
+    # -- arguments ---
+
+    def _require_one_each(self, tensors: Tensors, argument: str) -> None:
+        if len(tensors) != self._size:
+            raise ValueError(f"{argument}: has {len(tensors)} tensors; expected {self._size}, one for each rank")
+
+    def _require_gathered(self, output: torch.Tensor, x: torch.Tensor) -> None:
+        _require_dtype(output, x)
+        if output.numel() != self._size * x.numel():
+            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+
+    def _require_share(self, output: torch.Tensor, x: torch.Tensor) -> None:
+        _require_dtype(output, x)
+        if x.numel() != self._size * output.numel():
+            raise ValueError("input tensor must be the same size as output size times world size")
+
+    def _require_splits(self, tensor: torch.Tensor, splits: Sequence[int]) -> None:
+        if splits:
+            if len(splits) != self._size:
+                raise RuntimeError("Number of tensor splits not equal to group size")
+            if sum(splits) != tensor.size(0):
+                raise RuntimeError("Split sizes doesn't match total dim 0 size")
+        elif tensor.size(0) % self._size:
+            raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device with its number, by default the current one's; a CPU has no number."""
+    if device.type == "cpu":
+        return CPU
+    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
+
+
+def _goes_apart(tensors: Tensors) -> bool:
+    """Whether tensors of one coalesced call are better not joined in one array: few, or large ones. C can
+    issue both, and the memory is read and written once. All ranks answer the same.
+    """
+    if not tensors or not tensors[0].is_cuda:
+        return False
+    count = len(tensors)
+    return count <= _FEW or sum(x.numel() * x.element_size() for x in tensors) >= count * _LARGE_BYTES
+
+
+def _nbytes(x: torch.Tensor) -> int:
+    return int(x.numel() * x.element_size())
+
+
+def _name_of_short(collective: str, tensors: Tensors) -> str | None:
+    """The name for `IssuedCalls.joint` of calls with these tensors; None if one is long: the ranks choose for each."""
+    return collective if all(_nbytes(x) < LEAST_BYTES for x in tensors) else None
+
+
+def _op_of(opts: Any) -> Any:
+    """The operator of options, of an operator itself, or the default: torch passes all three."""
+    return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+
+
+def _require_dtype(output: torch.Tensor, x: torch.Tensor) -> None:
+    if output.dtype != x.dtype:
+        raise TypeError(f"output tensor must have the same type as input tensor: {output.dtype} and {x.dtype}")

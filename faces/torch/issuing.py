@@ -1,0 +1,575 @@
+"""Where the calls of a process group run, and the threads, streams and events that they need there.
+
+A synchronous call runs on the current stream, or in the caller's thread; an asynchronous one on a stream of the group
+that waits for the current one, or in a thread of the group. C issues a call on a GPU whose form is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+from msgspec import Struct
+
+import torch
+from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
+from proxyccl.channels.collectives.tensor_calls import CallInC, TensorCalls
+from proxyccl.device.errors import CommunicatorError
+from proxyccl.device.process import forks
+from proxyccl.torch import tensor_collectives as on_tensors
+from proxyccl.torch._device_calls import ADDED_BETWEEN, CallIssuer, QueuedCall
+from proxyccl.torch.endpoints import Endpoints
+from proxyccl.torch.errors import raise_as_torch, torch_errors
+from proxyccl.torch.executor import Flow, GroupThreads
+from proxyccl.torch.flight_recorder import profiler_event
+from proxyccl.torch.on_gpu import GroupOnGpu, GroupOnGpus
+from proxyccl.torch.overlaps import CHOICES, LEAST_BYTES, Choice, Overlaps
+from proxyccl.torch.tensor_collectives import PLAIN_OPS, in_memory
+from proxyccl.torch.under_way import UnderWay
+from proxyccl.torch.work import DeviceWork, HostWork, JointWork, TransferWork, Unwaited
+from torch.autograd import profiler
+
+Tensors = Sequence[torch.Tensor]
+IS_BACKEND = hasattr(torch._C._distributed_c10d.Backend, "split")
+"""Whether Python can be a backend of torch's process group (torch 2.15), or only a whole process group."""
+_logger = logging.getLogger("proxyccl.torch")
+_NO_TIME = timedelta(0)
+_NO_EVENT = nullcontext()
+CPU = torch.device("cpu")
+_Named = tuple[str, Any]
+"""The name of a call, and its options for C."""
+
+
+class _InC:
+    """The collectives of one process group on one GPU that C issues, by what `IssuedCalls._make_issuer` makes.
+
+    Attributes:
+        collectives, barriers: issue the calls that consist of no transfers.
+        named: a call's options by its name, which is followed by a policy for calls that have one; of reductions by the
+            number of the operator's kind, of broadcasts by the root.
+    """
+
+    def __init__(self, calls: TensorCalls, ranks: int, issuer: Callable[..., CallIssuer]) -> None:
+        self.collectives, self.barriers = issuer(calls.call_kept), issuer(calls.call_kept, blocks=True)
+        self._calls, self._issuer = calls, issuer
+        self._exchanges: CallIssuer | None = None
+
+        def named(name: str, **options: Any) -> _Named:
+            return name, calls.options(name, **options)
+
+        def reductions(name: str, root: int | None = None, cta_policy: CtaPolicy | None = None) -> dict[int, _Named]:
+            options = {"root": root, "cta_policy": cta_policy}
+            return {kind.value: named(name, op=op, **options) for kind, op in PLAIN_OPS.items()}
+
+        self.named: dict[str, Any] = {
+            "broadcast": {root: named("broadcast", root=root) for root in range(ranks)},
+            "barrier": named("barrier"),
+            **{reduce_to(root): reductions("reduce", root) for root in range(ranks)},
+        }
+        for policy in (None, *CTA_POLICIES):
+            suffix = "" if policy is None else f", {policy}"
+            for name in ("all_reduce", "reduce_scatter"):
+                self.named[name + suffix] = reductions(name, cta_policy=policy)
+            for name in ("all_gather", "all_to_all"):
+                self.named[name + suffix] = named(name, cta_policy=policy)
+
+    @property
+    def exchanges(self) -> CallIssuer | None:
+        """Issues the calls that consist of transfers; None until the ranks have made what these need."""
+        if self._exchanges is None and (call := self._calls.call_transfers) is not None:
+            self._exchanges = self._issuer(call)
+        return self._exchanges
+
+    @property
+    def count(self) -> int:
+        made = (self.collectives, self.barriers, self._exchanges)
+        return sum(issuer.count for issuer in made if issuer is not None)
+
+
+def reduce_to(root: int) -> str:
+    return f"reduce to rank {root}"
+
+
+class _Call(Struct, eq=False):
+    """A call that C does not issue.
+
+    Attributes:
+        name: for messages.
+        outs: the tensors that it writes, which are its result.
+        xs: the others that it uses.
+        make: makes the call, on the stream that is then current.
+        device: of the tensors.
+        waits: whether the program does not continue meanwhile.
+        seconds: the bound of its waits; None for the group's.
+        flow: for a single transfer, the peer and whether it is a send: it runs concurrently with other calls.
+        blocks: whether the end of a device's call is waited for on the CPU.
+        number: in the group.
+    """
+
+    name: str
+    outs: Tensors
+    xs: Tensors
+    make: Callable[[], Any]
+    device: torch.device
+    waits: bool
+    seconds: float | None
+    flow: Flow | None
+    blocks: bool
+    number: int
+
+    @property
+    def peer(self) -> int | None:
+        """Whom a transfer is with."""
+        return None if self.flow is None else self.flow[0]
+
+    @property
+    def source(self) -> int:
+        """The rank that sends to a transfer; -1 for other calls, and for a send."""
+        return _source_of(self.flow)
+
+
+class _Coalescing(threading.local):
+    """The Work that a thread collects; None while it collects none."""
+
+    works: list[DeviceWork | HostWork | JointWork] | None = None
+
+
+class IssuedCalls:
+    """The calls of one rank of a process group.
+
+    Attributes:
+        rank: this rank's number in the group.
+        process: that of the group: in a fork's child no call is made.
+        threads, gpus: where the calls run.
+        between_all: options of calls that are transfers between all ranks, by name, and by root if there is one.
+        coalescing: the Work that each thread collects, between torch's start and end of coalescing.
+        under_way: the calls in progress.
+        unwaited: the Works that are kept until somebody waits for them.
+        group_name, group_desc: the group's name and description.
+    """
+
+    def __init__(self, rank: int, size: int, endpoints: Endpoints) -> None:
+        self.rank, self._size, self._endpoints = rank, size, endpoints
+        self.process = forks.here()
+        everyone = tuple(range(size))
+        self.between_all: dict[Any, on_tensors.Transfers] = {
+            "all_gather": ("all_gather", "all", everyone),
+            "all_to_all": ("all_to_all", everyone, everyone),
+            **{("scatter", root): ("scatter", everyone if rank == root else (), root) for root in everyone},
+            **{("gather", root): ("gather", root, everyone if rank == root else ()) for root in everyone},
+        }
+        self.threads = GroupThreads(rank, endpoints)
+        self.gpus = GroupOnGpus(endpoints.check)
+        self._overlaps: dict[int, Overlaps | None] = {}  # by the GPU's number, once it has made a long call
+        self._in_c: dict[int, _InC] = {}  # by the GPU's number, once its communicator was made: collectives, …
+        self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # … and transfers, by GPU and flow
+        self._numbers = itertools.count(1)  # of the group's calls
+        self._collectives = 0  # that C has not issued
+        self._waited = itertools.count(1)  # synchronous ones on GPUs, of which few have a mark
+        self.coalescing = _Coalescing()
+        self.group_name = self.group_desc = ""
+        self.unwaited = Unwaited()
+        self.under_way = UnderWay(lambda: endpoints.failed is None)
+
+    @property
+    def collectives(self) -> int:
+        """The number of collectives: the ranks' numbers are equal, which those of transfers are not."""
+        return self._collectives + sum(made.count for made in self._in_c.values())
+
+    @property
+    def issued_in_c(self) -> int:
+        transfers = sum(issuer.count for issuer in self._transferring.values())
+        return transfers + sum(made.count for made in self._in_c.values())
+
+    def oldest(self) -> str:
+        oldest = self.under_way.oldest()
+        name = "no call" if oldest is None else f"{oldest[1]}, call {oldest[0]}"
+        return f"{name} of rank {self.rank}"
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks' numbers in the default group."""
+        return self._endpoints.members
+
+    # -- calls on a GPU that C issues ---
+
+    def choose(self, collective: str, output: torch.Tensor, nbytes: int, opts: Any) -> Choice:
+        """The choice of kernels for a call, which the ranks make together if the call is long. `nbytes` is the size of
+        the larger of a rank's input and output."""
+        number = output.get_device()
+        if nbytes < LEAST_BYTES or number < 0:
+            return CHOICES[collective, None]
+        self.require_process()
+        waits = _waits(opts)
+        try:
+            overlaps = self._overlaps[number]
+        except KeyError:
+            if self._is_queued(output.device, waits=waits):
+                return Choice(collective, queued=(nbytes, output.data_ptr))
+            overlaps = self._overlaps[number] = self._overlaps_of(output.device)
+        if overlaps is None:
+            return CHOICES[collective, None]
+        try:
+            policy, watched = overlaps.choose(collective, nbytes, output.data_ptr, waits=waits)
+        except Exception as error:
+            raise_as_torch(error)
+        return CHOICES[collective, policy] if watched is None else Choice(collective, policy, watched)
+
+    def _overlaps_of(self, device: torch.device) -> Overlaps | None:
+        """None where the ranks never choose. The ranks have met, so collectives of the GPU are no longer queued."""
+        with torch_errors():
+            comm = self._endpoints.of_all(device)
+            calls = comm.tensor_calls
+            return Overlaps(self.gpus.of(device), comm.runtime, calls) if calls.chooses else None
+
+    def in_c(self, x: Any, out: Any, opts: Any, attribute: str | None, name: str) -> Any:
+        """Makes a call on a GPU by one call into C, if its form is kept; see `CallIssuer.issue`, and `_InC` for the
+        names."""
+        made = self._in_c.get((x[0] if type(x) is list else x).get_device())
+        if made is None or profiler._is_profiler_enabled:  # `issue` makes calls that a profiler shows
+            return NotImplemented
+        try:
+            return made.collectives.issue(x, out, opts, attribute, made.named[name])
+        except Exception as error:
+            raise_as_torch(error)
+
+    def exchange_in_c(self, on: torch.Tensor, x: Any, out: Any, opts: Any, options: on_tensors.Transfers) -> Any:
+        """As `in_c`, for a call that is transfers between all ranks, as `on_tensors.exchange` makes it. A list of
+        tensors is a tuple here, and `on` is one of the tensors."""
+        made = self._in_c.get(on.get_device())
+        if made is None or profiler._is_profiler_enabled or (exchanges := made.exchanges) is None:
+            return NotImplemented
+        try:
+            return exchanges.issue(x, out, opts, None, (options[0], options))
+        except Exception as error:
+            raise_as_torch(error)
+
+    def barrier(self, device: torch.device, opts: Any) -> Any:
+        """Waits on the CPU, or after the work queued on a device, until all ranks have arrived."""
+        made = None if device.index is None else self._in_c.get(device.index)
+        if made is not None and not profiler._is_profiler_enabled:
+            with torch_errors():
+                work = made.barriers.issue((), (), opts, None, made.named["barrier"])
+            if work is not NotImplemented:
+                return work
+        return self.collective("barrier", (), (), opts, on_tensors.barrier, device, device=device, blocks=True)
+
+    def _make_issuer(
+        self,
+        gpu: GroupOnGpu,
+        stream: int,
+        call: CallInC,
+        *,
+        flow: tuple[torch.device, Flow] | None = None,
+        blocks: bool = False,
+    ) -> CallIssuer:
+        """The issuer of calls on a stream; `flow` is theirs if they are transfers, as `under_way` knows it."""
+        return CallIssuer(
+            gpu.in_c,
+            call,
+            self.process,
+            stream,
+            self._numbers,
+            self.under_way.log(flow),
+            functools.partial(self.under_way.forget_ended, flow),
+            DeviceWork,
+            self._handed_out,
+            _source_of(None if flow is None else flow[1]),
+            blocks,
+        )
+
+    # -- other calls ---
+
+    def require_process(self) -> None:
+        """Raises in a fork's child, before any lock is taken: a thread of the parent's may have held it at the fork."""
+        if not self.process.is_here:
+            with torch_errors():
+                self.process.require("the process group")
+
+    def collective(
+        self,
+        name: str,
+        outs: Tensors,
+        xs: Tensors,
+        opts: Any,
+        function: Callable[..., None],
+        *arguments: Any,
+        device: torch.device | None = None,
+        blocks: bool = False,
+    ) -> Any:
+        """Makes a call of all ranks, by ``function(communicator, *arguments)``. The device is by default that of the
+        tensors; for the other arguments see `_Call`.
+
+        Returns:
+            Its Work; None for a call on the current stream, for which torch need not wait.
+        """
+        self.require_process()
+        self._collectives += 1
+        where = (xs or outs)[0].device if device is None else device
+
+        def make() -> None:
+            function(self._endpoints.of_all(where), *arguments)
+
+        number = next(self._numbers)
+        return self._issue(_Call(name, outs, xs, make, where, _waits(opts), _seconds_of(opts), None, blocks, number))
+
+    def _issue(self, call: _Call) -> Any:
+        shown: Any = _NO_EVENT
+        if profiler._is_profiler_enabled:
+            group = self.group_name, self.group_desc
+            shown = profiler_event(call.name, call.outs, call.xs, ranks=self.members, group=group)
+        with shown:
+            if call.device.type == "cpu":
+                work: Any = self._issue_on_cpu(call)
+            elif call.flow is not None or self._is_queued(call.device, waits=call.waits):
+                work = self._issue_queued(call)
+            else:
+                work = self._issue_on_gpu(call)
+        return work if work is None else self._handed_out(work, waits=call.waits)
+
+    def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
+        """A Work for torch, which is kept where torch does not."""
+        if self.coalescing.works is not None:
+            self.coalescing.works.append(work)
+        elif not waits and not IS_BACKEND:
+            self.unwaited.add(work)
+        return work
+
+    def _is_queued(self, device: torch.device, *, waits: bool) -> bool:
+        """Whether a collective on a GPU goes to the group's thread. Asynchronous ones do until the ranks have met:
+        others may use other groups first, and wait there for this rank. A synchronous one waits for the queued ones.
+        """
+        executor = self.threads.find(device, None)
+        is_idle = executor is None or executor.is_idle
+        if is_idle and self._endpoints.has_met(device, None):
+            return False
+        gpu = self.gpus.of(device)
+        if not waits and not gpu.order.is_capturing(gpu.current()):
+            return True
+        if executor is not None:
+            executor.run_here(lambda: None, after_others=True)
+        return False
+
+    def _issue_on_cpu(self, call: _Call) -> HostWork:
+        work = HostWork(call.outs, self.threads.callbacks_of(CPU), call.source)
+        self.under_way.add(call.flow, call.number, call.name, None)
+
+        def run() -> None:
+            failure: BaseException | None = None
+            try:
+                with torch.no_grad(), self._endpoints.bounded(CPU, call.peer, call.seconds):
+                    call.make()
+            except BaseException as error:  # it is raised where the work is waited for
+                failure = error
+            if not isinstance(failure, CommunicatorError):
+                self.under_way.end(call.flow, call.number)
+            elif call.flow is not None:
+                self._log_failed_meeting(call, failure)
+            work.finish(failure)
+
+        executor = self.threads.of(CPU, call.flow)
+        if not (call.waits and executor.run_here(run)):
+            executor.submit(run)
+        if call.waits:
+            work.wait()
+        return work
+
+    def _issue_on_gpu(self, call: _Call) -> DeviceWork | None:
+        device, gpu = call.device, self.gpus.of(call.device)
+        with torch_errors(), torch.no_grad():
+            stream = gpu.current()
+            if call.waits:
+                call.make()
+            else:
+                gpu.order.follow(stream, gpu.own)
+                stream = gpu.own
+                with torch.cuda.stream(gpu.own_stream):
+                    call.make()
+            if device.index not in self._in_c:
+                calls = self._endpoints.of_all(device).tensor_calls
+                self._in_c[device.index] = _InC(calls, self._size, functools.partial(self._make_issuer, gpu, gpu.own))
+        captured = gpu.order.is_capturing(stream)
+        if call.waits and not call.blocks:
+            if not captured:
+                mark = None if next(self._waited) % ADDED_BETWEEN else gpu.in_c.mark(stream)
+                self.under_way.add(None, call.number, call.name, mark)
+            return None
+        # A graph's memory is its own, and a captured call is not in progress: the host can't wait for its end.
+        blocks = call.blocks and not captured
+        queued = QueuedCall(gpu.in_c, call.xs, call.outs, stream, not captured, blocks, -1)
+        queued.mark_end()
+        if not captured:
+            self.under_way.add(None, call.number, call.name, queued.mark)
+        return DeviceWork.of(queued)
+
+    def _issue_queued(self, call: _Call) -> DeviceWork:
+        """Queues a transfer on its flow's stream, or an asynchronous collective on the group's: at once if the ranks
+        have met, else by the flow's or the group's thread.
+
+        The thread waits for the peers, which the program must not: a peer may wait for another call first. The call
+        follows the work queued on the program's stream by now.
+        """
+        device, flow, peer = call.device, call.flow, call.peer
+        gpu = self.gpus.of(device)
+        stream = gpu.own_stream if flow is None else self.gpus.stream_of(device, flow)
+        order = None if flow is None else (device, flow)
+        current, handle = gpu.current(), stream.cuda_stream
+        ready = gpu.in_c.mark(current)
+        queued = QueuedCall(gpu.in_c, call.xs, call.outs, handle, False, call.blocks, call.source)
+        work = TransferWork.of_transfer(queued, self.threads.callbacks_of(device))
+        executor, has_met = self.threads.of(device, flow), self._endpoints.has_met(device, peer)
+        is_captured = gpu.order.is_capturing(current)
+        if not is_captured:
+            marks = work.marks  # without the tensors
+            self.under_way.add(order, call.number, call.name, lambda: bool(marks) and marks[0].query())
+        elif not has_met:
+            expected = "a transfer with that rank before, which makes what transfers need"
+            if peer == self.rank:
+                expected = "a copy, as this is that rank itself"
+            raise RuntimeError(f"{call.name}: a graph is being captured; expected {expected}")
+
+        def run() -> None:
+            failure: BaseException | None = None
+            try:
+                with torch.no_grad(), torch.cuda.stream(stream):
+                    ready.hold(handle)
+                    call.make()
+                    if not is_captured:
+                        for tensor in (*call.outs, *call.xs):
+                            tensor.record_stream(stream)
+            except BaseException as error:  # it is raised where the work is waited for
+                failure = error
+                if not is_captured and not isinstance(error, CommunicatorError):
+                    self.under_way.end(order, call.number)
+                self._log_failed_meeting(call, error)
+            work.issued(failure)
+
+        if has_met and executor.run_here(run, after_others=is_captured):
+            work.raise_failure()
+        else:
+            executor.submit(run)
+        return work
+
+    def _log_failed_meeting(self, call: _Call, error: BaseException) -> None:
+        """Logs why ranks have no communicator, which the watchdog can't see, for programs that wait elsewhere."""
+        if isinstance(error, CommunicatorError) and not self._endpoints.has_met(call.device, call.peer):
+            _logger.error("%s, call %d of rank %d: %s", call.name, call.number, self.rank, error)
+
+    # -- transfers ---
+
+    def transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
+        """Makes a transfer with a peer. Returns its Work; None while calls are coalesced."""
+        (x,) = tensors
+        named, flow = _by_flow(peer, int(self.rank < peer), sends), (peer, sends)
+        work = self._transfer_in_c(x, flow, named)
+        if work is NotImplemented:
+            tensors = in_memory(tensors)
+            require_rank(peer, self._size, "peer")
+            (tensor,) = tensors
+
+            def make() -> None:
+                if peer == self.rank:
+                    self._endpoints.to_self(tensor, sends=sends)
+                    return
+                comm = self._endpoints.with_peer(tensor.device, peer)
+                with self._endpoints.transferring(peer):
+                    on_tensors.exchange(comm, *_sides(tensor, flow), named[1])
+
+            self.require_process()
+            outs, xs = ((), tensors) if sends else (tensors, ())
+            number = next(self._numbers)
+            work = self._issue(_Call(named[0], outs, xs, make, tensor.device, False, None, flow, False, number))
+        return None if self.coalescing.works is not None else work
+
+    def _transfer_in_c(self, x: torch.Tensor, flow: Flow, named: _Named) -> Any:
+        """As `in_c`, for a transfer: once the ranks have met, and while no other of its flow is queued."""
+        number = x.get_device()
+        executor = None if number < 0 else self.threads.find(x.device, flow)
+        if executor is None or not executor.is_idle or profiler._is_profiler_enabled:
+            return NotImplemented
+        calls = self._transferring.get((number, *flow))
+        if calls is None and (calls := self._transfers_of(x.device, flow)) is None:
+            return NotImplemented
+        try:
+            return calls.issue(*_sides(x, flow), None, None, named)
+        except Exception as error:
+            raise_as_torch(self._endpoints.with_ranks(error, flow[0]))
+
+    def _transfers_of(self, device: torch.device, flow: Flow) -> CallIssuer | None:
+        """Makes the transfers of a flow; None if the ranks have not met."""
+        if not self._endpoints.has_met(device, flow[0]):
+            return None
+        comm = self._endpoints.with_peer(device, flow[0])
+        call, stream = comm.tensor_calls.call_transfers, self.gpus.stream_of(device, flow).cuda_stream
+        assert call is not None  # `with_peer` has prepared them
+        made = self._make_issuer(self.gpus.of(device), stream, call, flow=(device, flow))
+        return self._transferring.setdefault((device.index, *flow), made)
+
+    # -- coalescing ---
+
+    def joint(
+        self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, name: str | None
+    ) -> Any:
+        """Makes a call for each tensor, with one Work for all; arguments from `xs` on as for `in_c`, which is not tried
+        without a name."""
+        issued = NotImplemented if name is None else self.in_c(xs, outs, opts, attribute, name)
+        if issued is not NotImplemented and type(issued) is not tuple:
+            return issued
+        collected: list[DeviceWork | HostWork | JointWork] = []
+        done, first = (0, None) if issued is NotImplemented else issued
+        if first is not None:
+            collected.append(first)
+        outer, self.coalescing.works = self.coalescing.works, collected
+        try:
+            for x, out in zip(xs[done:], outs[done:], strict=True):
+                call(*((x,) if out is x else (out, x)), opts)
+        finally:
+            self.coalescing.works = outer
+        return self._handed_out(JointWork(collected), waits=_waits(opts)) if collected else None
+
+    def close(self) -> None:
+        """Lets other groups use the streams. The communicators are closed."""
+        self._in_c.clear()
+        self._overlaps.clear()
+        self._transferring.clear()
+        self.gpus.close()
+
+
+def require_rank(rank: int, size: int, argument: str) -> None:
+    """Raises ValueError for a number that is not a rank's, before anything is made or queued: no peer would answer, and
+    a wait would end by the time-out."""
+    if not 0 <= rank < size:
+        raise ValueError(f"{argument}: {rank} is not a rank of the group; expected 0 to {size - 1}")
+
+
+@functools.cache
+def _by_flow(peer: int, number: int, sends: bool) -> tuple[str, on_tensors.Transfers]:
+    """The name and the options of a transfer with a peer, which has this number in their communicator."""
+    name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
+    return name, ((name, number, ()) if sends else (name, (), number))
+
+
+def _sides(tensor: torch.Tensor, flow: Flow) -> tuple[Any, Any]:
+    """A transfer's tensor as input and output for `on_tensors.exchange`."""
+    return (tensor, ()) if flow[1] else ((), tensor)
+
+
+def _source_of(flow: Flow | None) -> int:
+    return flow[0] if flow is not None and not flow[1] else -1
+
+
+def _waits(opts: Any) -> bool:
+    """Whether torch's options say that the program does not continue meanwhile."""
+    return opts is not None and not getattr(opts, "asyncOp", True)
+
+
+def _seconds_of(opts: Any) -> float | None:
+    """The time-out that options set for one call, in seconds; None for the group's."""
+    given = getattr(opts, "timeout", None)
+    return given.total_seconds() if isinstance(given, timedelta) and given > _NO_TIME else None

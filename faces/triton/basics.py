@@ -1,0 +1,118 @@
+"""How the device side is written: the decorator, numbers and pointers, and the fields of channels' handles.
+
+Functions are compiled by Triton, or are plain Python where Triton's interpreter runs kernels. Triton decides between
+the two when a function is decorated, by ``TRITON_INTERPRET``.
+
+A number must be one integer: a kernel's `n / 2` is a float32, which holds no offset beyond 16 MiB exactly. A block of
+integers is refused too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from proxyccl.device.errors import RuntimeUnavailableError
+from proxyccl.triton.layout import PROXY_WORDS, SM_WORDS
+
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_OLDEST = (3, 4)
+if VERSION < _OLDEST:
+    raise RuntimeUnavailableError(f"proxyccl.triton needs Triton 3.4 or later, not {triton.__version__}")
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+
+def _plain(function: Any) -> Any:
+    return function
+
+
+# A nested @triton.jit function costs the interpreter 5 ms a call, as it prepares the language anew. A kernel's call of
+# a plain function costs nothing, and the language is prepared already.
+jit: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit
+out_of_line: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit(noinline=True)
+"""For functions that rarely run but have many callers: not inlined, to keep compilation short."""
+
+if INTERPRETED:
+    import numpy as np
+
+    from triton.runtime.interpreter import TensorHandle
+
+    def _number(x: Any, kind: Any, bits: int) -> Any:
+        # In one step of the language instead of three: a push has dozens of these.
+        if isinstance(x, tl.tensor):
+            tl.static_assert(x.dtype.is_int() and not x.type.is_block(), "expected an integer")
+            return x.to(kind)
+        number = operator.index(getattr(x, "value", x))
+        tl.static_assert(-(1 << (bits - 1)) <= number < 1 << bits, f"expected an integer of {bits} bits")
+        value = np.array([number & ((1 << bits) - 1)], np.dtype(f"u{bits // 8}"))
+        return tl.tensor(TensorHandle(value, kind), kind)
+
+    def u32(x: Any) -> Any:
+        """A number of 32 bits."""
+        return _number(x, tl.uint32, 32)
+
+    def u64(x: Any) -> Any:
+        """A number of 64 bits; a negative one becomes a huge one, larger than any memory."""
+        return _number(x, tl.uint64, 64)
+
+else:
+
+    @jit
+    def _integer(x):
+        number = tl.full([], 0, tl.int64) + x
+        tl.static_assert(number.dtype.is_int() and not number.type.is_block(), "expected an integer")
+        return number
+
+    @jit
+    def u32(x):
+        """A number of 32 bits."""
+        return _integer(x).to(tl.uint32)
+
+    @jit
+    def u64(x):
+        """A number of 64 bits; a negative one becomes a huge one, larger than any memory."""
+        return _integer(x).to(tl.uint64)
+
+
+@jit
+def words_at(address):
+    """A pointer to words of 32 bits."""
+    return address.to(tl.pointer_type(tl.uint32))
+
+
+@jit
+def longs_at(address):
+    """A pointer to words of 64 bits."""
+    return address.to(tl.pointer_type(tl.uint64))
+
+
+@jit
+def long_at(channel, field: tl.constexpr):
+    """A field of 64 bits of a channel's handle."""
+    return tl.load(longs_at(channel) + field)
+
+
+@jit
+def pointer_at(channel, field: tl.constexpr):
+    """A field that is the address of words of 64 bits."""
+    return longs_at(tl.load(longs_at(channel) + field))
+
+
+@jit
+def number_at(channel, field: tl.constexpr):
+    """A field of 32 bits."""
+    return tl.load(words_at(channel) + field)
+
+
+@jit
+def channel(channels, i):
+    """Channel number `i` of a set of ProxyChannels or SmChannels, in the order of their peers."""
+    if channels.dtype == tl.pointer_type(tl.uint64):
+        return channels + i * PROXY_WORDS
+    else:  # noqa: RET505  (a branch that Triton drops)
+        tl.static_assert(channels.dtype == tl.pointer_type(tl.int64), "expected a set of channels")
+        return channels + i * SM_WORDS

@@ -1,0 +1,224 @@
+/* Transfers whose pieces threads copy: the CPU, where both sides are mapped in this process, or the kernel. See
+ * transfers.h. */
+#include <errno.h>
+#include <limits.h>
+
+#include "parts.h"
+
+typedef struct CopyTransfer {
+  ProxycclTransfer base;
+  const struct iovec *local, *remote;
+  uint64_t count;
+  Position at;                    /* of what is neither copied nor being copied, … */
+  uint64_t left;                  /* … its bytes */
+  uint64_t faulted;               /* bytes of the copy that were left where the fault is */
+  pid_t pid;                      /* the process that the kernel copies from and to; 0: the CPU copies */
+  const ProxycclStaging *staging; /* NULL: pieces are copied without stages */
+  int staged[PROXYCCL_STAGES];    /* the stages that a thread has */
+  Request question;               /* the kernel could not copy: the peer is asked what became of the block */
+} CopyTransfer;
+
+int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes) {
+  const struct iovec local = {to, bytes}, remote = {(void *)(uintptr_t)address, bytes};
+  const ssize_t read = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+  return read == (ssize_t)bytes ? 0 : read < 0 ? errno : EFAULT;
+}
+
+/* A piece of a copy: whole blocks where they lie in the two lists, or a part of a long block, in `parts`. */
+typedef struct Piece {
+  struct iovec parts[2];
+  const struct iovec *local, *remote;
+  uint32_t blocks;
+  uint64_t bytes, copied;
+} Piece;
+
+/* The number of a stage that no thread has; PROXYCCL_STAGES: all are taken. */
+static uint32_t free_stage(const CopyTransfer *transfer) {
+  uint32_t stage = 0;
+  while (stage < PROXYCCL_STAGES && transfer->staged[stage]) ++stage;
+  return stage;
+}
+
+static void next_piece(const CopyTransfer *transfer, Piece *piece) {
+  const Position at = transfer->at;
+  const uint64_t most = transfer->staging != NULL ? PROXYCCL_STAGE_BYTES : PIECE_BYTES;
+  piece->local = transfer->local + at.index;
+  piece->remote = transfer->remote + at.index;
+  piece->blocks = 0;
+  piece->bytes = piece->copied = 0;
+  while (at.offset == 0 && piece->blocks < IOV_MAX && at.index + piece->blocks < transfer->count) {
+    const uint64_t bytes = piece->local[piece->blocks].iov_len;
+    if (piece->bytes + bytes > most) break;
+    piece->bytes += bytes;
+    ++piece->blocks;
+  }
+  if (piece->blocks > 0) return;
+  piece->bytes = blocks_parts(transfer->local, transfer->count, at, most, 1, &piece->parts[0], &piece->blocks);
+  blocks_parts(transfer->remote, transfer->count, at, most, 1, &piece->parts[1], &piece->blocks);
+  piece->local = &piece->parts[0];
+  piece->remote = &piece->parts[1];
+}
+
+/* 0 or an errno. */
+static int copy_piece(Piece *piece, int writes, pid_t pid) {
+  if (pid != 0) {
+    const ssize_t copied = writes ? process_vm_writev(pid, piece->local, piece->blocks, piece->remote, piece->blocks, 0)
+                                  : process_vm_readv(pid, piece->local, piece->blocks, piece->remote, piece->blocks, 0);
+    if (copied < 0) return errno;
+    piece->copied = (uint64_t)copied;
+    return piece->copied < piece->bytes ? EFAULT : 0;
+  }
+  const struct iovec *to = writes ? piece->remote : piece->local, *from = writes ? piece->local : piece->remote;
+  piece->copied = guard_copy(to, from, piece->blocks, piece->bytes);
+  return piece->copied < piece->bytes ? EFAULT : 0;
+}
+
+/* Copies between a stage and the device's blocks, and waits for it. The driver's status. */
+static int between(const ProxycclStaging *staging, uint32_t stage, int to_device, const struct iovec *blocks,
+                   uint32_t count) {
+  void *memory = (void *)(uintptr_t)staging->memory[stage];
+  const int status = staging_queue(staging, stage, memory, to_device, blocks, count);
+  const int ended = staging_await(staging, stage);
+  return status != 0 ? status : ended;
+}
+
+/* Copies a piece by way of a stage. 0, an errno, or the driver's status times -1. */
+static int copy_staged(const CopyTransfer *self, uint32_t stage, Piece *piece) {
+  const ProxycclStaging *staging = self->staging;
+  const struct iovec here = {(void *)(uintptr_t)staging->memory[stage], piece->bytes};
+  const int writes = self->base.writes;
+  const int status = writes ? between(staging, stage, 0, piece->local, piece->blocks) : 0;
+  if (status != 0) return -status;
+  const ssize_t done = writes ? process_vm_writev(self->pid, &here, 1, piece->remote, piece->blocks, 0)
+                              : process_vm_readv(self->pid, &here, 1, piece->remote, piece->blocks, 0);
+  if (done < 0) return errno;
+  piece->copied = (uint64_t)done;
+  if (piece->copied < piece->bytes) return EFAULT;
+  return writes ? 0 : -between(staging, stage, 1, piece->local, piece->blocks);
+}
+
+/* No more pieces are begun. */
+static void drop_rest(CopyTransfer *self) {
+  self->left = 0;
+  queue_remove(&self->base.agent->copies, self);
+}
+
+/* Remembers where a copy stopped: on the peer's side, or, if that is not mapped here, on this one. A stage always is.
+ * Where the CPU copies, both sides are mapped by this process. */
+static void note_fault(CopyTransfer *self, const Piece *piece) {
+  ProxycclFault *fault = &self->base.fault;
+  Position at = {0, 0};
+  blocks_advance(piece->remote, &at, piece->copied);
+  char *remote = (char *)piece->remote[at.index].iov_base + at.offset;
+  *fault = (ProxycclFault){PROXYCCL_FAULT_PROTECTED, (uintptr_t)remote};
+  if (self->staging != NULL) return;
+  if (self->pid == 0 && !is_mapped(remote)) fault->kind = PROXYCCL_FAULT_FREED_HERE;
+  at = (Position){0, 0};
+  blocks_advance(piece->local, &at, piece->copied);
+  char *local = (char *)piece->local[at.index].iov_base + at.offset;
+  if (!is_mapped(local)) *fault = (ProxycclFault){PROXYCCL_FAULT_FREED_HERE, (uintptr_t)local};
+}
+
+static void end(CopyTransfer *self) {
+  ProxycclTransfer *transfer = &self->base;
+  ProxycclLink *link = transfer->link;
+  if (transfer->error == ESRCH) link_lose(link, "the peer's process has ended");
+  if (link != NULL && link->lost != NULL) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* the number of its process may be another's by now */
+  } else if (!transfer_stands(transfer)) {
+    transfer_end_deregistered(transfer);
+  } else if (self->pid != 0 && transfer->error == EFAULT && transfer->fault.kind == PROXYCCL_FAULT_PROTECTED) {
+    /* The peer knows what became of it. If it has gone, so does the link, which then ends the transfer. */
+    link_ask(link, &self->question, &transfer->fault);
+  } else {
+    transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
+  }
+}
+
+static int copy(ProxycclTransfer *transfer) {
+  CopyTransfer *self = (CopyTransfer *)transfer;
+  ProxycclAgent *agent = transfer->agent;
+  const uint32_t stage = self->staging != NULL ? free_stage(self) : 0;
+  Piece piece;
+  if (transfer->state != PROXYCCL_TRANSFER_ACTIVE || transfer->cancel || self->left == 0 || stage == PROXYCCL_STAGES)
+    return 0;
+  if (!transfer_stands(transfer)) {
+    drop_rest(self);
+    if (transfer->copying == 0) end(self);
+    return 1;
+  }
+  next_piece(self, &piece);
+  blocks_advance(self->local, &self->at, piece.bytes);
+  const uint64_t left = self->left;
+  self->left -= piece.bytes;
+  if (self->left == 0) drop_rest(self);
+  ++transfer->copying;
+  self->staged[stage] = 1;
+  pthread_mutex_unlock(&agent->lock);
+  const int error =
+      self->staging != NULL ? copy_staged(self, stage, &piece) : copy_piece(&piece, transfer->writes, self->pid);
+  pthread_mutex_lock(&agent->lock);
+  --transfer->copying;
+  self->staged[stage] = 0;
+  if (self->staging != NULL) { /* somebody may wait for the stage */
+    pthread_cond_broadcast(&agent->changed);
+    if (agent->waits_for_stage) agent_wake(agent);
+  }
+  if (error == EFAULT && (transfer->error == 0 || (transfer->error == EFAULT && left > self->faulted))) {
+    note_fault(self, &piece); /* the first, if several pieces fail at once */
+    self->faulted = left;
+  }
+  if (transfer->error == 0) transfer->error = error;
+  if (error != 0 || (transfer->link != NULL && transfer->link->lost != NULL)) drop_rest(self);
+  if (transfer->cancel) {
+    pthread_cond_broadcast(&agent->changed); /* whoever cancels it ends it */
+  } else if (self->left == 0 && transfer->copying == 0) {
+    end(self);
+  }
+  return 1;
+}
+
+static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
+  CopyTransfer *self = (CopyTransfer *)transfer;
+  (void)stream;
+  self->at = (Position){0, 0};
+  self->left = transfer->bytes;
+  if (transfer->bytes <= PIECE_BYTES) {
+    while (copy(transfer)) {}
+  } else {
+    queue_push(&transfer->agent->copies, transfer);
+    agent_wake(transfer->agent);
+  }
+}
+
+static void help(ProxycclTransfer *transfer) {
+  if (!copy(transfer) && ((CopyTransfer *)transfer)->question.active) link_help(transfer->link);
+}
+
+static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
+  CopyTransfer *self = (CopyTransfer *)transfer;
+  (void)timeout_ns;
+  drop_rest(self);
+  if (self->question.active) link_forget(transfer->link, &self->question);
+  return 1;
+}
+
+static void lose(ProxycclTransfer *transfer) {
+  drop_rest((CopyTransfer *)transfer);
+  if (transfer->copying == 0) transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* else the last copy does */
+}
+
+ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,
+                                           const ProxycclStaging *staging, int32_t pid) {
+  static const TransferPath path = {.begin = begin, .copy = copy, .help = help, .finish = finish, .lose = lose};
+  CopyTransfer *self = (CopyTransfer *)transfer_of_blocks(agent, link, sizeof *self, &path, blocks);
+  if (self == NULL) return NULL;
+  /* An iovec is an address and a length, of a word each. */
+  self->local = (const struct iovec *)blocks->local;
+  self->remote = (const struct iovec *)blocks->remote;
+  self->count = blocks->count;
+  self->pid = pid;
+  self->staging = staging;
+  self->question = (Request){.transfer = &self->base, .ended = transfer_answered};
+  return &self->base;
+}

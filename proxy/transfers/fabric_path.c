@@ -1,0 +1,80 @@
+/* Transfers by libfabric: reads and writes of the peer's memory, in which its program takes no part. See transfers.h.
+ */
+#include <time.h>
+
+#include "clock.h"
+#include "parts.h"
+
+enum { PAUSE_NS = 20000 }; /* between two looks of who cancels one */
+
+typedef struct FabricTransfer {
+  ProxycclTransfer base;
+  Rdma rdma;
+  Request question; /* a request failed: the peer is asked what became of its memory */
+} FabricTransfer;
+
+static void ended(Rdma *rdma) {
+  FabricTransfer *self = (FabricTransfer *)((char *)rdma - offsetof(FabricTransfer, rdma));
+  ProxycclTransfer *transfer = &self->base;
+  transfer->error = rdma->error;
+  transfer->fault.address = rdma->fault;
+  if (transfer->cancel) {
+    pthread_cond_broadcast(&transfer->agent->changed); /* whoever cancels it ends it */
+  } else if (transfer->abandoned || rdma->canceled) {
+    transfer_end_canceled(transfer);
+  } else if (transfer->link->lost != NULL) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
+  } else if (transfer->error == 0) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
+  } else if (fabric_failed(transfer->agent)) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
+  } else { /* the peer knows what became of its memory, and if it has gone, the link ends */
+    link_ask(transfer->link, &self->question, &transfer->fault);
+  }
+}
+
+static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
+  (void)stream;
+  rdma_start(transfer->agent, &((FabricTransfer *)transfer)->rdma, transfer->bytes);
+}
+
+static void help(ProxycclTransfer *transfer) {
+  if (((FabricTransfer *)transfer)->question.active) {
+    link_help(transfer->link);
+  } else {
+    fabric_poll(transfer->agent);
+  }
+}
+
+static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
+  FabricTransfer *self = (FabricTransfer *)transfer;
+  ProxycclAgent *agent = transfer->agent;
+  const uint64_t deadline = now_ns() + timeout_ns;
+  const struct timespec pause = {0, PAUSE_NS};
+  if (self->question.active) {
+    link_forget(transfer->link, &self->question);
+    return 1;
+  }
+  rdma_drop(agent, &self->rdma);
+  for (fabric_poll(agent); self->rdma.unanswered > 0 && now_ns() < deadline; fabric_poll(agent)) {
+    ++transfer->copying; /* it stays */
+    pthread_mutex_unlock(&agent->lock);
+    nanosleep(&pause, NULL);
+    pthread_mutex_lock(&agent->lock);
+    --transfer->copying;
+  }
+  return self->rdma.unanswered == 0;
+}
+
+ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, ProxycclLink *link, int writes,
+                                                     const uint64_t *rows, uint64_t count, uint64_t peer) {
+  static const TransferPath path = {.begin = begin, .help = help, .finish = finish};
+  FabricTransfer *self = (FabricTransfer *)transfer_new(agent, link, sizeof *self, &path);
+  if (self == NULL) return NULL;
+  self->base.writes = writes;
+  self->base.blocks = count;
+  for (uint64_t i = 0; i < count; ++i) self->base.bytes += rows[ROW * i + 2];
+  self->rdma = (Rdma){.link = link, .writes = writes, .rows = rows, .peer = peer, .ended = ended};
+  self->question = (Request){.transfer = &self->base, .ended = transfer_answered};
+  return &self->base;
+}

@@ -1,0 +1,43 @@
+/* Lists whose elements are taken in turn. An element begins with a Node, and is in one list at most. */
+#ifndef PROXYCCL_TRANSFER_QUEUE_H
+#define PROXYCCL_TRANSFER_QUEUE_H
+
+#include <stddef.h>
+
+typedef struct Node {
+  struct Node *next;
+  int queued;
+} Node;
+
+typedef struct Queue {
+  Node *first, **last; /* `last` counts only if the list is not empty */
+} Queue;
+
+/* Appends an element. */
+static inline void queue_push(Queue *queue, void *element) {
+  Node *node = element;
+  if (queue->first == NULL) queue->last = &queue->first;
+  node->next = NULL;
+  node->queued = 1;
+  *queue->last = node;
+  queue->last = &node->next;
+}
+
+/* Removes an element, unless it is in no list. */
+static inline void queue_remove(Queue *queue, void *element) {
+  Node *node = element, **at = &queue->first;
+  if (!node->queued) return;
+  while (*at != node) at = &(*at)->next;
+  *at = node->next;
+  if (queue->last == &node->next) queue->last = at;
+  node->queued = 0;
+}
+
+/* Removes the first element, and returns it; NULL: there is none. */
+static inline void *queue_pop(Queue *queue) {
+  Node *node = queue->first;
+  if (node != NULL) queue_remove(queue, node);
+  return node;
+}
+
+#endif

@@ -1,0 +1,232 @@
+/* Transfers between a device and a link, by way of stages. See transfers.h and parts.h.
+ *
+ * Each stage carries a part, one frame: the device fills it and the link sends it, or the other way round. The stages
+ * take turns by themselves, so the device copies one part while the link carries another.
+ */
+#include <errno.h>
+
+#include "parts.h"
+
+typedef enum PartState {
+  PART_IDLE,
+  PART_COPYING, /* between the device and its stage */
+  PART_MOVING,  /* between its stage and the link */
+  PART_MOVED
+} PartState;
+
+/* The use of a stage. */
+typedef struct Part {
+  PartState state;
+  Request request; /* one frame */
+  Origin origin;   /* of the stage, by libfabric */
+  struct iovec stage, local[FRAME_BLOCKS], remote[FRAME_BLOCKS];
+  uint32_t blocks;
+} Part;
+
+typedef struct StagedTransfer {
+  ProxycclTransfer base;
+  const struct iovec *local, *remote;
+  uint64_t count;
+  Position at;      /* of what is in no part yet, … */
+  uint64_t left;    /* … its bytes */
+  uint32_t refusal; /* the first of a part */
+  const ProxycclStaging *staging;
+  Part parts[PROXYCCL_STAGES];
+} StagedTransfer;
+
+/* Starts what the device does to a part. */
+static void copy_part(StagedTransfer *self, uint32_t i) {
+  Part *part = &self->parts[i];
+  ProxycclTransfer *transfer = &self->base;
+  part->state = PART_COPYING;
+  pthread_mutex_unlock(&transfer->agent->lock);
+  const int status =
+      staging_queue(self->staging, i, part->stage.iov_base, !transfer->writes, part->local, part->blocks);
+  pthread_mutex_lock(&transfer->agent->lock);
+  if (status != 0 && transfer->error == 0) transfer->error = -status;
+}
+
+/* Whether the device has done its copies of a part. */
+static int is_copied(StagedTransfer *self, uint32_t i) {
+  ProxycclTransfer *transfer = &self->base;
+  pthread_mutex_unlock(&transfer->agent->lock);
+  const int status = staging_reached(self->staging, i);
+  pthread_mutex_lock(&transfer->agent->lock);
+  if (status == PROXYCCL_RUNTIME_NOT_READY) return 0;
+  if (status != 0 && transfer->error == 0) transfer->error = -status;
+  return 1;
+}
+
+static void move_part(StagedTransfer *self, Part *part) {
+  part->state = PART_MOVING;
+  part->request.count = part->blocks;
+  link_start(self->base.link, &part->request, part->stage.iov_len);
+}
+
+/* Gives a part the next blocks. */
+static void fill_part(StagedTransfer *self, Part *part) {
+  uint32_t same;
+  const Position at = self->at;
+  part->stage.iov_len =
+      blocks_parts(self->local, self->count, at, PROXYCCL_STAGE_BYTES, FRAME_BLOCKS, part->local, &part->blocks);
+  blocks_parts(self->remote, self->count, at, PROXYCCL_STAGE_BYTES, FRAME_BLOCKS, part->remote, &same);
+  blocks_advance(self->local, &self->at, part->stage.iov_len);
+  self->left -= part->stage.iov_len;
+}
+
+static int has_failed(const StagedTransfer *self) {
+  const ProxycclTransfer *transfer = &self->base;
+  return transfer->error != 0 || self->refusal != 0 || transfer->abandoned || transfer->link->lost != NULL;
+}
+
+/* Goes on with a part as far as possible now. 1: it did. */
+static int step(StagedTransfer *self, uint32_t i) {
+  Part *part = &self->parts[i];
+  int stepped = 0;
+  for (; !self->base.cancel; stepped = 1) {
+    if (part->state == PART_COPYING) {
+      if (!is_copied(self, i)) break;
+      if (self->base.writes && !has_failed(self)) {
+        move_part(self, part);
+      } else {
+        part->state = PART_IDLE;
+      }
+    } else if (part->state == PART_MOVED) {
+      if (self->refusal == 0) {
+        self->refusal = part->request.refusal;
+        self->base.fault = part->request.fault;
+      }
+      part->state = PART_IDLE;
+      if (!self->base.writes && !has_failed(self)) copy_part(self, i);
+    } else if (part->state == PART_IDLE && self->left > 0 && !has_failed(self)) {
+      fill_part(self, part);
+      if (self->base.writes) {
+        copy_part(self, i);
+      } else {
+        move_part(self, part);
+      }
+    } else {
+      break;
+    }
+  }
+  return stepped;
+}
+
+static void end(StagedTransfer *self) {
+  ProxycclTransfer *transfer = &self->base;
+  const ProxycclFault fault = transfer->fault;
+  if (transfer->abandoned) {
+    transfer_end_canceled(transfer);
+  } else if (transfer->link->lost != NULL) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
+  } else if (transfer->error != 0) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
+  } else {
+    transfer_end_answered(transfer, self->refusal, &fault, 0);
+  }
+}
+
+static int look(ProxycclTransfer *transfer) {
+  StagedTransfer *self = (StagedTransfer *)transfer;
+  ProxycclAgent *agent = transfer->agent;
+  if (transfer->state != PROXYCCL_TRANSFER_ACTIVE || transfer->copying > 0 || transfer->cancel) return 0;
+  int stepped = 0, waits = 0, active = 0;
+  ++transfer->copying;
+  for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) stepped |= step(self, i);
+  --transfer->copying;
+  if (transfer->cancel) {
+    pthread_cond_broadcast(&agent->changed); /* whoever cancels it ends it */
+    return 0;
+  }
+  for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
+    const PartState state = self->parts[i].state;
+    waits |= state == PART_COPYING || state == PART_MOVED;
+    active |= state != PART_IDLE;
+  }
+  const int queued = transfer->node.queued;
+  if (!active || !waits) queue_remove(&agent->looked_at, transfer); /* until a part is moved */
+  if (!active) {
+    end(self);
+  } else if (waits && !queued) {
+    transfer_watch(transfer);
+  }
+  return stepped;
+}
+
+static void part_moved(Request *request) {
+  ProxycclTransfer *transfer = request->transfer;
+  Part *part = ((StagedTransfer *)transfer)->parts;
+  while (&part->request != request) ++part;
+  part->state = PART_MOVED;
+  pthread_cond_broadcast(&transfer->agent->changed);                              /* who cancels it may wait for it */
+  if (transfer->node.queued || transfer->copying > 0 || transfer->cancel) return; /* somebody looks */
+  transfer_watch(transfer);
+}
+
+static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
+  StagedTransfer *self = (StagedTransfer *)transfer;
+  (void)stream;
+  self->at = (Position){0, 0};
+  self->left = transfer->bytes;
+  self->refusal = 0;
+  look(transfer);
+}
+
+static void help(ProxycclTransfer *transfer) {
+  link_help(transfer->link);
+  look(transfer);
+}
+
+static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
+  StagedTransfer *self = (StagedTransfer *)transfer;
+  ProxycclAgent *agent = transfer->agent;
+  const struct timespec deadline = agent_deadline(timeout_ns);
+  int timed_out = 0, over = 1;
+  self->left = 0;
+  ++transfer->copying; /* it stays */
+  link_wake(transfer->link);
+  for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
+    Part *part = &self->parts[i];
+    if (part->state == PART_MOVING && (part->request.node.queued || part->request.origin == NULL)) {
+      link_forget(transfer->link, &part->request);
+      part->state = PART_MOVED;
+    }
+    while (part->state == PART_MOVING && !timed_out) { /* the peer may still read or write the stage */
+      timed_out = pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) != 0;
+    }
+    over = over && part->state != PART_MOVING;
+    if (part->state == PART_MOVING) continue;
+    if (part->state == PART_COPYING) {
+      pthread_mutex_unlock(&agent->lock);
+      staging_await(self->staging, i);
+      pthread_mutex_lock(&agent->lock);
+    }
+    part->state = PART_IDLE;
+  }
+  --transfer->copying;
+  return over;
+}
+
+ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, ProxycclLink *link,
+                                                  const ProxycclBlocks *blocks, const ProxycclStaging *staging,
+                                                  int by_fabric) {
+  static const TransferPath path = {.begin = begin, .look = look, .help = help, .finish = finish, .soon = 1};
+  StagedTransfer *self = (StagedTransfer *)transfer_of_blocks(agent, link, sizeof *self, &path, blocks);
+  if (self == NULL) return NULL;
+  self->local = (const struct iovec *)blocks->local;
+  self->remote = (const struct iovec *)blocks->remote;
+  self->count = blocks->count;
+  self->staging = staging;
+  for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
+    Part *part = &self->parts[i];
+    part->request = (Request){.transfer = &self->base,
+                              .writes = blocks->writes,
+                              .local = &part->stage,
+                              .remote = part->remote,
+                              .origin = by_fabric ? &part->origin : NULL,
+                              .ended = part_moved};
+    part->stage.iov_base = (void *)(uintptr_t)staging->memory[i];
+    part->origin = (Origin){staging->base + i * (uint64_t)PROXYCCL_STAGE_BYTES, staging->key};
+  }
+  return &self->base;
+}

@@ -1,0 +1,12 @@
+"""Loops with which benchmarks compare the engine (benchmarks/bare_loops), built by make. Tests fill rings by one."""
+
+import sys
+
+from support.once import run_make
+from support.paths import ROOT
+
+run_make("bare-loops")
+sys.path.append(str(ROOT / "benchmarks"))
+from bare_loops import fabric_serve, fabric_write, produce, verbs_write  # noqa: E402
+
+__all__ = ["fabric_serve", "fabric_write", "produce", "verbs_write"]

@@ -1,0 +1,113 @@
+"""`proxyccl compile`: compiles shipped kernels into the cache, for this machine's GPUs or for architectures by name.
+On a machine without GPUs it compiles those for the CPU.
+
+It compiles the kernels of the expert-parallel layer for all its element types, and the collectives of a training step:
+those that only move bytes, and the sums and averages of float32 and bfloat16. Compilers need no GPU, so a container
+image for a cluster can be built anywhere. Package and cache must have the same paths there as on the cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from proxyccl.channels.collectives.table import KERNELS_OF_STEPS
+from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, TOKEN_DTYPES
+from proxyccl.channels.expert_parallel.geometry import DISPATCH_KERNELS, STORE_KERNELS, dispatch_file
+from proxyccl.device.build.ahead_of_time import Shipped, compile_kernels
+from proxyccl.device.build.compile_cache import cache_dir
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.host.shipped_libraries import ships_kernels
+from proxyccl.device.process.cores import usable_cores
+from proxyccl.device.runtimes import find_runtime, open_compiler, open_driver, open_runtime
+
+EXPERT_KERNELS: tuple[Shipped, ...] = (
+    *((dispatch_file(kernel), kernel, None, None) for kernel in (*DISPATCH_KERNELS.values(), *STORE_KERNELS.values())),
+    *(
+        ("experts/dispatch.h", f"{kernel}_scaled", dtype, None)
+        for announced, kernel in DISPATCH_KERNELS.items()
+        if announced != "ids"
+        for dtype in SCALED_DTYPES
+    ),
+    *(("experts/combine.h", "combine", dtype, None) for dtype in TOKEN_DTYPES),
+    *(("experts/weigh.h", "expert_weigh", dtype, None) for dtype in TOKEN_DTYPES),
+    ("experts/spread.h", "expert_spread", None, None),
+    ("experts/survivors.h", "expert_survivors", None, None),
+    ("experts/quantize.h", "expert_pack", None, None),
+    *(("experts/quantize.h", "expert_quantize", dtype, None) for dtype in TOKEN_DTYPES),
+    ("moves.h", "barrier", None, None),
+    ("signal_peer.h", "signal_peer", None, None),
+    ("engram_fetch.h", "engram_fetch_impl", None, None),
+    ("copy_blocks.h", "copy_blocks", None, None),
+)
+
+
+def runtime_of(architecture: str) -> str:
+    """The runtime of a GPU's architecture: "cuda" for "sm_90", "hip" for "gfx942".
+
+    Raises:
+        ArgumentError: it does not name a GPU architecture.
+    """
+    for prefix, runtime in (("sm_", "cuda"), ("gfx", "hip")):
+        if architecture.startswith(prefix) and architecture[len(prefix) :].isalnum():
+            return runtime
+    raise ArgumentError("arch", f"{architecture!r} is not a GPU architecture, such as sm_90 or gfx942")
+
+
+def compile_all(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int]:
+    """`compile_kernels`, as many at a time as there are cores.
+
+    Raises:
+        ArgumentError: there is no such architecture.
+        RuntimeUnavailableError: its compiler is not installed.
+        CompileError: the compiler failed.
+    """
+    compiler, threads = open_compiler(runtime_of(architecture)), usable_cores(len(os.sched_getaffinity(0)))
+    return compile_kernels(compiler, architecture, kernels, threads)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "--arch",
+        action="append",
+        default=[],
+        metavar="ARCH",
+        help="architecture of the GPUs, such as sm_90 or gfx942; may be repeated (default: this machine's)",
+    )
+
+
+def run(parsed: Namespace) -> int:
+    """The command. Returns the exit code."""
+    kernels = (*EXPERT_KERNELS, *KERNELS_OF_STEPS)
+    for architecture in parsed.arch or _here():
+        began = time.perf_counter()
+        made, cached = compile_all(architecture, kernels)
+        seconds = time.perf_counter() - began
+        print(f"{architecture}: {made} compiled in {seconds:.1f} s, {cached} were already in {cache_dir()}")
+    return 0
+
+
+def _here() -> list[str]:
+    """The architectures of this machine's GPUs; none where kernels run on the CPU."""
+    name = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
+    if name != "host":
+        driver = open_driver(name)
+        return sorted({driver.device(device).architecture for device in range(driver.device_count())})
+    _compile_for_the_host()
+    return []
+
+
+def _compile_for_the_host() -> None:
+    kernels = (*EXPERT_KERNELS, *KERNELS_OF_STEPS)
+    host = open_runtime("host")
+    began = time.perf_counter()
+    with ThreadPoolExecutor(usable_cores(len(os.sched_getaffinity(0)))) as pool:
+        list(pool.map(lambda kernel: host.shipped(*kernel), kernels))
+    if ships_kernels():
+        print("host: its kernels were compiled when the package was built; name a GPU's architecture with --arch")
+    else:
+        print(f"host: {len(kernels)} kernels are in {cache_dir()}, after {time.perf_counter() - began:.1f} s")
