@@ -46,8 +46,8 @@ class IdlePolicy:
             else the system runs on that core would otherwise wait for a whole time slice. If there are fewer cores than
             threads, a kernel that pushes and then needs the core waits this long each time.
         yield_us: how long it then yields the core between two polls.
-        max_sleep_us: the longest sleep between two polls after that, except after long pauses, and so the longest delay of
-            waking, apart from the system's own.
+        max_sleep_us: the longest sleep between two polls after that, except after long pauses. So it is the longest
+            delay of waking, apart from the system's own.
 
     Raises:
         ArgumentError: a time is out of range.
