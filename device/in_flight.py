@@ -65,7 +65,6 @@ class Launcher(Protocol):
     @property
     def last_stream(self) -> int | None:
         """A stream whose end comes after the latest launch; its handle in the calling thread."""
-        ...
 
 
 class InFlight:
