@@ -26,21 +26,17 @@ class Memory(Protocol):
     @property
     def ptr(self) -> int:
         """Address for kernels and copies."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        ...
 
     @property
     def closed(self) -> bool:
         """Whether it was freed."""
-        ...
 
     def close(self) -> None:
         """Frees or unmaps it."""
-        ...
 
 
 class PinnedMemory(Memory, Protocol):
@@ -49,21 +45,17 @@ class PinnedMemory(Memory, Protocol):
     @property
     def host_ptr(self) -> int:
         """Address for the CPU; `ptr` is the device's."""
-        ...
 
     @property
     def handle(self) -> bytes:
         """The handle with which other processes of the node map it (`Runtime.open_pinned`)."""
-        ...
 
     def export(self, host_ptr: int, nbytes: int) -> bytes:
         """A handle of `nbytes` of it from `host_ptr` on."""
-        ...
 
     @property
     def descriptor(self) -> int:
         """The descriptor of its file."""
-        ...
 
 
 class Stream(Protocol):
@@ -72,19 +64,15 @@ class Stream(Protocol):
     @property
     def handle(self) -> int:
         """The driver's handle."""
-        ...
 
     def synchronize(self) -> None:
         """Waits until all queued work is done. Raises KernelError if any of it failed."""
-        ...
 
     def query(self) -> bool:
         """Whether all queued work is done."""
-        ...
 
     def close(self) -> None:
         """Destroys the stream when its work is done. Another stream may have its handle then."""
-        ...
 
 
 class Event(Protocol):
@@ -93,27 +81,21 @@ class Event(Protocol):
     @property
     def handle(self) -> int:
         """The driver's handle."""
-        ...
 
     def record(self, stream: StreamLike = None) -> None:
         """Marks the stream's current end."""
-        ...
 
     def query(self) -> bool:
         """Whether the marked point was reached."""
-        ...
 
     def synchronize(self) -> None:
         """Waits for the marked point."""
-        ...
 
     def elapsed(self, start: Any) -> float:
         """Milliseconds from `start` to this event; both were reached."""
-        ...
 
     def close(self) -> None:
         """Destroys the event."""
-        ...
 
 
 class DriverCalls(Struct, frozen=True):
@@ -298,15 +280,12 @@ class BaseRuntime(Protocol):
     @property
     def device_name(self) -> str:
         """The vendor's name for the device: the same for all of its kind."""
-        ...
 
     def describe(self) -> str:
         """One line on the device."""
-        ...
 
     def allocate(self, nbytes: int) -> Memory:
         """Zeroed device memory that can be exported. Raises ResourceError when there is none left."""
-        ...
 
     def share_across_namespaces(self) -> None:
         """From now on `allocate` gives memory that processes of other PID namespaces can map too.
@@ -321,7 +300,6 @@ class BaseRuntime(Protocol):
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         """Zeroed pinned host memory that other processes can map."""
-        ...
 
     def pin(self, ptr: int, nbytes: int) -> Memory | None:
         """Pins memory of the host that somebody else allocated, until the result closes: copies between it and the
@@ -336,7 +314,6 @@ class BaseRuntime(Protocol):
 
         Raises ArgumentError if the memory can't be shared.
         """
-        ...
 
     def end_export(self, handle: bytes) -> None:
         """Ends an `export`: nobody needs to open the handle from now on. Until then some drivers keep memory that its
@@ -345,18 +322,15 @@ class BaseRuntime(Protocol):
 
     def open(self, handle: bytes) -> Memory:
         """Maps memory that another process (or this one) exported. Raises ArgumentError if the handle is invalid."""
-        ...
 
     def open_pinned(self, handle: bytes) -> PinnedMemory:
         """Maps another process's pinned memory, by its `handle`."""
-        ...
 
     def adopt_pinned(self, descriptor: int, nbytes: int) -> PinnedMemory:
         """Maps another process's pinned memory, by its `descriptor`, which the memory takes over.
 
         Raises ArgumentError if the file has fewer bytes.
         """
-        ...
 
     def keep_pins(self) -> Callable[[], None]:
         """Keeps memory of other devices pinned, where unpinning waits for the kernels of all devices of the process.
@@ -392,7 +366,6 @@ class BaseRuntime(Protocol):
     @property
     def orders_rdma_writes(self) -> bool:
         """Whether kernels that see a word written by RDMA, anywhere, also see earlier RDMA writes to the device."""
-        ...
 
     def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         """The descriptor of a DMA-BUF that contains device memory, for another device's driver, and the memory's
@@ -404,38 +377,31 @@ class BaseRuntime(Protocol):
 
     def can_access_peer(self, device_id: str) -> bool:
         """Whether kernels here can touch memory of the device with this `device_id`."""
-        ...
 
     def adds_at_peer(self, device_id: str) -> bool:
         """Whether kernels here can add atomically to memory of the device with this `device_id`, which they reach.
 
         False if the driver does not say so: over PCIe alone, or if this process does not see the device.
         """
-        ...
 
     def pointer_device(self, ptr: int) -> int | None:
         """The device that owns an address; None if no device does."""
-        ...
 
     def memory_left(self) -> tuple[int, int]:
         """Bytes of the device's memory that are free, and all."""
-        ...
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         """Address and size of the allocation that contains a range, or of several that lie side by side. None if the
         driver knows none."""
-        ...
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
         """The allocations that contain a range. Empty if the driver knows none.
 
         A number is never given to another allocation of this process, not even at the same address.
         """
-        ...
 
     def free_later(self, ptr: int) -> None:
         """Frees memory that `calls.allocate` allocated, when the device is waited for next."""
-        ...
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> Stream:
         """A stream.
@@ -445,11 +411,9 @@ class BaseRuntime(Protocol):
             in_caller: each call that queues work returns when the work is done. Only the host runtime has such
                 streams; a GPU's is like any other.
         """
-        ...
 
     def create_event(self, *, times: bool = True) -> Event:
         """An event; without `times` it has no `elapsed`, and is reached a little sooner."""
-        ...
 
     def stream_handle(self, stream: StreamLike) -> int:
         """The driver's handle of the stream of a call, which may be of any kind.
@@ -458,7 +422,6 @@ class BaseRuntime(Protocol):
             ArgumentError: it is not a stream; or the calling thread captures another one into a graph, as torch's or
                 cupy's current stream, and the graph would miss the call.
         """
-        ...
 
     def is_capturing(self, stream: int) -> bool:
         """Whether work queued on the stream with this handle goes into a graph."""
@@ -466,41 +429,27 @@ class BaseRuntime(Protocol):
 
     def order_streams(self, first: int, then: int) -> None:
         """Makes later work of stream handle `then` wait for work queued on `first`; both must exist."""
-        ...
-
-    def stream_order_in_c(self) -> tuple[int, int, int] | None:
-        """For a caller in C that orders streams itself: the address of their order (stream_order.h), an event of the
-        caller's own, and the handle that means another stream in each thread. None if `order_streams` alone does it.
-        """
-        return None
 
     def stream_events(self) -> StreamEvents:
         """The driver's events, by which C orders its streams."""
-        ...
 
     def wait_event(self, stream: int, event: Event) -> None:
         """Makes later work of the stream with this handle wait for the event's last record."""
-        ...
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
         """Copies between any two addresses; returns when it is done if no stream is given."""
-        ...
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
         """Sets bytes; returns when it is done if no stream is given."""
-        ...
 
     def synchronize(self) -> None:
         """Waits for all work of the device's default stream and the streams made here."""
-        ...
 
     def synchronize_stream(self, stream: StreamLike) -> None:
         """Waits for all work queued on a stream. Raises KernelError if any of it failed."""
-        ...
 
     def check(self, status: int, call: str) -> None:
         """Raises an exception that names the call and the driver's message unless status is 0."""
-        ...
 
 
 def foreign_stream_handle(stream: StreamLike) -> int:

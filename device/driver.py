@@ -73,19 +73,15 @@ class Compiler(Protocol):
     @property
     def runtime(self) -> str:
         """The runtime whose kernels it compiles: "cuda" or "hip"."""
-        ...
 
     def version(self) -> str:
         """Its name and version."""
-        ...
 
     def options(self, architecture: str) -> tuple[str, ...]:
         """The options that every source of this library is compiled with, for a device's architecture."""
-        ...
 
     def compile(self, source: str, options: tuple[str, ...]) -> bytes:
         """A loadable image. Raises CompileError with the compiler's messages."""
-        ...
 
 
 class Driver(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -12,11 +13,50 @@ from typing import Protocol
 from proxyccl.device.base_runtime import BaseRuntime, Event, StreamLike
 from proxyccl.device.errors import KernelError
 from proxyccl.device.owned import OwnedStream, closed_stream
-from proxyccl.device.thread_streams import ThreadStream, identify_stream, thread_number
 
 _BATCH = 16
 _MOST_OPEN = 8
 """Streams with launches that no event follows yet: as many streams, and their arrays, may stay that nobody uses."""
+
+
+ThreadStream = tuple[int, int]
+"""A thread's own default stream: its handle in that thread, and the thread's `thread_number`. One handle
+(CU_STREAM_PER_THREAD, hipStreamPerThread) means a different stream in each thread.
+"""
+
+
+class _Local(threading.local):
+    number = 0
+
+
+_numbers, _local = itertools.count(1), _Local()
+
+
+def thread_number() -> int:
+    """A number of the calling thread that no other thread ever gets: those of `get_ident` are reused."""
+    number = _local.number
+    if not number:
+        number = _local.number = next(_numbers)
+    return number
+
+
+def identify_stream(runtime: BaseRuntime, handle: int) -> int | ThreadStream:
+    """The meaning of a handle in the calling thread: equal for two calls only if they mean the same stream."""
+    return (handle, thread_number()) if handle == runtime.thread_stream else handle
+
+
+def reachable_stream(runtime: BaseRuntime, stream: int | ThreadStream) -> int:
+    """A handle that, in the calling thread, means a stream whose end comes after the end of `stream`.
+
+    No handle means another thread's own default stream. The legacy default stream stands for it: its work runs after
+    all work on the threads' default streams.
+    """
+    if isinstance(stream, int):
+        return stream
+    handle, thread = stream
+    if thread == thread_number() or runtime.legacy_stream is None:
+        return handle
+    return runtime.legacy_stream
 
 
 class Launcher(Protocol):
@@ -25,7 +65,6 @@ class Launcher(Protocol):
     @property
     def last_stream(self) -> int | None:
         """A stream whose end comes after the latest launch; its handle in the calling thread."""
-        ...
 
 
 class InFlight:

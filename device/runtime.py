@@ -52,11 +52,9 @@ class Runtime(LaunchRuntime, Protocol):
         one: its abort and time-out end them, and it takes their error record. If it is 0, such a wait ends after 30 s
         without an error.
         """
-        ...
 
     def release_control(self, control: int) -> None:
         """Detaches the kernels that were compiled for a control block from it. None of them may be running."""
-        ...
 
     def shipped(
         self,
@@ -70,4 +68,3 @@ class Runtime(LaunchRuntime, Protocol):
         """A shipped kernel, for an element type if it has one, and an operation if it is a reduction. With
         `compiled_only` it raises CompileError instead of compiling it.
         """
-        ...

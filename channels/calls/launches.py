@@ -20,12 +20,12 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.array import Array, ArrayView, current_stream
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import KernelError
+from proxyccl.device.in_flight import ThreadStream, identify_stream, reachable_stream
 from proxyccl.device.kernel import Launch
 from proxyccl.device.owned import OwnedStream, closed_stream
 from proxyccl.device.process.interrupts import forget, when_interrupted
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.device.stream_operations import StreamOperations
-from proxyccl.device.thread_streams import ThreadStream, identify_stream, reachable_stream
 
 Launchable = Launch | StreamOperations
 """A prepared call that can be launched, again and again."""
@@ -81,8 +81,9 @@ class Launches:
             CurrentStream,
             (self._refuse, self._turn, runtime.current, runtime.in_flight.add),
         )
-        if (order := runtime.stream_order_in_c()) is not None:
-            self.calls.order_by(*order)
+        if runtime.thread_stream is not None:
+            events = runtime.stream_events()
+            self.calls.order_by(events.order, events.take(), runtime.thread_stream)
         when_interrupted(self._default_handle, lambda error: failure.abort(f"interrupted by {type(error).__name__}"))
         if synchronize := runtime.calls.synchronize:
             log.wait_on(self._default_handle, synchronize)

@@ -31,17 +31,14 @@ class Exportable(Protocol):
 
     def hold(self) -> VoidPointer:
         """Address of the first element; the returned object keeps the array and its memory alive."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements in each dimension."""
-        ...
 
     @property
     def dtype(self) -> DType:
         """Element type."""
-        ...
 
     def __dlpack_device__(self) -> tuple[int, int]: ...
 

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import os
+import struct
 import threading
 import warnings
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from typing import TypeVar
 
 from proxyccl.device.arrays.dtypes import DTYPES
 from proxyccl.device.build.one_builder import one_builder
-from proxyccl.device.build.sealed_contents import sealed, unsealed
 from proxyccl.device.driver import Compiler
 from proxyccl.device.errors import CompileError, UntrustedPathError
 from proxyccl.device.process.private_directories import open_private, read_private, write_private
@@ -37,6 +37,22 @@ KERNEL_DIR = Path(__file__).parents[1] / "kernels"
 T = TypeVar("T")
 
 _log = logging.getLogger("proxyccl")
+_MARK = b"proxyccl"
+_SEAL = struct.Struct("<8sQ32s")
+"""Mark, length of the content in bytes, and its SHA-256. A seal at a file's end does no harm: the loader
+of a shared object reads no further than its last section.
+"""
+
+
+def sealed(content: bytes) -> bytes:
+    """A content with its seal."""
+    return content + _SEAL.pack(_MARK, len(content), hashlib.sha256(content).digest())
+
+
+def unsealed(data: bytes) -> bytes | None:
+    """The inverse of `sealed`; None if anything was cut off, added or changed."""
+    content = data[: -_SEAL.size]
+    return content if data == sealed(content) else None
 
 
 def shipped_source(file: str, kernel: str, dtype: str | None, op: str | None) -> str:

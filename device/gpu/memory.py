@@ -6,6 +6,8 @@ import contextlib
 import functools
 import mmap
 import struct
+import threading
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import ClassVar
 
@@ -23,7 +25,6 @@ from proxyccl.device.errors import (
     RuntimeUnavailableError,
 )
 from proxyccl.device.gpu.context import DeviceContext
-from proxyccl.device.gpu.pin_holds import PinHolds
 from proxyccl.device.gpu.unused_memory import UnusedMemory, is_held
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.memory.handle_kinds import DEVICE_MEMORY, NOT_PASSED, passes_namespaces, sharing_of
@@ -56,7 +57,6 @@ class GpuMemory:
 
     @property
     def closed(self) -> bool:
-        """Whether it was freed."""
         return not self._finalizer.alive
 
     def close(self) -> None:
@@ -99,21 +99,17 @@ class GpuPinnedMemory(GpuMemory):
 
     @property
     def host_ptr(self) -> int:
-        """Address for the CPU."""
         return self.shared.ptr
 
     @property
     def handle(self) -> bytes:
-        """The handle with which other processes map it (`GpuRuntime.open_pinned`)."""
         return self.shared.handle
 
     def export(self, host_ptr: int, nbytes: int) -> bytes:
-        """A handle of `nbytes` of it from `host_ptr` on."""
         return self.shared.export(host_ptr, nbytes)
 
     @property
     def descriptor(self) -> int:
-        """The descriptor of its file."""
         return self.shared.descriptor
 
 
@@ -163,6 +159,40 @@ def _undo(done: tuple[int, Callable[[int], None]]) -> None:
     undo(value)
 
 
+class _PinHolds:
+    """Counts the holds of each device: a runtime's name and a number. A hold says that its kernels may wait for work of
+    this process.
+
+    CUDA's call that unpins (`cuMemHostUnregister`) waits for the kernels of all devices of the process, as seen with
+    driver 580. One of these may wait for a launch of the thread that made the call, or for a proxy's copy that waits
+    for the driver. So memory without users stays pinned while other devices have holds.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # garbage may be collected, and memory freed, anywhere
+        self._holds: Counter[tuple[str, int]] = Counter()
+
+    def unchanged(self) -> contextlib.AbstractContextManager[object]:
+        """Within the block no other thread begins or ends a hold: who decides to unpin does so inside."""
+        return self._lock
+
+    def begin(self, device: tuple[str, int]) -> None:
+        """A device's hold begins. Each call is paired with an `end`."""
+        with self._lock:
+            self._holds[device] += 1
+
+    def end(self, device: tuple[str, int]) -> None:
+        """It has ended, and so have the kernels."""
+        with self._lock:
+            self._holds[device] -= 1
+            self._holds = +self._holds
+
+    def elsewhere(self, device: tuple[str, int]) -> bool:
+        """Whether another device has a hold."""
+        with self._lock:
+            return any(other != device for other in self._holds)
+
+
 class _Pin(Struct, frozen=True):
     """Pinned memory of the host, from an address on.
 
@@ -197,7 +227,7 @@ class GpuMemoryRuntime(Runtime):
         ArgumentError: there is no device of that number.
     """
 
-    _pin_holds: ClassVar[PinHolds] = PinHolds()
+    _pin_holds: ClassVar[_PinHolds] = _PinHolds()
     _pinned: ClassVar[LeaseCache[Hashable, _Pin]] = LeaseCache(
         _Pin.unpin, keep=_MOST_KEPT_PINS, weigh=lambda pin: pin.nbytes, keep_weight=_MOST_KEPT_BYTES
     )

@@ -226,11 +226,6 @@ class GpuRuntime(GpuMemoryRuntime):
         # the launches of the graph.
         self._order.follow(first, then, alike=True)
 
-    def stream_order_in_c(self) -> tuple[int, int, int]:
-        """For a caller in C: its streams' order, an event, and the thread's own stream."""
-        address, _, make_event, _ = self._order.in_c()
-        return address, make_event(), self.driver.thread_stream
-
     def stream_events(self) -> StreamEvents:
         """Its streams' order, and events that live as long as the device's context."""
         address, idle, take, _ = self._order.in_c()

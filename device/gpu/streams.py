@@ -39,12 +39,10 @@ class GpuStream(OwnedStream):
         super().close()
 
     def synchronize(self) -> None:
-        """Waits until all queued work is done."""
         self._require_open()
         synchronize(self._context, self.handle)
 
     def query(self) -> bool:
-        """Whether all queued work is done."""
         self._require_open()
         with self._context.current():
             return self._driver.stream_query(self.handle)
@@ -82,18 +80,15 @@ class GpuEvent(Owned):
             self._driver.record_event(self.handle, handle)
 
     def query(self) -> bool:
-        """Whether the marked point was reached."""
         with self._context.current():
             return self._driver.event_query(self.handle)
 
     def synchronize(self) -> None:
-        """Waits for the marked point."""
         with self._context.current():
             await_driver(self._driver.address("EventQuery"), self.handle)
             self._driver.event_synchronize(self.handle)
 
     def elapsed(self, start: Any) -> float:
-        """Milliseconds from `start` to this event; both were reached."""
         with self._context.current():
             return self._driver.event_elapsed(start.handle, self.handle)
 

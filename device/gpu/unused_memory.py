@@ -22,7 +22,6 @@ class Hold(Protocol):
 
     def holds(self) -> bool:
         """Whether kernels that no call here waits for may use memory of this process now. Any thread may ask."""
-        ...
 
 
 _lock = threading.RLock()  # garbage may be collected, and memory freed, anywhere

@@ -48,7 +48,6 @@ class HostStream(OwnedStream):
                 self.synchronize()
 
     def synchronize(self) -> None:
-        """Waits for all queued work."""
         self._require_open()
         check_status(self._await(), "stream synchronize")
 
@@ -61,7 +60,6 @@ class HostStream(OwnedStream):
                 return status
 
     def query(self) -> bool:
-        """Whether all queued work is done."""
         self._require_open()
         status = lib.proxyccl_host_stream_query(self._stream)
         if status == lib.PROXYCCL_HOST_NOT_READY:
@@ -89,23 +87,19 @@ class HostEvent(Owned):
         super().__init__(lib.proxyccl_host_event_destroy, self._event)
 
     def record(self, stream: StreamLike = None) -> None:
-        """Marks the stream's current end."""
         handle = ffi.cast("void *", self._stream_handle(stream))
         check_status(lib.proxyccl_host_event_record(self._event, handle), "event record")
 
     def query(self) -> bool:
-        """Whether the marked point was reached."""
         return int(lib.proxyccl_host_event_query(self._event)) == 0
 
     def synchronize(self) -> None:
-        """Waits for the marked point."""
         self._process.require("the event")
         target = ffi.new("uint64_t *")
         while lib.proxyccl_host_event_await(self._event, target, SLICE_MS) == lib.PROXYCCL_HOST_NOT_READY:
             pass  # handlers of signals run here
 
     def elapsed(self, start: Any) -> float:
-        """Milliseconds from `start` to this event."""
         out = ffi.new("float *")
         check_status(lib.proxyccl_host_event_elapsed(out, start._event, self._event), "event elapsed")
         return float(out[0])

@@ -18,8 +18,12 @@ import time
 from collections.abc import Callable, Iterator
 
 from proxyccl.device.memory import sockets
-from proxyccl.device.memory.descriptor_passing import receive_with_descriptors, send_with_descriptors
-from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion
+from proxyccl.device.memory.descriptors import (
+    EXHAUSTED,
+    naming_exhaustion,
+    receive_with_descriptors,
+    send_with_descriptors,
+)
 from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 

@@ -32,7 +32,7 @@ from proxyccl.device.errors import (
     RuntimeUnavailableError,
     TransportError,
 )
-from proxyccl.device.memory.descriptor_passing import receive_with_descriptors, send_with_descriptors
+from proxyccl.device.memory.descriptors import receive_with_descriptors, send_with_descriptors
 from proxyccl.proxy._engine import ffi as engine
 from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.interface import ProxyFailure

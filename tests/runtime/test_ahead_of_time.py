@@ -13,7 +13,7 @@ from proxyccl import ArgumentError, Communicator, CompileError, DispatchCombine,
 from proxyccl.__main__ import main
 from proxyccl.channels.collectives.table import KERNELS_OF_STEPS
 from proxyccl.device.base_runtime import DriverCalls
-from proxyccl.device.build.sealed_contents import unsealed
+from proxyccl.device.build.compile_cache import unsealed
 from proxyccl.device.driver import DeviceInfo
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.host import HostRuntime

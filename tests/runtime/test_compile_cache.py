@@ -15,9 +15,8 @@ import pytest
 
 from proxyccl import CompileError, UntrustedPathError
 from proxyccl.device.build import compile_cache
-from proxyccl.device.build.compile_cache import compiled_image, image_is_there, loaded_object
+from proxyccl.device.build.compile_cache import compiled_image, image_is_there, loaded_object, sealed, unsealed
 from proxyccl.device.build.one_builder import one_builder
-from proxyccl.device.build.sealed_contents import sealed, unsealed
 from proxyccl.device.host.runtime import HostRuntime
 
 STRANGER = 54321

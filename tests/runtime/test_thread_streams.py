@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from proxyccl import Communicator
-from proxyccl.device.thread_streams import identify_stream, thread_number
+from proxyccl.device.in_flight import identify_stream, thread_number
 from support.devices import ON_HOST
 from support.running import TIMEOUT, run_ranks
 from support.stream_words import wait_value, write_value

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from proxyccl.device.memory.descriptor_passing import receive_with_descriptors, send_with_descriptors
+from proxyccl.device.memory.descriptors import receive_with_descriptors, send_with_descriptors
 
 
 def test_flags_are_obeyed_and_descriptors_are_not_inherited() -> None:

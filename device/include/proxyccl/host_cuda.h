@@ -161,43 +161,24 @@ template <class T>
 PROXYCCL_DEVICE double fma(T x, double y, double z) {
   return __builtin_fma(x, y, z);
 }
-template <class T>
-PROXYCCL_DEVICE bool isnan(T x) {
-  return __builtin_isnan(x);
-}
-template <class T>
-PROXYCCL_DEVICE bool isinf(T x) {
-  return __builtin_isinf(x);
-}
-template <class T>
-PROXYCCL_DEVICE bool isfinite(T x) {
-  return __builtin_isfinite(x);
-}
-
-template <class T>
-PROXYCCL_DEVICE float __expf(T x) {
-  return __builtin_expf(x);
-}
+#define PROXYCCL_AS_BUILT_IN(Result, name, function) \
+  template <class T>                                 \
+  PROXYCCL_DEVICE Result name(T x) {                 \
+    return __builtin_##function(x);                  \
+  }
+PROXYCCL_AS_BUILT_IN(bool, isnan, isnan)
+PROXYCCL_AS_BUILT_IN(bool, isinf, isinf)
+PROXYCCL_AS_BUILT_IN(bool, isfinite, isfinite)
+PROXYCCL_AS_BUILT_IN(float, __expf, expf)
 template <class T>
 PROXYCCL_DEVICE float __exp10f(T x) {
   return __builtin_powf(10, x);
 }
-template <class T>
-PROXYCCL_DEVICE float __logf(T x) {
-  return __builtin_logf(x);
-}
-template <class T>
-PROXYCCL_DEVICE float __log2f(T x) {
-  return __builtin_log2f(x);
-}
-template <class T>
-PROXYCCL_DEVICE float __sinf(T x) {
-  return __builtin_sinf(x);
-}
-template <class T>
-PROXYCCL_DEVICE float __cosf(T x) {
-  return __builtin_cosf(x);
-}
+PROXYCCL_AS_BUILT_IN(float, __logf, logf)
+PROXYCCL_AS_BUILT_IN(float, __log2f, log2f)
+PROXYCCL_AS_BUILT_IN(float, __sinf, sinf)
+PROXYCCL_AS_BUILT_IN(float, __cosf, cosf)
+#undef PROXYCCL_AS_BUILT_IN
 template <class T, class U>
 PROXYCCL_DEVICE float __powf(T x, U y) {
   return __builtin_powf(x, y);
