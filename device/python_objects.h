@@ -30,38 +30,4 @@ static inline int proxyccl_has_arguments(Py_ssize_t count, Py_ssize_t wanted, co
   return 0;
 }
 
-/* Calls a function without arguments that releases a lock, also while an exception is set, which stays. Returns
- * `result`, or -1 with an exception. */
-static inline int proxyccl_leave_lock(PyObject* release, int result) {
-  PyObject *error_type, *error, *traceback;
-  PyErr_Fetch(&error_type, &error, &traceback);
-  PyObject* released = PyObject_CallNoArgs(release);
-  if (released != NULL) {
-    PyErr_Restore(error_type, error, traceback);
-    Py_DECREF(released);
-    return result;
-  }
-  Py_XDECREF(error_type);
-  Py_XDECREF(error);
-  Py_XDECREF(traceback);
-  return -1;
-}
-
-/* Enters a context that a function returns. NULL with an exception; otherwise for `proxyccl_leave_context`. */
-static inline PyObject* proxyccl_enter_context(PyObject* make) {
-  PyObject* context = PyObject_CallNoArgs(make);
-  PyObject* entered = context == NULL ? NULL : PyObject_CallMethod(context, "__enter__", NULL);
-  if (entered == NULL) Py_CLEAR(context);
-  Py_XDECREF(entered);
-  return context;
-}
-
-/* 0, or -1 with an exception. */
-static inline int proxyccl_leave_context(PyObject* context) {
-  PyObject* left = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
-  Py_XDECREF(left);
-  Py_DECREF(context);
-  return left == NULL ? -1 : 0;
-}
-
 #endif
