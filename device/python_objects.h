@@ -23,4 +23,11 @@ static inline void proxyccl_free(PyObject* object, inquiry clear) {
   Py_DECREF(type);
 }
 
+/* Whether a call has this many arguments; if not, with an exception. `call` is its signature. */
+static inline int proxyccl_has_arguments(Py_ssize_t count, Py_ssize_t wanted, const char* call) {
+  if (count == wanted) return 1;
+  PyErr_Format(PyExc_TypeError, "%s takes %zd arguments", call, wanted);
+  return 0;
+}
+
 #endif

@@ -33,6 +33,22 @@ typedef struct GivenArray {
   Py_buffer buffer; /* held until `proxyccl_release_array`; without an object for arrays that have none */
 } GivenArray;
 
+/* For a kind that is kept: its references. */
+static inline void proxyccl_keep_kind(const ArrayKind* kind) {
+  Py_XINCREF((PyObject*)kind->type);
+  Py_XINCREF(kind->element);
+  Py_XINCREF(kind->runtime);
+}
+static inline void proxyccl_drop_kind(const ArrayKind* kind) {
+  Py_XDECREF((PyObject*)kind->type);
+  Py_XDECREF(kind->element);
+  Py_XDECREF(kind->runtime);
+}
+#define PROXYCCL_VISIT_KIND(kind)   \
+  Py_VISIT((PyObject*)(kind).type); \
+  Py_VISIT((kind).element);         \
+  Py_VISIT((kind).runtime);
+
 /* 0, or -1 with an exception. */
 int proxyccl_name_array_attributes(void);
 /* Reads the tuple of `array_types` (launches.py), with references. 0, or -1 with an exception. */

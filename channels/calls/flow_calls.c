@@ -270,15 +270,10 @@ static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named
   order_moves(self, moves);
   int status = issue_without_gil(self, moves, event, stream, named);
   if (status == PROXYCCL_OTHER_CONTEXT) {
-    PyObject* context = PyObject_CallNoArgs(self->context);
-    PyObject* entered = context == NULL ? NULL : PyObject_CallMethod(context, "__enter__", NULL);
-    if (entered != NULL) {
-      status = issue_without_gil(self, moves, event, stream, named);
-      Py_DECREF(entered);
-      Py_XDECREF(PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None));
-    }
-    Py_XDECREF(context);
-    if (PyErr_Occurred() != NULL) return -1;
+    PyObject* context = proxyccl_enter_context(self->context);
+    if (context == NULL) return -1;
+    status = issue_without_gil(self, moves, event, stream, named);
+    if (proxyccl_leave_context(context) != 0) return -1;
   }
   if (status == 0) return 0;
   Py_XDECREF(PyObject_CallFunction(self->refuse, "i", status)); /* it raises */
@@ -290,18 +285,7 @@ static int issue_locked(FlowCalls* self, Moves* moves, uintptr_t stream, int nam
   Py_XDECREF(locked);
   if (locked == NULL) return -1;
   const int issued = issue_here(self, moves, stream, named);
-  PyObject *error_type, *error, *traceback;
-  PyErr_Fetch(&error_type, &error, &traceback);
-  PyObject* released = PyObject_CallNoArgs(self->release);
-  if (released != NULL) {
-    PyErr_Restore(error_type, error, traceback);
-    Py_DECREF(released);
-    return issued;
-  }
-  Py_XDECREF(error_type);
-  Py_XDECREF(error);
-  Py_XDECREF(traceback);
-  return -1;
+  return proxyccl_leave_lock(self->release, issued);
 }
 
 /* Issues moves on a stream of their own and waits for them. 0, or -1 with an exception. */
@@ -571,28 +555,19 @@ static int make_call(FlowCalls* self, PyObject* const* given, int keeps) {
 }
 
 static PyObject* call(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 4) {
-    PyErr_SetString(PyExc_TypeError, "call(x, out, options, stream) takes 4 arguments");
-    return NULL;
-  }
+  if (!proxyccl_has_arguments(count, 4, "call(x, out, options, stream)")) return NULL;
   const int made = make_call((FlowCalls*)object, arguments, 1);
   return made < 0 ? NULL : PyBool_FromLong(made);
 }
 
 static PyObject* call_borrowed(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 4) {
-    PyErr_SetString(PyExc_TypeError, "call_borrowed(x, out, options, stream) takes 4 arguments");
-    return NULL;
-  }
+  if (!proxyccl_has_arguments(count, 4, "call_borrowed(x, out, options, stream)")) return NULL;
   const int made = make_call((FlowCalls*)object, arguments, 0);
   return made < 0 ? NULL : PyBool_FromLong(made);
 }
 
 static PyObject* takes(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2) {
-    PyErr_SetString(PyExc_TypeError, "takes(x, received) takes 2 arguments");
-    return NULL;
-  }
+  if (!proxyccl_has_arguments(count, 2, "takes(x, received)")) return NULL;
   GivenArray array;
   const int read = read_array((const FlowCalls*)object, arguments[0], arguments[1] == Py_True, &array);
   if (read > 0) Py_XDECREF(array.kind.element);

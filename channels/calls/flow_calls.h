@@ -4,7 +4,7 @@
 #ifndef PROXYCCL_FLOW_CALLS_H
 #define PROXYCCL_FLOW_CALLS_H
 
-#include "arrays.h"
+#include "form.h"
 
 /* Adds the type FlowCalls to the module. 0, or -1 with an exception. */
 int proxyccl_add_flow_calls(PyObject* module);

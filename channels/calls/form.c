@@ -54,6 +54,36 @@ static int read_ranges(CallForm* self, PyObject* given) {
   return self->ranges == NULL ? -1 : 0;
 }
 
+int proxyccl_leave_lock(PyObject* release, int result) {
+  PyObject *error_type, *error, *traceback;
+  PyErr_Fetch(&error_type, &error, &traceback);
+  PyObject* released = PyObject_CallNoArgs(release);
+  if (released != NULL) {
+    PyErr_Restore(error_type, error, traceback);
+    Py_DECREF(released);
+    return result;
+  }
+  Py_XDECREF(error_type);
+  Py_XDECREF(error);
+  Py_XDECREF(traceback);
+  return -1;
+}
+
+PyObject* proxyccl_enter_context(PyObject* make) {
+  PyObject* context = PyObject_CallNoArgs(make);
+  PyObject* entered = context == NULL ? NULL : PyObject_CallMethod(context, "__enter__", NULL);
+  if (entered == NULL) Py_CLEAR(context);
+  Py_XDECREF(entered);
+  return context;
+}
+
+int proxyccl_leave_context(PyObject* context) {
+  PyObject* left = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+  Py_XDECREF(left);
+  Py_DECREF(context);
+  return left == NULL ? -1 : 0;
+}
+
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   CallForm* self = (CallForm*)object;
   Py_VISIT(Py_TYPE(object));

@@ -46,4 +46,12 @@ int proxyccl_is_form(PyObject* object);
 /* Adds the type Form to the module. 0, or -1 with an exception. */
 int proxyccl_add_form(PyObject* module);
 
+/* Calls a function without arguments that releases a lock, also while an exception is set, which stays. Returns
+ * `result`, or -1 with an exception. */
+int proxyccl_leave_lock(PyObject* release, int result);
+/* Enters a context that a function returns. NULL with an exception; otherwise for `proxyccl_leave_context`. */
+PyObject* proxyccl_enter_context(PyObject* make);
+/* 0, or -1 with an exception. */
+int proxyccl_leave_context(PyObject* context);
+
 #endif

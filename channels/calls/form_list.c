@@ -21,19 +21,9 @@ typedef struct FormList {
   Listed listed[MOST_FORMS]; /* the oldest first */
 } FormList;
 
-static void add_references(const ArrayKind* kind) {
-  Py_XINCREF((PyObject*)kind->type);
-  Py_XINCREF(kind->element);
-  Py_XINCREF(kind->runtime);
-}
-
 /* Drops the references of an entry that was taken out of the list: this may run Python. */
 static void release(Listed listed) {
-  for (int i = 0; i < PROXYCCL_MOST_GIVEN; ++i) {
-    Py_XDECREF((PyObject*)listed.kinds[i].type);
-    Py_XDECREF(listed.kinds[i].element);
-    Py_XDECREF(listed.kinds[i].runtime);
-  }
+  for (int i = 0; i < PROXYCCL_MOST_GIVEN; ++i) proxyccl_drop_kind(&listed.kinds[i]);
   Py_XDECREF(listed.form);
 }
 
@@ -127,7 +117,7 @@ static void add(FormList* self, PyObject* form, const ListedArray* given, int co
   Listed listed = {.form = Py_NewRef(form)}, oldest = {0};
   for (int i = 0; i < count; ++i) {
     listed.kinds[i] = given[i].array.kind;
-    add_references(&listed.kinds[i]);
+    proxyccl_keep_kind(&listed.kinds[i]);
   }
   if (self->count == MOST_FORMS) {
     oldest = self->listed[0];
@@ -184,9 +174,7 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
   REFERENCES(PROXYCCL_VISIT)
   for (Py_ssize_t i = 0; i < self->count; ++i) {
     for (int k = 0; k < PROXYCCL_MOST_GIVEN; ++k) {
-      Py_VISIT((PyObject*)self->listed[i].kinds[k].type);
-      Py_VISIT(self->listed[i].kinds[k].element);
-      Py_VISIT(self->listed[i].kinds[k].runtime);
+      PROXYCCL_VISIT_KIND(self->listed[i].kinds[k])
     }
     Py_VISIT(self->listed[i].form);
   }

@@ -191,11 +191,7 @@ static void drop(Calls* self, Entry* entry) {
   leave_order(self, entry);
   self->count -= 1;
   Py_DECREF(entry->options);
-  for (size_t i = 0; i < entry->count; ++i) {
-    Py_DECREF((PyObject*)entry->kinds[i].type);
-    Py_XDECREF(entry->kinds[i].element);
-    Py_XDECREF(entry->kinds[i].runtime);
-  }
+  for (size_t i = 0; i < entry->count; ++i) proxyccl_drop_kind(&entry->kinds[i]);
   Py_XDECREF((PyObject*)entry->form);
   PyMem_Free(entry);
 }
@@ -213,9 +209,7 @@ static int add(Calls* self, const Signature* signature, CallForm* form, int by_a
   for (size_t i = 0; i < signature->count; ++i) {
     const GivenArray* array = &signature->arrays[i];
     entry->kinds[i] = array->kind, entry->at[i] = array->at;
-    Py_INCREF((PyObject*)array->kind.type);
-    Py_XINCREF(array->kind.element);
-    Py_XINCREF(array->kind.runtime);
+    proxyccl_keep_kind(&array->kind);
   }
   entry->form = (CallForm*)Py_XNewRef((PyObject*)form);
   Entry* before = find_entry(self, signature, entry->hash, by_address);
@@ -298,16 +292,10 @@ static int issue(const PreparedCall* prepared, int logged, uintptr_t stream) {
 static int issue_in_context(Calls* self, const PreparedCall* prepared, int logged, uintptr_t stream, int* status) {
   *status = issue(prepared, logged, stream);
   if (*status != PROXYCCL_OTHER_CONTEXT) return 0;
-  PyObject* context = PyObject_CallNoArgs(self->context);
-  PyObject* entered = context == NULL ? NULL : PyObject_CallMethod(context, "__enter__", NULL);
-  if (entered != NULL) {
-    *status = issue(prepared, logged, stream);
-    Py_DECREF(entered);
-    PyObject* left = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
-    Py_XDECREF(left);
-  }
-  Py_XDECREF(context);
-  return PyErr_Occurred() != NULL ? -1 : 0;
+  PyObject* context = proxyccl_enter_context(self->context);
+  if (context == NULL) return -1;
+  *status = issue(prepared, logged, stream);
+  return proxyccl_leave_context(context);
 }
 
 static int refuse(Calls* self, int status, PyObject* kept) {
@@ -321,22 +309,6 @@ static int take_lock(Calls* self) {
   Py_XDECREF(locked);
   if (locked != NULL) return 0;
   if (PyErr_Occurred() == NULL) PyErr_SetString(PyExc_RuntimeError, "the calls were cleared");
-  return -1;
-}
-
-/* Releases the lock. Returns `result`, or -1 with an exception. */
-static int leave_lock(Calls* self, int result) {
-  PyObject *error_type, *error, *traceback; /* of a call that was refused */
-  PyErr_Fetch(&error_type, &error, &traceback);
-  PyObject* released = PyObject_CallNoArgs(self->release);
-  if (released != NULL) {
-    PyErr_Restore(error_type, error, traceback);
-    Py_DECREF(released);
-    return result;
-  }
-  Py_XDECREF(error_type);
-  Py_XDECREF(error);
-  Py_XDECREF(traceback);
   return -1;
 }
 
@@ -417,13 +389,13 @@ static int note_lent(Calls* self, const Making* call) {
  * exception. */
 static int find_and_issue(Calls* self, Making* call) {
   if (take_lock(self) != 0) return -1;
-  if (turn_to(self, call->stream, &call->handle) != 0) return leave_lock(self, -1);
+  if (turn_to(self, call->stream, &call->handle) != 0) return proxyccl_leave_lock(self->release, -1);
   const ReachedRange* output = look_up_reach(self, call);
   while ((call->form = find(self, &call->signature)) == NULL) {
-    if (leave_lock(self, 0) != 0) return -1;
+    if (proxyccl_leave_lock(self->release, 0) != 0) return -1;
     if (call->kept_alone) return 0;
     if (prepare(self, call, output != NULL) != 0 || take_lock(self) != 0) return -1;
-    if (turn_to(self, call->stream, &call->handle) != 0) return leave_lock(self, -1);
+    if (turn_to(self, call->stream, &call->handle) != 0) return proxyccl_leave_lock(self->release, -1);
     ArrayKind before[MOST_ARRAYS];
     for (size_t i = 0; i < call->signature.count; ++i) before[i] = call->arrays[i].kind;
     output = look_up_reach(self, call);
@@ -433,10 +405,10 @@ static int find_and_issue(Calls* self, Making* call) {
   proxyccl_fill_form(call->form, call->arrays, call->signature.count, output);
   int status;
   if (issue_in_context(self, &call->form->prepared, call->logged, call->handle, &status) != 0)
-    return leave_lock(self, -1);
-  if (refuse(self, status, call->form->prepared.kept) != 0) return leave_lock(self, -1);
+    return proxyccl_leave_lock(self->release, -1);
+  if (refuse(self, status, call->form->prepared.kept) != 0) return proxyccl_leave_lock(self->release, -1);
   self->made += 1;
-  return leave_lock(self, 1);
+  return proxyccl_leave_lock(self->release, 1);
 }
 
 /* Reads the arrays. 1; 0 if one can't be read, or -1 with an exception of the program's. */
@@ -482,10 +454,7 @@ static void begin(Making* call, PyObject* const* arguments, int kept_alone) {
 }
 
 static PyObject* call_kept(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 4) {
-    PyErr_SetString(PyExc_TypeError, "call_kept(x, out, options, stream) takes 4 arguments");
-    return NULL;
-  }
+  if (!proxyccl_has_arguments(count, 4, "call_kept(x, out, options, stream)")) return NULL;
   Making call;
   begin(&call, arguments, 1);
   int made = make_call((Calls*)object, &call);
@@ -495,10 +464,7 @@ static PyObject* call_kept(PyObject* object, PyObject* const* arguments, Py_ssiz
 }
 
 static PyObject* make_any(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 4) {
-    PyErr_SetString(PyExc_TypeError, "call(x, out, options, stream) takes 4 arguments");
-    return NULL;
-  }
+  if (!proxyccl_has_arguments(count, 4, "call(x, out, options, stream)")) return NULL;
   Calls* self = (Calls*)object;
   Making call;
   begin(&call, arguments, 0);
@@ -518,15 +484,15 @@ int proxyccl_issue_prepared(PyObject* calls, const PreparedCall* call, PyObject*
   Calls* self = (Calls*)calls;
   if (!self->direct && stream == NULL) return 0;
   if (take_lock(self) != 0) return -1;
-  if (!self->direct && stream == NULL) return leave_lock(self, 0);
+  if (!self->direct && stream == NULL) return proxyccl_leave_lock(self->release, 0);
   uintptr_t handle = self->stream;
-  if (stream != NULL && turn_to(self, stream, &handle) != 0) return leave_lock(self, -1);
+  if (stream != NULL && turn_to(self, stream, &handle) != 0) return proxyccl_leave_lock(self->release, -1);
   int status;
   PyObject* kept = Py_NewRef(call->kept);
   int issued = issue_in_context(self, call, 0, handle, &status);
   if (issued == 0) issued = refuse(self, status, kept);
   Py_DECREF(kept);
-  return leave_lock(self, issued != 0 ? -1 : 1);
+  return proxyccl_leave_lock(self->release, issued != 0 ? -1 : 1);
 }
 
 /* -- the object --- */
@@ -658,9 +624,7 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
   for (const Entry* entry = self->oldest; entry != NULL; entry = entry->newer) {
     Py_VISIT(entry->options);
     for (size_t i = 0; i < entry->count; ++i) {
-      Py_VISIT((PyObject*)entry->kinds[i].type);
-      Py_VISIT(entry->kinds[i].element);
-      Py_VISIT(entry->kinds[i].runtime);
+      PROXYCCL_VISIT_KIND(entry->kinds[i])
     }
     Py_VISIT((PyObject*)entry->form);
   }

@@ -246,13 +246,6 @@ def plain_arrays(x: Any, out: Any) -> tuple[tuple[Any, Any], tuple[RegisteredMem
     return tuple(arrays), registered  # type: ignore[return-value]  # of two each
 
 
-def planned(plan: ExecutionPlan, collective: Collective) -> Planned:
-    """A collective as a plan runs it. Raises ArgumentError if it is a plan of another collective."""
-    if collective is not EXECUTE:
-        plan.require_collective(collective.name, "algorithm")
-    return Planned(plan, collective)
-
-
 class _Execute(Collective):
     """A plan's own program, which is not one of the collectives."""
 

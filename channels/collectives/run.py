@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from proxyccl.channels.arguments import readable_view
 from proxyccl.channels.calls._calls import Form
 from proxyccl.channels.calls.launches import Launchable
-from proxyccl.channels.collectives.collective import Collective, Options, Planned, plain_arrays, planned
+from proxyccl.channels.collectives.collective import EXECUTE, Collective, Options, Planned, plain_arrays
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.request import request_for, request_of
 from proxyccl.channels.collectives.table import require_op
@@ -51,7 +51,11 @@ def run(
     """
     if collective.rooted:
         root = as_rank(collectives.group.world_size, root, "root")
-    described = planned(algorithm, collective) if isinstance(algorithm, ExecutionPlan) else collective
+    described = collective
+    if isinstance(algorithm, ExecutionPlan):
+        if collective is not EXECUTE:
+            algorithm.require_collective(collective.name, "algorithm")
+        described = Planned(algorithm, collective)
     given = x if out is None and described.in_place else out
     if given is None:
         given = described.new_output(collectives, x)

@@ -267,7 +267,7 @@ class Reader:
             later = len(wanted) - 1 - i  # each takes one at least
             first = at
             while at < len(given) - later and at - first < operand.most:
-                if operand.most > 1 and at > first and self._is_remote(given[at]) != operand.remote:
+                if operand.most > 1 and at > first and (given[at].buffer_id is not None) != operand.remote:
                     break
                 ranges.append(self._range(block, op, place, f"{field}[{at}]", given[at], operand))
                 at += 1
@@ -276,10 +276,6 @@ class Reader:
         if at < len(given):
             raise place.refuse(f"{field} has {len(given)} entries; expected {at}")
         return tuple(ranges)
-
-    @staticmethod
-    def _is_remote(chunks: Chunks) -> bool:
-        return chunks.buffer_id is not None
 
     def _range(self, block: Threadblock, op: Op, place: Place, entry: str, chunks: Chunks, operand: Operand) -> Range:
         if (chunks.buffer_id is None) == (chunks.type is None) or operand.remote == (chunks.buffer_id is None):

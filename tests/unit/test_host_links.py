@@ -22,7 +22,7 @@ import pytest
 from msgspec import structs
 
 from proxyccl import PeerLostError, open_runtime
-from proxyccl.channels.liveness import greetings, host_links
+from proxyccl.channels.liveness import host_links
 from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.liveness.host_links import OFFER, HostLink, Listener, Offer, host_addresses
 from proxyccl.channels.liveness.watcher import Watcher
@@ -233,7 +233,7 @@ def test_silent_strangers_do_not_hold_up_the_peer() -> None:
     peer = call(listener, hello(1, token_of(listener)))
     began = time.monotonic()
     links = listener.join([1], [], TIMEOUT, patient)
-    assert time.monotonic() - began < greetings.GREETING_SECONDS
+    assert time.monotonic() - began < host_links.GREETING_SECONDS
     assert list(links) == [1]
     assert all(map(is_hung_up_on, strangers))
     for each in (links[1], listener, peer, *strangers):
@@ -254,7 +254,7 @@ def test_a_hello_in_pieces_is_heard() -> None:
 
 
 def test_who_is_silent_for_long_is_hung_up_on_while_others_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greetings, "GREETING_SECONDS", 0.2)
+    monkeypatch.setattr(host_links, "GREETING_SECONDS", 0.2)
     listener = Listener(0)
     stranger = call(listener, b"GET")
     with ThreadPoolExecutor(1) as pool:
@@ -267,8 +267,8 @@ def test_who_is_silent_for_long_is_hung_up_on_while_others_are_awaited(monkeypat
 
 
 def test_of_too_many_strangers_the_first_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greetings, "MOST_GREETED", 3)
-    monkeypatch.setattr(greetings, "GREETING_SECONDS", TIMEOUT)
+    monkeypatch.setattr(host_links, "MOST_GREETED", 3)
+    monkeypatch.setattr(host_links, "GREETING_SECONDS", TIMEOUT)
     listener = Listener(0)
     strangers = strangers_at(listener, 5)
     with ThreadPoolExecutor(1) as pool:
