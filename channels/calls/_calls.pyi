@@ -299,29 +299,7 @@ class DispatchForm:
 
     Args:
         common: `CallForm.common`.
-        way: how calls are made, and what they return; see dispatch_form.c. A whole call returns its rows, their weights
-            and the descriptor, half a call a `SentCall`, and any other what `proceed` returns.
-        tokens: slots of a token, the most tokens, and whether all ranks are told of more tokens than that.
-        call: address of the ProxycclDispatch.
-        before: `GivenTokens.filled`.
-        renumbering: what returns the maker of the array of lost ranks' slots, by the number of tokens, or None; where
-            the kernel before takes the address of the ids, that array's, and the number of slots; and where it puts
-            the new ids.
-        clearing: address of the ProxycclStreamStep that clears a table of rows before they are received, or 0; and the
-            table's number in ProxycclExpertLayout.
-        phases: of a whole call and of its halves.
-        descriptor: its type; `missing` of a new one; its owner; what numbers dispatches; its `Tables`, what makes their
-            array, and the address of their offsets.
-        rows: how many the output has, or -1 if that is not known; whether kernels count them; where among the tables.
-        scales: bytes of a row's scales; see scale_column of ProxycclDispatch.
-        makers: of the output's rows, scales and weights; None for those that there are not.
-        begun: called as begun(like, stream, given) before a call that `proceed` goes on with; it returns the output
-            buffer.
-        proceed: goes on with a call: with the descriptor, the buffer and the weights of one whose rows were stored
-            there; with the descriptor and the arrays of one that is not issued yet; with the descriptor, the stream,
-            the array for the rows and the tokens of one by an earlier routing; with the `SentCall` and a stream of a
-            second half whose number of rows is not known.
-        buffers: where the first output buffer begins, the bytes of each, and where scales begin in one; zeros for none.
+        others: see `Form` in dispatch_form.c.
     """
 
     def __new__(
@@ -364,17 +342,7 @@ class CombineForm:
 
     Args:
         common: `CallForm.common`.
-        after_copy: `CallForm.prepared`, for a whole call after a copy of its rows; None if there is none.
-        sizes: elements and bytes of a row; with padded rows experts of a rank and rows of each, else 0 and 0.
-        spare_rows: whether further rows than the dispatch's are ignored.
-        halves: whether the call is made in two halves.
-        call: address of the ProxycclCombine.
-        buffers: numbers of output buffers by address, or None; the one that other rows pass, or 0; its address; and the
-            address of the copy's ProxycclStreamStep.
-        context: the owner of descriptors.
-        output: output(tokens) returns a function that makes outputs of that many tokens.
-        checks: check_desc(desc) raises for a descriptor that can't be combined; check_output(x, desc, out) returns
-            `out` and its address or raises.
+        others: see `Form` in combine_form.c.
     """
 
     def __new__(

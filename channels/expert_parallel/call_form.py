@@ -151,12 +151,13 @@ class LayerParts:
                 f"a rank received {most} rows; those beyond max_recv_tokens, {options.fixed_rows}, were left out", most
             )
 
-    def check_waited(self, stream: StreamLike) -> None:
-        """Makes `check_ended` if a call with this stream has waited for its end, as those without a stream do on the
-        host runtime.
+    def checked(self, made: Any, stream: StreamLike) -> Any:
+        """The results of a call with this stream, after `check_ended` if the call has waited for its end, as those
+        without a stream do on the host runtime.
         """
         if stream is None and self.ctx.runtime_name == "host":
             self.check_ended()
+        return made
 
     @property
     def sums_on_own_node(self) -> bool:

@@ -7,7 +7,7 @@
 
 enum { ROWS, WEIGHTS, SLOT_WEIGHTS, ORDER, ADDED, MOST_ADDED = 2, ARRAYS = ADDED + MOST_ADDED };
 
-/* See CombineForm in _calls.pyi. */
+/* See CombineForm in _calls.pyi for the order of the constructor's arguments. */
 typedef struct {
   LayerForm form; /* `element` is of the kind of the rows, whose elements are those of results … */
   char format[PROXYCCL_LONGEST_FORMAT];               /* … and so is this */
@@ -17,10 +17,13 @@ typedef struct {
   int halves;
   ProxycclCombine* call;
   ProxycclStreamStep* copy;
-  PyObject* buffers;    /* a dict: the number of the output buffer at an address; None if peers load no rows */
-  Py_ssize_t passing;   /* the number of the buffer that other rows pass; 0 if there is none … */
-  uintptr_t passing_at; /* … and where it begins */
-  PyObject *context, *new_output, *check_desc, *check_output;
+  PyObject* buffers;        /* a dict: the number of the output buffer at an address; None if peers load no rows */
+  Py_ssize_t passing;       /* the number of the buffer that other rows pass; 0 if there is none … */
+  uintptr_t passing_at;     /* … and where it begins */
+  PyObject* context;        /* the owner of descriptors */
+  PyObject* new_output;     /* new_output(tokens): a function that makes outputs of that many tokens */
+  PyObject* check_desc;     /* check_desc(desc): raises for one that can't be combined */
+  PyObject* check_output;   /* check_output(x, desc, out): `out` and its address, or raises */
   Py_ssize_t latest_tokens; /* of the output that form.make_latest makes */
 } Form;
 

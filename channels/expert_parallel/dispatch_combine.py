@@ -168,7 +168,8 @@ class DispatchCombine:
         """
         self._prepared = None
         ctx, group = self._ctx, self._ctx.group
-        row_weights, desc = self._forms.prepare(tokens, expert_ids, weights, ctx.stream_for(stream, tokens))
+        stream = ctx.stream_for(stream, tokens)
+        _, row_weights, desc = self._forms.prepares.call(tokens, expert_ids, weights, None, stream)
         counts = ctx.arrays.download(desc.counts, "counts").astype(np.int64)
         first = group.rank * self.experts_per_rank
         per_expert: NDArray[np.int64] = counts[:, first : first + self.experts_per_rank].sum(axis=0)
@@ -198,7 +199,7 @@ class DispatchCombine:
         """
         prepared, group, weighted = self._require_prepared(), self._ctx.group, as_flag(weighted, "weighted")
         stream = self._ctx.stream_for(stream, prepared.tokens if x is None else x)
-        rows = self._forms.redispatch(prepared.tokens if x is None else x, prepared.desc, stream, out)
+        rows = self._forms.redispatches.call(prepared.tokens if x is None else x, prepared.desc, stream, out)
         if weighted and prepared.row_weights is not None:
             target = input_view(group, rows, "out")
             target = replace(target, shape=(prepared.desc.rows, self.hidden))
@@ -222,7 +223,8 @@ class DispatchCombine:
         """
         prepared, weighted = self._require_prepared(), as_flag(weighted, "weighted")
         factors = prepared.row_weights if weighted else None
-        return self._forms.combine(rows, prepared.desc, factors, None, out, self._ctx.stream_for(stream, rows))
+        stream = self._ctx.stream_for(stream, rows)
+        return self._forms.combines.call(rows, factors, None, None, (), prepared.desc, out, stream)
 
     def collect(self, values: Any, *, stream: StreamLike = None) -> Any:
         """Brings each row's value back to the row's slot.

@@ -8,10 +8,11 @@
 enum { ROWS, SCALES, IDS, WEIGHTS, SCATTER, ARRAYS };
 enum { NONE_BEFORE, QUANTIZES_BEFORE, PACKS_BEFORE };
 /* How calls of the form are made: whole, in halves, whole with rows that go to an output buffer, by several launches
- * between which Python waits for the number of rows, or by the routing of an earlier dispatch. */
+ * between which Python waits for the number of rows, or by the routing of an earlier dispatch. A whole call returns its
+ * rows, their weights and the descriptor, half a call a SentCall, and any other the result of `proceed`. */
 enum { WHOLE, HALVES, STORED, COUNTED, AGAIN };
 
-/* See DispatchForm in _calls.pyi. */
+/* The fields are in the order of the constructor's arguments. */
 typedef struct {
   LayerForm form;
   int way;
@@ -30,15 +31,18 @@ typedef struct {
   ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL: none … */
   int cleared;                           /* … the table's number in ProxycclExpertLayout */
   uint32_t phases, send_phases, receive_phases;
-  PyObject *descriptor_type, *not_received, *context, *numbers;
-  PyObject *tables, *new_tables;
-  const uint64_t* offsets;
+  PyObject *descriptor_type, *not_received, *context, *numbers; /* `missing` of a new one, its owner and its number */
+  PyObject *tables, *new_tables;                                /* `Tables` of a call; makes their array … */
+  const uint64_t* offsets;                                      /* … in which they have these offsets */
   Py_ssize_t most_rows; /* rows of the output; -1 if they are not known when the call begins */
   int counts_rows;
   Py_ssize_t received;                           /* offset of the number of received rows in the tables */
   uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
   PyObject *new_rows, *new_scales, *new_weights; /* None: there are none */
-  PyObject *begun, *proceed;
+  PyObject* begun; /* begun(like, stream, given): the output buffer of a call that `proceed` goes on with */
+  PyObject*
+      proceed;   /* goes on with a call: (desc, buffer, weights) of STORED, (desc, arrays) of COUNTED, (desc, stream,
+                    out, arrays) of AGAIN, and (sent, stream) of a second half whose number of rows is not known */
   char* buffers; /* the output buffers, if rows go there */
   Py_ssize_t buffer_bytes, scales_offset;
 } Form;

@@ -6,7 +6,6 @@ CPU for that number, or whose rows go to output buffers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -120,9 +119,9 @@ class _Outputs:
 
     def make(self, rows: int, *, of_rows: bool = True) -> NewOutput:
         """Arrays for this many rows, or for their weights alone."""
-        parts = self.rows if of_rows else None, self.scales if of_rows else None, self.weights
-        made = [(None, 0) if part is None else part.new(rows) for part in parts]
-        (values, rows_at), (scales, scales_at), (weights, weights_at) = made
+        values, rows_at = self.rows.new(rows) if of_rows else (None, 0)
+        scales, scales_at = self.scales.new(rows) if of_rows and self.scales is not None else (None, 0)
+        weights, weights_at = self.weights.new(rows) if self.weights is not None else (None, 0)
         return values if scales is None else (values, scales), weights, (rows_at, scales_at, weights_at)
 
     def rows_in(self, buffer: Any, scales_at: int, rows: int) -> Any:
@@ -171,6 +170,7 @@ class Dispatch(CallForm):
         most = 0 if prepares else options.most_of_call
         super().__init__(parts, arrays, name, options.config.token.name, most)
         self._buffers, self._buffered = None if halves else self._ctx.workspace.outputs, buffered
+        self._prepares = prepares
         self._exact = options.fixed_rows is None
         self._at_once = not halves and (not self._exact or self._buffers is not None)
         self._rows = options.most_tokens if self._exact and self._at_once else options.fixed_rows
@@ -190,8 +190,7 @@ class Dispatch(CallForm):
         elif self._buffers is not None and not prepares:
             way, proceed = _STORED, self._receive_stored
         else:
-            way = _COUNTED if self._exact else _WHOLE
-            proceed = functools.partial(self._receive_exact, moves=not prepares)  # not called after a whole call
+            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # not called after a whole call
         self.form = self._make_form(way, proceed, id_bytes, is_pair=is_pair, scatters=scatter is not None)
 
     def _make_form(
@@ -270,12 +269,12 @@ class Dispatch(CallForm):
         filled = ids_at, lost_at, slots_at, surviving.ids.ptr
         return [launch], (lambda tokens: arrays.maker((tokens, topk), (topk, 1), truth), *filled)
 
-    def _receive_exact(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...], *, moves: bool) -> Dispatched:
+    def _receive_exact(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> Dispatched:
         """Counts the rows by one launch. When their number is known, another one moves them, or only finds their places
         if `Redispatch` sends them later.
         """
         self.form.issue(desc, desc.stream, owners, True, ROUTE | GATHER | TELL, 0, _NOWHERE)
-        return self._receive_counted(desc, owners, desc.stream, SEND | RECEIVE if moves else LAYOUT, LAYOUT)
+        return self._receive_counted(desc, owners, desc.stream, LAYOUT if self._prepares else SEND | RECEIVE, LAYOUT)
 
     def _take(self, _x: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer:
         """The output buffer of a whole call. If the layer has any, each call needs one: peers store its rows there.

@@ -11,27 +11,30 @@ from collections.abc import Callable
 from typing import Any
 
 from proxyccl.channels.arguments import readable_view
-from proxyccl.channels.calls._calls import CombineForm, DispatchForm, FormList, SentCall
+from proxyccl.channels.calls._calls import CombineForm, DispatchForm, FormList
 from proxyccl.channels.expert_parallel.call_form import LayerParts
-from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Combine, Sums
+from proxyccl.channels.expert_parallel.combine_form import Combine
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.dispatch_form import Dispatch, Redispatch
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.runtime import StreamLike
 
 
 class Forms:
-    """The calls of one layer.
+    """The calls of one layer, each a list of forms with the arguments of its `prepare`.
 
-    Args:
-        parts: of the layer.
+    Attributes:
+        dispatches: those whose rows only pass an output buffer, and those whose rows may lie in one.
+        sends, prepares: first halves of dispatches, and dispatches of the routing alone.
+        redispatches: of other values of the same tokens, to new rows or to `out`.
+        spreads: of float32 [T, topk], all of a token's weights to each of its rows.
+        combines, returns: combines, and first halves of them.
     """
 
     def __init__(self, parts: LayerParts) -> None:
-        self._parts, self._on_host = parts, parts.ctx.runtime_name == "host"
+        self._parts = parts
         names, topk = parts.arguments, parts.options.config.topk
         inputs = ((names.tokens, -2), (names.ids, 1), (names.weight, 1), ("full_scatter_indices", 1))
         rows = ((names.rows, 1), ("weights", 1), ("topk_weights", 1), ("order_ids", 1), ("added", MOST_ADDED))
@@ -56,58 +59,12 @@ class Forms:
 
             return _list(parts, rows, 3, prepare)
 
-        self._dispatches = dispatches(buffered=False), dispatches(buffered=True)
-        self._sends, self._prepares = dispatches(halves=True), dispatches(prepares=True)
-        self._redispatches = redispatches(names.values)
-        self._spreads = redispatches("topk_weights", width=topk, dtype="float32")
-        self._combines = combines("combine"), combines("combine", halves=True)
+        self.dispatches = dispatches(buffered=False), dispatches(buffered=True)
+        self.sends, self.prepares = dispatches(halves=True), dispatches(prepares=True)
+        self.redispatches = redispatches(names.values)
+        self.spreads = redispatches("topk_weights", width=topk, dtype="float32")
+        self.combines, self.returns = combines("combine"), combines("combine", halves=True)
         self._collects = combines("collect")
-
-    def dispatch(
-        self, input: Any, exp_indices: Any, weight: Any, scatter: Any, stream: StreamLike, *, buffered: bool
-    ) -> Dispatched:
-        made: Dispatched = self._dispatches[buffered].call(input, exp_indices, weight, scatter, stream)
-        if self._on_host:
-            self._parts.check_waited(stream)
-        return made
-
-    def prepare(
-        self, input: Any, exp_indices: Any, weight: Any, stream: StreamLike
-    ) -> tuple[Any, EPAllToAllLayoutDesc]:
-        """Exchanges the routing of tokens, which `redispatch` sends. Returns their rows' weights, or None, and the
-        descriptor. Raises as `DispatchCombine.prepare`.
-        """
-        _, weights, desc = self._prepares.call(input, exp_indices, weight, None, stream)
-        return weights, desc
-
-    def dispatch_send(self, input: Any, exp_indices: Any, weight: Any, scatter: Any, stream: StreamLike) -> SentCall:
-        sent: SentCall = self._sends.call(input, exp_indices, weight, scatter, stream)
-        return sent
-
-    def redispatch(self, input: Any, desc: EPAllToAllLayoutDesc, stream: StreamLike, out: Any = None) -> Any:
-        """Dispatches other values of the same tokens, to new rows or to `out`."""
-        return self._redispatches.call(input, desc, stream, out)
-
-    def spread_weights(self, weights: Any, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
-        """Dispatches float32 [T, topk], all of a token's weights to each of its rows."""
-        return self._spreads.call(weights, desc, stream, None)
-
-    def combine(
-        self,
-        input: Any,
-        desc: Any,
-        weights: Any,
-        topk_weights: Any,
-        out: Any,
-        stream: StreamLike,
-        sums: Sums = NO_SUMS,
-    ) -> Any:
-        added, order_ids = sums
-        return self._combines[False].call(input, weights, topk_weights, order_ids, added, desc, out, stream)
-
-    def combine_send(self, input: Any, desc: Any, weights: Any, topk_weights: Any, stream: StreamLike) -> SentCall:
-        sent: SentCall = self._combines[True].call(input, weights, topk_weights, None, (), desc, None, stream)
-        return sent
 
     def collect(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         """Brings each row's value back to the row's slot: [T, topk] of the values' type, zero for slots without a row.

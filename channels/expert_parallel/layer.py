@@ -23,7 +23,7 @@ from proxyccl.channels.expert_parallel.forms import Forms
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
 from proxyccl.channels.expert_parallel.options import LayerOptions
-from proxyccl.channels.expert_parallel.recording import Recording, recorder_of, refuse_output
+from proxyccl.channels.expert_parallel.recording import Dispatched, Recording, recorder_of, refuse_output
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 
@@ -323,10 +323,11 @@ class EPAll2AllLayer:
         if recorder is None:
             return self.dispatch_unrecorded(input, exp_indices, weight, full_scatter_indices, stream)
         self._refuse_under_way()
-        buffered = self._parts.options.keeps_outputs  # what a backward pass needs must not be written over
+        # What a backward pass needs must not be written over.
+        forms = self.forms.dispatches[self._parts.options.keeps_outputs]
 
-        def call() -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-            return self.forms.dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=buffered)
+        def call() -> Any:
+            return self._parts.checked(forms.call(input, exp_indices, weight, full_scatter_indices, stream), stream)
 
         return recorder.dispatch(self, call, input, weight)
 
@@ -341,7 +342,9 @@ class EPAll2AllLayer:
         """`dispatch`, which is not recorded for a backward pass."""
         if self.ctx.closed or self.under_way.sent is not None:
             self._refuse_under_way()
-        return self.forms.dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=True)
+        made = self.forms.dispatches[True].call(input, exp_indices, weight, full_scatter_indices, stream)
+        dispatched: Dispatched = self._parts.checked(made, stream)
+        return dispatched
 
     def send_unrecorded(
         self,
@@ -353,7 +356,7 @@ class EPAll2AllLayer:
     ) -> SentCall:
         """`dispatch_send`, which is not recorded for a backward pass."""
         self._refuse_under_way()
-        sent = self.forms.dispatch_send(input, exp_indices, weight, full_scatter_indices, stream)
+        sent: SentCall = self.forms.sends.call(input, exp_indices, weight, full_scatter_indices, stream)
         self.under_way.sent = sent
         return sent
 
@@ -392,8 +395,7 @@ class EPAll2AllLayer:
         return recorder.dispatch(self, lambda: self._receive(pending, stream), tokens, weights)
 
     def _receive(self, pending: SentCall, stream: StreamLike) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        received: tuple[Any, Any, EPAllToAllLayoutDesc] = pending.receive(stream)
-        self._parts.check_waited(stream)
+        received: Dispatched = self._parts.checked(pending.receive(stream), stream)
         return received
 
     def redispatch(self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None) -> Any:
@@ -413,8 +415,8 @@ class EPAll2AllLayer:
         self._refuse_under_way()
         recorder = self._recording.of_dispatch(input)
         if recorder is None:
-            return self.forms.redispatch(input, desc, stream)
-        return recorder.redispatch(self, lambda: self.forms.redispatch(input, desc, stream), input, desc)
+            return self.forms.redispatches.call(input, desc, stream, None)
+        return recorder.redispatch(self, lambda: self.forms.redispatches.call(input, desc, stream, None), input, desc)
 
     # -- combine ---
 
@@ -477,7 +479,9 @@ class EPAll2AllLayer:
         """`combine`, which is not recorded for a backward pass."""
         if self.ctx.closed or self.under_way.returned is not None:
             self._refuse_returning()
-        return self.forms.combine(input, ep_a2a_layout_desc, weights, topk_weights, out, stream, sums)
+        added, order_ids = sums
+        desc = ep_a2a_layout_desc
+        return self.forms.combines.call(input, weights, topk_weights, order_ids, added, desc, out, stream)
 
     def send_back_unrecorded(
         self,
@@ -489,7 +493,8 @@ class EPAll2AllLayer:
     ) -> SentCall:
         """`combine_send`, which is not recorded for a backward pass."""
         self._refuse_returning()
-        sent = self.forms.combine_send(input, ep_a2a_layout_desc, weights, topk_weights, stream)
+        desc = ep_a2a_layout_desc
+        sent: SentCall = self.forms.returns.call(input, weights, topk_weights, None, (), desc, None, stream)
         self.under_way.returned = sent
         return sent
 
@@ -595,7 +600,7 @@ class EPAll2AllLayer:
         self._refuse_under_way()
         topk = self.ep_config.topk
         # Every row gets all weights of its token, of which its slot's is one.
-        spread = self.forms.spread_weights(topk_weights, desc, None)
+        spread = self.forms.spreads.call(topk_weights, desc, None, None)
         if self.layout == "rank":
             return spread.masked_fill_(desc.local_expert_ids < 0, 0)
         slots = desc.row_slots.clamp(0, topk - 1).long().view(*self._parts.leading(desc.rows), 1)

@@ -8,36 +8,26 @@ both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from proxyccl.channels.arguments import input_view
-from proxyccl.channels.expert_parallel.context import DispatchCombineContext
-from proxyccl.channels.expert_parallel.forms import Forms
+from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.runtime import StreamLike
 
 
-class Layer(Protocol):
-    """The part of `EPAll2AllLayer` that backward passes call."""
-
-    ctx: DispatchCombineContext
-    forms: Forms
-
-    def redispatch(self, *arguments: Any, **options: Any) -> Any: ...
-    def combine(self, *arguments: Any, **options: Any) -> Any: ...
-    def combine_weights(self, *arguments: Any, **options: Any) -> Any: ...
-
-
 class _Dispatch(torch.autograd.Function):
     """A token's gradient is the sum of its rows' gradients; a weight's is that of its row's weight."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, call: Callable[[], Dispatched], tokens: Any, weights: Any) -> Dispatched:
+    def forward(
+        ctx: Any, layer: EPAll2AllLayer, call: Callable[[], Dispatched], tokens: Any, weights: Any
+    ) -> Dispatched:
         rows, row_weights, desc = call()
         outputs = ((rows, ctx.needs_input_grad[2]), (row_weights, ctx.needs_input_grad[3]))
         for output, _ in outputs:
@@ -62,7 +52,9 @@ class _Redispatch(torch.autograd.Function):
     """A token's gradient is the sum of its rows' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, call: Callable[[], Any], tokens: Any, desc: EPAllToAllLayoutDesc) -> Any:
+    def forward(
+        ctx: Any, layer: EPAll2AllLayer, call: Callable[[], Any], tokens: Any, desc: EPAllToAllLayoutDesc
+    ) -> Any:
         rows = call()
         _clear_rest(layer, rows, desc)
         ctx.layer, ctx.desc = layer, desc
@@ -79,7 +71,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, call: Callable[[], Any], rows: Any, weights: Any, desc: EPAllToAllLayoutDesc
+        ctx: Any, layer: EPAll2AllLayer, call: Callable[[], Any], rows: Any, weights: Any, desc: EPAllToAllLayoutDesc
     ) -> Any:
         output = call()
         ctx.layer, ctx.desc = layer, desc
@@ -107,7 +99,7 @@ is_recording = torch.is_grad_enabled
 dispatch, redispatch, combine = _Dispatch.apply, _Redispatch.apply, _Combine.apply
 
 
-def _collect(layer: Layer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:
+def _collect(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:
     """The gradient of the weights that a dispatch sent, from that of the rows' weights."""
     if desc.local_expert_ids is not None:  # a row's weights of other ranks' experts are constant zeros
         return layer.combine_weights(grad.masked_fill(desc.local_expert_ids < 0, 0), desc)
@@ -115,17 +107,17 @@ def _collect(layer: Layer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:
     return layer.forms.collect(values, desc, stream)
 
 
-def _view_and_stream(layer: Layer, x: Any) -> tuple[ArrayView, StreamLike]:
+def _view_and_stream(layer: EPAll2AllLayer, x: Any) -> tuple[ArrayView, StreamLike]:
     """A view of a tensor, and the stream on which torch uses the tensor."""
     group = layer.ctx.group
     return input_view(group, x, "gradient"), group.launches.stream_for(None, x)
 
 
-def _view(layer: Layer, x: Any) -> ArrayView:
+def _view(layer: EPAll2AllLayer, x: Any) -> ArrayView:
     return _view_and_stream(layer, x)[0]
 
 
-def _clear_rest(layer: Layer, rows: Any, desc: EPAllToAllLayoutDesc) -> None:
+def _clear_rest(layer: EPAll2AllLayer, rows: Any, desc: EPAllToAllLayoutDesc) -> None:
     """Zeroes the rows that are not filled, without waiting for their number."""
     if rows is None or not (desc.counts_rows or desc.has_gaps):
         return
