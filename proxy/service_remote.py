@@ -23,7 +23,7 @@ _MOST_ENDPOINTS: int = _engine.lib.PROXYCCL_MAX_CONNECTIONS
 class _PeerEndpoint(Struct):
     transport: str
     endpoint: TransportEndpoint
-    theirs: EndpointInfo | None = None
+    options: Any = None  # of a connection over it, once it is connected
     used: bool = False  # a connection is open over it
 
 
@@ -73,18 +73,16 @@ class ServiceRemote:
     ) -> None:
         """Connects this rank's endpoint to the peer's. It stops waiting once `given_up` returns True."""
         own = self._endpoint(peer)
-        own.endpoint.connect(theirs, timeout, given_up)
-        own.theirs = theirs
+        own.options = own.endpoint.connect(theirs, timeout, given_up)
 
     def open_connection(self, peer: int) -> Connection:
         own = self._endpoint(peer)
-        if own.theirs is None or own.used:
+        if own.options is None or own.used:
             raise ArgumentError(
                 "peer", f"the endpoint for rank {peer} is {'in use already' if own.used else 'not connected'}"
             )
-        options = own.endpoint.connection_options(own.theirs)
         own.used = True
-        return self._connect(own.transport, options, peer=peer)
+        return self._connect(own.transport, own.options, peer=peer)
 
     def _endpoint(self, peer: int) -> _PeerEndpoint:
         if peer not in self._endpoints:

@@ -22,8 +22,7 @@ from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Message, ProtocolError, Uint64
-from proxyccl.proxy.fabric.device_memory import register_memory
-from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint, FabricRegistration
+from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint, FabricRegistration, register_memory
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer

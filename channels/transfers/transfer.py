@@ -141,11 +141,11 @@ class Transfer:
         handle = self._open()
         data, nbytes = ffi.NULL if message is None else message, len(message) if message else 0
         if stream is None:
-            status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.NULL, ffi.NULL)
+            status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.NULL)
         elif self._is_queued:
             assert self._copier is not None
             queue = require_no_capture(self._copier.runtime, stream)
-            status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.new("uint64_t *", queue), ffi.NULL)
+            status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.new("uint64_t *", queue))
         else:
             copier = self._copier or self._devices.of_stream(stream)
             queue = require_no_capture(copier.runtime, stream)

@@ -22,10 +22,10 @@ typedef struct {
   struct iovec own[PROXYCCL_FABRIC_PARTS];
   void *descriptors[PROXYCCL_FABRIC_PARTS]; /* of `own` */
   struct fi_rma_iov theirs[PROXYCCL_FABRIC_PARTS];
-} FabricParts;
+} FabricMemory;
 
 /* Adds a part to a request: `bytes` of local memory, and of the peer's. */
-static inline void fabric_add_part(FabricParts *parts, void *own, void *descriptor, uint64_t theirs, uint64_t key,
+static inline void fabric_add_part(FabricMemory *parts, void *own, void *descriptor, uint64_t theirs, uint64_t key,
                                    uint64_t bytes) {
   const uint32_t part = parts->count++;
   parts->own[part] = (struct iovec){own, bytes};
@@ -35,7 +35,7 @@ static inline void fabric_add_part(FabricParts *parts, void *own, void *descript
 
 /* Posts a read, which has a completion, or a write, which has one if it is `awaited`: when its data was delivered.
  * `context` is the request's until then. 0, FI_EAGAIN if the provider takes no request now, or another error. */
-static inline int fabric_post(struct fid_ep *endpoint, uint64_t peer, int reads, int awaited, const FabricParts *parts,
+static inline int fabric_post(struct fid_ep *endpoint, uint64_t peer, int reads, int awaited, const FabricMemory *parts,
                               void *context) {
   const struct fi_msg_rma message = {
       .msg_iov = parts->own,

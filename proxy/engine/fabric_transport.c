@@ -75,7 +75,7 @@ struct FabricConnection {
   int hurried;          /* an awaited flush, or a read, follows requests without a completion */
   int reading;          /* the requests that are outstanding, or made, are reads; otherwise writes */
   uint64_t looks;       /* as it was at the last poll */
-  FabricParts parts;    /* of the request that is made and not posted, if there is one */
+  FabricMemory parts;   /* of the request that is made and not posted, if there is one */
   char text[PROXYCCL_FABRIC_ERROR_TEXT];
 };
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable
 
-from proxyccl.proxy.fabric.device_memory import register_memory
-from proxyccl.proxy.fabric.endpoint import FabricEndpoint, FabricRegistration
+from proxyccl.proxy.fabric.endpoint import FabricEndpoint, FabricRegistration, register_memory
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer

@@ -13,10 +13,12 @@ from msgspec import Meta
 
 from proxyccl.device.errors import ArgumentError, ClosedError, ProtocolError, ResourceError, RuntimeUnavailableError
 from proxyccl.device.ffi_types import fill
+from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Codec, Message, Uint32
 from proxyccl.proxy.fabric.library import FabricOffer, Library, load
 from proxyccl.proxy.fabric.options import FabricOptions
+from proxyccl.proxy.gpu_writes import require_ordered
 from proxyccl.proxy.registration_cache import RegistrationCache
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -71,19 +73,6 @@ class FabricRegistration:
     local_key: int
     region: int
     allocation: Hashable = None
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """The GPU that owns a range.
-
-    Attributes:
-        runtime: name of the GPU's runtime.
-        number: the device's.
-    """
-
-    runtime: str
-    number: int
 
 
 class FabricEndpoint:
@@ -220,14 +209,14 @@ class FabricEndpoint:
         )
 
     def register(
-        self, ptr: int, nbytes: int, *, device: DeviceMemory | None = None, allocation: Hashable = None
+        self, ptr: int, nbytes: int, *, device: tuple[str, int] | None = None, allocation: Hashable = None
     ) -> FabricRegistration:
         """Registers a range, or finds it registered. Each call is paired with a `release`.
 
         Args:
             ptr: address of the range.
             nbytes: its size.
-            device: the owner of the memory; None for the host.
+            device: the runtime and the number of the GPU that owns the memory; None for the host.
             allocation: identifies this allocation among all others, including earlier ones at the same address;
                 None: the range is registered only while it is used.
 
@@ -251,10 +240,13 @@ class FabricEndpoint:
         """
         self._made.release(registration)
 
-    def _register(self, ptr: int, nbytes: int, device: DeviceMemory | None, allocation: Hashable) -> FabricRegistration:
-        if device is not None and (device.runtime not in _OWNERS or not self.offer.device_memory):
-            raise RuntimeUnavailableError(f"{self.offer} does not reach memory of {device.runtime} GPUs")
-        owner, number = (lib.PROXYCCL_FABRIC_HOST, 0) if device is None else (_OWNERS[device.runtime], device.number)
+    def _register(
+        self, ptr: int, nbytes: int, device: tuple[str, int] | None, allocation: Hashable
+    ) -> FabricRegistration:
+        runtime, number = device or ("host", 0)
+        if device is not None and (runtime not in _OWNERS or not self.offer.device_memory):
+            raise RuntimeUnavailableError(f"{self.offer} does not reach memory of {runtime} GPUs")
+        owner = _OWNERS.get(runtime, lib.PROXYCCL_FABRIC_HOST)
         made = ffi.new("ProxycclFabricRegion *")
         for _ in range(_KEY_TRIES):
             # Only a peer that knows a key can write, so a key that this side chooses is a secret.
@@ -262,7 +254,7 @@ class FabricEndpoint:
             error = lib.proxyccl_fabric_register(self._endpoint, ptr, nbytes, key, owner, number, made)
             if error != _KEY_EXISTS:
                 break
-        kind = "host memory" if device is None else f"memory of a {device.runtime} GPU"
+        kind = "host memory" if device is None else f"memory of a {runtime} GPU"
         self._check(f"fi_mr_regattr of {nbytes} bytes of {kind}", error)
         return FabricRegistration(
             ptr=ptr,
@@ -307,3 +299,26 @@ class FabricEndpoint:
         endpoint, self._endpoint = self._endpoint, None
         self._check("fi_close", lib.proxyccl_fabric_close(endpoint))
         self._kept.clear()
+
+
+def register_memory(
+    endpoint: FabricEndpoint, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
+) -> FabricRegistration:
+    """Registers memory of the host, or of a device unless that does not order RDMA writes.
+
+    Args:
+        endpoint: registers it.
+        runtime: tells whether it is a device's.
+        gpu_writes: as in `FabricOptions`.
+        ptr, nbytes, allocation: as for `FabricEndpoint.register`.
+
+    Raises:
+        RuntimeUnavailableError: the device does not order them (`require_ordered`). Other errors are those of
+            `FabricEndpoint.register`.
+    """
+    number = None if runtime.name == "host" else runtime.pointer_device(ptr)
+    if number is None:
+        return endpoint.register(ptr, nbytes, allocation=allocation)
+    require_ordered(runtime, gpu_writes, "PROXYCCL_FABRIC_GPU_WRITES")
+    with runtime.current():
+        return endpoint.register(ptr, nbytes, device=(runtime.name, number), allocation=allocation)

@@ -129,7 +129,7 @@ static void end(CopyTransfer *self) {
     transfer_end_deregistered(transfer);
   } else if (self->pid != 0 && transfer->error == EFAULT && transfer->fault.kind == PROXYCCL_FAULT_PROTECTED) {
     /* The peer knows what became of it. If it has gone, so does the link, which then ends the transfer. */
-    link_ask(link, &self->question, &transfer->fault);
+    link_start(link, &self->question, 0, &transfer->fault);
   } else {
     transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
   }

@@ -88,7 +88,7 @@ static int post(Fabric *fabric) {
   const uint64_t rest = row[2] - offset, most = fabric->port.max_message;
   const uint64_t bytes = rest < most ? rest : most;
   Posted *posted = fabric->unused;
-  FabricParts parts = {0};
+  FabricMemory parts = {0};
   fabric_add_part(&parts, (char *)(uintptr_t)row[0] + offset, (void *)(uintptr_t)row[3], row[1] + offset, row[4],
                   bytes);
   const int error = fabric_post(fabric->endpoint, rdma->peer, !rdma->writes, 1, &parts, posted);

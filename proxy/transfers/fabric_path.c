@@ -29,7 +29,7 @@ static void ended(Rdma *rdma) {
   } else if (fabric_failed(transfer->agent)) {
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
   } else { /* the peer knows what became of its memory, and if it has gone, the link ends */
-    link_ask(transfer->link, &self->question, &transfer->fault);
+    link_start(transfer->link, &self->question, 0, &transfer->fault);
   }
 }
 

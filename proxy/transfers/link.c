@@ -463,9 +463,12 @@ void link_send(ProxycclLink *link) {
   watch(link, EPOLLIN | (writable ? EPOLLOUT : 0));
 }
 
-/* Sends a request that was not active. */
-static void start(ProxycclLink *link, Request *request) {
+void link_start(ProxycclLink *link, Request *request, uint64_t bytes, const ProxycclFault *asked) {
+  request->at = (Position){0, 0};
+  request->left = bytes;
   request->unanswered = request->refusal = 0;
+  request->asks = asked != NULL;
+  request->fault = asked != NULL ? *asked : (ProxycclFault){PROXYCCL_FAULT_NONE, 0};
   request->active = 1;
   if (link->lost != NULL) {
     end_request(request);
@@ -473,20 +476,6 @@ static void start(ProxycclLink *link, Request *request) {
     queue_push(&link->requests, request);
     link_send(link);
   }
-}
-
-void link_start(ProxycclLink *link, Request *request, uint64_t bytes) {
-  request->at = (Position){0, 0};
-  request->left = bytes;
-  request->asks = 0;
-  request->fault = (ProxycclFault){PROXYCCL_FAULT_NONE, 0};
-  start(link, request);
-}
-
-void link_ask(ProxycclLink *link, Request *request, const ProxycclFault *fault) {
-  request->asks = 1;
-  request->fault = *fault;
-  start(link, request);
 }
 
 void link_forget(ProxycclLink *link, Request *request) {

@@ -399,8 +399,10 @@ void link_look(ProxycclLink *link);    /* loses it if the peer has gone, of whic
 void link_wake(ProxycclLink *link);    /* its socket is the thread's again */
 int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *first, uint64_t first_bytes,
                 const void *second, uint64_t second_bytes);
-void link_start(ProxycclLink *link, Request *request, uint64_t bytes);
-void link_ask(ProxycclLink *link, Request *request, const ProxycclFault *fault);
+/* Starts a request that is not active: for its blocks' bytes, or, if `asked` is not NULL, for what became of that
+ * memory.
+ */
+void link_start(ProxycclLink *link, Request *request, uint64_t bytes, const ProxycclFault *asked);
 void link_forget(ProxycclLink *link, Request *request); /* from now on nothing touches its local memory */
 
 /* log.c */

@@ -10,7 +10,7 @@ static Request *request_of(ProxycclTransfer *transfer) { return &((SocketTransfe
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   (void)stream;
-  link_start(transfer->link, request_of(transfer), transfer->bytes);
+  link_start(transfer->link, request_of(transfer), transfer->bytes, NULL);
 }
 
 static void help(ProxycclTransfer *transfer) { link_help(transfer->link); }

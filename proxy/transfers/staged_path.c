@@ -60,7 +60,7 @@ static int is_copied(StagedTransfer *self, uint32_t i) {
 static void move_part(StagedTransfer *self, Part *part) {
   part->state = PART_MOVING;
   part->request.count = part->blocks;
-  link_start(self->base.link, &part->request, part->stage.iov_len);
+  link_start(self->base.link, &part->request, part->stage.iov_len, NULL);
 }
 
 /* Gives a part the next blocks. */

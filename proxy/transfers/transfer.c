@@ -177,8 +177,9 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   }
 }
 
-int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream,
-                           uint64_t *words) {
+/* Makes it active, and begins it, or has it begun when a stream has raised words[0]. 0 or an error. */
+static int post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream,
+                uint64_t *words) {
   ProxycclAgent *agent = transfer->agent;
   if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
   const uint64_t posted = now_ns();
@@ -206,6 +207,14 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
   }
   pthread_mutex_unlock(&agent->lock);
   return error;
+}
+
+int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream) {
+  return post(transfer, message, bytes, stream, NULL);
+}
+
+int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words) {
+  return post(transfer, message, bytes, NULL, words);
 }
 
 /* Begins it if its stream has come to it, or goes on with it: 1 if something happened. */

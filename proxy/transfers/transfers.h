@@ -220,15 +220,14 @@ void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
 /* Cancels it if it is active, and frees it. 0, or after 30 s EBUSY, as of proxyccl_transfer_cancel: its staging must
  * stay. */
 int proxyccl_transfer_release(ProxycclTransfer *transfer);
-/* Starts it. `message`: told to the peer when the data has arrived; NULL: none. A short transfer without a stream ends
- * before it returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM.
- *
- * `stream`: of the device that copies; it then runs after the stream's earlier work, and before its later work. NULL:
- * none. `words`: for one that no device copies. It starts once a stream has raised words[0]. When it has ended, however
- * it did, words[1] is 1: the stream's later work waits for that. The words are 0 before, of this start alone, in memory
- * that streams write and wait for, and outlive it. NULL: it starts at once. */
-int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream,
-                           uint64_t *words);
+/* Starts it. `message`: told to the peer when the data has arrived; NULL: none. `stream`: of the device that copies; it
+ * then runs after the stream's earlier work, and before its later work. NULL: none. A short transfer without a stream
+ * ends before it returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM. */
+int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
+/* Starts it once a stream has raised words[0]. When it has ended, however it did, words[1] is 1: the stream's later
+ * work waits for that. The words are 0 before, of this start alone, in memory that streams write and wait for, and
+ * outlive it. For a transfer that no device copies. 0 or an error as of proxyccl_transfer_post. */
+int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words);
 /* Ends it as canceled if it is active. A device's copies are waited for, and so is the stream's work before them, at
  * most 30 s; requests to libfabric, of this side or the peer's, which can't be taken back, until the time-out. 0: its
  * local memory is no longer touched. EBUSY: some of these requests still may touch it. It stays active, and ends as

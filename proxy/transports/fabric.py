@@ -48,18 +48,12 @@ class _Endpoint:
     def __init__(self, device: FabricContext) -> None:
         self._device = device
         segment = device.registered_segment
-        self._options: Any = None
         self.info = EndpointInfo(device.endpoint.address, segment.address, segment.key)
 
-    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         if theirs.ring_bytes:
             raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
-        self._options = self._device.endpoint.connect(theirs.endpoint, theirs.rkey)
-
-    def connection_options(self, theirs: EndpointInfo) -> Any:
-        if self._options is None:
-            raise ArgumentError("endpoint", "it is not connected")
-        return self._options
+        return self._device.endpoint.connect(theirs.endpoint, theirs.rkey)
 
     def close(self) -> None:
         """Does nothing: the endpoint is the device's."""

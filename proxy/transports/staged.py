@@ -10,28 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.transports import verbs
-from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, staged_over
+from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, Wire, staged_over
 
 if TYPE_CHECKING:  # a rank imports them when it opens the device
     from proxyccl.proxy.verbs.context import VerbsContext
 
 
-class _Wire:
-    """See `staged_connection.Wire`."""
+def _make_wire(device: VerbsContext) -> Wire:
+    endpoint = device.device.endpoint()
 
-    def __init__(self, device: VerbsContext) -> None:
-        self._endpoint = device.device.endpoint()
-        self.address = self._endpoint.address
-        self.number = 0
+    def connect(theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
+        endpoint.connect(theirs.endpoint, timeout, given_up)
+        return endpoint.engine_options(theirs.rkey)
 
-    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
-        self._endpoint.connect(theirs.endpoint, timeout, given_up)
-
-    def options(self, theirs: EndpointInfo) -> Any:
-        return self._endpoint.engine_options(theirs.rkey)
-
-    def close(self) -> None:
-        self._endpoint.close()
+    return Wire(endpoint.address, 0, connect, endpoint.close)
 
 
 def _make_endpoint(device: VerbsContext) -> StagedEndpoint:
@@ -39,7 +31,7 @@ def _make_endpoint(device: VerbsContext) -> StagedEndpoint:
         device,
         [device.registrations],
         lambda made: (made.lkey, made.rkey, made.address),
-        lambda: [_Wire(device)],
+        lambda: [_make_wire(device)],
         ring_bytes=device.options.staging_bytes,
         chunk_bytes=device.options.staging_chunk,
         credits_tell=False,

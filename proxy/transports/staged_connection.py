@@ -104,30 +104,20 @@ def _status_text(status: int) -> str:
     return f"the copy into pinned memory failed with the driver's status {status - lib.PROXYCCL_STAGED_COPY_OUT}"
 
 
-class Wire(Protocol):
-    """This rank's end of the link between two staging areas."""
+class Wire(Struct, frozen=True):
+    """This rank's end of the link between two staging areas.
 
-    @property
-    def address(self) -> bytes:
-        """Its address for the peer."""
-        ...
+    Attributes:
+        address: its address for the peer.
+        number: as in `StagedWire`.
+        connect: connects it to the peer's, as `TransportEndpoint.connect`, for signals to the peer's area.
+        close: frees it.
+    """
 
-    @property
-    def number(self) -> int:
-        """See `StagedWire`."""
-        ...
-
-    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
-        """Connects it to the peer's. See `RemoteContext.connect_endpoint`."""
-        ...
-
-    def options(self, theirs: EndpointInfo) -> Any:
-        """Options of the wire's own transport, for signals to the peer's area."""
-        ...
-
-    def close(self) -> None:
-        """Frees it."""
-        ...
+    address: bytes
+    number: int
+    connect: Callable[[EndpointInfo, float, Callable[[], bool]], Any]
+    close: Callable[[], None]
 
 
 class Registrar(Protocol):
@@ -205,18 +195,13 @@ class StagedEndpoint:
             first.endpoint, device.segment.host_ptr, first.rkey, first.area, ring_bytes, tuple(more)
         )
 
-    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
-        """See `TransportEndpoint`."""
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> StagedOptions:
+        """See `TransportEndpoint`. Both sides use the smaller of their ring sizes, and as many wires as both have."""
         if not theirs.ring_bytes:
             raise ArgumentError("peer", "its end of the connection is not staged, but this end is")
-        for wire, end in zip(self._wires, theirs.wires(), strict=False):  # as many as both have
-            wire.connect(end, timeout, given_up)
-
-    def connection_options(self, theirs: EndpointInfo) -> StagedOptions:
-        """See `TransportEndpoint`. Both sides use the smaller of their ring sizes."""
         ring_bytes, words = min(self.info.ring_bytes, theirs.ring_bytes), self._device.signals
         wires = [
-            StagedWire(wire.options(end), key, end.area, end.rkey, wire.number)
+            StagedWire(wire.connect(end, timeout, given_up), key, end.area, end.rkey, wire.number)
             for wire, key, end in zip(self._wires, self._keys, theirs.wires(), strict=False)
         ]
         return StagedOptions.of(

@@ -5,15 +5,12 @@ It is for memory that libfabric's provider can't register (engine/staged_transpo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import NEEDS
-from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.transports import fabric
-from proxyccl.proxy.transports.staged_connection import StagedEndpoint, staged_over
+from proxyccl.proxy.transports.staged_connection import StagedEndpoint, Wire, staged_over
 
 if TYPE_CHECKING:  # a rank imports them when it opens the endpoint
     from proxyccl.proxy.fabric.context import FabricContext
@@ -30,24 +27,14 @@ def _error_text(connection: Any) -> str:
     return ffi.string(lib.proxyccl_staged_fabric_error_text(connection)).decode(errors="replace")
 
 
-class _Wire:
-    """See `staged_connection.Wire`. Its number is that of its endpoint, which wires to all peers share."""
-
-    def __init__(self, endpoint: FabricEndpoint, number: int) -> None:
-        self._endpoint, self.number = endpoint, number
-        self._options: Any = None
-        self.address = endpoint.address
-
-    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
-        self._options = self._endpoint.connect(theirs.endpoint, theirs.rkey)
-
-    def options(self, theirs: EndpointInfo) -> Any:
-        if self._options is None:
-            raise ArgumentError("endpoint", "it is not connected")
-        return self._options
-
-    def close(self) -> None:
-        """Does nothing: the endpoint is the device's."""
+def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
+    """An endpoint, which is the device's, as a wire to one peer."""
+    return Wire(
+        endpoint.address,
+        number,
+        connect=lambda theirs, timeout, given_up: endpoint.connect(theirs.endpoint, theirs.rkey),
+        close=lambda: None,
+    )
 
 
 def default_ring(wires: int, peers: int) -> int:
@@ -79,7 +66,7 @@ def _make_endpoint(device: FabricContext) -> StagedEndpoint:
         device,
         [endpoint for _, endpoint in wires],
         lambda made: (made.local_key, made.key, made.address),
-        lambda: [_Wire(endpoint, number) for number, endpoint in wires],
+        lambda: [_wire(endpoint, number) for number, endpoint in wires],
         ring_bytes=ring_bytes,
         chunk_bytes=options.staging_chunk,
         credits_tell=device.endpoint.offer.is_stream,

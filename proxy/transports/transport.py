@@ -26,12 +26,11 @@ class TransportEndpoint(Protocol):
         """The rank's message to the peer about it."""
         ...
 
-    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
-        """See `RemoteContext.connect_endpoint`. It stops waiting once `given_up` returns True."""
-        ...
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
+        """See `RemoteContext.connect_endpoint`. It stops waiting once `given_up` returns True.
 
-    def connection_options(self, theirs: EndpointInfo) -> Any:
-        """The options for `Transport.connect`. The endpoint must be connected, and outlive that connection."""
+        Returns the options for `Transport.connect`. The endpoint must outlive that connection.
+        """
         ...
 
     def close(self) -> None:

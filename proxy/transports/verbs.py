@@ -77,12 +77,10 @@ class _Endpoint:
         self._endpoint = device.device.endpoint()
         self.info = EndpointInfo(self._endpoint.address, segment.host_ptr, registration.rkey)
 
-    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         if theirs.ring_bytes:
             raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
         self._endpoint.connect(theirs.endpoint, timeout, given_up)
-
-    def connection_options(self, theirs: EndpointInfo) -> Any:
         return self._endpoint.engine_options(theirs.rkey)
 
     def close(self) -> None:

@@ -11,8 +11,7 @@ import pytest
 from proxyccl import RuntimeUnavailableError
 from proxyccl.device.gpu import cuda, hip
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.fabric.device_memory import register_memory
-from proxyccl.proxy.fabric.endpoint import FabricEndpoint
+from proxyccl.proxy.fabric.endpoint import FabricEndpoint, register_memory
 from proxyccl.proxy.verbs.device_memory import register_device_memory, unsupported_reason
 from proxyccl.proxy.verbs.registrations import Registrations
 

@@ -104,10 +104,7 @@ class _Endpoint:
         self._network, self._device = opened.network, opened.network.device()
         self.info = EndpointInfo(b"", opened.segment, opened.key)
 
-    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
-        """There is nothing to connect."""
-
-    def connection_options(self, theirs: EndpointInfo) -> Any:
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         return verbs_options(
             self._device.qp,
             send_depth=_SEND_DEPTH,
