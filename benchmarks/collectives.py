@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from proxyccl.channels.collectives.table import OPS
 from proxyccl.channels.collectives.selection import ALGORITHMS_BY_COLLECTIVE
+from proxyccl.channels.collectives.table import OPS
 from proxyccl.channels.communicator import Communicator
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import DTYPES, as_dtype, reduction_dtypes
