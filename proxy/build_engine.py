@@ -1,4 +1,7 @@
-"""Declares the extension `proxyccl.proxy._engine`: the C engine and its transports. Run by setuptools at build time."""
+"""Declares the extension `proxyccl.proxy._engine`: the C engine, its transports, and the parts of ranks' segments.
+
+Run by setuptools at build time.
+"""
 
 import re
 import runpy
@@ -14,15 +17,18 @@ OPTIONS = [f"{name}_transport" for name in TRANSPORTS if (ENGINE / f"{name}_tran
 HEADERS = [
     *(f"device/include/proxyccl/{name}.h" for name in ("trigger", "control")),
     *(f"proxy/engine/{name}.h" for name in ("observe", "outcome", "runtime_table", "schedule", *OPTIONS, "engine")),
-    *(f"proxy/engine/{name}.h" for name in ("transports", "calls", "announcements", "rendezvous", "wake_signal")),
+    *(f"proxy/engine/{name}.h" for name in ("transports", "wake_signal")),
+    *(f"proxy/segment/{name}.h" for name in ("calls", "announcements", "rendezvous")),
     *(f"proxy/engine/{name}_objects.h" for name in ("fabric", "verbs")),
 ]
 """Those that Python needs, each after those whose types it names."""
 
 
-def in_engine(pattern: str) -> list[str]:
-    """Paths of the engine's files, relative to the project as setuptools wants them."""
-    return sorted(f"proxy/engine/{path.name}" for path in ENGINE.glob(pattern))
+def files(pattern: str) -> list[str]:
+    """Paths of the extension's files, relative to the project as setuptools wants them."""
+    return sorted(
+        str(path.relative_to(ROOT)) for room in ("engine", "segment") for path in ROOT.glob(f"proxy/{room}/{pattern}")
+    )
 
 
 declarations = runpy.run_path(str(ROOT / "device/build_declarations.py"))["declarations"]
@@ -33,15 +39,16 @@ ffi.cdef(re.sub(r"(const )?Proxyccl(Launch|StreamOperations) \*", "const void *"
 ffi.set_source(
     "proxyccl.proxy._engine",
     "\n".join(f'#include "{header}"' for header in HEADERS),
-    sources=in_engine("*.c"),
+    sources=files("*.c"),
     depends=[
-        *(*in_engine("*.h"), *HEADERS, "device/include/proxyccl/platform_host_memmove.h"),
+        *(*files("*.h"), *HEADERS, "device/include/proxyccl/platform_host_memmove.h"),
         *(f"device/{name}.h" for name in ("launch", "waking", "stream_operations")),
     ],
     # The last two exist where `make` had to fetch libibverbs' and libfabric's headers.
     include_dirs=[
         ".",
         "proxy/engine",
+        "proxy/segment",
         "device",
         "device/include",
         "build/rdma-headers/usr/include",

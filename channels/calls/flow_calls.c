@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../proxy/engine/calls.h"
+#include "../../proxy/segment/calls.h"
 #include "../../proxy/engine/order.h"
 #include "flows.h"
 #include "stream_order.h"

@@ -111,7 +111,7 @@ def run(command: list[str], directory: Path, **environment: str) -> str:
 def build(own: Path) -> None:
     """Makes the verifier that its directory is named for."""
     model, sizes = VERIFIERS[own.name]
-    includes = [f"-I{ROOT / place}" for place in ("device/include", "proxy/engine")]
+    includes = [f"-I{ROOT / place}" for place in ("device/include", "proxy/engine", "proxy/segment")]
     shutil.copytree(MODELS, own, dirs_exist_ok=True)
     run(["gcc", *includes, str(MODELS / "constants.c"), "-o", "constants"], own)
     (own / "constants.h").write_text(run(["./constants"], own))

@@ -420,7 +420,13 @@ def compile_object(source: str, directory: Path, *flags: str) -> Path:
     """Compiles a file of the models, with the shipped sources that are copied into the directory."""
     made = directory / f"{source}.o"
     compiler = ["g++", "-std=c++17"] if source.endswith(".cpp") else ["gcc", "-std=gnu11"]
-    includes = [f"-I{MODELS}", f"-I{directory}/proxy/engine", f"-I{directory}/device/include", f"-I{ROOT}/device"]
+    includes = [
+        f"-I{MODELS}",
+        f"-I{directory}/proxy/engine",
+        f"-I{directory}/proxy/segment",
+        f"-I{directory}/device/include",
+        f"-I{ROOT}/device",
+    ]
     # The explorer takes the time: as much to compile as to run. The others are compiled several times.
     level = "-O1" if DEPTH > 1 else "-Og" if source == "explore.cpp" else "-O0"
     run([*compiler, level, *WARNINGS, *flags, *includes, "-c", str(MODELS / source), "-o", str(made)])

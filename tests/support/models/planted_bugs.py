@@ -13,7 +13,7 @@ from pathlib import Path
 
 from support.paths import ROOT
 
-SOURCES = ("device/include/proxyccl", "proxy/engine")
+SOURCES = ("device/include/proxyccl", "proxy/engine", "proxy/segment")
 
 
 @dataclass(frozen=True)
