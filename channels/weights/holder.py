@@ -23,6 +23,8 @@ from proxyccl.device.errors import ArgumentError
 
 _SLICE = 0.05
 """Seconds between looks at links: a link that is lost wakes nobody who waits for messages."""
+_LAST_MESSAGE_SECONDS = 0.5
+"""How long a reader's last message may come after the end of the link to that reader: it comes over the reader's own."""
 
 
 class Holder:
@@ -39,7 +41,7 @@ class Holder:
         self._version_region = agent.register(self._words)
         self._readers: dict[str, int] = {}  # by name: the version that each has read
         self._numbers: dict[str, int] = {}  # and its number, by which it is told from a later holder of that name
-        self._unreachable: dict[str, str] = {}
+        self._ended: dict[str, tuple[str, float]] = {}  # by the name of a reader: why, and since when
 
     def __repr__(self) -> str:
         nbytes = sum(part.nbytes for part in self._parts)
@@ -115,7 +117,7 @@ class Holder:
         try:
             self._agent.notify(reader, MESSAGE.encode(message))
         except DisconnectedError as error:
-            self._unreachable[reader] = str(error)  # `_lost_readers` has it
+            self._ended.setdefault(reader, (str(error), time.monotonic()))
 
     def _take_messages(self) -> None:
         for sender, data in self._agent.messages():
@@ -126,6 +128,7 @@ class Holder:
                     self._readers[sender] = version
                 case Leave(number) if self._numbers.get(sender) == number:
                     self._readers.pop(sender, None)
+                    self._ended.pop(sender, None)
 
     def _meet(self, metadata: bytes) -> str:
         """Adds another agent. It replaces one of that name, which has ended: the program has newer metadata."""
@@ -139,17 +142,21 @@ class Holder:
         self._meet(metadata)
         self._readers[name] = 0
         self._numbers[name] = number
-        self._unreachable.pop(name, None)
+        self._ended.pop(name, None)
         if self._version[0]:
             self._tell(name, Offered())
 
     def _lost_readers(self) -> dict[str, str]:
-        """Forgets readers that ended: the reason by name."""
-        lost = {name: self._unreachable.get(name) or self._agent.lost(name) for name in self._readers}
-        lost = {name: reason for name, reason in lost.items() if reason}
+        """Forgets readers that ended _LAST_MESSAGE_SECONDS ago: the reason by name."""
+        now = time.monotonic()
+        for name in self._readers:
+            if reason := self._agent.lost(name):
+                self._ended.setdefault(name, (reason, now))
+        over = {name: reason for name, (reason, since) in self._ended.items() if now - since >= _LAST_MESSAGE_SECONDS}
+        lost = {name: reason for name, reason in over.items() if name in self._readers}
         for name in lost:
             del self._readers[name]
-            self._unreachable.pop(name, None)
+            del self._ended[name]
             self._agent.remove(name)
         return lost
 
