@@ -24,7 +24,7 @@ from proxyccl.device.errors import ArgumentError
 _SLICE = 0.05
 """Seconds between looks at links: a link that is lost wakes nobody who waits for messages."""
 _LAST_MESSAGE_SECONDS = 0.5
-"""How long a reader's last message may come after the end of the link to that reader: it comes over the reader's own."""
+"""A reader sends its last message over its own link, which may come this long after the link to that reader has ended."""
 
 
 class Holder:
