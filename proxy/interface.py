@@ -232,7 +232,7 @@ class RemoteContext(Protocol):
         ...
 
     def withdraw(self, memory: ExposedMemory) -> None:
-        """Undoes `expose` or `expose_pinned`. No trigger may name the memory any more, on this rank or on a peer."""
+        """Undoes `expose` or `expose_pinned`. Triggers must no longer name the memory, on this rank or on a peer."""
         ...
 
     def close(self) -> None:

@@ -143,7 +143,7 @@ void fabric_poll(ProxycclAgent *agent) {
   uint32_t taken = 0;
   if (fabric->failed == 0) {
     fabric->failed = fabric_drain(fabric->queue, complete, fabric, &taken);
-    /* The descriptor of a failed queue may stay readable for ever. */
+    /* The descriptor of a failed queue may stay readable forever. */
     if (fabric->failed != 0 && fabric->port.descriptor >= 0)
       agent_watch(agent, fabric->port.descriptor, 0, EPOLL_CTL_DEL, 0);
   }

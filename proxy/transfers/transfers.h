@@ -122,9 +122,9 @@ void proxyccl_agent_tell_losses(ProxycclAgent *agent, int event);
 /* The address of the agent's secret, which a peer of this host reads to check that it can read this process. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: `count` first addresses, in order, then for each
- * the highest end of the ranges up to it. `staging`: the stages of the device that owns the memory, the same in every
- * call on, and outlives the agent's thread; NULL: the host's. When it returns, no socket touches other memory: it waits
- * for the device's copies from and to such memory, at most 30 s. 0 or ENOMEM. */
+ * the highest end of the ranges up to it. `staging`: the stages of the device that owns the memory, which
+ * identify the device in later calls and outlive the agent's thread; NULL for host memory. Waits at most 30 s for the
+ * device's copies from and to removed ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
 int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
                               uint64_t count);
 /* The bytes in the inbox. A message has the lengths of the sender's name and of its text (8 bytes each), then both.
