@@ -530,9 +530,7 @@ static void begin_part(ProxycclWorker *worker, Schedule *schedule) {
   }
 }
 
-/* Finds the schedule that this worker must begin, or NULL. Worker 0 reads the bell and announces the schedule to
- * others.
- */
+/* Finds the schedule that this worker must begin, or NULL. Worker 0 reads the bell and tells the others. */
 static ProxycclOutcome find_schedule(ProxycclWorker *worker, Schedule **schedule, ProxycclExitInfo *info) {
   ProxycclService *service = worker->service;
   *schedule = NULL;
