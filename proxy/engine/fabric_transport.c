@@ -269,7 +269,7 @@ static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* An operation waits only for an outstanding request. */
+/* A waiting operation implies an outstanding request. */
 static int fabric_idle(const ProxycclConnection *base) {
   const FabricConnection *self = (const FabricConnection *)base;
   return self->made == self->retired;
