@@ -104,7 +104,7 @@ class JobDaemon:
                 return connection, answer.pid
 
     def _runs(self) -> bool:
-        """Whether the daemon that served this process before is still running, so that there is no start to wait for."""
+        """Whether the daemon that served this process before is still running, so no start is needed."""
         pid, started = _served.get(self._name, (0, None))
         return started is not None and start_of(pid) == started
 
