@@ -247,7 +247,7 @@ class Session:
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: AnyReply) -> None:
-        """Sends an event without waiting for the client, because other clients' workers may share the caller's thread."""
+        """Sends an event without waiting for the client, because other workers may share the thread."""
         try:
             send(self._connection, REPLIES, event, flags=socket.MSG_DONTWAIT)
         except OSError:
@@ -360,7 +360,7 @@ class Session:
         self._send_event(Failed(structs.replace(failure, exception=None)))
 
     def _free(self, timeout: float) -> bool:
-        """Ends the workers at once and frees everything. Returns False, and keeps the memory, if a worker did not end."""
+        """Ends the workers at once and frees everything. Returns False and keeps the memory if one did not end."""
         service = self._service
         if service is None:
             return True
