@@ -1,4 +1,4 @@
-"""Checks this machine for the requirements of verbs, cheaply, because every rank asks and few machines have a device."""
+"""Checks this machine for the requirements of verbs, cheaply, because every rank asks and few have a device."""
 
 from __future__ import annotations
 
