@@ -63,7 +63,7 @@ ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves
 /* Starts to watch the socket for events. */
 static void watch(ProxycclLink *link, uint32_t events) {
   if (agent_watch(link->agent, link->socket, (uintptr_t)link, EPOLL_CTL_MOD, events) != 0) {
-    link_lose(link, "the kernel does not watch its socket");
+    link_lose(link, "epoll cannot watch the link's socket");
   }
 }
 
@@ -321,7 +321,7 @@ static int begin_frame(ProxycclLink *link) {
   const int begun = link->answer != NULL && is_ready(link->answer)              ? begin_answer(link)
                     : link->requests.first != NULL && link->unanswered < WINDOW ? begin_request(link)
                                                                                 : -1;
-  if (begun == 0) link_lose(link, "there is no memory");
+  if (begun == 0) link_lose(link, "this process is out of memory");
   return begun > 0;
 }
 
@@ -332,7 +332,7 @@ static const char *copy_rest(ProxycclLink *link, int may_read, uint64_t *block) 
   const char *unread = NULL;
   struct iovec *copy = calloc(1, sizeof *copy + out->left);
   if (copy == NULL) {
-    link_lose(link, "there is no memory");
+    link_lose(link, "this process is out of memory");
     return NULL;
   }
   *copy = (struct iovec){copy + 1, out->left};
@@ -633,7 +633,7 @@ static int permit(const ProxycclLink *link) {
 static const char *take_by_fabric(ProxycclLink *link, const struct iovec *blocks, Device *device) {
   const Receiving *in = &link->in;
   Answer *made = answer(link, 0, 0, blocks, in->frame.count);
-  if (made == NULL) return "there is no memory";
+  if (made == NULL) return "this process is out of memory";
   made->by_fabric = 1;
   made->fetches = in->frame.kind == FRAME_FETCH;
   made->data = in->frame.bytes;
@@ -659,18 +659,18 @@ static const char *take_body(ProxycclLink *link) {
     if (different != 0) return "the peer does not know the secret";
     if (frame->kind == FRAME_PERMIT) {
       link->asked = 1;
-      return answer(link, (uint32_t)permit(link), 0, NULL, 0) != NULL ? NULL : "there is no memory";
+      return answer(link, (uint32_t)permit(link), 0, NULL, 0) != NULL ? NULL : "this process is out of memory";
     }
     link->name_bytes = (uint32_t)(in->body.used - PROXYCCL_SECRET_BYTES);
     link->name = malloc(link->name_bytes);
-    if (link->name == NULL) return "there is no memory";
+    if (link->name == NULL) return "this process is out of memory";
     memcpy(link->name, in->body.bytes + PROXYCCL_SECRET_BYTES, link->name_bytes);
     link->greeted = 1;
   } else if (frame->kind == FRAME_ADDRESS) {
     link->addressed |= fabric_know(link, in->body.bytes, in->body.used);
   } else if (frame->kind == FRAME_MESSAGE) {
     if (agent_receive(agent, link->name, link->name_bytes, in->body.bytes, in->body.used) != 0)
-      return "there is no memory";
+      return "this process is out of memory";
   } else if (frame->kind == FRAME_ANSWER) {
     in->at = link->awaited[link->oldest % WINDOW].at;
     in->left = frame->count == 0 ? frame->bytes : 0;
@@ -683,7 +683,7 @@ static const char *take_body(ProxycclLink *link) {
     if (frame->kind == FRAME_FETCH || frame->kind == FRAME_STORE) return take_by_fabric(link, blocks, device);
     if (frame->kind == FRAME_READ) {
       Answer *made = answer(link, 0, frame->bytes, blocks, frame->count);
-      if (made == NULL) return "there is no memory";
+      if (made == NULL) return "this process is out of memory";
       made->device = device;
       return NULL;
     }
@@ -693,14 +693,14 @@ static const char *take_body(ProxycclLink *link) {
         in->block = find_unmapped(blocks, frame->count);
         if (in->block < frame->count) error = EFAULT;
       }
-      return answer(link, error, error != 0 ? in->block : 0, NULL, 0) != NULL ? NULL : "there is no memory";
+      return answer(link, error, error != 0 ? in->block : 0, NULL, 0) != NULL ? NULL : "this process is out of memory";
     }
     in->error = in->block == frame->count ? 0 : EACCES;
     in->blocks = in->error == 0 ? blocks : NULL;
     in->count = frame->count;
     if (in->error == 0 && device != NULL) {
       in->stage = stage_take(link, device);
-      if (in->stage == NULL) return "there is no memory";
+      if (in->stage == NULL) return "this process is out of memory";
       in->staged = (struct iovec){in->stage->memory, frame->bytes};
     }
     in->at = (Position){0, 0};
@@ -731,7 +731,7 @@ static const char *end_data(ProxycclLink *link) {
     Stage *stage = in->stage;
     if (stage != NULL && in->blocks != NULL) check_write(link);
     Answer *made = answer(link, in->error, in->error != 0 ? in->block : 0, NULL, 0);
-    if (made == NULL) return "there is no memory";
+    if (made == NULL) return "this process is out of memory";
     in->stage = NULL;
     if (stage != NULL && in->error == 0) {
       made->stage = stage; /* sent only after the copies from the stage */
@@ -829,7 +829,7 @@ static size_t take_part(ProxycclLink *link, const char **problem) {
     return taken;
   }
   if (in_body && in->have == in->body.used && !extend_body(in)) {
-    *problem = "there is no memory";
+    *problem = "this process is out of memory";
     return 0;
   }
   char *to = in_body ? in->body.bytes : (char *)&in->frame;
@@ -942,7 +942,7 @@ ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char 
     link->pid = pid;
     if (link_append(link, FRAME_HELLO, VERSION, peer_secret, PROXYCCL_SECRET_BYTES, agent->name, strlen(agent->name)) ||
         (address_bytes > 0 && link_append(link, FRAME_ADDRESS, 0, address, address_bytes, NULL, 0))) {
-      link_lose(link, "there is no memory");
+      link_lose(link, "this process is out of memory");
     }
     link_send(link);
   }

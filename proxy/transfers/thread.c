@@ -32,7 +32,7 @@ static void accept_link(ProxycclAgent *agent, int listener) {
     oldest = link;
     ++ungreeted;
   }
-  if (ungreeted >= UNGREETED) link_lose(oldest, "no greeting came");
+  if (ungreeted >= UNGREETED) link_lose(oldest, "the peer sent no greeting in time");
   link_new(agent, socket, -1, 1); /* closes the socket if out of memory */
 }
 
