@@ -25,7 +25,7 @@ HEADERS = [
 
 
 def files(pattern: str) -> list[str]:
-    """Paths of the extension's files, relative to the project as setuptools wants them."""
+    """The extension's files that match `pattern`, as paths relative to the project, which setuptools needs."""
     return sorted(
         str(path.relative_to(ROOT)) for room in ("engine", "segment") for path in ROOT.glob(f"proxy/{room}/{pattern}")
     )
@@ -34,7 +34,7 @@ def files(pattern: str) -> list[str]:
 declarations = runpy.run_path(str(ROOT / "device/build_declarations.py"))["declarations"]
 declared = declarations("\n".join((ROOT / header).read_text() for header in HEADERS))
 ffi = cffi.FFI()
-# Any pointers: launches and operations are structs of `_native`, whose types are not this extension's to cffi.
+# void pointers: launches and operations are structs of `_native`, and cffi does not share types between extensions.
 ffi.cdef(re.sub(r"(const )?Proxyccl(Launch|StreamOperations) \*", "const void *", declared))
 ffi.set_source(
     "proxyccl.proxy._engine",
@@ -44,7 +44,7 @@ ffi.set_source(
         *(*files("*.h"), *HEADERS, "device/include/proxyccl/platform_host_memmove.h"),
         *(f"device/{name}.h" for name in ("launch", "waking", "stream_operations")),
     ],
-    # The last two exist where `make` had to fetch libibverbs' and libfabric's headers.
+    # The last two directories exist where `make` fetched the headers of libibverbs and libfabric.
     include_dirs=[
         ".",
         "proxy/engine",

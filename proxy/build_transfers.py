@@ -13,7 +13,7 @@ TRANSFERS = ROOT / "proxy/transfers"
 
 
 def in_transfers(pattern: str) -> list[str]:
-    """Paths of its files, relative to the project as setuptools wants them."""
+    """The extension's files that match `pattern`, as paths relative to the project, which setuptools needs."""
     return sorted(f"proxy/transfers/{path.name}" for path in TRANSFERS.glob(pattern))
 
 
@@ -31,7 +31,7 @@ ffi.set_source(
     ],
     include_dirs=[
         *("proxy/transfers", "proxy/engine", "device"),
-        "build/fabric-headers/usr/include",  # make build: the headers, if the system has none
+        "build/fabric-headers/usr/include",  # headers that make fetched, if the system has none
     ],
     define_macros=[("_GNU_SOURCE", None)],  # process_vm_readv, accept4
     extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],

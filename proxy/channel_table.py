@@ -1,4 +1,4 @@
-"""The channel ids of a service: those in use, and each one's ring, worker and connection or handler."""
+"""The channel ids of a service: which are in use, and the ring, worker and connection or handler of each."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 class ChannelTable:
-    """A channel belongs to one worker and to one ring of that worker. The caller serialises all calls.
+    """Assigns each channel to one worker and one ring of that worker. The caller serialises all calls.
 
     Args:
         service: a ProxycclService.
-        shared: where the channels' counters and flush words lie.
-        observed: where observers read each channel's place.
-        rings: number of rings, which the workers have in turn.
+        shared: the memory of the channels' counters and flush words.
+        observed: the segment where observers read each channel's place.
+        rings: number of rings, assigned to workers in turn.
         workers: number of workers.
-        ring_per_connection: whether connections get the rings in turn, and all channels of a connection its ring;
-            otherwise channels get them in turn.
+        ring_per_connection: whether connections are assigned rings in turn, and a connection's channels share its ring;
+            otherwise channels are assigned rings in turn.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class ChannelTable:
         return len(self._ring_of)
 
     def ring_of(self, channel: int) -> int:
-        """Number of the ring that a channel's triggers go through."""
+        """The number of the ring that a channel's triggers go through."""
         return self._ring_of[channel]
 
     def reserve(self, worker: int, channel: int | None = None, *, connection: int | None = None) -> int:
-        """Reserves an id for a worker. The engine refuses triggers on it until it is set.
+        """Reserves a channel id for a worker. The engine refuses triggers on that id until the id is set.
 
         Args:
             worker: number of the worker.
             channel: an id that another service reserved; None to reserve one here.
-            connection: number of the connection that it is for; None for a handler or another service.
+            connection: number of the channel's connection; None for a handler or another service.
 
         Raises:
             ResourceError: all ids are in use.
@@ -96,7 +96,7 @@ class ChannelTable:
         self._observed.place_channel(channel, connection.worker, self._ring_of[channel], number)
 
     def reserve_for_handler(self, channel: int | None) -> tuple[int, int]:
-        """Reserves an id for a Python handler. Returns it, and its worker; workers take turns.
+        """Reserves an id for a Python handler. Returns the id and its worker; workers are assigned in turn.
 
         Args:
             channel: an id that another service reserved; None to reserve one here.
@@ -109,14 +109,14 @@ class ChannelTable:
         return self.reserve(worker, channel), worker
 
     def set_handler(self, channel: int, worker: int) -> None:
-        """Directs a channel's triggers to its handler, which must be added before."""
+        """Directs a channel's triggers to its handler, which must be added first."""
         lib.proxyccl_service_set_handler(
             self._service, channel, self._shared.flushed_host(channel), self._shared.completed_host(channel)
         )
         self._observed.place_channel(channel, worker, self._ring_of[channel], None)
 
     def free(self, channels: Iterable[int]) -> None:
-        """Frees ids. Their triggers must be drained, and nobody may signal their words."""
+        """Frees channel ids. All their triggers must be drained, and peers must no longer signal."""
         for channel in channels:
             lib.proxyccl_service_set_channel(self._service, channel, ffi.NULL, ffi.NULL, ffi.NULL, ffi.NULL)
             self._observed.remove_channel(channel)

@@ -1,4 +1,4 @@
-"""The one codec for data between processes: bootstrap, daemon, links between hosts, memory for observers, report files.
+"""The only codec for data between processes: bootstrap, daemon, links between hosts, observed memory, report files.
 
 A `Message` declares its fields and their ranges. A `Codec` turns it into bytes of a bounded length and back, and trusts
 no input: anything that is not a message of its type is a `ProtocolError` that names the sender, the field, the received
@@ -30,22 +30,22 @@ Uint64 = Annotated[int, Meta(ge=0)]
 _SHOWN = 100  # characters of a wrong value in an error
 _LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-_LONG_NUMBER = re.compile(rb"-[0-9]{19}|[0-9]{20}")  # all integers of more than 64 bits are as long
+_LONG_NUMBER = re.compile(rb"-[0-9]{19}|[0-9]{20}")  # every integer of more than 64 bits is at least this long
 _INTEGERS = range(-(2**63), 2**64)
 
 T = TypeVar("T")
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of everything that a `Codec` carries: immutable, built and compared like a frozen dataclass.
+    """Base class of all that a `Codec` carries: immutable, built and compared like a frozen dataclass.
 
-    When decoded, an unknown field is refused, and so is a missing one that has no default. `__post_init__` may raise
+    Decoding refuses an unknown field, and a missing field that has no default. `__post_init__` may raise
     ValueError for conditions that types and ranges can't express.
     """
 
 
 class Codec(Generic[T]):
-    """Bytes for values of one type, and values for bytes.
+    """Encodes values of one type as bytes, and decodes them.
 
     Args:
         kind: a `Message`, or anything made of messages and plain values: a tagged union, a list, a dict.
@@ -65,19 +65,19 @@ class Codec(Generic[T]):
         self.name = name or getattr(kind, "__name__", str(kind))
 
     @functools.cached_property
-    def _decoder(self) -> msgspec.json.Decoder[T]:  # made when it is used: most processes decode few types
+    def _decoder(self) -> msgspec.json.Decoder[T]:  # created on first use: most processes decode few types
         _require_strict(self._kind)
         return msgspec.json.Decoder(self._kind)
 
     def encode(self, value: T, *, indent: int = 0) -> bytes:
-        """A value as bytes. Characters that UTF-8 does not have (of file names, say) become backslash escapes.
+        """Encodes a value. Characters that UTF-8 lacks (in file names, say) become backslash escapes.
 
         Args:
-            value: of this type; it is not checked.
+            value: a value of the codec's type, which is not checked.
             indent: spaces for each level, on lines of their own; 0: all on one line.
 
         Raises:
-            ProtocolError: it takes more than `limit` bytes.
+            ProtocolError: the encoding takes more than `limit` bytes.
         """
         try:
             data = msgspec.json.encode(value)
@@ -90,10 +90,10 @@ class Codec(Generic[T]):
         return data
 
     def decode(self, data: bytes | bytearray | memoryview, source: str) -> T:
-        """The value in bytes that came from `source`, such as "rank 3".
+        """Decodes bytes that came from `source`, such as "rank 3".
 
         Raises:
-            ProtocolError: they are not the encoding of a value of this type, or longer than `limit`.
+            ProtocolError: the bytes do not encode a value of this type, or are longer than `limit`.
             TypeError: the type contains a dataclass or a Struct that would let unknown fields pass.
         """
         if len(data) > self.limit:
@@ -149,7 +149,7 @@ def _escape_surrogates(value: Any) -> Any:
 
 
 def _require_strict(kind: Any) -> None:
-    """Refuses types whose decoder ignores unknown fields."""
+    """Raises TypeError for a type whose decoder would ignore unknown fields."""
     seen: set[int] = set()
     pending = [inspect.type_info(kind)]
     while pending:
@@ -177,7 +177,7 @@ def _explain(text: str, kind: Any, data: bytes | bytearray | memoryview) -> str:
     """msgspec's message about a wrong value, with the field's name, the value, and the choices if there are any."""
     try:
         whole = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # inside the wrong field
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # of data inside the wrong field
         return _no_json(data, error)
     match = _LOCATED.fullmatch(text)
     assert match is not None  # any text matches
@@ -202,7 +202,7 @@ def _describe(what: str, value: Any, expected: inspect.Type, last: list[str], *,
 
 
 def _follow(steps: list[str], value: Any, expected: inspect.Type) -> tuple[Any, inspect.Type]:
-    """The value at a path, and the type that is expected there.
+    """Returns the value at a path, and the type expected there.
 
     Inside an entry of a dict, which msgspec does not name, this is the dict; and at the tag of a union, the union.
     """
@@ -228,7 +228,7 @@ def _follow(steps: list[str], value: Any, expected: inspect.Type) -> tuple[Any, 
 
 
 def _variant(value: dict[str, Any], structs: list[inspect.StructType]) -> inspect.StructType | None:
-    """The struct expected for an object, by its tag if there are several."""
+    """The struct expected for an object; its tag selects among several structs."""
     if len(structs) == 1:
         return structs[0]
     return next((struct for struct in structs if value.get(struct.tag_field or "") == struct.tag), None)
@@ -267,6 +267,6 @@ def _quoted(text: str) -> str:
 def _show(value: Any) -> str:
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # of an integer with thousands of digits, or lists in lists
+    except (ValueError, RecursionError):  # from an integer of thousands of digits, or deeply nested lists
         text = f"a value of type {type(value).__name__} too long to print"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

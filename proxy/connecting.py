@@ -1,4 +1,4 @@
-"""TCP connections to a host that has several addresses, of which some may not answer."""
+"""Opens TCP connections to a host with several addresses, of which some may not answer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _STAGGER_SECONDS = 0.25
 
 
 class NoAddressError(OSError):
-    """No address of a host could be connected to.
+    """No connection to any address of a host could be made.
 
     Attributes:
-        failures: why, for each numeric address, or name that has none, and port; TimeoutError: no answer came.
+        failures: the error for each numeric address (or unresolved name) and port; TimeoutError if no answer came.
     """
 
     def __init__(self, failures: Mapping[tuple[object, ...], OSError]) -> None:
@@ -32,16 +32,16 @@ class NoAddressError(OSError):
 def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> socket.socket:
     """Connects to the first address that answers.
 
-    An attempt begins after each quarter of a second, or at once when one fails, and the earlier ones go on meanwhile
-    (RFC 8305): an address that drops packets does not take the time of those after it.
+    A new attempt begins every quarter of a second, or at once after a failure, while earlier attempts continue (RFC
+    8305). So an address that drops packets does not delay the later addresses.
 
     Args:
         addresses: hosts and ports, the preferred one first; a name may have several addresses.
-        deadline: of `time.monotonic`.
+        deadline: value of `time.monotonic` at which all attempts end.
 
     Raises:
-        NoAddressError: none has answered by then.
-        OSError: there are too few descriptors.
+        NoAddressError: no address has answered by the deadline.
+        OSError: the process is out of descriptors.
     """
     failures: dict[tuple[object, ...], OSError] = {}
     waiting = deque(_resolve(addresses, failures))
@@ -55,7 +55,7 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
                 family, place = waiting.popleft()
                 try:
                     attempt = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                except OSError as error:  # EAFNOSUPPORT: names have IPv6 addresses also where the kernel lacks IPv6
+                except OSError as error:  # EAFNOSUPPORT: names may have IPv6 addresses although the kernel lacks IPv6
                     if error.errno in EXHAUSTED:
                         raise
                     failures[place[:2]] = error
@@ -91,14 +91,14 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
 def _resolve(
     addresses: Iterable[tuple[str, int]], failures: dict[tuple[object, ...], OSError]
 ) -> Iterable[tuple[socket.AddressFamily, tuple[object, ...]]]:
-    """The families and numeric addresses of hosts, and why some have none."""
+    """Resolves hosts. Returns families and numeric addresses, and the error for each host without an address."""
     for host, port in addresses:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             failures[host, port] = error
             continue
-        except ValueError as error:  # characters that no address has
+        except ValueError as error:  # from characters that no address can have
             failures[host, port] = OSError(errno.EINVAL, str(error))
             continue
         for family, _, _, _, place in found:

@@ -1,4 +1,4 @@
-"""Cores that a thread may run on: lists of them as people write them, and those of a process."""
+"""Cores that a thread may run on: reads and writes lists of cores, and asks for a process's affinity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DIGITS = 5  # of a core's number
 
 
 def parse_cores(text: str, near: int | None = None) -> list[int]:
-    """The numbers of the cores in a list.
+    """Parses a list of cores. Returns their numbers.
 
     Args:
         text: numbers and ranges, such as ``0-3,8``; ``node:1`` for the cores of a NUMA node; ``near`` for those of the
@@ -44,18 +44,18 @@ def parse_cores(text: str, near: int | None = None) -> list[int]:
 
 
 def encode_cores(cores: Iterable[int]) -> str:
-    """Cores in one form, which `decode_cores` reads."""
+    """Encodes cores as text for `decode_cores`."""
     return f"{sum(1 << core for core in set(cores)):x}"
 
 
 def decode_cores(text: str) -> set[int]:
-    """The cores in a text of `encode_cores`. Raises ValueError for another text."""
+    """Decodes a text of `encode_cores`. Raises ValueError for any other text."""
     mask = int(text or "0", 16)
     return {core for core in range(mask.bit_length()) if mask >> core & 1}
 
 
 def cores_of(pid: int) -> set[int]:
-    """The cores that a process of this machine may run on; empty if it has ended or can't be seen from here."""
+    """The cores that a process of this machine may run on; empty if the process has ended or is not visible here."""
     try:
         return os.sched_getaffinity(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Objects that the engine makes, or a named error."""
+"""Checks the pointers that the engine's constructors return."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from proxyccl.device.errors import ResourceError
 
 
 def created(pointer: Any, what: str) -> Any:
-    """The pointer that a function of the engine returned.
+    """Returns `pointer`, which a constructor of the engine returned, after a check.
 
     Args:
-        pointer: null if there was no memory for it.
-        what: its description, for the error.
+        pointer: null if the engine was out of memory.
+        what: the object's description, for the error.
 
     Raises:
-        ResourceError: it is null.
+        ResourceError: the pointer is null.
     """
     if not pointer:
         raise ResourceError(f"there is no memory for {what}")

@@ -1,4 +1,4 @@
-"""Options of a transport that the environment names."""
+"""Reads a transport's options from environment variables."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def named_options(
     texts: Collection[str],
     check: Callable[[str, str, object], None],
 ) -> dict[str, Any]:
-    """The options that are given, by name: arguments that are not None, and variables for others.
+    """Returns the given options by name: arguments that are not None, and otherwise environment variables.
 
     Args:
         options: the dataclass of all options.
         what: the owner of the options, for the error.
-        arguments: by the name of an option.
-        prefix: of the variables' names.
-        texts: the options that stay text where the variable has digits.
-        check: called with an option's name, its variable and the value; raises ArgumentError.
+        arguments: values by option name; None for an option that was not given.
+        prefix: prefix of the variables' names.
+        texts: names of the options that stay text even if the variable holds digits.
+        check: called with an option's name, the option's variable and the value; raises ArgumentError.
 
     Raises:
         ArgumentError: a variable is out of range, or an argument is not the name of an option.

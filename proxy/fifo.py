@@ -9,14 +9,14 @@ from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy.ring import LINE_BYTES, RingMemory, require_ring_size, ring_bytes
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclFifo  # the stub's; cffi has no such name
+    from proxyccl.device._native import ProxycclFifo  # exists only in the stub
 
 
 class Ring(RingMemory):
-    """The part of a ring that a proxy worker reaches: slots and tail. Another process may have made it.
+    """The part of a ring that a proxy worker uses: slots and tail. Another process may have created the ring.
 
     Args:
-        memory: at least `ring_bytes(size)`, zeroed.
+        memory: zeroed memory of at least `ring_bytes(size)` bytes.
         size: number of slots, a power of two from 2 to 2**20.
     """
 
@@ -34,7 +34,7 @@ class Fifo(Ring):
 
     Args:
         runtime: the runtime whose kernels push.
-        size: number of slots, a power of two from 2 to 2**20. It may be smaller than the number of producers.
+        size: number of slots, a power of two from 2 to 2**20. The size may be smaller than the number of producers.
     """
 
     def __init__(self, runtime: Runtime, size: int = 8192) -> None:
@@ -55,7 +55,7 @@ class Fifo(Ring):
 
     @property
     def device_handle(self) -> bytes:
-        """A ProxycclFifo, to pass to a kernel by value as proxyccl::Fifo."""
+        """The ring as a ProxycclFifo, which a kernel takes by value as proxyccl::Fifo."""
         handle = ffi.new("ProxycclFifo *")
         self.fill_handle(handle[0])
         return bytes(ffi.buffer(handle))

@@ -1,8 +1,8 @@
 """The rule for RDMA into a GPU's memory: the GPU must keep the order of these writes and of signals in host memory.
 
 A signal is a word in the receiver's control segment, which is host memory. The network adapter writes the data first
-and the word after it. But the two take different paths, and a kernel that has read the word may still read old data,
-unless the device orders both. For a device that does not, data goes through pinned memory, by the staged transports.
+and then the word. But the two writes take different paths, and a kernel that has read the word may still read old data,
+unless the GPU orders both writes. For a GPU that does not, the staged transports move the data through pinned memory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Registration = TypeVar("Registration")
 
 
 def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
-    """Refuses RDMA to and from a device that does not order its writes.
+    """Refuses RDMA to and from a GPU that does not order the writes.
 
     Args:
-        runtime: of the device.
+        runtime: the GPU's runtime.
         gpu_writes: the option, one of `GPU_WRITES`.
         variable: the environment variable of that option, for the error.
 
     Raises:
-        RuntimeUnavailableError: neither the device nor the caller says that it does.
+        RuntimeUnavailableError: neither the GPU's driver nor the caller promises the order.
     """
     if gpu_writes == "auto" and not runtime.orders_rdma_writes:
         raise RuntimeUnavailableError(
@@ -42,11 +42,11 @@ def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
 def unsupported_reason(
     runtime: Runtime, register: Callable[[int, int], Registration], release: Callable[[Registration], None]
 ) -> str:
-    """Registers a few bytes of a runtime's device memory and releases them. Returns why that failed: the network device
-    does not reach the memory, or the memory's device does not order RDMA writes. Empty if it did not.
+    """Registers a few bytes of a runtime's device memory and releases them. Returns the reason for a failure: the
+    network device can't reach the memory, or the GPU does not order RDMA writes. Returns "" on success.
 
     Args:
-        runtime: of the device.
+        runtime: the GPU's runtime.
         register: registers an address and a size in bytes.
         release: ends the registration.
 

@@ -1,6 +1,6 @@
-"""This machine's names: one that no other machine has, and the addresses at which others may reach it.
+"""This machine's unique name, and the addresses at which other machines may reach this one.
 
-Containers have host names of their own, and are of one host all the same: what tells hosts apart is the boot id.
+Containers of one host have different host names, so the boot id tells hosts apart.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _SIOCGIFADDR = 0x8915
 _IPV6 = Path("/proc/net/if_inet6")
 
 
-@functools.cache  # also where no descriptor is left to read it again
+@functools.cache  # cached, so that a process without free descriptors still knows the id
 def boot_id() -> str:
-    """A text that differs between machines and is the same in a machine's containers; "" if the system has none."""
+    """The machine's boot id, which all containers of the machine share; "" if the system has none."""
     found = Path("/proc/sys/kernel/random/boot_id")
     return found.read_text().strip() if found.exists() else ""
 
 
 def host_name() -> str:
-    """This host's name for people, a slash, and a text that no other host has: the machine's boot id. With
-    ``PROXYCCL_HOSTS=name`` the name belongs to it, so containers with names of their own are hosts of their own.
+    """This host's readable name, a slash, and a unique text: the machine's boot id. With ``PROXYCCL_HOSTS=name`` the
+    unique text includes the host name, so containers with different names count as different hosts.
 
     Raises:
         ArgumentError: the variable has another value than "machine" or "name".
@@ -43,17 +43,17 @@ def host_name() -> str:
 
 
 def told_apart_by(host: str) -> str:
-    """The value of ``PROXYCCL_HOSTS`` with which a `host_name` was made."""
+    """The value of ``PROXYCCL_HOSTS`` with which the result of `host_name` was made."""
     return "name" if host.count("/") > 1 else "machine"
 
 
 def same_host(one: str, other: str) -> bool:
-    """Whether two of `host_name` are of one host, whatever it is called in a container."""
+    """Whether two results of `host_name` denote one host, whatever its containers' names."""
     return one.partition("/")[2] == other.partition("/")[2]
 
 
 def host_addresses() -> list[str]:
-    """This host's addresses that other hosts may reach, IPv4 first; those of the loopback if there are no others."""
+    """This host's addresses that other hosts may reach, IPv4 first; the loopback's addresses if there are no others."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for _, name in socket.if_nameindex():
@@ -65,7 +65,7 @@ def host_addresses() -> list[str]:
 
 
 def _ipv6_addresses() -> list[str]:
-    """The addresses that are valid beyond one link, and the loopback's."""
+    """The IPv6 addresses that are valid beyond one link, and the loopback's."""
     if not _IPV6.exists():
         return []
     lines = (line.split() for line in _IPV6.read_text().splitlines())

@@ -1,7 +1,7 @@
 """The interface of a proxy for a communicator.
 
-Two classes implement it: a service in the communicator's own process, and a client of the node daemon. So callers name
-memory twice, by its address in their process and by a handle: a service takes the address, the daemon opens the handle.
+A service in the communicator's own process implements `Proxy`, and so does a client of the node daemon. Callers name
+memory twice, by an address in their process and by a handle: a service takes the address, the daemon opens the handle.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ open.
 
 
 class Connection(Message, frozen=True):
-    """A connection to one peer. One worker serves it and all channels over it, so it needs no locks.
+    """A connection to one peer. One worker serves the connection and all channels over it, so no lock is needed.
 
     Attributes:
-        number: its number in the proxy, from 0.
-        worker: number of its worker.
-        peer: the rank at its other end; None if unknown.
+        number: the connection's number in the proxy, from 0.
+        worker: number of the worker that serves the connection.
+        peer: the rank at the other end; None if unknown.
         transport: the transport's name.
         private: whether its channels copy from memory that only the caller's process can reach.
     """
@@ -50,10 +50,10 @@ class ChannelCounters(Struct, frozen=True):
     """A proxy's counters of one channel.
 
     Attributes:
-        triggers: triggers that it acted on.
-        puts: triggers among them that put data, and sends of schedules that did.
+        triggers: triggers that the proxy acted on.
+        puts: triggers that put data, and sends of schedules that carried data.
         bytes: bytes that the puts and gets moved.
-        signals: triggers that signalled, and sends of schedules, all of which do.
+        signals: triggers that signalled, and sends of schedules, which always signal.
         flushes: triggers that flushed.
         gets: triggers that got data.
     """
@@ -100,10 +100,10 @@ class ProxyFailure(Message, frozen=True):
 
 
 class EndpointWire(Message, frozen=True):
-    """Another link of the same connection, where staged data goes over several.
+    """A further link of a staged connection that spreads its data over several links.
 
     Attributes:
-        endpoint, rkey, area: as in `EndpointInfo`.
+        endpoint, rkey, area: see `EndpointInfo`.
     """
 
     endpoint: bytes
@@ -131,7 +131,7 @@ class EndpointInfo(Message, frozen=True):
     more: tuple[EndpointWire, ...] = ()
 
     def wires(self) -> list[EndpointInfo]:
-        """The same for each link alone."""
+        """One `EndpointInfo` for each link of the connection."""
         others = [replace(self, endpoint=each.endpoint, rkey=each.rkey, area=each.area) for each in self.more]
         return [replace(each, more=()) for each in (self, *others)]
 
@@ -144,7 +144,7 @@ class ExposedMemory(Message, frozen=True):
         address: address of its first byte, as peers name it.
         key: key by which peers name it: a remote key, or the number of a target.
         local_key: key by which this rank's own requests name it; 0 if data is staged.
-        copied: whether the proxy's copies reach it by the same address.
+        copied: whether the proxy's copies use `address` too.
         owner: the context's state for withdrawing it.
     """
 
@@ -221,8 +221,9 @@ class RemoteContext(Protocol):
         ...
 
     def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
-        """The same for pinned memory with a transport that stages data: CPUs copy short data to it. It stays open until
-        `withdraw`.
+        """Lets peers reach pinned memory, to which CPUs copy short data, by a transport that stages data.
+
+        The memory stays open until `withdraw`.
 
         Raises:
             ArgumentError: the proxy can't reach the memory, or the transport does not stage data.
@@ -231,7 +232,7 @@ class RemoteContext(Protocol):
         ...
 
     def withdraw(self, memory: ExposedMemory) -> None:
-        """Ends either. Triggers must no longer name the memory, on this rank or on a peer."""
+        """Undoes `expose` or `expose_pinned`. Triggers must no longer name the memory, on this rank or on a peer."""
         ...
 
     def close(self) -> None:
@@ -244,7 +245,7 @@ class Proxy(Protocol):
 
     @property
     def sleepers(self) -> Sleepers:
-        """Its threads, for launches to wake."""
+        """The proxy's threads, which launches wake."""
         ...
 
     def fifo_for(self, channel: int) -> Fifo:
@@ -258,15 +259,15 @@ class Proxy(Protocol):
 
     @property
     def handling(self) -> dict[int, float]:
-        """The handlers that run now: for each one's channel, time.monotonic() when it began."""
+        """The running handlers: for each handler's channel, the time.monotonic() at which the handler began."""
         ...
 
     def flushed(self, channel: int) -> int:
-        """One more than the ticket of the last flush that is complete on a channel."""
+        """One more than the ticket of the last completed flush of a channel."""
         ...
 
     def outstanding(self, channel: int) -> int | None:
-        """Triggers and sends of schedules on a channel's connection that are not known to be complete.
+        """The number of triggers and sends of schedules on a channel's connection without a known completion.
 
         None for a handler's channel, and if this process can't tell.
         """
@@ -284,7 +285,7 @@ class Proxy(Protocol):
         ...
 
     def completed(self, channel: int) -> int:
-        """One more than the ticket up to which all triggers of a channel are known to be complete, of a handler's
+        """One more than the ticket up to which all triggers of a channel are known to be complete, or of a handler's
         channel handled. Their effects are visible to the caller.
         """
         ...
@@ -306,10 +307,10 @@ class Proxy(Protocol):
         """Registers memory under a free id, or under consecutive ones if it is longer than 4 GiB.
 
         Args:
-            base: its address in the caller's process.
+            base: the memory's address in the caller's process.
             nbytes: its size.
-            key: its key for this rank's requests on remote transports; 0 for none.
-            handle: returns the handle by which another process opens it.
+            key: the memory's key in this rank's requests on remote transports; 0 for none.
+            handle: returns the handle by which another process opens the memory.
 
         Returns:
             The first id.
@@ -340,7 +341,7 @@ class Proxy(Protocol):
         ...
 
     def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers memory that only a remote link reaches, by an address and a key: this rank's or a peer's.
+        """Registers memory, this rank's or a peer's, that only a remote link reaches, by an address and a key.
 
         The engine refuses a trigger on a channel that would copy from or to it.
 
@@ -353,14 +354,14 @@ class Proxy(Protocol):
         ...
 
     def remove_memory(self, first: int, nbytes: int) -> None:
-        """Frees a memory's ids. Triggers must no longer name them."""
+        """Frees a memory's ids. Triggers must no longer name these ids."""
         ...
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
-        """A connection that copies within the host.
+        """Returns a new connection that copies within the host.
 
         Args:
-            peer: the rank at the other end, for failures to name.
+            peer: the rank at the other end, which errors name.
             transport: name of a transport that copies within a host.
             private: whether its channels copy from memory that only the caller's process can reach.
 
@@ -379,12 +380,12 @@ class Proxy(Protocol):
         local_rank: int,
         core_share: int,
     ) -> RemoteContext:
-        """The rank's remote links. Called once; the caller closes it after the proxy.
+        """Opens the rank's remote links. Called once; the caller closes the result after the proxy.
 
         Args:
-            options: the device to use, and its settings.
-            signals: range of the control segment, in bytes, with the words that peers' proxies may signal.
-            near: NUMA node that the device should be near to; None if all are equally near.
+            options: the network device to use, and the device's settings.
+            signals: byte range of the control segment with the words that peers' proxies may signal.
+            near: NUMA node that the device should be near; None if all nodes are equally near.
             local_rank: the rank's number on its host.
             core_share: cores that the rank's threads may keep busy.
 
@@ -411,16 +412,16 @@ class Proxy(Protocol):
         ...
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
-        """Frees channel ids of a connection. Their triggers must be drained, and nobody may signal their words."""
+        """Frees channel ids of a connection. All their triggers must be drained, and peers must no longer signal."""
         ...
 
     @property
     def schedule_pointers(self) -> SchedulePointers:
-        """The words through which streams ring schedules."""
+        """The device's addresses of the words by which streams start schedules."""
         ...
 
     def add_schedule(self, schedule: Schedule) -> int:
-        """Sets a schedule, which streams may then ring. Its channels must have connections of this proxy.
+        """Adds a schedule, which streams may then start. The schedule's channels must have connections of this proxy.
 
         Returns:
             Its number, from 1.
@@ -432,27 +433,26 @@ class Proxy(Protocol):
         ...
 
     def remove_schedule(self, number: int) -> None:
-        """Frees a schedule. Streams must no longer ring it. Raises ResourceError if it runs."""
+        """Frees a schedule, which streams must no longer start. Raises ResourceError if the schedule is running."""
         ...
 
     def check_turns(self, timeout: float) -> None:
-        """Fails the proxy if a stream has waited for a schedule for that long while a worker took no turn.
+        """Fails the proxy if a stream has waited `timeout` seconds for a schedule while a worker took no turn.
 
-        Nothing else would end such a wait. A worker that waits for a peer takes turns, and bounds that wait itself. A
-        worker takes no turn while its process is stopped, while a call of the driver does not return, and while a
-        Python handler runs.
+        Nothing else would end the stream's wait. A worker that waits for a peer takes turns and bounds its own wait. A
+        worker takes no turn while its process is stopped, a driver call does not return, or a Python handler runs.
 
         Args:
-            timeout: in seconds. One thread calls this every few milliseconds.
+            timeout: the longest wait, in seconds. One thread calls this method every few milliseconds.
         """
         ...
 
     def stopped(self) -> str:
-        """That the proxy's process is stopped by a signal, in words; empty if it is not, or if it is this process."""
+        """Says in words that a signal has stopped the proxy's process; "" if not, or if the proxy runs here."""
         ...
 
     def end_waits(self) -> None:
-        """Ends the waits of streams for schedules and their stages. For use after a failure, when no worker does it."""
+        """Releases streams that wait for schedules or stages. For use after a failure, when no worker will."""
         ...
 
     def add_handler(self, handler: Handler) -> int:
@@ -464,7 +464,7 @@ class Proxy(Protocol):
 
         Args:
             timeout: in seconds.
-            given_up: polled meanwhile; the wait ends when it returns True.
+            given_up: polled during the wait, which ends when `given_up` returns True.
 
         Returns:
             False if the wait ended early.
@@ -472,5 +472,5 @@ class Proxy(Protocol):
         ...
 
     def close(self, timeout: float = ...) -> bool:
-        """Drains the rings and frees everything. False if a worker did not end in time."""
+        """Drains the rings and frees everything. Returns False if a worker did not end in time."""
         ...

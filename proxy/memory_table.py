@@ -1,4 +1,4 @@
-"""The memory ids of a service: those in use, and the engine's and kernels' data about each."""
+"""The memory ids of a service: which are in use, and the entries of each in the engine's and the kernels' tables."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def windows_of(nbytes: int) -> int:
 
 
 class MemoryTable:
-    """Memory longer than a window of 4 GiB takes consecutive ids. The caller serialises all calls.
+    """Assigns ids to memory, consecutive ids if the memory exceeds a window of 4 GiB. The caller serialises all calls.
 
     Args:
         service: a ProxycclService.
-        shared: where kernels read the memories' limits.
+        shared: the memory where kernels read the limits of memories.
     """
 
     def __init__(self, service: Any, shared: SharedWords) -> None:
@@ -40,14 +40,14 @@ class MemoryTable:
         host: int | None = None,
         first: int | None = None,
     ) -> int:
-        """Registers memory under free ids. Returns the first.
+        """Registers memory under free ids. Returns the first id.
 
         Args:
-            address: its address, as transports reach it.
+            address: the memory's address for transports.
             nbytes: its size.
-            key: its key for remote transports; 0 for none.
-            remote_only: whether only a remote link reaches it, so that no copy may use `address`.
-            host: its address for the CPU; None if the CPU may not touch it.
+            key: the memory's key for remote transports; 0 for none.
+            remote_only: whether only a remote link reaches the memory, so that no copy may use `address`.
+            host: the memory's address for the CPU; None if the CPU may not access the memory.
             first: the first id, which another service chose; None to choose one here.
 
         Raises:
@@ -64,7 +64,7 @@ class MemoryTable:
         return first
 
     def remove(self, first: int, nbytes: int) -> None:
-        """Frees the ids of a memory of that size. Triggers must no longer name them."""
+        """Frees the ids of a memory of `nbytes` bytes. Triggers must no longer name these ids."""
         for i in range(windows_of(nbytes)):
             self._set(first + i, 0, 0, 0, remote_only=False, host=ffi.NULL)
             self._used[first + i] = False

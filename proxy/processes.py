@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def stat_of(path: Path) -> list[str]:
-    """The fields of a process's or a thread's `stat` file (proc(5)) from the third, the state, on.
+    """The fields of a process's or a thread's `stat` file (proc(5)), beginning with the third, the state.
 
     Raises:
         FileNotFoundError, ProcessLookupError: the process has ended.
@@ -17,8 +17,8 @@ def stat_of(path: Path) -> list[str]:
 
 
 def start_of(pid: int, *, zombies: bool = False) -> int | None:
-    """When a process started, in ticks since the system's start; None if there is none, or unless `zombies` one whose
-    first thread has ended. Others may still run.
+    """When a process started, in ticks since the system's start; None if there is no such process. Without `zombies`
+    also None for a process whose first thread has ended, although other threads may still run.
 
     Together with the process id it identifies one process: the system reuses ids.
     """
@@ -30,11 +30,11 @@ def start_of(pid: int, *, zombies: bool = False) -> int | None:
 
 
 def cpu_time_of(pid: int, thread: int) -> int | None:
-    """The CPU time that a thread of a process has taken, in ns; None if the system does not tell."""
+    """The CPU time that a thread of a process has taken, in ns; None if the system does not report the time."""
     task = Path(f"/proc/{pid}/task/{thread}")
     try:
         return int((task / "schedstat").read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # not every system counts in nanoseconds
+    except (OSError, ValueError, IndexError):  # not every kernel has schedstat
         pass
     try:
         user, system = stat_of(task / "stat")[11:13]
@@ -44,7 +44,7 @@ def cpu_time_of(pid: int, thread: int) -> int | None:
 
 
 def process_name(pid: int | None) -> str:
-    """How messages name a process that a socket leads to: some have no number in this PID namespace."""
+    """How messages name the process at a socket's other end, which may have no number in this PID namespace."""
     return f"process {pid}" if pid else "a process of another PID namespace"
 
 

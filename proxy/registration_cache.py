@@ -1,4 +1,4 @@
-"""Memory that is registered with a device once, however many users it has, and kept for a while afterwards."""
+"""A cache of memory registrations: users share a range's registration, which outlives them for a while."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Registered(Protocol):
 
     @property
     def allocation(self) -> Hashable:
-        """Identifies its allocation among all others; None if it is registered only while it is used."""
+        """Identifies the range's allocation among all others; None if the range stays registered only while in use."""
         ...
 
 
@@ -34,14 +34,14 @@ Registration = TypeVar("Registration", bound=Registered)
 class RegistrationCache(Generic[Registration]):
     """The registrations of a device. Threads may share it.
 
-    Unused ranges stay registered for the next time if the caller names their allocation, so that another allocation at
-    the same address is never confused with them; the least recently used are dropped first. They keep their
+    Unused ranges stay registered for reuse if the caller names their allocation, which tells them from a later
+    allocation at the same address. The least recently used ranges are deregistered first. A registered range keeps its
     memory occupied, even freed memory of a GPU.
 
     Args:
         deregister: ends a registration.
         keep: the number of unused ranges that stay registered.
-        keep_bytes: their size altogether.
+        keep_bytes: the total size of the unused ranges that stay registered.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RegistrationCache(Generic[Registration]):
         return self._made.closed
 
     def acquire(self, ptr: int, nbytes: int, allocation: Hashable, make: Callable[[], Registration]) -> Registration:
-        """The registration of a range, which `make` makes if there is none. Each call is paired with a `release`.
+        """Returns the registration of a range, which `make` creates if necessary. Each call is paired with a `release`.
 
         Raises:
             ArgumentError: the range is empty or invalid.
@@ -69,10 +69,10 @@ class RegistrationCache(Generic[Registration]):
         return self._made.acquire((ptr, nbytes, allocation), make)
 
     def release(self, registration: Registration) -> None:
-        """Ends one use. When the last one ends, requests must no longer name it.
+        """Ends one use of a registration. After the last use, requests must no longer name it.
 
         Raises:
-            ArgumentError: it is not in use.
+            ArgumentError: the registration is not in use.
         """
         key = (registration.ptr, registration.nbytes, registration.allocation)
         try:

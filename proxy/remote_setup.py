@@ -13,8 +13,8 @@ class RemoteSetup(Struct, frozen=True):
     Attributes:
         runtime: the runtime whose device memory peers reach.
         segment: the rank's control segment.
-        signals: the range in it, in bytes, of the words that peers' proxies may signal.
-        near: NUMA node near which the device should be; None: all are equally near.
+        signals: byte range, in the control segment, of the words that peers' proxies may signal.
+        near: NUMA node that the device should be near; None if all nodes are equally near.
         local_rank: the rank's number on its host.
         core_share: cores that the rank's threads may keep busy.
     """

@@ -1,7 +1,7 @@
 """A ring in mapped memory: the addresses and the contents of its slots and its tail.
 
-Reading it disturbs neither the producers nor the proxy. The proxy does not clear the slots that it has taken, so a ring
-also holds the last triggers that it handled.
+Reading a ring disturbs neither the producers nor the proxy. The proxy does not clear the slots that it has taken, so a
+ring also holds the last triggers that it handled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SLOT_BYTES: int = ffi.sizeof("ProxycclTrigger")
 
 
 def require_ring_size(size: object) -> int:
-    """The number of slots. Raises ArgumentError unless a ring can have that many."""
+    """Returns the number of slots. Raises ArgumentError if a ring can't have that many."""
     expected = f"must be a power of two from 2 to {1 << 20}"
     slots = as_integer(size, "fifo_size", expected, 2, 1 << 20)
     if slots & (slots - 1):
@@ -36,7 +36,7 @@ def ring_bytes(size: int) -> int:
 
 
 class RingTrigger(Message, frozen=True):
-    """A trigger in a ring: its ticket, and its operation in words."""
+    """A trigger in a ring: the trigger's ticket, and its operation in words."""
 
     ticket: int
     channel: int
@@ -55,9 +55,9 @@ class RingContents(Message, frozen=True):
     Attributes:
         size: number of slots.
         taken: the number of triggers that the proxy has taken, which is the ticket of the next one.
-        full: number of slots with triggers that it has not taken.
-        waiting: the first of those triggers, in order.
-        recent: the last triggers that it took, in order.
+        full: number of slots with triggers that the proxy has not taken.
+        waiting: the first triggers that the proxy has not taken, in order.
+        recent: the last triggers that the proxy took, in order.
     """
 
     size: int
@@ -76,7 +76,7 @@ class RingMemory:
 
     Attributes:
         size: number of slots.
-        size_log2: its binary logarithm.
+        size_log2: the binary logarithm of `size`.
         slots_host: the CPU's address of the slots.
         tail_host: the CPU's address of the tail.
         slots: the slots as a ProxycclTrigger pointer.
@@ -105,7 +105,7 @@ class RingMemory:
     def count_full(self) -> tuple[int, int]:
         """`taken`, and the number of slots with triggers that the proxy has not taken.
 
-        Those slots follow each other, so a binary search finds their end.
+        The full slots are contiguous, so a binary search finds their end.
         """
         taken, low, step = self.taken, 0, 1
         while low + step <= self.size and self._holds(taken + low + step - 1):
@@ -123,11 +123,11 @@ class RingMemory:
         return bool(parity == full_parity(ticket, self.size_log2))
 
     def snapshot(self, count: int = 32) -> RingContents:
-        """Its present contents, with at most `count` triggers of each kind."""
-        import numpy as np  # here: others read a ring without it
+        """The ring's contents at this moment, with at most `count` waiting and `count` recent triggers."""
+        import numpy as np  # imported here: other readers of rings do without numpy
 
         slots = np.frombuffer(ctypes.string_at(self.slots_host, self.tail_offset), np.uint64).reshape(-1, 2)
-        taken = self.taken  # after the slots: a trigger that is taken meanwhile must not count as waiting
+        taken = self.taken  # read after the slots: a trigger taken meanwhile must not count as waiting
 
         def held(first: int, end: int) -> list[int]:
             tickets = np.arange(first, end, dtype=np.uint64)

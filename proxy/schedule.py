@@ -1,4 +1,4 @@
-"""Schedules: a rank's proxy runs one for a call that a stream rings in (engine/schedule.h).
+"""Schedules: transfers that a rank's proxy runs when a stream starts them (engine/schedule.h).
 
 The protocol is in channels/schedules/DESIGN.md.
 """
@@ -15,7 +15,7 @@ STAGES: int = lib.PROXYCCL_SCHEDULE_STAGES
 
 
 class SchedulePost(Message, frozen=True):
-    """Lets a peer write to memory of this rank. The peer's schedule sends in answer.
+    """Lets a peer write to memory of this rank. A send of the peer's schedule answers the post.
 
     Attributes:
         channel: a channel to the peer that is used for posts alone.
@@ -29,20 +29,20 @@ class SchedulePost(Message, frozen=True):
 
 
 class ScheduleSend(Message, frozen=True):
-    """Copies to a peer, and signals after that.
+    """Copies to a peer, then signals.
 
     Attributes:
         channel: a channel to the peer that is used for sends alone.
         src_memory: the first id of the source.
-        src_offset: in it, in bytes.
-        nbytes: may be 0: then it only signals.
+        src_offset: offset in the source, in bytes.
+        nbytes: bytes to copy; 0 to signal only.
         post_channel: the channel that the peer posts on; None for a send that waits for no post.
-        dst_memory: the first id of the destination; None for where the peer posted.
-        dst_offset: from there on, in bytes.
-        gate: the send waits until its gate has been counted up to this; 0 for one that waits for no gate.
-        gate_stage: the stage that is its gate, so that it sends on what the stage has received; None for the gate that
+        dst_memory: the first id of the destination; None for the place that the peer posted.
+        dst_offset: offset from the destination's start, in bytes.
+        gate: the count that the send's gate must reach before the send; 0 for a send that waits for no gate.
+        gate_stage: the stage that is the gate, so that the send forwards the stage's data; None for the gate that
             streams and kernels count up.
-        stage: which of the words that streams and kernels wait for counts it when it is complete; None for none.
+        stage: index of the word, for streams and kernels to wait for, that counts the complete send; None for none.
     """
 
     channel: Uint32
@@ -58,12 +58,12 @@ class ScheduleSend(Message, frozen=True):
 
 
 class ScheduleReceive(Message, frozen=True):
-    """Waits until a peer's sends have come.
+    """Waits until a peer's sends have arrived.
 
     Attributes:
         channel: the channel to the peer that is used for sends alone.
-        sends: how many of the peer's sends it waits for, after those of earlier receives on the channel.
-        stage: which of the words that streams wait for counts it when it is complete; None for none.
+        sends: number of the peer's sends to wait for, beyond the sends of earlier receives on the channel.
+        stage: index of the word, for streams to wait for, that counts the complete receive; None for none.
     """
 
     channel: Uint32
@@ -72,11 +72,12 @@ class ScheduleReceive(Message, frozen=True):
 
 
 class Schedule(Message, frozen=True):
-    """The steps of one rank. They are taken as soon as they can be, in any order, except sends on one channel.
+    """The steps of one rank. The proxy takes steps as soon as possible, in any order; sends on one channel keep theirs.
 
     Attributes:
         posts, sends, receives: the steps.
-        joined: which of the words that streams wait for counts the peers whose posts the sends wait for; None for none.
+        joined: index of the word, for streams to wait for, that counts the peers whose posts have arrived; None for
+            none.
     """
 
     posts: tuple[SchedulePost, ...] = ()
@@ -86,17 +87,17 @@ class Schedule(Message, frozen=True):
 
 
 class SchedulePointers(Struct, frozen=True):
-    """The device's addresses of the words through which streams and the proxy meet.
+    """The device's addresses of the words by which streams and the proxy synchronize.
 
     A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. When a schedule has stages, the
     stream may wait in between until a stage has counted its receives, and write to `gate` how far gated sends may go.
-    In the end it, or its kernel, writes 0 to all that was waited for, and to the gate.
+    In the end the stream, or its kernel, writes 0 to each word that it waited for, and to the gate.
 
     Attributes:
-        bell: a schedule's number.
+        bell: the number of the schedule to start.
         done: 1 when the schedule is complete, and after a failure.
-        gate: what gated sends wait for.
-        stages: the receives of each stage that are complete, or the peers that have joined.
+        gate: the count that gated sends wait for.
+        stages: for each stage, the number of completed receives, or of peers that have joined.
     """
 
     bell: int
@@ -110,8 +111,8 @@ class ScheduleWait(Message, frozen=True):
 
     Attributes:
         kind: ProxycclWaitKind (control.h).
-        peer: the rank that it waits for, or whose sends do not end; None if that is not known.
-        schedule: its number.
+        peer: the rank that the schedule waits for, or whose sends do not end; None if unknown.
+        schedule: the schedule's number.
     """
 
     kind: int

@@ -16,11 +16,11 @@ MAX_SCHEDULES: int = lib.PROXYCCL_MAX_SCHEDULES
 
 
 class ScheduleTable:
-    """The caller serialises all calls.
+    """Assigns numbers to schedules and hands them to the engine. The caller serialises all calls.
 
     Args:
         service: a ProxycclService whose workers do not run yet.
-        shared: where the words lie that streams and workers share.
+        shared: the memory of the words that streams and workers share.
         semaphores: the CPU's address of this rank's words that peers signal, by channel id; None for a service without
             schedules.
     """
@@ -34,7 +34,7 @@ class ScheduleTable:
             lib.proxyccl_service_set_schedule_words(service, shared.schedule_words, ffi.cast("uint64_t *", semaphores))
 
     def add(self, schedule: Schedule) -> int:
-        """Sets a schedule. Returns its number.
+        """Adds a schedule. Returns its number.
 
         Raises:
             ArgumentError: an id is out of range, or a send names no destination; or the service has no schedules.
@@ -61,10 +61,10 @@ class ScheduleTable:
         return self._next
 
     def remove(self, number: int) -> None:
-        """Frees a schedule. No stream may still ring it.
+        """Frees a schedule, which streams must no longer start.
 
         Raises:
-            ResourceError: it runs.
+            ResourceError: the schedule is running.
         """
         if lib.proxyccl_service_remove_schedule(self._service, number):
             raise ResourceError(f"schedule {number} runs; wait for its stream first")
@@ -76,7 +76,7 @@ def _id(value: int | None) -> int:
 
 
 def _native_steps(schedule: Schedule) -> tuple[Any, list[Any]]:
-    """A ProxycclScheduleSteps, and what must be kept alive with it."""
+    """Returns a ProxycclScheduleSteps, and the objects that must stay alive with it."""
     posts = ffi.new("ProxycclSchedulePost[]", len(schedule.posts))
     sends = ffi.new("ProxycclScheduleSend[]", len(schedule.sends))
     receives = ffi.new("ProxycclScheduleReceive[]", len(schedule.receives))

@@ -1,6 +1,6 @@
-"""The proxy service: rings, the workers that drain them, and the tables that triggers refer to.
+"""The proxy service: the rings, the workers that drain them, and the tables of ids that triggers name.
 
-It runs in a rank's process, with its own threads, or in the node daemon, on threads that services share. It does not
+A service runs in a rank's process with its own threads, or in the node daemon on shared threads. This module does not
 know about ranks or collectives.
 """
 
@@ -45,7 +45,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 def require_callable(handler: object) -> None:
-    """Raises ArgumentError for a handler that can't be called."""
+    """Raises ArgumentError unless `handler` is callable."""
     if not callable(handler):
         raise ArgumentError("handler", f"must be callable, not {type(handler).__name__}")
 
@@ -54,31 +54,31 @@ class ProxyService:
     """Drains rings and issues their triggers' operations.
 
     Args:
-        runtime: the runtime whose copies it issues.
-        control: address of the ProxycclControl whose abort word ends the workers.
+        runtime: the runtime whose driver issues the service's copies.
+        control: address of the ProxycclControl. Its abort word stops the workers.
         shared: pinned memory with `shared_bytes()`, zeroed, for `SharedWords`. Peers on other hosts signal words in it
             too.
-        shared_offset: offset of those bytes in it.
-        semaphores_offset: offset in it of the words that peers signal, by channel id; None for a service without
+        shared_offset: offset of the `SharedWords` in `shared`, in bytes.
+        semaphores_offset: offset in `shared` of the words that peers signal, by channel id; None for a service without
             schedules.
         fifos: number of rings.
-        threads: number of workers, each with its own thread; they get the rings in turn.
+        threads: number of workers, each with its own thread. Rings are assigned to workers in turn.
         fifo_size: slots in each ring.
-        idle: the policy that its threads have when idle; shared ones have the most awake of their services'. None for
+        idle: the idle policy of the threads; a shared thread uses the most aggressive of its services'. None for
             the default of `IdlePolicy`, or of the shared threads.
         cores: cores that the threads may run on; None for any.
-        shared_threads: one thread for each worker, used by other services too; empty to make own threads.
-        rings: rings made elsewhere, which `close` closes; empty to make own rings.
-        ring_per_connection: whether all channels of a connection share a ring, which connections get in turn;
-            otherwise channels get them in turn.
+        shared_threads: one thread for each worker, shared with other services; empty to create threads.
+        rings: existing rings, which `close` closes; empty to create rings.
+        ring_per_connection: whether all channels of a connection share a ring. Connections are then assigned rings in
+            turn, otherwise channels are.
         on_failure: called in a worker's thread when an error ends the worker.
-        description: its description for observers; None to stay hidden.
-        name: the prefix of its threads' names.
-        sleepers: where it adds its threads; None to make its own.
+        description: the service's description for observers; None to stay hidden.
+        name: the prefix of the threads' names.
+        sleepers: the `Sleepers` that the threads are added to; None to create one.
 
     Attributes:
-        sleepers: its threads, for launches to wake.
-        publication: its publication for observers; None without a description.
+        sleepers: the service's threads, which launches wake.
+        publication: the service's publication for observers; None without a description.
 
     Raises:
         ArgumentError: fewer rings than threads, a ring size that is not a power of two, or cores that don't exist.
@@ -147,7 +147,7 @@ class ProxyService:
             )
             self.publication = self._describe(description) if description else None
             self._published = publications.try_publish(self.publication) if self.publication else None
-            undo.pop_all()  # no failure is possible from here on: the threads use all of it
+            undo.pop_all()  # nothing fails from here on, and the threads use everything made above
         self._wires: WireWorkers | None = None
         self._control, self._cores, self._name = control, cores, name
         self.sleepers = sleepers or Sleepers()
@@ -170,7 +170,7 @@ class ProxyService:
 
     @staticmethod
     def shared_bytes() -> int:
-        """Bytes of shared memory that a service needs."""
+        """The size of a service's shared memory, in bytes."""
         return SharedWords.BYTES
 
     def __repr__(self) -> str:
@@ -203,19 +203,19 @@ class ProxyService:
         handle: HandleProvider | None = None,
         first: int | None = None,
     ) -> int:
-        """See `Proxy.add_memory`. The address is enough: `handle` is not used.
+        """See `Proxy.add_memory`. This service uses only the address and ignores `handle`.
 
         Args:
-            base: its address.
+            base: the memory's address.
             nbytes: its size.
-            key: its key for remote transports.
+            key: the memory's key for remote transports.
             handle: not used.
             first: the first id, which another service chose; None to choose one here.
         """
         return self._add_memory(base, nbytes, key, first=first)
 
     def add_pinned_memory(self, memory: PinnedMemory, *, first: int | None = None) -> int:
-        """See `Proxy.add_pinned_memory`. `first` as for `add_memory`."""
+        """See `Proxy.add_pinned_memory`; `first` means the same as in `add_memory`."""
         if memory.closed:
             raise ClosedError("the memory is closed")
         return self._add_memory(memory.ptr, memory.nbytes, 0, host=memory.host_ptr, first=first)
@@ -239,26 +239,26 @@ class ProxyService:
             return self._memories.add(address, nbytes, key, remote_only=remote_only, host=host, first=first)
 
     def remove_memory(self, first: int, nbytes: int) -> None:
-        """Frees a memory's ids. Triggers must no longer name them."""
+        """Frees a memory's ids. Triggers must no longer name these ids."""
         with self._lock:
             if not self._closed and self._process.is_here:
                 self._memories.remove(first, nbytes)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
-        """See `Proxy.connect_copy`. `private` makes no difference here."""
+        """See `Proxy.connect_copy`. This service ignores `private`, because it can reach all memory of its process."""
         return self.connect(find_copying_transport(transport).name, None, peer=peer)
 
     def connect(self, transport: str, options: Any, *, peer: int | None = None) -> Connection:
-        """A connection by any transport.
+        """Returns a new connection over any transport.
 
-        Objects that the options name, such as a queue pair, must outlive the service. With a remote transport, the
-        memories that triggers name need its keys; a peer's memory, and the word given to `set_channel`, have the
-        address by which the peer's device knows them.
+        Objects that the options name, such as a queue pair, must outlive the service. For a remote transport,
+        the memories that triggers name need that transport's keys, and a peer's memory and the word given to
+        `set_channel` have the addresses by which the peer's device knows them.
 
         Args:
             transport: the transport's name.
-            options: the transport's own options: a struct of C, or `StagedOptions`; None for one within a host.
-            peer: the rank at the other end, for failures to name.
+            options: the transport's own options: a C struct or `StagedOptions`; None for a transport within a host.
+            peer: the rank at the other end, which errors name.
 
         Raises:
             ArgumentError: an option is out of range, and the error names it; or there is no such transport.
@@ -298,7 +298,7 @@ class ProxyService:
                 self._observed.add_connection(worker, number, peer, transport)
                 if self._wires is not None:
                     self._wires.add(made.wires)
-                lib.proxyccl_worker_add_connection(self._workers[worker].pointer, made.pointer)  # it has room
+                lib.proxyccl_worker_add_connection(self._workers[worker].pointer, made.pointer)  # has room
                 self._connections.append(connection)
                 self.engine_connections.append(made)
         except ProxyCCLError:
@@ -325,14 +325,14 @@ class ProxyService:
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
     ) -> None:
-        """See `Proxy.set_channel`. The address is enough: `handle` is not used."""
+        """See `Proxy.set_channel`. This service uses only the address and ignores `handle`."""
         with self._lock:
             self._require_open()
             pointer = self.engine_connections[connection.number].pointer
             self._channels.set_connection(channel, connection, pointer, remote_semaphore)
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
-        """Frees channel ids of a connection. Their triggers must be drained, and nobody may signal their words."""
+        """Frees channel ids of a connection. All their triggers must be drained, and peers must no longer signal."""
         with self._lock:
             if not self._closed and self._process.is_here:
                 self._channels.free(channels)
@@ -368,7 +368,7 @@ class ProxyService:
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, slowest, None, errno.ETIMEDOUT, reason))
 
     def stopped(self) -> str:
-        """Empty: it is in this process."""
+        """Always "": the proxy stops only with its process."""
         return ""
 
     def end_waits(self) -> None:
@@ -376,9 +376,10 @@ class ProxyService:
         self._shared.end_waits()
 
     def add_handler(self, handler: Handler, channel: int | None = None) -> int:
-        """Makes a channel whose triggers, of any operation, are passed to a Python function in the worker's thread.
+        """Makes a channel that passes its triggers, of any operation, to a Python function in the worker's thread.
 
-        The ring's later triggers wait until it returns. If it raises, the communicator ends with a HandlerError.
+        Later triggers of the ring wait until the handler returns. If the handler raises, a HandlerError ends the
+        communicator.
 
         Args:
             handler: called with each trigger.
@@ -401,11 +402,11 @@ class ProxyService:
 
     @property
     def handling(self) -> dict[int, float]:
-        """The handlers that run now: for each one's channel, time.monotonic() when it began."""
+        """The running handlers: for each handler's channel, the time.monotonic() at which the handler began."""
         return self._handling
 
     def reserve_elsewhere(self) -> int:
-        """Reserves a channel id for another service: one in a process that this service works for."""
+        """Reserves a channel id for a service in a process that this service works for."""
         with self._lock:
             self._require_open()
             return self._channels.reserve(0)
@@ -423,11 +424,11 @@ class ProxyService:
         return self._shared.counters(channel)
 
     def flushed(self, channel: int) -> int:
-        """One more than the ticket of the last flush that is complete on a channel."""
+        """One more than the ticket of the last completed flush of a channel."""
         return self._shared.flushed(channel)
 
     def outstanding(self, channel: int) -> int | None:
-        """Triggers of a channel's connection that are issued and not known to be complete; None for a handler."""
+        """The number of issued triggers on a channel's connection without a known completion; None for a handler."""
         with self._lock:  # `close` frees the memory
             self._require_open()
             return self._observed.outstanding(channel)
@@ -445,12 +446,12 @@ class ProxyService:
 
     @property
     def observed_handle(self) -> bytes:
-        """The handle by which other processes open its `ObservedSegment`."""
+        """The handle by which other processes open this service's `ObservedSegment`."""
         return self._observed.memory.handle
 
     @property
     def asleep_handles(self) -> list[bytes]:
-        """The handles by which other processes open the words that wake its threads."""
+        """The handles by which other processes open the words that wake this service's threads."""
         return [word.handle for word in self._workers.asleep]
 
     @property
@@ -466,7 +467,7 @@ class ProxyService:
             self._fail(self._failure(info))
 
     def _thread_lost(self, error: BaseException) -> None:
-        """Called in the thread of a worker that an error has ended."""
+        """Called in a worker's thread after an error has ended the worker."""
         reason = f"its proxy's thread has failed: {type(error).__name__}: {error}"
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_LOCAL, None, None, 0, reason, error))
 
@@ -476,7 +477,7 @@ class ProxyService:
         self._handling[channel] = time.monotonic()
         try:
             self._handlers[channel](Trigger.decode(*words))
-        except BaseException as raised:  # a SystemExit too: it would end only the thread, and with it the proxy
+        except BaseException as raised:  # SystemExit included: it would end only this thread, and the proxy with it
             error = raised
         finally:
             del self._handling[channel]
@@ -538,7 +539,7 @@ class ProxyService:
             raise ClosedError("the proxy service is closed")
 
     def paused(self, timeout: float) -> contextlib.AbstractContextManager[None]:
-        """A context in which no worker reads rings or tables, so that entries can change which triggers may name.
+        """A context in which no worker reads rings or tables, so that table entries that triggers name can change.
 
         Raises:
             ResourceError: a worker did not pause in time.
@@ -546,7 +547,7 @@ class ProxyService:
         return self._workers.paused(timeout)
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """See `Proxy.drain`. The workers continue."""
+        """See `Proxy.drain`. The workers keep running."""
         self._process.require("the proxy service")
         with self._lock:
             if self._closed:
@@ -555,16 +556,16 @@ class ProxyService:
         return self._workers.await_drained(asked, timeout, given_up)
 
     def close(self, timeout: float = 30.0, *, drained: bool = True) -> bool:
-        """Ends the workers and frees everything.
+        """Stops the workers and frees everything.
 
         Args:
-            timeout: in seconds, for each worker.
+            timeout: seconds to wait for each worker.
             drained: whether workers first empty their rings and complete outstanding work.
 
         Returns:
-            False if a worker did not end in time. Its memory is then kept, and another call waits again.
+            False if a worker did not end in time. The service's memory is then kept, and another call waits again.
         """
-        if not self._process.is_here:  # the workers and their memory are the parent's
+        if not self._process.is_here:  # after a fork: the workers and their memory belong to the parent
             return True
         with self._lock:
             if self._freed:
@@ -585,7 +586,7 @@ class ProxyService:
             lib.proxyccl_connection_destroy(made.pointer)
             for resource in made.owned:
                 with contextlib.suppress(ProxyCCLError):
-                    resource.synchronize()  # the memory that its copies use may be freed next
+                    resource.synchronize()  # waits for copies, because the memory that they use may be freed next
                 with contextlib.suppress(ProxyCCLError):
                     resource.close()
         lib.proxyccl_service_destroy(self._service)

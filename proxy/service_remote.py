@@ -23,8 +23,8 @@ _MOST_ENDPOINTS: int = _engine.lib.PROXYCCL_MAX_CONNECTIONS
 class _PeerEndpoint(Struct):
     transport: str
     endpoint: TransportEndpoint
-    options: Any = None  # of a connection over it, once it is connected
-    used: bool = False  # a connection is open over it
+    options: Any = None  # of the connection; None until the endpoint is connected
+    used: bool = False  # whether a connection is open over the endpoint
 
 
 class ServiceRemote:
@@ -32,7 +32,7 @@ class ServiceRemote:
 
     Args:
         connect: makes the service's connections (`ProxyService.connect`).
-        setup: the rank that devices are opened for.
+        setup: describes the rank for which devices are opened.
         options: the devices and their settings.
 
     Raises:
@@ -71,7 +71,7 @@ class ServiceRemote:
     def connect_endpoint(
         self, peer: int, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Connects this rank's endpoint to the peer's. It stops waiting once `given_up` returns True."""
+        """See `RemoteContext.connect_endpoint`. The wait also ends once `given_up` returns True."""
         own = self._endpoint(peer)
         own.options = own.endpoint.connect(theirs, timeout, given_up)
 
@@ -100,11 +100,11 @@ class ServiceRemote:
 
     def withdraw(self, memory: ExposedMemory) -> None:
         functions = remote_functions(memory.transport)
-        if functions.open in self._devices:  # otherwise it is closed, which withdrew everything
+        if functions.open in self._devices:  # a closed device has withdrawn everything
             functions.withdraw(self._devices[functions.open], memory)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as steps:  # from the last to the first, each regardless of the others
+        with contextlib.ExitStack() as steps:  # closes in reverse order, even if one fails
             for device in self._devices.values():
                 steps.callback(device.close)
             for own in self._endpoints.values():

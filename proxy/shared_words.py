@@ -1,4 +1,4 @@
-"""A service's shared memory: words of its channels and schedules, and limits of its memories."""
+"""A service's shared memory: the words of its channels and schedules, and the limits of registered memories."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _SCHEDULE_BYTES: int = ffi.sizeof("ProxycclScheduleWords")
 
 
 class SharedWords:
-    """One word or one struct for each channel or memory id, by id.
+    """Arrays with one word or one struct for each channel or memory id.
 
     Args:
-        memory: pinned memory with `BYTES` from `offset` on, zeroed.
-        offset: offset in it, in bytes.
+        memory: pinned memory, with `BYTES` zeroed bytes from `offset` on.
+        offset: offset in `memory`, in bytes.
 
     Attributes:
         table: the ProxycclCounters of the channels.
-        memory_limits: for each memory id, the bytes from its first to the memory's end; 0 if it is not in use.
+        memory_limits: for each memory id, the bytes from the id's first byte to the memory's end; 0 for an unused id.
         schedule_words: the ProxycclScheduleWords.
     """
 
@@ -59,7 +59,7 @@ class SharedWords:
         return ffi.cast("uint64_t *", self.memory.host_ptr + self._flushed_offset + 8 * channel)
 
     def flushed(self, channel: int) -> int:
-        """One more than the ticket of the last flush that is complete on a channel."""
+        """One more than the ticket of the last completed flush of a channel."""
         return int(self.flushed_host(channel)[0])
 
     def completed_pointer(self, channel: int) -> int:
@@ -86,7 +86,7 @@ class SharedWords:
         return SchedulePointers(bell, done, gate, tuple(stages + 8 * stage for stage in range(STAGES)))
 
     def end_waits(self) -> None:
-        """Ends the waits of streams for a schedule, and for its stages."""
+        """Releases streams that wait for a schedule or its stages."""
         _engine.lib.proxyccl_schedule_words_end_waits(self.schedule_words)
 
     @property
@@ -109,6 +109,6 @@ class SharedWords:
         return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes, c.gets)
 
     def clear(self, channel: int) -> None:
-        """Zeroes a channel's counters and words for the next channel of that id. Nobody may use it."""
+        """Zeroes the counters and words of an unused channel id, for the id's next channel."""
         self.table[channel] = ffi.new("ProxycclCounters *")[0]
         self.flushed_host(channel)[0] = self.completed_host(channel)[0] = 0

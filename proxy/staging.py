@@ -22,15 +22,15 @@ MOST_WIRES: int = lib.PROXYCCL_STAGED_WIRES
 
 
 class RemoteWriteTargets:
-    """The ranges of this rank's memory that peers may write by staged puts and read by staged gets. Threads and
-    engines share it.
+    """The ranges of this rank's memory that peers may write by staged puts and read by staged gets. Threads and engines
+    may share the object.
 
     A peer names a range by its key. The engine refuses a key that has been removed.
     """
 
     def __init__(self) -> None:
         self._table = ffi.new("ProxycclRemoteWriteTarget[]", lib.PROXYCCL_STAGED_WRITE_TARGETS)
-        self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # the key that was removed first is reused first
+        self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # the key removed first is reused first
         self._lock = threading.Lock()
 
     @property
@@ -39,7 +39,7 @@ class RemoteWriteTargets:
         return self._table
 
     def add(self, ptr: int, nbytes: int, host_ptr: int = 0) -> int:
-        """Adds a range, which the CPU reaches at `host_ptr` if that is not 0. Returns its key.
+        """Adds a range, and its address for the CPU unless `host_ptr` is 0. Returns the range's key.
 
         Raises:
             ResourceError: the table is full.
@@ -54,7 +54,7 @@ class RemoteWriteTargets:
             return key
 
     def remove(self, key: int) -> None:
-        """Removes the range of a key. Peers' triggers must no longer name it."""
+        """Removes the range of a key, which peers' triggers must no longer name."""
         with self._lock:
             lib.proxyccl_remote_write_target_set(self._table + key, 0, 0, 0)
             self._free.append(key)

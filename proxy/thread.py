@@ -1,7 +1,7 @@
 """A thread that runs workers of the engine, of one service or of many.
 
-It enters the C engine and stays there without the GIL until the engine returns for one of its workers. It does not know
-about services: a worker is added with a function to call then.
+The thread enters the C engine without the GIL until the engine returns for one of its workers. This module does not
+know about services: a worker is added with the function to call when the engine returns.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class IdlePolicy:
     The defaults are for few cores. Where there are enough, a proxy without a policy has that of `where_cores_suffice`.
 
     Attributes:
-        spin_us: how long it polls without a pause. After 50 µs of it the thread yields its core between polls: whatever
-            else the system runs on that core would otherwise wait for a whole time slice. If there are fewer cores than
-            threads, a kernel that pushes and then needs the core waits this long each time.
-        yield_us: how long it then yields the core between two polls.
-        max_sleep_us: the longest sleep between two polls after that, except after long pauses. So it is the longest
+        spin_us: how long it polls without a pause. After 50 µs of it the thread yields its core between polls:
+            otherwise anything else that the system runs on that core waits for a whole time slice. If there are fewer
+            cores than threads, a kernel that pushes and then needs the core waits this long each time.
+        yield_us: how long the thread then yields the core between two polls.
+        max_sleep_us: the longest sleep between two polls after that, except after long pauses, and so the longest
             delay of waking, apart from the system's own.
 
     Raises:
@@ -67,12 +67,12 @@ class IdlePolicy:
 
     @classmethod
     def always_awake(cls) -> IdlePolicy:
-        """A thread that never sleeps while a communicator is open. It answers at once and costs a whole core."""
+        """A policy for threads that never sleep while a communicator is open. Each answers at once and costs a core."""
         return cls(yield_us=LONGEST_US, max_sleep_us=50.0)
 
     @classmethod
     def where_cores_suffice(cls) -> IdlePolicy:
-        """A thread that sleeps for at most 50 µs at once until it was idle for 50 ms: about a tenth of a core."""
+        """A policy of sleeps of at most 50 µs until a thread was idle for 50 ms: about a tenth of a core."""
         return cls(max_sleep_us=50.0)
 
     def __str__(self) -> str:
@@ -82,12 +82,12 @@ class IdlePolicy:
 
     @property
     def times(self) -> tuple[float, float, float]:
-        """Its fields, in order."""
+        """The policy's fields, in order."""
         return self.spin_us, self.yield_us, self.max_sleep_us
 
     @staticmethod
     def most_awake(policies: Iterable[IdlePolicy]) -> IdlePolicy:
-        """The policy that wakes no later than any of these, of which there is at least one."""
+        """The policy that wakes no later than any of `policies`, which is not empty."""
         each = list(policies)
         return IdlePolicy(
             max(policy.spin_us for policy in each),
@@ -97,15 +97,16 @@ class IdlePolicy:
 
 
 def choose_idle(cores: int, programs: int, threads: int, within: tuple[int, int] | None = None) -> IdlePolicy:
-    """The policy of threads that have to share cores with programs.
+    """Chooses the policy of threads that share cores with programs.
 
     A program may spin while it waits for its GPU, and a thread while it has work, so each of them needs a core.
 
     Args:
-        cores: that all of them may run on.
-        programs: ranks of this machine that use the threads.
-        threads: of all their proxies.
-        within: of these, the programs and threads of this process's container, which share its quota; None for all.
+        cores: cores that the programs and the threads may run on.
+        programs: number of this machine's ranks that use the threads.
+        threads: number of threads of all these ranks' proxies.
+        within: the number of programs and of threads that share the CPU quota of this process's container; None for
+            all.
     """
     allowed = cores_allowed()
     suffice = cores >= programs + threads and (allowed is None or allowed >= sum(within or (programs, threads)))
@@ -136,17 +137,17 @@ class _Served(NamedTuple):
 
 
 class ProxyThread:
-    """Runs workers in turn, and waits while it has none.
+    """A thread that runs workers in turn, and waits while it has none.
 
     Args:
         name: the thread's name.
-        idle: its policy for workers that have none.
-        cores: numbers of the cores that it may run on; None for all of its process.
+        idle: the thread's policy for workers without one.
+        cores: numbers of the cores that the thread may run on; None for all of its process.
         begin: called in the thread before anything else.
-        functions: those of a runtime whose waiting kernels may help it; None to run the workers without help.
+        functions: the functions of a runtime whose waiting kernels may help run the workers; None for no help.
 
     Attributes:
-        asleep: the word by which a launch in any process wakes it (waking.h).
+        asleep: the word by which a launch in any process wakes the thread (waking.h).
 
     Raises:
         ArgumentError: there are no such cores.
@@ -206,7 +207,7 @@ class ProxyThread:
 
     @property
     def idle(self) -> IdlePolicy:
-        """Its policy now: the most awake of its workers', and its own if it has none."""
+        """The idle policy in force: the most aggressive of its workers', or the thread's own without workers."""
         return self._idle
 
     def add(
@@ -217,13 +218,13 @@ class ProxyThread:
         on_lost: Callable[[BaseException], None] = lambda _: None,
         idle: IdlePolicy | None = None,
     ) -> None:
-        """Hands a worker over. It comes back with the first exit that is not for a handler.
+        """Hands a worker to the thread, until the worker's first exit that is not for a handler.
 
         Args:
             worker: a ProxycclWorker.
             stats: its ProxycclWorkerStats, where observers find the thread and its policy.
-            on_exit: called in the thread when the engine returns for it.
-            on_lost: called instead if an error has ended the thread, which then no longer runs the worker.
+            on_exit: called in the thread when the engine returns for the worker.
+            on_lost: called instead if an error has ended the thread and so its workers.
             idle: the policy that the worker needs; None for the thread's own.
         """
         with self._changed:
@@ -237,7 +238,7 @@ class ProxyThread:
             self._changed.notify()
 
     def _choose_idle(self) -> None:
-        """Gives the thread the most awake policy of its workers, and tells observers."""
+        """Sets the thread's policy to the most aggressive of its workers', and publishes the policy."""
         self._idle = IdlePolicy.most_awake([served.idle for served in self._served.values()] or [self._default])
         policy = _policy(self._idle)
         lib.proxyccl_thread_set_idle(self._pointer, policy)
@@ -274,7 +275,7 @@ class ProxyThread:
             try:
                 served.on_exit(reason, info)
             except BaseException as error:
-                if not runs_on:  # it is not among the remaining ones
+                if not runs_on:  # this worker is not among the remaining ones
                     served.on_lost(error)
                 raise
 
@@ -286,7 +287,7 @@ class ProxyThread:
             served.on_lost(error)
 
     def close(self, timeout: float) -> bool:
-        """Ends the thread when it has no more workers. False if that did not happen in time."""
+        """Ends the thread once it has no workers. Returns False if the thread did not end in time."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -294,7 +295,7 @@ class ProxyThread:
             self._thread.join(timeout)
         if self._thread.is_alive():
             return False
-        pointer = vars(self).pop("_pointer", None)  # gone: a later call fails in Python, not in C
+        pointer = vars(self).pop("_pointer", None)  # removed, so that a later call fails in Python and not in C
         if pointer is not None:
-            lib.proxyccl_thread_destroy(pointer)  # not at this object's end: the thread may be in it then
+            lib.proxyccl_thread_destroy(pointer)  # not in __del__: the thread may still use it
         return True

@@ -12,8 +12,8 @@ class TransportOptions(Struct, frozen=True):
     """Options by their subject.
 
     Attributes:
-        rdma: of the RDMA device, for the transports `verbs` and `staged`.
-        fabric: of libfabric, for the transports `fabric` and `staged_fabric`.
+        rdma: options of the RDMA device, for the transports `verbs` and `staged`.
+        fabric: options of libfabric, for the transports `fabric` and `staged_fabric`.
     """
 
     rdma: RdmaOptions = field(default_factory=RdmaOptions)

@@ -19,7 +19,7 @@ PARITY_SHIFT: int = lib.PROXYCCL_PARITY_SHIFT
 
 
 class Operation(enum.IntFlag):
-    """A trigger's operation. Bits combine; `CUSTOM`, which has none, goes to the channel's Python handler.
+    """A trigger's operation. Bits combine; `CUSTOM` has no bits set and goes to the channel's Python handler.
 
     `DATA` alone is a put; `DATA | GET` is a get.
     """
@@ -34,14 +34,14 @@ class Operation(enum.IntFlag):
 _TRANSFER = Operation.DATA | Operation.GET
 
 
-@functools.cache  # a trace has many
+@functools.cache  # a trace names many operations
 def operation_name(operation: Operation) -> str:
     """An operation in words, such as "data+signal" or "get+flush"."""
     transfer = [Operation.GET] if operation & Operation.GET else list(operation & Operation.DATA)
     return "+".join(str(flag.name).lower() for flag in (*transfer, *(operation & ~_TRANSFER))) or "custom"
 
 
-# field: (word, shift, bits). A transfer's size has SIZE_BITS, below the bit that tells a get.
+# field: (word, shift, bits). A transfer's size takes SIZE_BITS, below the bit that marks a get.
 _FIELDS = {
     "size": (0, lib.PROXYCCL_SIZE_SHIFT, 32),
     "src_offset": (0, lib.PROXYCCL_SRC_OFFSET_SHIFT, lib.PROXYCCL_OFFSET_BITS),
@@ -54,9 +54,9 @@ _FIELDS = {
 
 
 def full_parity(ticket: Any, size_log2: int) -> Any:
-    """The parity bit of a slot that holds the trigger of a ticket, in a ring of 2**size_log2 slots (trigger.h).
+    """The parity bit of the slot with the trigger of this ticket, in a ring of 2**size_log2 slots (trigger.h).
 
-    Takes a number or an array.
+    `ticket` is a number or an array.
     """
     return ~(ticket >> size_log2) & 1
 
@@ -68,7 +68,7 @@ class Trigger:
     Attributes:
         operation: its operation.
         channel: channel id, 0 to 1023.
-        size: bytes to move, below 2 GiB; of a value 1, 2, 4 or 8; any 32 bits without `DATA`.
+        size: bytes to move, below 2 GiB; 1, 2, 4 or 8 for a value; any 32 bits without `DATA`.
         src_memory: memory id of the source, 0 to 507; 508 to 511 if the trigger carries a value of 1, 2, 4 or 8 bytes.
         src_offset: byte offset in the source, below 4 GiB; 0 for a value.
         dst_memory: memory id of the destination, 0 to 511.
@@ -115,7 +115,7 @@ class Trigger:
 
     @classmethod
     def decode(cls, word0: int, word1: int) -> Trigger:
-        """The trigger in two words. The parity bit is ignored."""
+        """Decodes a trigger from two words. The parity bit is ignored."""
         words = (word0, word1)
         values: dict[str, Any] = {
             name: words[w] >> shift & ((1 << bits) - 1) for name, (w, shift, bits) in _FIELDS.items()

@@ -1,7 +1,7 @@
-"""Whether a proxy's workers take turns. Waiting threads check this: the workers' process may be stopped, or a call may
-hang.
+"""Checks whether a proxy's workers take turns. Waiting threads call this, because the workers' process may be stopped
+or a driver call may hang.
 
-A worker counts its turns in shared memory (engine/schedule.h), so the question costs the proxy nothing.
+A worker counts its turns in shared memory (engine/schedule.h), so the check costs the proxy nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ workers."""
 
 
 class TurnWatch:
-    """The time for which a waiter has waited while a worker took no turn. For one thread, which checks every few
+    """Measures how long a waiter has waited while a worker took no turn. Used by one thread, which checks every few
     milliseconds.
 
     Args:
@@ -35,7 +35,7 @@ class TurnWatch:
         """The longest time, in seconds, for which a worker that has not ended has taken no turn.
 
         Args:
-            awaited: whether a stream waits now; otherwise the time begins again.
+            awaited: whether a stream is waiting; otherwise the measured time restarts at 0.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_STEP), now
@@ -46,5 +46,5 @@ class TurnWatch:
         return max(self._idle)
 
     def look_for_streams(self) -> float:
-        """The same while a stream waits for a schedule; otherwise 0."""
+        """Like `look`, but returns 0 unless a stream waits for a schedule."""
         return self.look(awaited=bool(self._words.bell or self._words.running))

@@ -1,7 +1,7 @@
 """The threads that poll the wires of a service's staged connections (engine/staged_transport.h).
 
-The service's own workers poll these wires too, while their thread sleeps. So nothing waits for these threads, and they
-sleep soon when they have nothing to do. They make long transfers faster: one thread's sockets do not fill a network.
+The service's own workers also poll a wire while the wire's thread sleeps. So nothing waits for these threads, and an
+idle one soon sleeps. The threads speed up long transfers, because one thread's sockets do not saturate a network.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ cores from those with work.
 
 
 class WireWorkers:
-    """A worker and a thread for each endpoint, which serve its wires to all peers.
+    """A worker and a thread for each endpoint, which serve the endpoint's wires to all peers.
 
     Args:
         engine: the runtime of the service.
-        control: address of the ProxycclControl whose abort word ends them.
+        control: address of the ProxycclControl whose abort word stops the workers.
         counters: the service's table of counters.
-        count: of threads, which is that of endpoints.
+        count: number of threads, one for each endpoint.
         cores: cores that the threads may run on; None for any.
-        name: the prefix of their names.
-        on_event: as in `Workers.start`.
-        on_lost: likewise.
+        name: the prefix of the threads' names.
+        on_event: see `Workers.start`.
+        on_lost: see `Workers.start`.
 
     Raises:
         ArgumentError: there are no such cores.
@@ -70,8 +70,8 @@ class WireWorkers:
         self._workers.start(on_event, on_lost)
 
     def add(self, wires: Sequence[tuple[int, Any]]) -> None:
-        """Has them poll a connection's wires, each the ones with its number. One without room leaves a wire to the
-        service's workers, which may not know the connection yet.
+        """Makes each thread poll the connection's wires that have the thread's number. A thread without room leaves a
+        wire to the service's workers, which may not know the connection yet.
         """
         for number, wire in wires:
             lib.proxyccl_staged_wire_set_thread(wire, self._shared[number])
@@ -79,7 +79,9 @@ class WireWorkers:
                 lib.proxyccl_staged_wire_set_thread(wire, ffi.NULL)
 
     def close(self, timeout: float) -> bool:
-        """Ends the threads, and frees everything. False if one did not end in time; another call waits again."""
+        """Ends the threads and frees everything. Returns False if a thread did not end in time; another call waits
+        again.
+        """
         self._workers.stop(drained=False)
         if not self._workers.await_ended(timeout):
             return False

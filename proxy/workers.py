@@ -1,4 +1,4 @@
-"""The workers of one service: each drains its rings in a thread, which it may share with other workers."""
+"""The workers of one service: each drains its rings in a thread, which other workers may share."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _UNUSED_THREAD_SECONDS = 10.0
 
 
 def require_rings(fifos: object, threads: object) -> tuple[int, int]:
-    """The numbers of rings and of threads. Raises ArgumentError unless each thread gets a ring, and no more than the
-    engine allows.
+    """Returns the numbers of rings and threads. Raises ArgumentError unless each thread gets a ring, and no more than
+    the engine allows.
     """
     number = as_integer(threads, "proxy_threads", f"must be an integer from 1 to {MAX_RINGS}", 1, MAX_RINGS)
     expected = f"must be an integer from proxy_threads ({number}) to {MAX_RINGS}"
@@ -40,13 +40,13 @@ def require_rings(fifos: object, threads: object) -> tuple[int, int]:
 
 
 class OwnThreads(Struct, frozen=True):
-    """The threads to make for a service's workers, one each.
+    """Describes the threads to create for a service's workers, one for each worker.
 
     Attributes:
         count: number of threads.
-        idle: their policy when there is nothing to do.
-        cores: numbers of the cores that they may run on; None for any.
-        name: the prefix of their names.
+        idle: the threads' idle policy.
+        cores: numbers of the cores that the threads may run on; None for any.
+        name: the prefix of the threads' names.
     """
 
     count: int
@@ -59,10 +59,10 @@ class Worker(Struct, frozen=True):
     """A worker of the engine.
 
     Attributes:
-        pointer: a ProxycclWorker, freed with this object: after it has ended, threads may still ask how far it came.
-        stats: its ProxycclWorkerStats, which observers read.
-        thread: the thread that runs it.
-        ended: set when it has ended.
+        pointer: a ProxycclWorker, freed with this object, because threads may still query a worker that has ended.
+        stats: the worker's ProxycclWorkerStats, which observers read.
+        thread: the thread that runs the worker.
+        ended: set when the worker has ended.
     """
 
     pointer: Any
@@ -93,10 +93,10 @@ class Workers:
     """A service's workers and their threads.
 
     Args:
-        engine: the runtime whose copies they issue.
+        engine: the runtime whose driver issues the workers' copies.
         service: a ProxycclService.
-        observed: the segment where they publish their activity; with room for each.
-        threads: the threads to make; or one existing thread for each worker.
+        observed: the segment where the workers publish their activity, with room for each.
+        threads: the threads to create, or one existing thread for each worker.
         idle: the policy that the workers need of existing threads; None for the threads' own.
 
     Raises:
@@ -151,14 +151,14 @@ class Workers:
         return [worker.ended.is_set() for worker in self._workers]
 
     def add_rings(self, rings: Sequence[RingMemory]) -> None:
-        """Gives rings to the workers in turn."""
+        """Assigns rings to the workers in turn."""
         for i, ring in enumerate(rings):
             worker = self._workers[i % len(self._workers)]
             lib.proxyccl_worker_add_ring(worker.pointer, ring.slots, ring.tail, ring.size_log2)
 
     def start(self, on_event: OnEvent, on_lost: Callable[[BaseException], None]) -> None:
-        """Adds the workers to their threads. `on_event` is called when the engine returns for one, and `on_lost` if an
-        error has ended the thread of one.
+        """Adds the workers to their threads. `on_event` is called when the engine returns for a worker, and
+        `on_lost` if an error has ended a worker's thread.
         """
 
         def told(worker: Worker, reason: int, info: Any) -> None:
@@ -185,7 +185,7 @@ class Workers:
 
     @contextlib.contextmanager
     def paused(self, timeout: float) -> Iterator[None]:
-        """A context in which no worker reads rings or tables, so that entries can change which triggers may name.
+        """A context in which no worker reads rings or tables, so that table entries that triggers name can change.
 
         Raises:
             ResourceError: a worker did not pause in time.
@@ -208,7 +208,9 @@ class Workers:
         return [lib.proxyccl_worker_drain(worker.pointer) for worker in self._workers]
 
     def await_drained(self, asked: list[int], timeout: float, given_up: Callable[[], bool]) -> bool:
-        """Waits for those reports. False if the time was over, `given_up` returned True, or a worker ended first."""
+        """Waits for the reports of `ask_to_drain`. False on a time-out, if `given_up` returned True, or if a worker
+        ended.
+        """
         deadline = time.monotonic() + timeout
         for worker, number in zip(self._workers, asked, strict=True):
             while lib.proxyccl_worker_drained(worker.pointer) != number:
@@ -218,7 +220,7 @@ class Workers:
         return True
 
     def stop(self, *, drained: bool) -> None:
-        """Asks all workers to end: once their rings are empty and nothing is outstanding, or at once."""
+        """Asks all workers to end: if `drained`, once rings are empty and nothing is outstanding; otherwise at once."""
         for worker in self._workers:
             (lib.proxyccl_worker_stop if drained else lib.proxyccl_worker_abandon)(worker.pointer)
 
@@ -229,11 +231,11 @@ class Workers:
     def await_ended(self, timeout: float) -> bool:
         """Waits until all workers and own threads have ended, each for this number of seconds. False if one has not."""
         ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]
-        # The wait for a worker that did not end is not repeated for its thread.
+        # After a worker's time-out, its thread is not waited for again.
         closed = [thread.close(timeout if ended[i] else 0) for i, thread in enumerate(self._own_threads)]
         return all(ended) and all(closed)
 
     def discard(self) -> None:
-        """Ends the threads that were made for workers that were never started."""
+        """Ends the threads that were created for workers that never started."""
         for thread in self._own_threads:
             thread.close(_UNUSED_THREAD_SECONDS)

@@ -1,7 +1,7 @@
-"""The daemon of a rank's proxy: the first of several that sees the rank's device.
+"""Chooses the daemon of a rank's proxy: the first of several that sees the rank's device.
 
-It may be connected to before the proxy is used. A process that starts, and makes device contexts, takes a second or
-two, which then pass beside the program.
+A rank may connect to the daemon before it uses the proxy. A daemon's start, and its device contexts, take a second or
+two, which then overlap with the program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Prepared:
     def is_lost(self) -> bool:
         """Whether the daemon has hung up."""
         poll = select.poll()
-        poll.register(self.connection, select.POLLIN | select.POLLRDHUP)  # it says nothing unasked but that it ends
+        poll.register(self.connection, select.POLLIN | select.POLLRDHUP)  # any input is its end
         return bool(poll.poll(0))
 
     def close(self) -> None:
@@ -38,13 +38,13 @@ class _Prepared:
 
 
 class ChosenDaemon:
-    """See `proxyccl.proxy.daemon.connection.DaemonAddress` for the methods. Each is for one thread at a time.
+    """See `proxyccl.proxy.daemon.connection.DaemonAddress` for the methods. Each method is for one thread at a time.
 
     Args:
-        addresses: gives the daemons' addresses, in the order of preference.
+        addresses: returns the daemons' addresses in order of preference.
         runtime: name of the runtime.
-        device_id: of the device.
-        peers: device_ids of the devices of its peers.
+        device_id: the rank's device.
+        peers: device_ids of the peers' devices.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ChosenDaemon:
         return str(self._chosen)
 
     def begin(self, timeout: float) -> None:
-        """Connects in a thread, for `connect` to find. An error is raised there.
+        """Starts a thread that connects. `connect` then uses that connection, or raises the thread's error.
 
         Args:
             timeout: seconds for each step.
@@ -71,19 +71,19 @@ class ChosenDaemon:
         self._early = Thread(self._prepare_early, "proxyccl-early-start", timeout)
         try:
             self._early.start()
-        except ResourceError:  # the first use needs threads too
+        except ResourceError:  # the first use will report the lack of threads
             self._early = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether `connect` would not wait for the thread of `begin`."""
+        """Whether `connect` would return without waiting for the thread of `begin`."""
         early = self._early
         return early is None or not early.is_alive()
 
     def _prepare_early(self, timeout: float) -> None:
         try:
             prepared = self._prepare(timeout)
-        except ProxyLostError:  # the first use starts another
+        except ProxyLostError:  # the first use makes another connection
             return
         except ProxyCCLError as error:
             self._error = error
@@ -95,7 +95,7 @@ class ChosenDaemon:
         prepared.close()
 
     def drop(self) -> None:
-        """Ends a connection that `begin` made, or still makes, and that is not used. It waits for nothing."""
+        """Closes an unused connection that `begin` made or is making. Does not wait."""
         with self._lock:
             self._dropped = True
             prepared, self._prepared = self._prepared, None
@@ -116,10 +116,10 @@ class ChosenDaemon:
         return prepared.connection, prepared.process
 
     def _made_early(self) -> _Prepared | None:
-        """Takes the connection that `begin` has made, if any. Raises the error of the attempt."""
+        """Returns the connection that `begin` has made, if any. Raises the error of the attempt."""
         if self._early is None:
             return None
-        self._early.join()  # each of its steps is bounded
+        self._early.join()  # each step of the thread is bounded
         self._early = None
         if self._error is not None:
             raise self._error

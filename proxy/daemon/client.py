@@ -1,4 +1,4 @@
-"""A rank's proxy in the node daemon: the same methods as a service in the rank, requested over the socket.
+"""A rank's proxy in the node daemon: the methods of a service in the rank, as requests over the socket.
 
 Rings, counters and memories are this process's; the daemon gets descriptors and handles of them. A service in this
 process does the work that the daemon can't do: Python handlers, and copies from memory that no other process can map.
@@ -49,7 +49,7 @@ R = TypeVar("R")
 
 
 def _asks(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A client's method that only calls the daemon's."""
+    """Makes a client's method that only calls the daemon's method."""
 
     def ask(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = client._daemon.ask(function, *args, **kwargs)
@@ -71,7 +71,7 @@ class DaemonRemote:
 
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
         if not handle:
-            raise ArgumentError("memory", "the node daemon reaches memory only by a handle, and this has none")
+            raise ArgumentError("memory", "the node daemon reaches memory only by a handle, and this memory has none")
         return self._daemon.ask(SessionService.expose, handle, nbytes, transport)
 
     def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
@@ -81,7 +81,7 @@ class DaemonRemote:
         self._daemon.ask(SessionService.withdraw, memory.owner)
 
     def close(self) -> None:
-        """Does nothing: the daemon frees it with the proxy."""
+        """Does nothing: the daemon frees remote links with the proxy."""
 
 
 class DaemonClient:
@@ -90,25 +90,25 @@ class DaemonClient:
     Args:
         runtime: the runtime of the rank's kernels.
         shared: pinned memory that begins with the ProxycclControl whose abort word ends the workers.
-        shared_offset: of `ProxyService.shared_bytes()` in it.
-        semaphores_offset: of the words in it that peers signal, by channel id.
+        shared_offset: offset in `shared` of `ProxyService.shared_bytes()`.
+        semaphores_offset: offset in `shared` of the words that peers signal, by channel id.
         fifos: number of rings.
         threads: number of workers. Each has its own daemon thread if the daemon has that many.
         fifo_size: slots in each ring.
         ring_per_connection: see `ProxyService`.
-        idle: the policy that its threads need when idle, in the daemon and in this process; None for the daemon's, and
+        idle: the idle policy that the proxy needs, in the daemon and in this process; None for the daemon's policy, and
             for the default of `IdlePolicy` here.
-        on_failure: called in a thread of this object when a worker ends on an error and when the daemon is lost.
+        on_failure: called in a thread of this object when an error ends a worker, and when the daemon is lost.
         description: the rank, for observers and the daemon's log.
-        timeout: gives the seconds that the daemon may take for an answer.
-        address: of the daemon; None for the node daemon at the default socket.
+        timeout: returns the seconds that the daemon may take for an answer.
+        address: the daemon's address; None for the node daemon at the default socket.
         takes_private: whether memory that the daemon can't map may be the source of copies, by a service in this
             process; otherwise it is refused.
 
     Attributes:
         daemon: the daemon's process.
-        daemon_started: when that began (`proxyccl.proxy.processes.start_of`).
-        sleepers: the threads, for launches to wake.
+        daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
+        sleepers: the threads, which launches wake.
 
     Raises:
         ArgumentError: fewer rings than threads, or a device that the daemon does not see.
@@ -153,19 +153,20 @@ class DaemonClient:
             "name": name,
             "sleepers": self.sleepers,
         }
-        self._own: ProxyService | None = None  # runs in this process, with the ids of the daemon's
+        self._own: ProxyService | None = None  # runs in this process, under the ids that the daemon assigned
         self._own_words: PinnedMemory | None = None
         self._own_channels: set[int] = set()
-        self._spare_channels: list[int] = []  # that the daemon reserved for this process, and that are free
+        self._spare_channels: list[int] = []  # free ids that the daemon reserved for this process
         self._takes_private = takes_private
-        # By first id, for memory that copies reach: registers it with the service in this process.
+        # By first id of memory that copies reach: a function that registers the memory with the service in this
+        # process.
         self._memories: dict[int, Callable[[ProxyService], int]] = {}
         self._ring_of: dict[int, int] = {}
         self._lock = threading.RLock()
         self._observed: ObservedSegment | None = None
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
         self._daemon = DaemonConnection(timeout, name, on_failure, self._watch_turns, address)
-        # These only pass on.
+        # These methods only call the daemon.
         self.request_report, self.stopped = self._daemon.request_report, self._daemon.stopped
         self.daemon, self.daemon_started = self._daemon.daemon, self._daemon.daemon_started
         try:
@@ -193,7 +194,7 @@ class DaemonClient:
         try:
             for handle in handles:
                 self.sleepers.add(SharedMemory.open(handle))
-        except ArgumentError as error:  # its threads wake by themselves
+        except ArgumentError as error:  # without the words, the daemon's threads wake by themselves
             logging.getLogger("proxyccl").warning("launches cannot wake the node daemon's threads: %s", error)
 
     def __repr__(self) -> str:
@@ -253,7 +254,7 @@ class DaemonClient:
         return self._shared.schedule_pointers
 
     def check_turns(self, timeout: float) -> None:
-        """Loses the daemon, as `Proxy.check_turns` fails a proxy. Handlers run elsewhere, and hold up no schedule."""
+        """Gives up the daemon where `Proxy.check_turns` fails a proxy. Handlers run here, and hold up no schedule."""
         if self._daemon.is_open and self._turns.look_for_streams() > timeout:
             self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
 
@@ -270,7 +271,7 @@ class DaemonClient:
     remove_schedule = _asks(SessionService.remove_schedule)
 
     def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
-        """Has the daemon map memory, and registers it there. Raises ArgumentError for memory that no other process can
+        """Maps memory in the daemon, and registers it there. Raises ArgumentError for memory that no other process can
         map, unless the client takes private memory.
         """
         if handle is None:
@@ -280,7 +281,7 @@ class DaemonClient:
         except ArgumentError:
             if not self._takes_private:
                 raise
-            first = self.add_remote_memory(base, nbytes, key)  # the daemon refuses to copy from it, or to it
+            first = self.add_remote_memory(base, nbytes, key)  # the daemon refuses copies from and to this memory
         else:
             first = self._daemon.ask(SessionService.add_memory, name, nbytes, key)
         self._repeat(first, lambda own: own.add_memory(base, nbytes, first=first))
@@ -292,7 +293,9 @@ class DaemonClient:
         return first
 
     def _repeat(self, first: int, add: Callable[[ProxyService], int]) -> None:
-        """Registers the daemon's registrations with the service in this process, now or when that is made."""
+        """Registers a memory of the daemon with the service in this process too, at once or when that service is
+        created.
+        """
         with self._lock:
             self._memories[first] = add
             if self._own is not None:
@@ -305,7 +308,7 @@ class DaemonClient:
         self._daemon.ask(SessionService.remove_memory, first)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
-        """A connection that copies within the host: in the daemon, between memories that it maps, or from private
+        """Returns a connection that copies within the host: in the daemon, between mapped memories, or from private
         memory in this process.
         """
         if private and self._takes_private:
@@ -313,7 +316,7 @@ class DaemonClient:
         return self._daemon.ask(SessionService.connect_copy, peer, transport)
 
     def _own_service(self) -> ProxyService:
-        """The service in this process, made when first used."""
+        """The service in this process, created on first use."""
         with self._lock:
             if self._own is None:
                 self._own_words = self._runtime.allocate_pinned(ProxyService.shared_bytes())
@@ -323,7 +326,7 @@ class DaemonClient:
             return self._own
 
     def _reserve_own(self) -> int:
-        """A channel id for the service in this process."""
+        """Reserves a channel id for the service in this process."""
         with self._lock:
             if self._spare_channels:
                 return self._spare_channels.pop()
@@ -365,8 +368,8 @@ class DaemonClient:
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
     ) -> None:
-        """Puts a channel in use. Its signals count up a word: on a connection that copies `handle` names it, between
-        hosts `remote_semaphore` does.
+        """Puts a channel in use. Its signals count up a word, which `handle` names on a connection that copies, and
+        between hosts `remote_semaphore` does.
         """
         if connection.private:
             self._own_service().set_channel(channel, connection, remote_semaphore)
@@ -389,7 +392,7 @@ class DaemonClient:
             self._spare_channels += freed
 
     def add_handler(self, handler: Handler) -> int:
-        """A channel whose triggers go to a function in this process, through its own rings and threads."""
+        """Makes a channel whose triggers go to a function in this process, through separate rings and threads."""
         require_callable(handler)
         channel = self._reserve_own()
         self._own_service().add_handler(handler, channel)
@@ -397,7 +400,7 @@ class DaemonClient:
         return channel
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until all triggers in the rings are done and nothing is outstanding; an abort ends the wait."""
+        """See `Proxy.drain`. An abort also ends the wait."""
         if not self._daemon.is_open or given_up():
             return False
         if self._own is not None and not self._own.drain(timeout, given_up):
@@ -408,7 +411,7 @@ class DaemonClient:
             return False
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Drains the rings and has the daemon free everything of this client.
+        """Drains the rings, and frees everything of this client in the daemon.
 
         False if a handler or a worker did not end in time; its memory is then kept.
         """
@@ -434,6 +437,6 @@ class DaemonClient:
 def _open_observed(handle: bytes, workers: int) -> ObservedSegment | None:
     try:
         return ObservedSegment(workers, handle.hex())
-    except ArgumentError as error:  # only reports need it
+    except ArgumentError as error:  # only reports need the description
         logging.getLogger("proxyccl").warning("reports cannot show the node daemon's outstanding work: %s", error)
         return None

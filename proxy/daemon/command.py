@@ -1,4 +1,4 @@
-"""A process that is a daemon: `proxyccl daemon`, until a signal ends it, or a job's own, until its ranks have ended."""
+"""Runs a daemon's process: `proxyccl daemon`, until a signal, or a job's own daemon, until the ranks have ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Server: TypeAlias = AbstractContextManager[str]
 
 
 class _Lines(logging.Formatter):
-    """A line for each record, whatever a client's description or error has in it."""
+    """Formats each record as one line, whatever characters a client's description or error contains."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the base class's name
         return shown(super().formatMessage(record))
@@ -45,9 +45,9 @@ def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> i
     On SIGUSR1 it writes a report and continues.
 
     Args:
-        path: of the socket.
-        options: the daemon's.
-        servers: pages and metrics of this user's programs, for others to read.
+        path: path of the socket.
+        options: the daemon's options.
+        servers: servers of pages and metrics of this user's programs.
 
     Raises:
         ArgumentError: an option is wrong.
@@ -69,8 +69,8 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     Args:
         listener: descriptor of the listening socket.
         options: an encoded `JobOptions`.
-        starter: the process of the rank that starts it.
-        on_ready: called before it serves.
+        starter: the process of the rank that starts the daemon.
+        on_ready: called before the daemon serves.
 
     Raises:
         ArgumentError: an option is wrong.
@@ -84,8 +84,8 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     # would run once in a time slice.
     suffice = len(chosen.affinity) >= chosen.threads + chosen.programs
     os.sched_setaffinity(0, chosen.affinity if suffice else every)
-    with contextlib.suppress(ArgumentError):  # the variable names no socket
-        reach_through(socket_path())  # its clients' peers may share nothing else with it
+    with contextlib.suppress(ArgumentError):  # the variable's path is not valid
+        reach_through(socket_path())  # clients' peers may share no other socket with it
     daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, programs=chosen.programs)
     with Daemon(HandedOver(listener), daemon_options, Attendance(starter)) as daemon:
         on_ready()
@@ -93,7 +93,7 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
 
 
 class _Ending:
-    """Makes signals end a daemon, also one that is still starting: it would leave its socket behind."""
+    """Makes signals end a daemon in order, also during its start, so that it removes its socket."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -107,10 +107,10 @@ class _Ending:
             self._daemon.stop()
 
     def ends(self, daemon: Daemon) -> None:
-        """The daemon, whose `serve` returns at once if a signal has arrived."""
+        """Sets the daemon that signals end. Its `serve` returns at once if a signal has arrived."""
         self._daemon = daemon
-        # A signal that the system gives to another thread would not end the main thread's poll(): that happens if a
-        # stopped process is told to continue and then to end.
+        # A signal that the system delivers to another thread would not end the main thread's poll(), as happens if a
+        # stopped process gets SIGCONT and then SIGTERM.
         signal.set_wakeup_fd(daemon.wake_descriptor, warn_on_full_buffer=False)
         if self._asked:
             daemon.stop()
@@ -124,4 +124,4 @@ def _serve(daemon: Daemon, ending: _Ending) -> None:
     try:
         daemon.serve()
     finally:
-        signal.set_wakeup_fd(-1)  # the descriptor goes with the daemon
+        signal.set_wakeup_fd(-1)  # the descriptor closes with the daemon

@@ -1,4 +1,4 @@
-"""A rank's conversation with the node daemon: requests and their answers, events, and the daemon's loss."""
+"""A rank's connection to the node daemon: requests and answers, events, and the loss of the daemon."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from proxyccl.proxy.processes import is_stopped, process_name, start_of
 from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.turns import TurnWatch
 
-_MARGIN = 10.0  # seconds that an answer may take in addition to the requested time
+_MARGIN = 10.0  # seconds for an answer beyond the time that the request itself takes
 _HELLO_SECONDS = 10.0
 _LOOK_SECONDS = 0.05  # between two checks of the workers' turns
 _STOPPED = "is stopped, and SIGCONT lets it go on"
@@ -60,26 +60,27 @@ R = TypeVar("R")
 
 
 class DaemonAddress(Protocol):
-    """The address of a daemon. `str` names it for people."""
+    """The address of a daemon. `str` gives a readable name."""
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """A connection to a daemon that accepts this process, and the daemon's process; 0 if it has no number here.
+        """Connects to the daemon. Returns the connection, and the daemon's process id; 0 if it has none in this
+        namespace.
 
         Args:
             timeout: seconds for each step.
 
         Raises:
-            RuntimeUnavailableError: there is no such daemon; the message says how to start it.
+            RuntimeUnavailableError: no such daemon is running; the message says how to start one.
             ResourceError: there are too few descriptors.
         """
         ...
 
     def last_words(self) -> str:
-        """The daemon's last output; empty if this process can't tell. Called when it is lost."""
+        """The daemon's last output, for the error about its loss; empty if this process can't read the output."""
         ...
 
     def close(self) -> None:
-        """Ends the use of it."""
+        """Ends the use of the address."""
         ...
 
 
@@ -104,7 +105,7 @@ class NodeDaemon:
                 f"no node daemon answers at {self} ({error}); start one with: proxyccl daemon --socket {self}"
             ) from None
         process, _ = peer_credentials(connection)
-        if process != answer.pid:  # the system tells the number that it has here, and 0 for none
+        if process != answer.pid:  # the kernel reports the process id in this namespace, or 0
             try:
                 offer(self._path, timeout)
             except ProxyCCLError:
@@ -113,7 +114,7 @@ class NodeDaemon:
         return connection, process
 
     def last_words(self) -> str:
-        """Empty: it has its own log."""
+        """Returns "", because the node daemon has its own log."""
         return ""
 
     def close(self) -> None:
@@ -124,7 +125,7 @@ def daemon_process(path: Path) -> int:
     """The process of the daemon that listens at a path.
 
     Raises:
-        RuntimeUnavailableError: none answers.
+        RuntimeUnavailableError: no daemon answers.
         ResourceError: there are too few descriptors.
     """
     connection, process = NodeDaemon(path).connect(_HELLO_SECONDS)
@@ -133,8 +134,8 @@ def daemon_process(path: Path) -> int:
 
 
 def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
-    """The reason why this process can't use a daemon, and by remote transport why it has none there; empty if it
-    can."""
+    """Why this process can't use the daemon ("" if it can), and for each remote transport the daemon's missing
+    requirements."""
     remote_transports = [name for name, transport in TRANSPORTS.items() if transport.is_remote]
     try:
         connection, _ = NodeDaemon(socket_path()).connect(timeout)
@@ -150,14 +151,14 @@ def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
 
 
 def prepare_device(connection: socket.socket, timeout: float, runtime: str, device_id: str, peers: list[str]) -> None:
-    """Has a daemon carry out `Session.prepare`, over a connection that nothing else uses yet.
+    """Requests `Session.prepare` over a connection that nothing else uses yet.
 
     Raises:
-        ArgumentError: of "device": the daemon does not see it.
+        ArgumentError: the daemon does not see the device; the argument is "device".
         ProxyLostError: the daemon does not answer.
         ProxyCCLError: the daemon's error.
     """
-    limit_waits(connection, timeout, timeout + min(timeout, _MARGIN))  # as long as for a request to open a proxy
+    limit_waits(connection, timeout, timeout + min(timeout, _MARGIN))  # as long as a request to open a proxy may take
     try:
         ask_first(connection, Session.prepare, runtime, device_id, peers)
     except (OSError, ProtocolError) as error:
@@ -169,17 +170,16 @@ class DaemonConnection:
     """Requests to a daemon, from any thread, one at a time. A thread reads the daemon's messages.
 
     Args:
-        timeout: gives the seconds that the daemon may take for an answer, up to 10, beside what the request itself
-            takes.
-        name: of the thread.
+        timeout: returns the seconds, up to 10, that the daemon may take for an answer beyond the request's own time.
+        name: name of the thread.
         on_failure: called, in that thread, when a worker fails and when the daemon is lost.
-        watch_turns: begins to watch the turns of this rank's workers, for methods that need them.
-        address: of the daemon; None for the node daemon at the default socket. `hang_up` closes it.
+        watch_turns: returns a new watch of the turns of this rank's workers, for methods that need turns.
+        address: the daemon's address, which `hang_up` closes; None for the node daemon at the default socket.
 
     Attributes:
-        address: of the daemon.
+        address: the daemon's address.
         daemon: the daemon's process.
-        daemon_started: when that began (`proxyccl.proxy.processes.start_of`).
+        daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
 
     Raises:
         RuntimeUnavailableError: there is no daemon, or it does not accept this process.
@@ -198,11 +198,11 @@ class DaemonConnection:
         self._on_failure = on_failure
         self._watch_turns = watch_turns
         self._lock = threading.RLock()
-        # By an RLock: a signal's handler may ask within a request of its thread.
+        # An RLock, because a signal's handler may make a request within another one of its thread.
         self._news = threading.Condition()
         self._answers: list[AnyReply] = []
         self._numbers = itertools.count()
-        self._awaited: set[int] = set()  # numbers of requests under way
+        self._awaited: set[int] = set()  # numbers of unanswered requests
         self._lost = ""
         self._closed = False
         self._process = forks.here()
@@ -221,20 +221,20 @@ class DaemonConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is still a daemon to ask."""
+        """Whether the daemon can still be asked."""
         return not self._closed and not self._lost
 
     @property
     def is_closed(self) -> bool:
-        """Whether this end has hung up."""
+        """Whether this end has closed the connection."""
         return self._closed
 
     def ask(self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls a method of the daemon (`proxyccl.proxy.daemon.protocol.method`), and waits for its result.
+        """Calls a method of the daemon (`proxyccl.proxy.daemon.protocol.method`). Returns the method's result.
 
         Raises:
-            ClosedError: this end has hung up, or this process is a fork of the one that has it.
-            ProxyLostError: the daemon is lost, or breaks the protocol.
+            ClosedError: this end has closed the connection, or this process is a fork of the connection's owner.
+            ProxyLostError: the daemon is lost or violates the protocol.
             ProxyCCLError: the daemon's error.
         """
         method = METHODS[function.__name__]
@@ -244,7 +244,7 @@ class DaemonConnection:
         try:
             return cast(R, self._result(method, *method.request_of(args, kwargs)))
         except ProxyLostError:
-            if not method.releases:  # otherwise the objects ended with the daemon, whose loss is reported elsewhere
+            if not method.releases:  # the objects ended with the daemon, whose loss is reported elsewhere
                 raise
             return cast(R, nothing)
 
@@ -254,7 +254,7 @@ class DaemonConnection:
             if self._closed:
                 raise ClosedError("the proxy service is closed")
             answer = self._exchange(method, request, descriptors) if not self._lost else None
-            if answer is None and self._closed:  # by a signal's handler
+            if answer is None and self._closed:  # closed by a signal's handler
                 raise ClosedError("the proxy service is closed")
         if isinstance(answer, Refused):
             raise answer.exception()
@@ -268,16 +268,16 @@ class DaemonConnection:
         raise ProxyLostError(f"{DAEMON} is lost: {self._lost}", operation=method.name)
 
     def _exchange(self, method: Method, request: Request, descriptors: Sequence[int]) -> AnyReply | None:
-        """The answer to a request; None if the daemon is lost."""
+        """Sends a request. Returns the answer; None if the daemon is lost."""
         takes = method.timeouts * getattr(request, "timeout", 0.0) + (self._timeout() if method.opens else 0.0)
         turns = self._watch_turns() if method.needs_turns else None
         number = next(self._numbers)
-        self._awaited.add(number)  # before it is sent: a handler may ask at any time
+        self._awaited.add(number)  # before the send, because a signal's handler may make a request at any time
         try:
             send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
             return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns)
         except BrokenPipeError:
-            self._reader.join(_MARGIN)  # the reader finds out why
+            self._reader.join(_MARGIN)  # the reading thread finds the reason
         except OSError as error:
             self.give_up(f"does not answer a request to {method.name}: {str(error) or 'too late'}")
         finally:
@@ -285,7 +285,7 @@ class DaemonConnection:
         return None
 
     def _answer_to(self, number: int, timeout: float, turns: TurnWatch | None) -> AnyReply | None:
-        """None if the daemon is lost, or this end has hung up. Raises TimeoutError."""
+        """Waits for an answer. Returns None if the daemon is lost or this end has hung up. Raises TimeoutError."""
         deadline = time.monotonic() + timeout
         with self._news:
             while True:
@@ -301,15 +301,15 @@ class DaemonConnection:
                 self._news.wait(left if turns is None else min(left, _LOOK_SECONDS))
 
     def _arrive(self, answer: AnyReply) -> None:
-        """Keeps an answer for its request. One that was interrupted (Ctrl-C) no longer waits for it."""
+        """Stores an answer for its request, unless that request was interrupted (Ctrl-C)."""
         with self._news:
             known = (*self._answers, answer)
             self._answers = [each for each in known if each.request is None or each.request in self._awaited]
             self._news.notify_all()
 
     def request_report(self, cause: str) -> None:
-        """Asks the daemon for a report too, without waiting for it: the daemon may be hanging."""
-        with contextlib.suppress(OSError):  # it is lost, which this rank reports
+        """Asks the daemon to write a report too. Does not wait, because the daemon may be hanging."""
+        with contextlib.suppress(OSError):  # the daemon is lost, which this rank reports
             request, _ = METHODS["write_report"].request_of((cause,), {})
             send(self._socket, REQUESTS, request, flags=socket.MSG_DONTWAIT)
 
@@ -340,18 +340,20 @@ class DaemonConnection:
         self._on_failure(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, reason))
 
     def give_up(self, what: str) -> None:
-        """Loses a daemon that lives, or may live. `what` describes the symptom, after the name of its process."""
+        """Treats a daemon that may be alive as lost. `what` is the symptom, as it follows the process's name in the
+        error.
+        """
         stopped = f"; it {_STOPPED}" if is_stopped(self.daemon) else ""
         self._lose(f"{process_name(self.daemon)} {what}{stopped}")
 
     def stopped(self) -> str:
-        """See `Proxy.stopped`; empty too if the daemon is lost."""
+        """See `Proxy.stopped`; also "" if the daemon is lost."""
         return f"{process_name(self.daemon)} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
     def close_service(self, timeout: float) -> bool:
-        """Has the daemon drain the rings and free everything of this client, and hangs up.
+        """Drains the rings and frees everything of this client in the daemon, then hangs up.
 
-        False if a worker did not end in time. If the daemon is lost, either nothing of it runs or nothing can be done.
+        Returns False if a worker did not end in time. Returns True if the daemon is lost.
         """
         if not self._process.is_here:
             return True

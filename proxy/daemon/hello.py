@@ -1,5 +1,5 @@
-"""The first steps of each connection to a node daemon: hellos, by which either end may refuse the other, and requests
-before the connection has a reader (`DaemonConnection`)."""
+"""The first steps on a connection to a node daemon: hellos, by which either end may refuse the other, and requests
+before a thread reads the connection (`DaemonConnection`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]
     Raises:
         RuntimeUnavailableError: the daemon does not accept this process.
         ResourceError: there are too few descriptors.
-        OSError, ProtocolError: there is no daemon, or it does not answer.
+        OSError, ProtocolError: no daemon is running, or it does not answer.
     """
     with naming_exhaustion("a connection to the node daemon"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -71,8 +71,8 @@ def _refused(address: str, reason: str) -> RuntimeUnavailableError:
 
 
 def _say_hello(connection: socket.socket) -> HelloAnswer:
-    """The daemon's answer. Raises ConnectionResetError if it hung up."""
-    with contextlib.suppress(BrokenPipeError):  # it may have refused this user already, and said so
+    """Returns the daemon's answer to a hello. Raises ConnectionResetError if the daemon hung up."""
+    with contextlib.suppress(BrokenPipeError):  # the daemon may have refused this user already
         send(connection, HELLOS, Hello(VERSION, LAYOUT))
     message = receive(connection, HELLO_ANSWERS, DAEMON)
     if message is None:
@@ -86,7 +86,7 @@ def ask_first(
     """Calls a method of the daemon over a connection that nothing else reads. Returns its result.
 
     Raises:
-        OSError, ProtocolError: the daemon does not answer, or answers something else.
+        OSError, ProtocolError: the daemon does not answer, or sends no valid answer.
         ProxyCCLError: the daemon's error.
     """
     method = METHODS[function.__name__]

@@ -1,4 +1,4 @@
-"""How a process that shares no other socket with others is introduced to them by the node daemon (introductions.py)."""
+"""The client's side of the node daemon's introductions (introductions.py), for processes that share no other socket."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _offered: dict[Path, forks.Process] = {}
 
 
 def offer(path: Path, timeout: float) -> None:
-    """Lets the daemon at a path introduce others to this process, and this one to others, from now on.
+    """Starts to let the daemon at a path introduce other processes to this one, and this one to others.
 
     Args:
-        path: of the daemon's socket.
+        path: path of the daemon's socket.
         timeout: seconds for each step.
 
     Raises:
-        RuntimeUnavailableError: there is no such daemon, or it does not accept this process.
+        RuntimeUnavailableError: no such daemon is running, or it does not accept this process.
         ResourceError: there are too few descriptors or threads.
     """
     with _lock:
@@ -54,7 +54,7 @@ def offer(path: Path, timeout: float) -> None:
 
 
 def reach_through(path: Path) -> None:
-    """Reaches processes that no other socket leads to through the daemon at a path, if there is one, from now on."""
+    """Makes this process reach processes without another common socket through the daemon at a path, if one runs."""
     sockets.add_broker(f"{DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
 
 
@@ -76,7 +76,7 @@ def _ask(path: Path, connection: socket.socket, function: Callable[[Any, str], R
     try:
         return ask_first(connection, function, token.hex())
     except (OSError, ProxyCCLError) as error:
-        reason = str(error).removeprefix("process: ")  # the argument
+        reason = str(error).removeprefix("process: ")  # the error's argument
         raise RuntimeUnavailableError(f"{DAEMON} at {path} does not introduce this process: {reason}") from None
 
 
@@ -90,7 +90,7 @@ def _answer_all(connection: socket.socket, answer: object, path: Path) -> None:
                     close_all(descriptors)
                     continue
                 Thread(answer, "proxyccl-introduced", socket.socket(fileno=descriptors[0])).start()
-    except (OSError, ProtocolError):  # whoever needs the daemon finds that it has ended
+    except (OSError, ProtocolError):  # the daemon's next user finds that the daemon has ended
         pass
     finally:
         with _lock:

@@ -18,10 +18,10 @@ Hand = Callable[[socket.socket], None]
 
 
 class Introductions:
-    """The processes that a daemon introduces to others, the daemon among them. Any thread may use it.
+    """The processes that a daemon introduces to others, the daemon included. Thread-safe.
 
     Args:
-        name: the daemon's, in errors.
+        name: the daemon's name, for errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,24 +31,24 @@ class Introductions:
         sockets.add_broker(self._name, self._connect)
 
     def offer(self, process: bytes, hand: Hand, confirm: Callable[[], object]) -> None:
-        """From now on a process, by its token, may be reached. `confirm` tells the process, before it is handed a
-        connection. It must not wait: nobody is reached meanwhile.
+        """Lets others reach a process, named by its token. Calls `confirm`, which answers the process, before the first
+        connection is handed over. `confirm` must not wait, because all introductions wait for it.
         """
         with self._lock:
             confirm()
             self._hands[process] = hand
 
     def withdraw(self, process: bytes, hand: Hand) -> None:
-        """Ends `offer`, unless the process has made another one since."""
+        """Undoes `offer`, unless the process has made another offer since."""
         with self._lock:
             if self._hands.get(process) == hand:
                 del self._hands[process]
 
     def reach(self, process: bytes) -> socket.socket:
-        """A connection to a process's server of descriptors.
+        """Connects to a process's server of descriptors. Returns the connection.
 
         Raises:
-            ArgumentError: the process is not offered, or does not take the other end.
+            ArgumentError: the process has made no offer, or does not accept the connection.
             OSError: there are too few descriptors.
         """
         with self._lock:
@@ -73,7 +73,7 @@ class Introductions:
         return connection
 
     def close(self) -> None:
-        """This process no longer reaches any through the daemon."""
+        """Stops this process from reaching others through the daemon."""
         sockets.remove_broker(self._name)
 
 

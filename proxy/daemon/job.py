@@ -1,4 +1,4 @@
-"""A job's own daemon: its ranks find it by a name, and the first rank that needs it starts it there."""
+"""A job's own daemon: ranks find the daemon by a socket name, and the first rank that needs it starts it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class JobOptions(Message, frozen=True):
         threads: number of threads that run the workers of all clients.
         cores: cores that these threads may run on; None for `affinity`.
         affinity: cores that the process may run on.
-        programs: number of the ranks, whose programs run on the same cores.
+        programs: number of ranks, whose programs run on the same cores.
     """
 
     threads: int
@@ -58,7 +58,7 @@ JOB_OPTIONS = Codec(JobOptions, 1 << 20)
 
 
 def new_name() -> str:
-    """A name that is unique and can't be guessed."""
+    """A unique name that can't be guessed."""
     return f"proxyccl-{os.urandom(16).hex()}"
 
 
@@ -66,8 +66,8 @@ class JobDaemon:
     """See `proxyccl.proxy.daemon.connection.DaemonAddress` for the methods.
 
     Args:
-        name: the daemon's; the same on all ranks that share it.
-        options: the options with which this process starts it, if no other has.
+        name: the daemon's name, which is the same on all ranks that share the daemon.
+        options: the options with which this process starts the daemon, unless another process has.
     """
 
     def __init__(self, name: str, options: JobOptions) -> None:
@@ -79,7 +79,7 @@ class JobDaemon:
         return f"@{self._name}"
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """See `DaemonAddress.connect`. Starts the daemon if it does not run."""
+        """See `DaemonAddress.connect`. Starts the daemon if it is not running."""
         start_seconds = max(timeout, _START_SECONDS)
         deadline = time.monotonic() + start_seconds
         while True:
@@ -98,21 +98,21 @@ class JobDaemon:
             else:
                 limit_waits(connection, timeout, 0)
                 _served[self._name] = answer.pid, start_of(answer.pid)
-                # The system would name the process that began to listen, which is the rank that started the daemon.
-                with contextlib.suppress(OSError):  # it may have ended; then it is lost without a message
+                # SO_PEERCRED would name the process that called listen(), which is the rank that started the daemon.
+                with contextlib.suppress(OSError):  # the daemon may have ended; its last words are then unknown
                     self._errors = os.open(f"/proc/{answer.pid}/fd/2", os.O_RDONLY | os.O_CLOEXEC)
                 return connection, answer.pid
 
     def _runs(self) -> bool:
-        """Whether the daemon that served this process before still runs: then there is no start to wait for."""
+        """Whether the daemon that served this process before is still running, so no start is needed."""
         pid, started = _served.get(self._name, (0, None))
         return started is not None and start_of(pid) == started
 
     def _start(self, timeout: float) -> bool:
-        """Starts the daemon. False if another rank is about to."""
+        """Starts the daemon. Returns False if another rank is starting it."""
         with naming_exhaustion("the socket of the job's own node daemon"):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        forks.keep_from_children(listener)  # a child would keep it listening, and never answer
+        forks.keep_from_children(listener)  # a fork's child would keep the socket listening, and never answer
         with listener:
             try:
                 listener.bind(abstract(self._name))
@@ -125,7 +125,7 @@ class JobDaemon:
         return True
 
     def last_words(self) -> str:
-        """The last line that it wrote to stderr."""
+        """The last line that the daemon wrote to stderr."""
         if self._errors is None:
             return ""
         lines = _text_of(self._errors).splitlines()
@@ -142,13 +142,13 @@ def _no_daemon(reason: str) -> RuntimeUnavailableError:
 
 
 def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> None:
-    """Starts a process that serves at a socket, and waits until it does.
+    """Starts a process that serves at a socket, and waits until the process serves.
 
     Raises:
-        RuntimeUnavailableError: it does not start; the message says why.
+        RuntimeUnavailableError: the process does not start; the message says why.
         ResourceError: there are too few descriptors.
     """
-    import subprocess  # it takes as long to import as this module; the host's other ranks need it not
+    import subprocess  # slow to import, and the host's other ranks do not need it
 
     if not sys.executable:
         raise _no_daemon("this process does not know its Python interpreter (sys.executable is empty)")
@@ -162,7 +162,7 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
             stdout=subprocess.DEVNULL,
             stderr=errors,
             pass_fds=[listener.fileno()],
-            start_new_session=True,  # Ctrl-C is for the ranks, which may still need their proxies then
+            start_new_session=True,  # Ctrl-C ends ranks, which may need their proxies for that
             env=_environment(),
         )
         try:
@@ -185,7 +185,7 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, but with all devices and their usual queues, and with the modules that it finds."""
+    """This process's environment and module path, without the variables that hide devices or limit their queues."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -195,6 +195,6 @@ def _environment() -> dict[str, str]:
 
 
 def _text_of(file: int) -> str:
-    """The end of a memory file."""
+    """The text at the end of a memory file."""
     size = os.fstat(file).st_size
     return os.pread(file, _MOST_WORDS, max(0, size - _MOST_WORDS)).decode(errors="replace")

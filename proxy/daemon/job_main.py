@@ -1,8 +1,8 @@
 """The program of a job's own daemon, which a rank runs as a file: python job_main.py SOCKET OPTIONS STARTER.
 
 SOCKET is the descriptor of the listening socket, OPTIONS a `JobOptions`, STARTER the rank's process. The process that
-the rank starts ends with status 0 when the daemon serves; the daemon is its child, so no rank has to wait for the
-daemon's end.
+the rank starts exits with status 0 once the daemon serves. The daemon is a child of that process, so no rank has to
+reap the daemon.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ import types
 def main(listener: int, options: str, starter: int) -> None:
     """Runs the daemon in a child. Ends the process with status 1 if the child ends before it serves."""
     serves, tell = os.pipe()
-    if os.fork():  # before anything is imported that has threads
+    if os.fork():  # before imports that start threads
         os.close(tell)
         os._exit(0 if os.read(serves, 1) else 1)
     os.close(serves)

@@ -22,18 +22,18 @@ class Listener(Protocol):
 
     Attributes:
         socket: accepts clients.
-        name: how reports and logs name it.
+        name: the socket's name in reports and logs.
     """
 
     socket: socket.socket
     name: str
 
     def close(self) -> None:
-        """Refuses clients from now on."""
+        """Stops accepting clients."""
         ...
 
     def release(self) -> None:
-        """Lets another daemon listen there."""
+        """Lets another daemon listen at the same place."""
         ...
 
 
@@ -42,9 +42,9 @@ class SocketFile:
 
     Raises:
         ArgumentError: the directory can't be made, or the path names a file that is not a socket.
-        UntrustedPathError: other users can write to the directory, also to a sticky one, or it is a link; or the socket
+        UntrustedPathError: the directory is a link or other users can write to it, even if it is sticky; or the socket
             or its lock belongs to another user.
-        ResourceError: another daemon listens there.
+        ResourceError: another daemon listens at the path.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class HandedOver:
     """A socket that another process has bound to an abstract name, which needs no file and no lock."""
 
     def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)  # no process that this one starts may keep the name
+        os.set_inheritable(descriptor, False)  # a child process would keep the name in use
         self.socket = socket.socket(fileno=descriptor)
         self.name = shown(self.socket.getsockname())
 
@@ -84,27 +84,27 @@ class HandedOver:
         self.socket.close()
 
     def release(self) -> None:
-        """Does nothing: the name went with the socket."""
+        """Does nothing, because the name was freed with the socket."""
 
 
 def abstract(name: str) -> str:
-    """The abstract address of a socket of this name: it vanishes with the last process that holds the socket."""
+    """The abstract socket address of a name, which vanishes with the last process that holds the socket."""
     return f"\0{name}"
 
 
 def shown(address: str | bytes) -> str:
-    """An address as people write it, with an @ for the zero byte of an abstract one."""
+    """A readable address, with @ for the zero byte of an abstract address."""
     return os.fsdecode(address).replace("\0", "@")
 
 
 def _open_directory(directory: Path) -> int:
-    """A descriptor of the socket's directory, which is created if it is missing."""
+    """Opens the socket's directory, which is created if it is missing. Returns a descriptor."""
     try:
         if not os.path.lexists(directory):
             directory.mkdir(mode=0o700, exist_ok=True)
         return open_private(directory, "socket")
     except OSError as error:
-        raise ArgumentError("socket", f"cannot make its directory: {error}") from None
+        raise ArgumentError("socket", f"cannot make the socket's directory: {error}") from None
 
 
 def _require_own(info: os.stat_result, path: Path) -> None:
@@ -123,15 +123,15 @@ def _lock_beside(path: Path, directory: int) -> int:
     """Locks a file beside the socket until this process ends. A socket without a lock was left by a killed daemon.
 
     Args:
-        path: of the socket.
-        directory: a descriptor of its directory.
+        path: path of the socket.
+        directory: a descriptor of the socket's directory.
     """
     name = path.with_name(path.name + ".lock")
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(name.name, flags, 0o600, dir_fd=directory)
     except OSError as error:
-        with contextlib.suppress(FileNotFoundError):  # the problem may be its owner
+        with contextlib.suppress(FileNotFoundError):  # another owner may be the problem
             _require_own(os.stat(name.name, dir_fd=directory, follow_symlinks=False), name)
         if error.errno == errno.ELOOP:
             raise UntrustedPathError("socket", f"{name} is a link; remove it, or name another --socket") from None
@@ -141,7 +141,7 @@ def _lock_beside(path: Path, directory: int) -> int:
         _require_own(info, name)
         _require_file(info, name)
         if info.st_uid == os.geteuid():
-            os.fchmod(descriptor, 0o600)  # any process that can open it can lock it
+            os.fchmod(descriptor, 0o600)  # any process that can open the file can lock it
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)

@@ -1,8 +1,8 @@
-"""The conversation of a client and the node daemon: its address, its frames, its messages and its methods.
+"""The protocol between a client and the node daemon: address, frames, messages and methods.
 
 Both ends first identify their build, by `Hello` and `HelloAnswer`. Then the client calls methods: the functions of the
-daemon's `Session` and `SessionService` that are marked with `method`. Such a function alone defines the method: its
-name and its types give the request, the checks of a client's arguments, the session's dispatch and the client's call.
+daemon's `Session` and `SessionService` that are marked with `method`. The function alone defines the method: the
+function's name and types give the request, the checks of arguments, the session's dispatch and the client's call.
 The daemon answers in order and with the request's number. It sends an event when a worker fails, when it introduces
 another process, and when it ends itself.
 
@@ -60,14 +60,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Hello(Message, frozen=True):
-    """A client's first frame; `hello` is its version of the protocol. It is of this form in every version."""
+    """A client's first frame, of the same form in every version; `hello` is the client's version of the protocol."""
 
     hello: Uint64
     layout: list[Uint64]
 
 
 class HelloAnswer(Message, frozen=True, omit_defaults=True):
-    """The daemon's first frame, of this form in every version: version and process, or the reason for refusing the
+    """The daemon's first frame, of the same form in every version: version and process, or the reason for refusing the
     client."""
 
     version: Uint64 = 0
@@ -77,7 +77,7 @@ class HelloAnswer(Message, frozen=True, omit_defaults=True):
 
 
 class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="do"):
-    """A client's request: the arguments of the method that its tag names. `request` is its number."""
+    """A client's request: the arguments of the method that the tag names. `request` is the request's number."""
 
     request: Uint64 | None = None
 
@@ -89,13 +89,13 @@ class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field=
 class Reply(
     Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="kind", tag=lambda class_name: class_name.lower()
 ):
-    """An answer, with the number of the request; or an event, which has none."""
+    """Base of answers, which carry the request's number, and of events, which carry none."""
 
     request: Uint64 | None = None
 
 
 class Answer(Reply, frozen=True):
-    """The result of a request that was carried out, encoded as its method says."""
+    """The result of a completed request, encoded by its method's codec."""
 
     result: Raw
 
@@ -115,7 +115,7 @@ class Refused(Reply, frozen=True):
     Attributes:
         error: the kind of exception that the client raises. After "protocol" the daemon hangs up.
         message: the reason.
-        argument: with "argument": its name.
+        argument: the argument's name, if `error` is "argument".
     """
 
     error: _Kind
@@ -124,7 +124,7 @@ class Refused(Reply, frozen=True):
 
     @classmethod
     def of(cls, error: ProxyCCLError) -> Refused:
-        """The answer to a request that raised."""
+        """The answer to a request that raised `error`."""
         text = str(error)
         if isinstance(error, ArgumentError):
             return cls("argument", text.removeprefix(f"{error.argument}: "), error.argument)
@@ -146,7 +146,7 @@ class Refused(Reply, frozen=True):
 
 
 class Failed(Reply, frozen=True):
-    """An event: a worker of the client's service ended on an error."""
+    """An event: an error ended a worker of the client's service."""
 
     failure: ProxyFailure
 
@@ -173,16 +173,16 @@ class Method(Struct, frozen=True, kw_only=True):
     """A method that clients may call.
 
     Attributes:
-        request: the type of its requests, whose fields are the function's parameters.
-        result: the codec of its results.
-        takes_descriptors: whether its request's frame carries descriptors.
-        returns_descriptors: whether its answer's frame does, instead of a result.
-        timeouts: how often it may take its argument `timeout`.
-        opens: whether it may open a device or register memory: then it may take another time-out of the client's.
+        request: the type of the method's requests, whose fields are the function's parameters.
+        result: the codec of the method's results.
+        takes_descriptors: whether the request's frame carries descriptors.
+        returns_descriptors: whether the answer's frame carries descriptors instead of a result.
+        timeouts: how many times its argument `timeout` the method may take.
+        opens: whether the method may open a device or register memory, and so take another time-out of the client's.
         needs_turns: whether the client's wait ends early if the client's workers take no turns for the time-out.
-        releases: whether it only frees objects that the daemon holds for the client. They end with the daemon and with
-            the connection, so the client's call does nothing without them.
-        answered: whether the daemon answers it.
+        releases: whether the method only frees objects that the daemon holds for the client. The objects end with the
+            daemon and the connection, after which the client's call does nothing.
+        answered: whether the daemon answers the request.
     """
 
     request: type[Request]
@@ -200,12 +200,12 @@ class Method(Struct, frozen=True, kw_only=True):
         return self.request.__name__
 
     def call(self, target: object, request: Request, descriptors: Sequence[int]) -> Any:
-        """Calls the function of `target` for a request, with the descriptors in its frame."""
+        """Calls the method on `target` for a request, with the descriptors in the request's frame."""
         arguments = [getattr(request, name) for name in self.request.__struct_fields__ if name != "request"]
         return getattr(target, self.name)(*[descriptors][: self.takes_descriptors], *arguments)
 
     def request_of(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Request, Sequence[int]]:
-        """The request that calls the function with these arguments, and the descriptors to send with it."""
+        """Returns the request for a call with these arguments, and the descriptors to send with it."""
         descriptors = arguments[0] if self.takes_descriptors else ()
         return self.request(*arguments[self.takes_descriptors :], **named), descriptors
 
@@ -215,7 +215,7 @@ METHODS: dict[str, Method] = {}
 
 
 def method(**properties: Any) -> Callable[[F], F]:
-    """Marks a function of the session as a method. The properties are the last attributes of a `Method`."""
+    """Marks a function of the session as a method. The arguments are the last attributes of a `Method`."""
 
     def mark(function: F) -> F:
         name, hints = function.__name__, get_type_hints(function, include_extras=True)
@@ -246,17 +246,17 @@ def send(
     """Sends a frame.
 
     Raises:
-        ProtocolError: the message is too long for one.
+        ProtocolError: the message is too long for a frame.
         OSError: as the socket does.
     """
     send_with_descriptors(connection, codec.encode(message), descriptors, flags)
 
 
 def receive(connection: socket.socket, codec: Codec[T], source: str, flags: int = 0) -> tuple[T, list[int]] | None:
-    """The next frame's message and descriptors, which the caller closes; None when the sender has hung up.
+    """Receives a frame. Returns its message, and descriptors for the caller to close; None if the sender has hung up.
 
     Raises:
-        ProtocolError: `source` sent something else.
+        ProtocolError: `source` sent an invalid frame.
         OSError: as the socket does.
     """
     frame, descriptors, came = receive_with_descriptors(connection, LONGEST_FRAME, MOST_DESCRIPTORS, flags)
@@ -285,9 +285,9 @@ def close_all(descriptors: list[int]) -> None:
 
 
 def limit_waits(connection: socket.socket, send_seconds: float, receive_seconds: float) -> None:
-    """Bounds the socket's waits; 0 for no bound.
+    """Sets time-outs of the socket's sends and receives; 0 for none.
 
-    These are the system's time-outs and not Python's, with which a non-blocking send would still wait.
+    The time-outs are the kernel's, because with Python's a non-blocking send would still wait.
     """
     for option, seconds in ((socket.SO_SNDTIMEO, send_seconds), (socket.SO_RCVTIMEO, receive_seconds)):
         parts = divmod(int(seconds * 1e6), 1_000_000)
@@ -298,7 +298,7 @@ def socket_path(path: str | os.PathLike[str] | None = None) -> Path:
     """The daemon's socket: the path given, else ``PROXYCCL_DAEMON_SOCKET``, else this user's default.
 
     Raises:
-        ArgumentError: it is too long for a socket.
+        ArgumentError: the path is too long for a socket.
     """
     chosen = path or os.environ.get("PROXYCCL_DAEMON_SOCKET")
     if not chosen:

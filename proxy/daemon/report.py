@@ -15,11 +15,11 @@ class EngineThread(Message, frozen=True):
     """A thread that runs clients' workers.
 
     Attributes:
-        name: its name.
-        number: the system's.
-        state: as in /proc/PID/stat: R while it runs, S while it sleeps, D while a driver holds it in the kernel, ….
-        core: the core that it last ran on.
-        cores: the cores that it may run on.
+        name: the thread's name.
+        number: the system's thread id.
+        state: the state in /proc/PID/stat: R for running, S for sleeping, D for waiting in the kernel (a driver), ….
+        core: the core that the thread last ran on.
+        cores: the cores that the thread may run on.
     """
 
     name: str
@@ -33,11 +33,11 @@ class Worker(Message, frozen=True):
     """A worker of a client.
 
     Attributes:
-        thread: name of the thread that runs it.
-        ended: whether it ended: it failed, the client's communicator failed, or the proxy is closed.
-        looks_meanwhile: how often it polled its rings in `DaemonReport.meanwhile` seconds. 0 if something holds its
-            thread, or the thread slept that long.
-        seen: its counters.
+        thread: name of the thread that runs the worker.
+        ended: whether the worker ended: it failed, the client's communicator failed, or the proxy is closed.
+        looks_meanwhile: polls of the worker's rings in `DaemonReport.meanwhile` seconds; 0 if the thread was blocked,
+            or slept that long.
+        seen: the worker's counters.
     """
 
     thread: str
@@ -58,9 +58,9 @@ class Client(Message, frozen=True):
 
     Attributes:
         pid: the process; None before its hello.
-        description: the rank that the proxy works for; None if it has opened no proxy, or gave no description.
+        description: the rank that the proxy works for; None if the client has no open proxy, or gave no description.
         device_id: the rank's device.
-        seconds: since it connected.
+        seconds: time since the client connected.
         request: the request in progress, or None.
         failure: the reason of its last failed worker, or None.
         workers: by number.
@@ -85,12 +85,12 @@ class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemo
     """A node daemon at one moment.
 
     Attributes:
-        version: of this format.
-        process: its process.
-        socket: its socket.
+        version: version of the report's format.
+        process: the daemon's process.
+        socket: the daemon's socket.
         command: the process's command line.
-        written: date and time in UTC.
-        cause: the reason for writing it, in words.
+        written: date and time of the report in UTC.
+        cause: the reason for the report, in words.
         meanwhile: seconds in which `looks_meanwhile` were counted.
         longest_sleep: seconds that an idle thread sleeps at most between two polls of its rings.
         threads: the threads that run the workers.
@@ -114,7 +114,7 @@ class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemo
         require_moment(self.written)
 
     def client_of(self, job: str, rank: int) -> Client | None:
-        """The client that is a rank of a job."""
+        """The client with this job and rank."""
         for client in self.clients:
             description = client.description
             if description is not None and (description.job, description.rank) == (job, rank):
@@ -122,7 +122,7 @@ class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemo
         return None
 
     def encode(self) -> str:
-        """As text for a file."""
+        """The report as text for a file."""
         return _DAEMON_REPORTS.encode(self, indent=1).decode() + "\n"
 
 

@@ -1,7 +1,7 @@
 """Writes the node daemon's reports, when a signal or a client asks for one.
 
-It takes no lock that a session or a thread of the engine may hold, and waits for neither. It reads a proxy's state
-from the memory that observers read, mapped a second time, so that the proxy may be closed meanwhile.
+The reporter takes no lock that a session or an engine thread may hold, and waits for neither. It reads a proxy's state
+from the memory that observers read, in a mapping of its own, so the proxy may be closed during the report.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class DaemonReporter:
 
     Args:
         place: the daemon's socket.
-        threads: which run its clients' workers.
-        sessions: gives the current sessions, without waiting.
+        threads: the threads that run the clients' workers.
+        sessions: returns the current sessions, without waiting.
         enabled: whether clients and signals may ask for reports.
     """
 
@@ -71,12 +71,12 @@ class DaemonReporter:
         self._numbers = itertools.count(1)
         self._turn = threading.Lock()  # one report at a time
         self._lock = threading.Lock()
-        self._requested: dict[str, float] = {}  # by job: time.monotonic() of the request that got a report
+        self._requested: dict[str, float] = {}  # by job: time.monotonic() of the last request that started a report
 
     def request(self, job: str, cause: str) -> None:
-        """Writes a report in a separate thread, unless one was just begun for the job.
+        """Writes a report in a separate thread, unless one was just started for the job.
 
-        The clients' state is read before this returns, so the client that asked may leave.
+        The clients' state is read before this function returns, so the requesting client may leave.
         """
         now = time.monotonic()
         with self._lock:
@@ -88,7 +88,7 @@ class DaemonReporter:
         Thread(self._write, "proxyccl-report", cause, snapshots).start()
 
     def write(self, cause: str) -> Path | None:
-        """Writes a report. None if it can't be written; the log says why."""
+        """Writes a report. Returns None on failure, which the log explains."""
         return self._write(cause, _Snapshots(self._sessions()))
 
     def _write(self, cause: str, snapshots: _Snapshots) -> Path | None:
@@ -132,13 +132,13 @@ class DaemonReporter:
 def _collecting_errors(unread: list[str], what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # reports are written when things are broken: a report notes what it cannot read
+    except Exception as error:  # reports are for broken states: a report lists what it cannot read
         unread.append(f"{what}: {type(error).__name__}: {error}")
 
 
 @dataclass
 class _Snapshot:
-    """The counters of a client's proxy, and how often its workers poll their rings from now on."""
+    """The counters of a client's proxy, and a count of its workers' polls from the snapshot on."""
 
     service: ProxyService
     threads: Sequence[ProxyThread]
@@ -148,7 +148,7 @@ class _Snapshot:
 
     @classmethod
     def of(cls, session: Session, opened: contextlib.ExitStack) -> _Snapshot | None:
-        """None for a client that has opened no proxy, or gave no description."""
+        """Takes a snapshot. Returns None for a client without a proxy or a description."""
         service, threads = session.served, session.threads
         if service is None or service.publication is None:
             return None
@@ -157,7 +157,7 @@ class _Snapshot:
         return cls(service, threads, observer, observer.snapshot(), rings)
 
     def workers(self) -> list[Worker]:
-        """The workers, and how often they have polled their rings since."""
+        """The workers, and how often they have polled their rings since the snapshot."""
         ended, before, now = self.service.ended, self.view.workers, self.observer.snapshot().workers
         return [
             Worker(thread.name, ended[i], now[i].looks - before[i].looks, now[i])
@@ -166,7 +166,7 @@ class _Snapshot:
 
 
 class _Snapshots:
-    """Snapshots of clients, to be completed by `finish`.
+    """Snapshots of clients, which `finish` completes.
 
     Attributes:
         unread: the parts that could not be read, and why.
@@ -183,7 +183,7 @@ class _Snapshots:
             self._clients.append((_client(session, snapshot), snapshot))
 
     def finish(self) -> list[Client]:
-        """The clients as they were, with their workers as they are now."""
+        """The clients as of the snapshot, with their workers as of this call."""
         clients = []
         with self._opened:
             for client, snapshot in self._clients:
@@ -195,7 +195,7 @@ class _Snapshots:
 
 
 def _client(session: Session, snapshot: _Snapshot | None) -> Client:
-    """A client without its workers."""
+    """A client's report without the workers."""
     now = time.monotonic()
     request, failure = session.request, session.failure
     return Client(

@@ -1,4 +1,4 @@
-"""The daemon itself: the socket, the threads that run its clients' workers, and a session for each client."""
+"""The daemon: the socket, the threads that run the clients' workers, and a session for each client."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ class DaemonOptions:
 
     Attributes:
         threads: number of threads that run the workers of all clients.
-        cores: cores that the threads may run on; None for any. Cores near the GPUs or network devices answer soonest.
-        idle: the policy of a thread that serves no client which needs another; None to choose it by cores.
+        cores: cores that the threads may run on; None for any. Cores near the GPUs or network devices have the lowest
+            latency.
+        idle: the policy of a thread whose clients ask for none; None to choose by cores.
         programs: number of clients' processes to expect.
     """
 
@@ -65,10 +66,10 @@ class DaemonOptions:
 
 
 class Attendance:
-    """The live processes that were clients, by their descriptors, and the time since nobody is connected.
+    """The live processes that have been clients, by their pidfds, and the time since the last client left.
 
     Args:
-        starter: the process that starts the daemon, and is to be a client.
+        starter: the process that starts the daemon and will be a client.
     """
 
     def __init__(self, starter: int) -> None:
@@ -79,11 +80,11 @@ class Attendance:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors of the processes. One becomes readable when its process ends."""
+        """The processes' pidfds, each of which becomes readable when its process ends."""
         return list(self._pids)
 
     def came(self, pid: int) -> int | None:
-        """Notes that a process has connected. Returns its descriptor if it is new and lives."""
+        """Records that a process has connected. Returns a new pidfd if the process is new and alive."""
         self._anybody_came = True
         return self._add(pid)
 
@@ -92,7 +93,7 @@ class Attendance:
             return None
         try:
             descriptor = os.pidfd_open(pid)
-        except OSError:  # it has ended already, or lives in another namespace of process ids
+        except OSError:  # the process has ended, or is in another PID namespace
             return None
         self._pids[descriptor] = pid
         return descriptor
@@ -103,10 +104,10 @@ class Attendance:
         return self._pids.pop(descriptor)
 
     def milliseconds_left(self, clients: int) -> int | None:
-        """The time to wait for another client; None while there are some.
+        """The time to wait for another client; None while clients are connected.
 
         Args:
-            clients: the number connected.
+            clients: number of connected clients.
         """
         if clients:
             self._empty_since = None
@@ -126,15 +127,15 @@ class Attendance:
 
 
 class Daemon:
-    """Listens as soon as it is made. `serve` accepts clients; `close` ends their sessions.
+    """A daemon, which listens once it is created. `serve` accepts clients; `close` ends their sessions.
 
     Args:
-        place: path of the socket to make, or a socket that listens already.
-        options: its threads.
-        attendance: of a job's own daemon, which ends when its clients have; None for one that serves until `stop`.
+        place: path of the socket to create, or a listening socket.
+        options: options of the threads.
+        attendance: for a job's own daemon, which ends after its clients; None for a daemon that serves until `stop`.
 
     Attributes:
-        path: of its socket, as reports name it.
+        path: path of the socket, as reports name it.
         reporter: writes the daemon's reports.
 
     Raises:
@@ -155,7 +156,7 @@ class Daemon:
         self._lock = threading.Lock()
         self._sessions: dict[Session, threading.Thread] = {}
         self._runtimes: dict[str, Runtime] = {}
-        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # a device takes its time
+        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # opening a device takes long
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._wake_read)
             undo.callback(os.close, self._wake_write)
@@ -170,7 +171,7 @@ class Daemon:
                 for i in range(chosen.threads)
             ]
             undo.pop_all()
-        # A copy in one step: a report must not wait for the lock, under which a driver may hang.
+        # Copied in one step, without the lock, under which a driver may hang: a report must not wait.
         self.reporter = DaemonReporter(
             self._listener.name, self._threads, lambda: list(self._sessions), enabled=reports
         )
@@ -191,7 +192,7 @@ class Daemon:
 
     @property
     def wake_descriptor(self) -> int:
-        """A byte that is written to it wakes `serve`."""
+        """The descriptor to which a written byte wakes `serve`."""
         return self._wake_write
 
     def stop(self) -> None:
@@ -200,11 +201,11 @@ class Daemon:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is awake
+        with contextlib.suppress(BlockingIOError):  # a full pipe: `serve` is awake
             os.write(self._wake_write, b"x")
 
     def serve(self) -> None:
-        """Accepts clients until `stop`, or until those of a job's own daemon have ended."""
+        """Accepts clients until `stop`, or, in a job's own daemon, until all clients have ended."""
         listener = self._listener.socket
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
@@ -217,7 +218,7 @@ class Daemon:
             ready = {descriptor for descriptor, _ in poll.poll(left)}
             if self._wake_read in ready:
                 os.read(self._wake_read, select.PIPE_BUF)
-            if self._stopping or (left == 0 and not ready):  # after the read, which may consume the byte of `stop`
+            if self._stopping or (left == 0 and not ready):  # checked after the read, which may consume `stop`'s byte
                 return
             for descriptor in ready - {self._wake_read, listener.fileno()}:
                 poll.unregister(descriptor)
@@ -246,7 +247,7 @@ class Daemon:
         self._admit(connection)
 
     def _make_room(self) -> None:
-        """Disconnects the client that has been silent for longest, if too many have not sent their hello yet."""
+        """Disconnects the longest silent client if too many clients have not sent a hello."""
         with self._lock:
             silent = [session for session in self._sessions if not session.greeted]
         if len(silent) >= MOST_GREETED:
@@ -255,7 +256,7 @@ class Daemon:
                 longest.abandon()
 
     def _process_ended(self, descriptor: int) -> None:
-        """Ends the sessions of a process that has ended: a child that it forked may still hold its sockets."""
+        """Ends the sessions of an ended process, because a forked child may still hold its sockets open."""
         assert self._attendance is not None
         pid = self._attendance.ended(descriptor)
         with self._lock:
@@ -294,7 +295,7 @@ class Daemon:
 
     def _open_runtime(self, name: str, device_id: str) -> Runtime:
         """The runtime of a device, which all its clients share."""
-        key = name if name == "host" else device_id  # the host's devices are all this machine's memory
+        key = name if name == "host" else device_id  # all devices of the host runtime are this machine's memory
         with self._lock:
             opening = self._opening[key]
         with opening:
@@ -303,14 +304,14 @@ class Daemon:
             return self._runtimes[key]
 
     def _assign_threads(self, workers: int) -> Sequence[ProxyThread]:
-        """The threads with the fewest workers; one comes twice only where there are more workers than threads."""
+        """Returns the threads with the fewest workers, with repetitions only if workers outnumber threads."""
         with self._lock:
             users = [thread for session in self._sessions for thread in session.threads]
             by_load = sorted(self._threads, key=users.count)
             return [by_load[i % len(by_load)] for i in range(workers)]
 
     def _choose_idle(self) -> IdlePolicy:
-        """The policy for a client that needs none."""
+        """Chooses the policy for a client that asks for none."""
         if self._options.idle is not None:
             return self._options.idle
         with self._lock:
@@ -357,7 +358,7 @@ def _open_runtime(name: str, device_id: str) -> Runtime:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the limit of open descriptors as far as the system allows: each client's memory takes some."""
+    """Raises the limit of open descriptors as far as the system allows, because each client's memory takes some."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

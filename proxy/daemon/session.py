@@ -1,7 +1,7 @@
-"""The daemon's conversation with one client.
+"""The daemon's side of one client's connection.
 
-The daemon trusts a client's user but nothing that the client sends: a client can name only objects that it
-was given (`SessionService`), and an error ends only its session.
+The daemon trusts a client's user but not the client's messages: a client can name only objects that the daemon has
+given it (`SessionService`), and an error ends only that client's session.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ log = logging.getLogger("proxyccl.daemon")
 
 
 def refuse_user(connection: socket.socket, user: int) -> None:
-    """Tells a client of another user that it is not served, and hangs up. It does not wait."""
+    """Sends a refusal to a client of another user, and hangs up without waiting."""
     refusal = HelloAnswer(error="protocol", message=f"this daemon serves user {os.geteuid()}, not {user}")
     with connection:
         with contextlib.suppress(OSError):
@@ -79,21 +79,21 @@ class Session:
 
     Args:
         connection: the socket; the session closes it.
-        open_runtime: returns the runtime of a name and a device_id.
+        open_runtime: returns the runtime for a name and a device_id.
         assign_threads: returns the threads that run this number of workers.
         choose_idle: returns the idle policy for a client that needs none.
         request_report: called with a job and a cause when the client asks for a report; it must not wait.
-        introductions: the daemon's.
+        introductions: the daemon's introductions.
 
     Attributes:
         name: the client, for logs and errors.
-        pid: its process.
-        description: the rank that its proxy works for; None until it opens one, or if the client does not say.
-        device_id: of its device.
-        since: time.monotonic() when it connected.
+        pid: the client's process.
+        description: the rank that the proxy works for; None before a proxy is open, or if the client gives none.
+        device_id: the client's device.
+        since: time.monotonic() when the client connected.
         request: name of the request in progress, and time.monotonic() when it arrived.
-        failure: that of its last failed worker.
-        served: its proxy; kept for inspection after it is closed.
+        failure: the failure of the last failed worker.
+        served: the client's proxy, kept for inspection after its end.
         threads: the threads that run its workers.
     """
 
@@ -118,7 +118,7 @@ class Session:
         self._introductions = introductions
         self._offered: bytes | None = None
         self._service: SessionService | None = None
-        self._number: int | None = None  # of the request in progress
+        self._number: int | None = None  # number of the request in progress
         self._answered = False
         self._greeted = False
         self._end_within: float | None = None
@@ -150,17 +150,17 @@ class Session:
 
     @property
     def greeted(self) -> bool:
-        """Whether hellos were exchanged."""
+        """Whether both hellos have been exchanged."""
         return self._greeted
 
     def end(self, timeout: float) -> None:
-        """Ends the session, in its own thread: the triggers in the client's rings are done first. From any thread."""
+        """Makes the session's thread finish the triggers in the client's rings and end. For any thread."""
         self._end_within = timeout
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RD)
 
     def abandon(self) -> None:
-        """Ends the session as if the client had hung up. From any thread."""
+        """Ends the session as if the client had hung up. For any thread."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -170,7 +170,7 @@ class Session:
     # -- frames ---
 
     def _greet(self) -> bool:
-        """Exchanges hellos. False if the client hung up instead."""
+        """Exchanges hellos. Returns False if the client hung up instead."""
         limit_waits(self._connection, _ANSWER_SECONDS, HELLO_SECONDS)
         self.pid, _ = peer_credentials(self._connection)
         self.name = process_name(self.pid)
@@ -199,14 +199,16 @@ class Session:
                 close_all(handed)
 
     def _next_request(self) -> tuple[Request, list[int]] | None:
-        """The next request; None if the client hung up. Until it comes, tries to unmap what the client has removed."""
+        """Waits for the next request; None if the client hung up. Meanwhile tries to unmap memory that the client
+        removed.
+        """
         while self._service is not None and self._service.memories.unmaps_later and not self._arrived.poll(_QUIET_MS):
             self._service.memories.unmap_if_quiet()
         return receive(self._connection, REQUESTS, self.name)
 
     def _answer(self, request: Request, descriptors: list[int], handed: list[int]) -> AnyReply | None:
-        """Carries out a request. Returns the answer, whose descriptors it adds to `handed`; None if the client has its
-        answer or expects none.
+        """Carries out a request. Returns the answer, and adds its descriptors to `handed`; None if the answer is sent
+        or none is expected.
         """
         called = request.method
         self._number, self._answered = request.request, not called.answered
@@ -223,7 +225,7 @@ class Session:
             raise
         except ProxyCCLError as error:
             refused = Refused.of(error)
-        except OSError as error:  # the daemon's own problem, such as a lack of descriptors
+        except OSError as error:  # a problem of the daemon, such as a lack of descriptors
             refused = Refused.of(ResourceError(f"{DAEMON} can't do {called.name}: {error}"))
         finally:
             self.request = None
@@ -236,16 +238,16 @@ class Session:
         return self._service
 
     def _confirm(self) -> None:
-        """Answers the request in progress before it is done."""
+        """Answers the request in progress before its function returns."""
         self._answered = True
         self._send_event(Answer(Raw(b"null"), request=self._number))
 
     def _hand(self, theirs: socket.socket) -> None:
-        """Hands the client one end of a connection. From any thread."""
+        """Sends the client one end of a connection. For any thread."""
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: AnyReply) -> None:
-        """Sends without waiting for the client to read: other clients' workers may share the caller's thread."""
+        """Sends an event without waiting for the client, because other workers may share the thread."""
         try:
             send(self._connection, REPLIES, event, flags=socket.MSG_DONTWAIT)
         except OSError:
@@ -253,7 +255,7 @@ class Session:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def _refuse(self, error: ProtocolError) -> None:
-        """Reports why the session ends."""
+        """Sends the client the reason for the session's end."""
         with contextlib.suppress(OSError):
             if self._greeted:
                 send(self._connection, REPLIES, Refused.of(error), flags=socket.MSG_DONTWAIT)
@@ -270,18 +272,18 @@ class Session:
 
     @method()
     def remote_missing(self) -> dict[str, str]:
-        """By remote transport, the requirements that the daemon lacks for it; empty if there are none."""
+        """The requirements that the daemon lacks, by remote transport; "" for a transport without missing ones."""
         return missing_transports()
 
     @method(answered=False)
     def write_report(self, cause: str) -> None:
-        """Has the daemon write a report; `cause` says why."""
+        """Makes the daemon write a report; `cause` is the reason in words."""
         job = self.description.job if self.description is not None else self.name
         self._request_report(job, f"{self.name}: {cause:.200}")
 
     @method()
     def offer(self, process: str) -> None:
-        """Has the daemon introduce others to the client's process, by an `Introduced` for each.
+        """Makes the daemon introduce other processes to the client's process, by an `Introduced` event for each.
 
         Args:
             process: the token of the client's process, in hexadecimal.
@@ -291,7 +293,7 @@ class Session:
 
     @method()
     def reach(self, process: str) -> Descriptors:
-        """A connection to another process that has made an `offer`, or to the daemon.
+        """Returns a connection to another process that has made an `offer`, or to the daemon.
 
         Args:
             process: the token of that process, in hexadecimal.
@@ -300,17 +302,17 @@ class Session:
 
     @method()
     def prepare(self, runtime: str, device_id: str, peers: list[str]) -> None:
-        """Opens a device, and makes ready to copy between it and others.
+        """Opens a device, and prepares copies between this device and others.
 
         Args:
             runtime: name of the runtime.
-            device_id: of the client's device.
-            peers: device_ids of the devices of its peers.
+            device_id: the client's device.
+            peers: device_ids of the peers' devices.
         """
         opened = self._open_runtime(runtime, device_id)
         try:
             opened.warm_up(peers)
-        except DriverError as error:  # not for certain one of what the client will do
+        except DriverError as error:  # the client's own calls may still succeed
             log.warning("%s: its first copies will take longer: %s", self.name, error)
 
     @method(opens=True)
@@ -318,8 +320,8 @@ class Session:
         """Opens a proxy service over the client's rings.
 
         Args:
-            descriptors: of the control segment and of each ring.
-            options: of the service.
+            descriptors: descriptors of the control segment and of each ring.
+            options: the service's options.
 
         Returns:
             The handle of its `ObservedSegment`, and the handles of the words that wake its threads.
@@ -346,7 +348,7 @@ class Session:
 
     @method(timeouts=2, needs_turns=True)
     def close(self, timeout: Seconds) -> bool:
-        """Drains the rings and frees everything of the client. Returns whether the workers ended."""
+        """Drains the rings and frees all of the client's objects. Returns whether the workers ended."""
         self._require_service("close").drain(timeout)
         return self._free(timeout)
 
@@ -358,7 +360,7 @@ class Session:
         self._send_event(Failed(structs.replace(failure, exception=None)))
 
     def _free(self, timeout: float) -> bool:
-        """Ends the workers at once and frees everything. False if a worker did not end: its memory is then kept."""
+        """Ends the workers at once and frees everything. Returns False and keeps the memory if one did not end."""
         service = self._service
         if service is None:
             return True
@@ -383,7 +385,7 @@ class Session:
 
 
 def _token(process: str) -> bytes:
-    """The token of a process in a request. Raises ProtocolError for another text."""
+    """Checks a process's token in a request. Raises ProtocolError for any other text."""
     try:
         token = bytes.fromhex(process)
     except ValueError:

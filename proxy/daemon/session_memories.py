@@ -1,6 +1,6 @@
 """The memory that the daemon maps for one client.
 
-Regardless of the client's requests, memory stays mapped as long as a worker may be using it.
+Memory stays mapped while a worker may use it, whatever the client requests.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class SessionMemories:
         self._runtime = runtime
         self._mappings = HandleCache(runtime.open)
         self._kept: dict[tuple[str, int], _Unmap] = {}
-        self._retired: list[_Unmap] = []  # unmap what the worker may still be using
+        self._retired: list[_Unmap] = []  # unmap memory that the worker may still use
 
     def map(self, handle: bytes, nbytes: int, undo: contextlib.ExitStack) -> Memory:
-        """Maps the memory that a handle names, until `undo` is closed. Its owner may then free it: so it is not kept
-        mapped.
+        """Maps the memory that a handle names, until `undo` is closed. Later the mapping is not cached, because the
+        owner may free the memory.
 
         Raises:
-            ArgumentError: it cannot be mapped, or has fewer than `nbytes` bytes.
+            ArgumentError: the memory cannot be mapped, or has fewer than `nbytes` bytes.
         """
         try:
             memory = self._mappings.acquire(handle)
         except ArgumentError:
-            # A driver may refuse memory in the place of other memory that its owner freed and that is still mapped
-            # here.
+            # A driver may refuse memory that took the place of memory which its owner freed and which is still
+            # mapped here.
             if not self._retired or not self._proxy.drain(REST_SECONDS):
                 raise
             self.unmap_retired()
@@ -64,15 +64,13 @@ class SessionMemories:
         return memory
 
     def keep(self, kind: str, number: int, unmap: _Unmap) -> None:
-        """Has `unmap` called when the object of this kind and number is retired or replaced, or with the session."""
+        """Calls `unmap` when the object of this kind and number is retired or replaced, or the session ends."""
         replaced = self._kept.get((kind, number))
         self._kept[kind, number] = unmap
         self._retire(replaced)
 
     def retire(self, kind: str, number: int) -> None:
-        """Unmaps the memory of an object, if it has any, when the worker has nothing to do: until then copies may be in
-        flight.
-        """
+        """Unmaps an object's memory, if any, once the worker is idle. Until then copies may be in flight."""
         self._retire(self._kept.pop((kind, number), None))
 
     def _retire(self, unmap: _Unmap | None) -> None:
@@ -89,13 +87,13 @@ class SessionMemories:
         return bool(self._retired)
 
     def unmap_if_quiet(self) -> None:
-        """Unmaps retired memory, if the worker has nothing to do soon."""
+        """Unmaps retired memory if the worker is idle, or soon will be."""
         if self._proxy.drain(_QUIET_SECONDS):
             self.unmap_retired()
 
     def unmap_retired(self) -> None:
-        """Unmaps retired memory. The worker must have nothing to do."""
-        with contextlib.ExitStack() as each:  # continues after one that raises
+        """Unmaps retired memory. The worker must be idle."""
+        with contextlib.ExitStack() as each:  # continues if one raises
             while self._retired:
                 each.callback(self._retired.pop())
 

@@ -1,4 +1,4 @@
-"""The proxy service that the daemon runs for one client, over the client's own rings, and the methods that need it."""
+"""The proxy service that the daemon runs for one client, over the client's rings, and the service's methods."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class ServiceOptions(Message, frozen=True):
 
     Attributes:
         runtime: name of the runtime.
-        device_id: of the device that pushes to the rings.
+        device_id: the device that pushes to the rings.
         fifo_size: slots in each ring.
         threads: number of workers.
-        shared_offset: of `SharedWords` in the control segment.
+        shared_offset: offset of `SharedWords` in the control segment.
         description: the rank that the service works for.
-        semaphores_offset: of the words that peers signal in the control segment, by channel id; None for a service
-            without schedules.
+        semaphores_offset: offset, in the control segment, of the words that peers signal, by channel id; None for a
+            service without schedules.
         ring_per_connection: see `ProxyService`.
-        idle: the fields of the `IdlePolicy` that the client needs, in order; None for the daemon's.
+        idle: the fields of the `IdlePolicy` that the client needs, in order; None for the daemon's policy.
     """
 
     runtime: str
@@ -82,16 +82,16 @@ class ServiceOptions(Message, frozen=True):
 class SessionService:
     """A client's service with its memories, channels, schedules and remote links.
 
-    A client names only objects that it was given: a method raises ProtocolError for any other. Tables change while
-    workers are paused, because a trigger may name an id at any time. The client's remote links have their own device
-    context, so its keys work only for it.
+    A client names only objects that the daemon has given it: a method raises ProtocolError for any other. Tables change
+    while workers are paused, because a trigger may name an id at any time. The client's remote links have a separate
+    device context, so the client's keys work for no other client.
 
     Args:
-        options: the client's.
-        descriptors: of the control segment and the rings; the caller closes them.
+        options: the client's options.
+        descriptors: descriptors of the control segment and the rings, which the caller closes.
         runtime: the runtime whose copies the service issues.
-        threads: the threads that run its workers.
-        idle: the policy that the client needs of them.
+        threads: the threads that run the workers.
+        idle: the idle policy that the client needs of the threads.
         on_failure: called in a worker's thread when the worker ends on an error.
         has_left: whether the client has hung up.
 
@@ -100,7 +100,7 @@ class SessionService:
         memories: the memory that is mapped for the client.
 
     Raises:
-        ArgumentError: a descriptor names no such memory.
+        ArgumentError: a descriptor names no memory of the needed size.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class SessionService:
             undo.callback(segment.close)
             rings: list[Ring] = []
             for descriptor in descriptors[1:]:
-                # Here only the engine reads a ring: the client gives the device access to it.
+                # In the daemon only the engine reads a ring; the client gives the device access to the ring.
                 memory = SharedMemory.adopt(os.dup(descriptor), ring_bytes(options.fifo_size))
                 rings.append(Ring(memory, options.fifo_size))
                 undo.callback(rings[-1].close)
@@ -144,7 +144,7 @@ class SessionService:
         self.memories = SessionMemories(self.proxy, runtime)
         self._sizes: dict[int, int] = {}  # by a memory's first id
         self._connections: list[Connection] = []
-        self._channels: dict[int, Connection | None] = {}  # None: served by the client's process
+        self._channels: dict[int, Connection | None] = {}  # None for a channel that the client's process serves
         self._schedules: set[int] = set()
         self._remote: ServiceRemote | None = None
         self._exposed: dict[int, ExposedMemory] = {}
@@ -183,7 +183,7 @@ class SessionService:
 
     @method(releases=True)
     def remove_memory(self, first: MemoryId) -> None:
-        """Returns the ids of a memory; `first` is the first of them."""
+        """Frees the ids of a memory, of which `first` is the first."""
         if first not in self._sizes:
             raise ProtocolError(f"first: no memory of this client begins at id {first}")
         with self.proxy.paused(REST_SECONDS):
@@ -195,12 +195,12 @@ class SessionService:
 
     @method()
     def connect_copy(self, peer: Rank | None, transport: str = "copy") -> Connection:
-        """A connection that copies within the host."""
+        """Makes a connection that copies within the host."""
         return self._connect(self.proxy.connect_copy(peer=peer, transport=transport))
 
     @method()
     def open_connection(self, peer: Rank) -> Connection:
-        """A remote connection, over an endpoint that is connected."""
+        """Makes a remote connection over a connected endpoint."""
         return self._connect(self._opened.open_connection(peer))
 
     def _connect(self, connection: Connection) -> Connection:
@@ -214,7 +214,7 @@ class SessionService:
 
     @method()
     def reserve_channel(self, connection: Uint64) -> tuple[ChannelId, RingNumber]:
-        """A channel id for a connection, by its number; and the number of the ring that its triggers go through."""
+        """Reserves a channel id for a connection. Returns the id, and the number of the ring for its triggers."""
         found = self._connection(connection)
         channel = self.proxy.reserve_channel(found)
         self._channels[channel] = found
@@ -222,7 +222,7 @@ class SessionService:
 
     @method()
     def reserve_elsewhere(self) -> ChannelId:
-        """A channel id that the client's process serves itself."""
+        """Reserves a channel id that the client's process serves."""
         channel = self.proxy.reserve_elsewhere()
         self._channels[channel] = None
         return channel
@@ -240,8 +240,8 @@ class SessionService:
         Args:
             channel: its id.
             connection: number of its connection.
-            word: handle of the 8 bytes that its signals count up, on a connection that copies.
-            address: their address as the peer knows it, on a remote connection.
+            word: handle of the 8-byte word that the channel's signals count up, on a connection that copies.
+            address: the peer's address of that word, on a remote connection.
         """
         found = self._require_channel(channel, connection)
         if find_transport(found.transport).is_remote:
@@ -260,7 +260,7 @@ class SessionService:
 
     @method(releases=True)
     def free_channels(self, channels: list[ChannelId], connection: Uint64) -> None:
-        """Returns channel ids of one connection."""
+        """Frees channel ids of one connection."""
         for channel in channels:
             found = self._require_channel(channel, connection)
             with self.proxy.paused(REST_SECONDS):
@@ -272,7 +272,7 @@ class SessionService:
 
     @method()
     def add_schedule(self, schedule: Schedule) -> ScheduleNumber:
-        """Sets a schedule, which the client's streams may ring. The proxy looks its ids up when it runs."""
+        """Adds a schedule, which the client's streams may start. The proxy looks up its ids when the schedule runs."""
         number = self.proxy.add_schedule(schedule)
         self._schedules.add(number)
         return number
@@ -282,7 +282,7 @@ class SessionService:
         """Frees a schedule."""
         if number not in self._schedules:
             raise ProtocolError(f"number: this client has no schedule {number}")
-        with self.proxy.paused(REST_SECONDS):  # a stream may ring it all the same
+        with self.proxy.paused(REST_SECONDS):  # a stream may start the schedule nevertheless
             self.proxy.remove_schedule(number)
         self._schedules.remove(number)
 
@@ -303,8 +303,8 @@ class SessionService:
         Args:
             rdma: `RdmaOptions`, by field.
             fabric: `FabricOptions`, by field.
-            signals: begin and end, in bytes, of the words in the control segment that peers may signal.
-            near: NUMA node that the device should be near to.
+            signals: byte range, in the control segment, of the words that peers may signal.
+            near: NUMA node that the device should be near.
             local_rank: the rank's number on its host.
             core_share: cores that the rank's threads may keep busy.
         """
@@ -338,7 +338,7 @@ class SessionService:
 
     @method(opens=True)
     def expose(self, handle: bytes, nbytes: PositiveNbytes, transport: str) -> ExposedMemory:
-        """Lets peers on other hosts reach the client's memory. The result's owner is its number, for `withdraw`."""
+        """Lets peers on other hosts reach the client's memory. The result's `owner` is the number for `withdraw`."""
         remote = self._opened
         with contextlib.ExitStack() as undo:
             memory = self.memories.map(handle, nbytes, undo)
@@ -348,7 +348,7 @@ class SessionService:
 
     @method(opens=True)
     def expose_pinned(self, handle: bytes, transport: str) -> ExposedMemory:
-        """The same for pinned memory, which the daemon's CPU reaches too."""
+        """See `RemoteContext.expose_pinned`."""
         remote = self._opened
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(handle, undo)
@@ -364,24 +364,24 @@ class SessionService:
 
     @method(releases=True)
     def withdraw(self, number: Uint64) -> None:
-        """Ends either."""
+        """Undoes `expose` or `expose_pinned`."""
         exposed = self._exposed.pop(number, None)
         if exposed is None:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
         if remote_functions(exposed.transport).withdraws_at_once:
-            self._opened.withdraw(exposed)  # refuses peers' data from now on, and waits for data in flight
+            self._opened.withdraw(exposed)  # refuses further data of peers, and waits for data in flight
         self.memories.retire("exposed", number)
 
     # -- the end ---
 
     @method(timeouts=1, needs_turns=True)
     def drain(self, timeout: Seconds) -> bool:
-        """Waits until all triggers in the rings are done; not for a client that has left. Returns whether they are."""
+        """See `Proxy.drain`. The wait also ends if the client leaves."""
         return self.proxy.drain(timeout, self._has_left)
 
     def free(self) -> None:
-        """Unmaps and closes everything that the service used. Its workers must have ended."""
-        with contextlib.ExitStack() as steps:  # from the last to the first; each is taken even if another raises
+        """Unmaps and closes everything that the service used. The service's workers must have ended."""
+        with contextlib.ExitStack() as steps:  # in reverse order, even if one raises
             steps.callback(self._segment.close)
             steps.callback(self.memories.close)
             if self._remote is not None:
@@ -390,7 +390,7 @@ class SessionService:
 
 
 def _from_fields(kind: type[T], given: dict[str, str | int | None]) -> T:
-    """The options of a client. Raises ArgumentError for an impossible value."""
+    """Makes the options that a client sent. Raises ArgumentError for an impossible value."""
     expected = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     if given.keys() != set(expected):
         raise ProtocolError(f"{kind.__name__} has the fields {', '.join(given)}; expected {', '.join(expected)}")

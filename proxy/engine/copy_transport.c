@@ -2,7 +2,7 @@
  * neither a signal nor a flush makes the engine wait, and a slow link to one peer does not delay other peers' streams.
  *
  * While nothing is outstanding, order needs no stream. The CPU then stores words itself, and copies short data
- * between memories that it may touch, values too. Otherwise a value moves in aligned parts: of 8 and 4 bytes by stream
+ * and values between memories that it may access. Otherwise a value moves in aligned parts: of 8 and 4 bytes by stream
  * writes, of 2 and 1 by copies out of a table in the device's memory. A copy from pinned memory into another GPU's
  * takes a millisecond where a third process makes it. */
 #include "copy_transport.h"
@@ -44,7 +44,7 @@ static int copy_transfer(ProxycclConnection *base, const ProxycclMemory *dst, ui
   return self->runtime.copy(dst->base + dst_offset, src->base + src_offset, bytes, self->stream);
 }
 
-/* Stores bytes of a value. A single store if the address is aligned, because a kernel may poll it. */
+/* Stores bytes of a value, with a single store if the address is aligned, because a kernel may poll the address. */
 static void store_value(char *address, uint64_t value, uint32_t bytes) {
   if ((uintptr_t)address % bytes != 0)
     memcpy(address, &value, bytes);
@@ -58,7 +58,7 @@ static void store_value(char *address, uint64_t value, uint32_t bytes) {
     __atomic_store_n((uint8_t *)address, (uint8_t)value, __ATOMIC_RELAXED);
 }
 
-/* The longest write at an address that is aligned and has at most that many bytes, a power of two or a sum of some. */
+/* Returns the length of the longest aligned write at an address, at most `bytes`. */
 static uint32_t aligned_part(const char *address, uint32_t bytes) {
   uint32_t part = 8;
   while (part > bytes || (uintptr_t)address % part != 0) part /= 2;
@@ -107,7 +107,7 @@ static int copy_signal(ProxycclConnection *base, uint64_t *remote, uint64_t valu
   return copy_write(base, remote, value);
 }
 
-/* One call of the driver. The copies follow one another without the pauses that separate calls leave. */
+/* Makes all puts with one call of the driver, which avoids the pauses between separate copies. */
 static int copy_put_many(ProxycclConnection *base, const ProxycclPut *puts, uint32_t count) {
   CopyConnection *self = self_of(base);
   uint64_t dst[PROXYCCL_MOST_PUTS], src[PROXYCCL_MOST_PUTS];
@@ -149,7 +149,7 @@ static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
 static void copy_destroy(ProxycclConnection *base) { free(base); }
 
 static const char *copy_refused(const void *options) {
-  (void)options; /* 0 is a stream too */
+  (void)options; /* all options are valid: 0 is also a stream */
   return NULL;
 }
 

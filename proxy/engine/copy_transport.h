@@ -4,11 +4,11 @@
 
 #include <stdint.h>
 
-/* Longest put that the CPU copies, in bytes. A core copies this many from outside its caches in about the 10 us that a
- * GPU's copy engine takes for any. Its worker serves no other connection meanwhile. */
+/* Longest put that the CPU copies, in bytes. A core copies this many from outside its caches in about 10 us, which a
+ * GPU's copy engine takes for any length. The worker serves no other connection during the copy. */
 enum { PROXYCCL_CPU_COPY_BYTES = 65536 };
 
-/* They belong to the caller, and no other connection may use them. */
+/* The caller owns the stream and the event, which no other connection may use. */
 typedef struct ProxycclCopyOptions {
   void *stream;
   void *event;

@@ -1,4 +1,4 @@
-/* A worker's work on a ring: it takes triggers out, checks them and makes their connections act on them. */
+/* The drain loop of a worker: takes triggers from a ring, checks them and issues their operations to connections. */
 #include "clock.h"
 #include "worker.h"
 
@@ -6,7 +6,7 @@ static ProxycclOutcome refuse(ProxycclExitInfo *info, const char *reason) {
   return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, reason);
 }
 
-/* Refuses a transfer by the first check that it fails, the source's before the destination's. */
+/* Fills in the error of a refused transfer: the first failed check, the source's before the destination's. */
 static __attribute__((noinline)) ProxycclOutcome refuse_transfer(const ProxycclMemory *dst, const ProxycclMemory *src,
                                                                  uint64_t src_offset, uint64_t bytes,
                                                                  ProxycclExitInfo *info) {
@@ -36,7 +36,7 @@ typedef struct {
   int (*transfer)(ProxycclConnection *connection, const ProxycclMemory *dst, uint64_t dst_offset,
                   const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes); /* the transport's put or get */
   ProxycclCounters *counters;
-  uint64_t triggers, bytes; /* not yet in `counters`: a sum in a register costs less than one in memory */
+  uint64_t triggers, bytes; /* added to `counters` later: a sum in a register is cheaper than one in memory */
   uint32_t first;           /* triggers that the visit had taken when the run began */
 } Route;
 
@@ -50,7 +50,7 @@ static ALWAYS_INLINE void publish_counts(Route *route) {
   route->triggers = route->bytes = 0;
 }
 
-/* Notes up to which ticket a channel was issued; the ticket itself is excluded. */
+/* Records the ticket before which all triggers of a channel are issued. */
 static ALWAYS_INLINE void note_issued(Channel *channel, uint64_t end) {
   ProxycclConnection *connection = channel->connection;
   channel->issued = (Extent){connection->progress.issued, end};
@@ -61,7 +61,7 @@ static ALWAYS_INLINE void note_issued(Channel *channel, uint64_t end) {
   connection->unfinished = channel;
 }
 
-/* Ends a run. `taken` is the number of triggers that the visit has taken, `end` the ticket of the next. */
+/* Ends a run. `taken` is the number of triggers taken in this visit, `end` the ticket of the next trigger. */
 static ALWAYS_INLINE void end_run(Route *route, uint32_t taken, uint64_t end) {
   publish_counts(route);
   if (taken != route->first) {
@@ -71,13 +71,14 @@ static ALWAYS_INLINE void end_run(Route *route, uint32_t taken, uint64_t end) {
   route->first = taken;
 }
 
-/* The direction takes the place of the parity. It has no meaning if a trigger transfers nothing or a value. */
+/* Returns `names` of a trigger, with the direction in place of the parity bit. The direction of a trigger without a
+ * transfer, or with a value, has no meaning. */
 static uint64_t names_of(ProxycclTrigger trigger) {
   _Static_assert(PROXYCCL_GET_SHIFT == PROXYCCL_PARITY_SHIFT - PROXYCCL_SRC_MEMORY_SHIFT, "where the parity was");
   return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1) | (trigger.word0 & 1ull << PROXYCCL_GET_SHIFT);
 }
 
-/* CONTINUE, or why the thread returns to Python. */
+/* Sets the route for a trigger. Returns CONTINUE, or why the thread must return to Python. */
 static ALWAYS_INLINE ProxycclOutcome find_route(ProxycclService *service, ProxycclTrigger trigger, Route *route,
                                                 ProxycclExitInfo *info) {
   const uint32_t id = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
@@ -118,7 +119,7 @@ static __attribute__((noinline)) ProxycclOutcome put_value(ProxycclConnection *c
   return status == 0 ? CONTINUE : exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "put of a value");
 }
 
-/* Acts on one trigger, which is checked before anything moves. CONTINUE, or why the thread returns to Python. */
+/* Checks one trigger, then issues its operations. Returns CONTINUE, or why the thread must return to Python. */
 static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *route, uint64_t ticket,
                                              ProxycclTrigger trigger, ProxycclExitInfo *info) {
   Channel *channel = route->channel;
@@ -143,7 +144,7 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
     }
   }
   ++route->triggers;
-  /* Before the signal or the flush word: whoever sees those must find the trigger in the counters. */
+  /* Before the signal or the flush word, so that a reader of either finds the trigger in the counters. */
   if (route->op & (PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH)) publish_counts(route);
   if (route->op & PROXYCCL_OP_SIGNAL) {
     counter_add(&route->counters->signals, 1);
@@ -209,7 +210,7 @@ static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared,
     ++ring.next;
     if (++taken % RING_RELEASE_BATCH == 0) ring_release(&ring);
   }
-  end_run(&route, taken, ring.next); /* before the tail, which ends sync() */
+  end_run(&route, taken, ring.next); /* before the store to the tail, which lets sync() return */
   ring_release(&ring);
   *shared = ring;
   *progress += taken;
@@ -241,7 +242,7 @@ static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *wo
     now = end;
     if (result != CONTINUE || taken < limit || taken == left) break;
   }
-  if (trace->next == begin + 1) trace->next = begin; /* the trigger is held, and will be seen again */
+  if (trace->next == begin + 1) trace->next = begin; /* the trigger stays in the ring, and will be recorded again */
   trace_publish(trace, worker->stats);
   return result;
 }

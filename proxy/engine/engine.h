@@ -22,12 +22,12 @@ typedef struct ProxycclService ProxycclService;
 typedef struct ProxycclWorker ProxycclWorker;
 typedef struct ProxycclThread ProxycclThread;
 
-/* Counters of one channel. Only its worker writes them; anybody, including other processes, may read them at any time.
- * The ones that most triggers touch share a cache line. */
+/* Counters of one channel. Only the channel's worker writes; any process may read at any time. The counters that most
+ * triggers touch share a cache line. */
 typedef struct ProxycclCounters {
   uint64_t triggers;
   uint64_t puts;
-  uint64_t bytes; /* of puts and gets */
+  uint64_t bytes; /* bytes of puts and gets */
   uint64_t signals;
   uint64_t flushes;
   uint64_t flush_ns;      /* sum of times from a flush's issue to its completion … */
@@ -36,7 +36,7 @@ typedef struct ProxycclCounters {
   uint64_t gets;
 } __attribute__((aligned(128))) ProxycclCounters;
 
-enum { PROXYCCL_MAX_RINGS = 64 }; /* of one worker */
+enum { PROXYCCL_MAX_RINGS = 64 }; /* rings of one worker */
 
 typedef struct ProxycclExitInfo {
   ProxycclWorker *worker;
@@ -44,12 +44,12 @@ typedef struct ProxycclExitInfo {
   uint64_t ticket;
   uint32_t channel;
   uint32_t code;                  /* ProxycclErrorCode */
-  int32_t status;                 /* the transport's or the driver's */
+  int32_t status;                 /* status of the transport or the driver */
   const char *reason;             /* static text: why a trigger is refused, or what failed */
-  ProxycclConnection *connection; /* the connection that failed, or the trigger's; NULL if none is concerned */
+  ProxycclConnection *connection; /* the failed connection, or the trigger's; NULL if none is concerned */
   uint32_t schedule;              /* number of the schedule that failed; 0 if none is concerned */
   uint32_t wait;                  /* after a time-out: the ProxycclWaitKind */
-  uint32_t of_source;             /* 1: the trigger is refused for its source, otherwise for its destination */
+  uint32_t of_source;             /* 1 if the trigger is refused for its source, 0 for its destination */
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {
@@ -61,71 +61,73 @@ typedef struct ProxycclIdlePolicy {
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
 void proxyccl_service_destroy(ProxycclService *service); /* after its workers ended */
 
-/* Set table entries: `flushed` and `completed` are words of the channel (handles.h). While workers run, if no trigger
- * names the id yet, otherwise while they are paused. 0, or EINVAL for an id that is out of range. */
+/* Set table entries. `flushed` and `completed` are words of the channel (handles.h). Call these while workers run if no
+ * trigger can name the id, otherwise while workers are paused. Return 0, or EINVAL for an id that is out of range. */
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
                                 uint32_t remote_only, char *host);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
                                  uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed);
 
-/* A word that a peer's proxy signals; everything put before its value is visible with it. */
+/* Reads a word that a peer's proxy signals, with acquire: data that was put before the signal is visible. */
 uint64_t proxyccl_word_acquire(const uint64_t *word);
 
-/* Before workers run: lets streams ring schedules in. `semaphores`: this rank's words that peers signal, by channel id.
+/* Before workers run: lets streams start schedules. `semaphores`: this rank's words that peers signal, by channel id.
  * */
 void proxyccl_service_set_schedule_words(ProxycclService *service, ProxycclScheduleWords *words,
                                          const uint64_t *semaphores);
-/* Ends the waits of streams, for after a failure. `words` may be NULL. */
+/* Releases waiting streams after a failure. `words` may be NULL. */
 void proxyccl_schedule_words_end_waits(ProxycclScheduleWords *words);
-/* Sets schedules, also while workers run. 0, or EINVAL for an id that is out of range, EEXIST, ENOMEM. */
+/* Adds a schedule, also while workers run. Returns 0, EINVAL for an id that is out of range, EEXIST, or ENOMEM. */
 int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, const ProxycclScheduleSteps *steps);
-/* Streams must have stopped ringing it. 0, or EBUSY while it runs. */
+/* Removes a schedule that streams no longer start. Returns 0, or EBUSY while the schedule runs. */
 int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 
-/* `stats` must be zeroed, and there until the worker has ended. All workers of a service are made before one of them
- * runs. */
+/* Creates a worker. `stats` must be zeroed, and stay valid until the worker has ended. All workers of a service are
+ * created before one of them runs. */
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
-/* These two may be called while the worker runs. `slots` and `tail` are those of ProxycclFifo. 0, or ENOSPC. */
+/* These two functions may be called while the worker runs. `slots` and `tail` are those of a ProxycclFifo. Return 0 or
+ * ENOSPC. */
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);
 int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection);
-/* Before it runs, if its thread runs workers of several devices: the function that makes this one's device current
- * (cuCtxSetCurrent, hipSetDevice). */
+/* Before the worker runs, if its thread runs workers of several devices: sets the function that makes the worker's
+ * device current (cuCtxSetCurrent, hipSetDevice). */
 void proxyccl_worker_set_context(ProxycclWorker *worker, int (*make_current)(uintptr_t context), uintptr_t context);
-/* From any thread: ends the worker once its rings are empty and nothing is outstanding. */
+/* Ends the worker once its rings are empty and nothing is outstanding. For any thread. */
 void proxyccl_worker_stop(ProxycclWorker *worker);
-/* The same at once, whatever its rings hold. */
+/* Ends the worker at once, whatever its rings hold. For any thread. */
 void proxyccl_worker_abandon(ProxycclWorker *worker);
 /* Asks a running worker to report that its rings are empty and nothing is outstanding. Returns the request's number;
  * proxyccl_worker_drained() returns that of the last request that was answered. */
 uint32_t proxyccl_worker_drain(ProxycclWorker *worker);
 uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
-/* Keeps a worker from its rings and from the service's tables until proxyccl_worker_resume(), so that entries that
+/* Pauses a worker's use of its rings and of the service's tables until proxyccl_worker_resume(), so that entries that
  * triggers name can change. Returns the request's number; the worker is paused once proxyccl_worker_paused() returns
- * that. */
+ * that number. */
 uint32_t proxyccl_worker_pause(ProxycclWorker *worker);
 uint32_t proxyccl_worker_paused(const ProxycclWorker *worker);
 void proxyccl_worker_resume(ProxycclWorker *worker);
 /* Takes the trigger of PROXYCCL_EXIT_HANDLER out of its ring, before the thread runs again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
 
-/* `asleep`: the word by which others may wake it (waking.h), zeroed, in memory that other processes may map. */
+/* Creates a thread. `asleep`: a zeroed word by which others wake the thread (waking.h), in memory that other processes
+ * may map. */
 ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle, uint32_t *asleep);
 void proxyccl_thread_destroy(ProxycclThread *thread);
-/* Changes its policy, from any thread. */
+/* Changes the thread's idle policy. For any thread. */
 void proxyccl_thread_set_idle(ProxycclThread *thread, const ProxycclIdlePolicy *idle);
-/* Adds a worker, also while the thread runs. No other thread may run it. */
+/* Adds a worker, which no other thread may run. Also while the thread runs. */
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
-/* Runs its workers in turn until one of them exits or needs a handler. The caller must not hold the GIL. */
+/* Runs the thread's workers in turn until one of them exits or needs a handler. The caller must not hold the GIL. */
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
-/* Before it runs: lets others help it. `add` tells them that they may, `remove` that they no longer may; `remove`
- * returns when nobody does. */
+/* Before the thread runs: lets other threads help it. `add` announces the thread to helpers; `remove` ends that, and
+ * returns when no helper is running the workers. */
 void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),
                                void (*remove)(void *thread));
-/* For any other thread, which either waits for the results of the thread's workers (`waits`) or may have pushed
- * triggers: gives each worker a turn, unless somebody else is doing so. A helper that does not wait does it only if
- * there are triggers. Returns 1 if anything happened. Anything that makes the thread return is left to it. */
+/* Gives each of the thread's workers a turn, unless another thread is doing so. For threads that wait for the workers'
+ * results (`waits`) or may have pushed triggers; without `waits`, helps only if there are triggers. Returns 1 if
+ * anything happened. Leaves every outcome that makes the thread return to that thread. */
 int proxyccl_thread_help(ProxycclThread *thread, int waits);
 
 #endif

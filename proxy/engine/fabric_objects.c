@@ -14,7 +14,7 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 
-/* The oldest version that has all of this. Any later library behaves like it. */
+/* The oldest interface version with all that this file uses. Later libraries behave as that version on request. */
 #define INTERFACE FI_VERSION(1, 11)
 #define READS (FI_READ | FI_REMOTE_READ)
 
@@ -47,7 +47,7 @@ int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordere
   struct fi_info *hints = ((Dupinfo *)library->fi_dupinfo)(NULL);
   if (hints == NULL) return ENOMEM;
   hints->caps = FI_RMA | FI_WRITE | FI_REMOTE_WRITE | (reads ? READS : 0);
-  hints->mode = FI_CONTEXT | FI_CONTEXT2; /* requests give a provider this space */
+  hints->mode = FI_CONTEXT | FI_CONTEXT2; /* requests provide the context memory that a provider may need */
   hints->ep_attr->type = FI_EP_RDM;
   hints->domain_attr->threading = FI_THREAD_SAFE; /* workers share the endpoint */
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
@@ -98,7 +98,7 @@ int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, P
       .provider_keys = (info->domain_attr->mr_mode & FI_MR_PROV_KEY) != 0,
       .key_bytes = (uint32_t)info->domain_attr->mr_key_size,
       .depth = (uint32_t)info->tx_attr->size,
-      /* A provider may keep the order only up to a length. */
+      /* A provider may keep the order only for writes up to a certain length. */
       .max_message =
           ordered && ordered_bytes < info->ep_attr->max_msg_size ? ordered_bytes : info->ep_attr->max_msg_size,
       .bits_per_second = info->nic != NULL && info->nic->link_attr != NULL ? info->nic->link_attr->speed : 0,
@@ -111,7 +111,7 @@ void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers) {
   free(offers);
 }
 
-/* Opens the completion queue: with a descriptor if one is wanted and the provider has any. */
+/* Opens the completion queue, with a descriptor if `waits` and the provider supports one. */
 static int open_queue(ProxycclFabricEndpoint *self, uint32_t completions, uint32_t waits) {
   struct fi_cq_attr queue = {.size = completions, .format = FI_CQ_FORMAT_CONTEXT, .wait_obj = FI_WAIT_FD};
   self->descriptor = -1;
@@ -258,7 +258,7 @@ int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordere
   return ENOSYS;
 }
 
-/* Without offers, the other functions are never called. */
+/* A build without libfabric has no offers, so the other functions are never called. */
 int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer) { return 0; }
 
 void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers) {}

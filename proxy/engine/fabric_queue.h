@@ -1,4 +1,4 @@
-/* Requests to an endpoint of libfabric, and their completions: of the transport, and of transfers between agents.
+/* Posts requests to a libfabric endpoint and polls completions, for the transport and for transfers between agents.
  *
  * Nothing is linked: posting and reading are calls through the tables of the endpoint and of its completion queue. */
 #ifndef PROXYCCL_FABRIC_QUEUE_H
@@ -16,11 +16,11 @@
 
 enum { COMPLETIONS = 16 }; /* taken with one call */
 
-/* The memory of a request, in parts that are as long on both sides. */
+/* The memory of a request, in parts of equal lengths on both sides. */
 typedef struct {
   uint32_t count;
   struct iovec own[PROXYCCL_FABRIC_PARTS];
-  void *descriptors[PROXYCCL_FABRIC_PARTS]; /* of `own` */
+  void *descriptors[PROXYCCL_FABRIC_PARTS]; /* descriptors of `own` */
   struct fi_rma_iov theirs[PROXYCCL_FABRIC_PARTS];
 } FabricMemory;
 
@@ -33,8 +33,8 @@ static inline void fabric_add_part(FabricMemory *parts, void *own, void *descrip
   parts->theirs[part] = (struct fi_rma_iov){theirs, bytes, key};
 }
 
-/* Posts a read, which has a completion, or a write, which has one if it is `awaited`: when its data was delivered.
- * `context` is the request's until then. 0, FI_EAGAIN if the provider takes no request now, or another error. */
+/* Posts a read, which has a completion, or a write, which has one, upon delivery, if it is `awaited`. The request owns
+ * `context` until then. Returns 0, FI_EAGAIN if the provider has no room, or another error. */
 static inline int fabric_post(struct fid_ep *endpoint, uint64_t peer, int reads, int awaited, const FabricMemory *parts,
                               void *context) {
   const struct fi_msg_rma message = {
@@ -50,13 +50,13 @@ static inline int fabric_post(struct fid_ep *endpoint, uint64_t peer, int reads,
   return (int)-(reads ? fi_readmsg(endpoint, &message, FI_COMPLETION) : fi_writemsg(endpoint, &message, delivered));
 }
 
-/* Takes the end of a request: its context, and 0, or the number of its error and the provider's entry. The context is
- * NULL for an error that names no request. */
+/* Handles a completion: the request's context, and 0, or the error number and the provider's entry. The context is NULL
+ * for an error that names no request. */
 typedef void FabricComplete(void *owner, void *context, int error, const struct fi_cq_err_entry *entry);
 
-/* Takes all completions, which also carries out peers' requests to this side. Counts those without an error in *taken.
- * Returns 0, or why the queue has ended, as after an error that names no request: which of them will not complete is
- * not known. */
+/* Takes all completions, and so also lets the provider carry out peers' requests. Counts completions without an error
+ * in *taken. Returns 0, or the error that ended the queue. An error that names no request ends it, because the
+ * incomplete requests are then unknown. */
 static inline int fabric_drain(struct fid_cq *queue, FabricComplete *complete, void *owner, uint32_t *taken) {
   struct fi_cq_entry entries[COMPLETIONS];
   ssize_t count = COMPLETIONS;

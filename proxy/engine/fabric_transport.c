@@ -43,8 +43,8 @@ static const char *fabric_refused(const void *given) {
 #include "fabric_queue.h"
 
 enum {
-  RUNS = 4,          /* completions that a window asks for, so that it never empties to refill */
-  QUIET_NS = 1000000 /* a request that nothing follows goes without a completion for this long */
+  RUNS = 4,          /* completions per window, so that the window refills before it is empty */
+  QUIET_NS = 1000000 /* after this time without further requests, the last one gets a completion */
 };
 
 typedef struct FabricConnection FabricConnection;
@@ -54,8 +54,8 @@ typedef struct {
   struct fi_context2 context;
   FabricConnection *connection;
   uint64_t values[PROXYCCL_FABRIC_PARTS]; /* of a part that is a value or a signal: the written value */
-  uint32_t awaited;                       /* it has its own completion */
-  uint32_t state; /* pairing fabric-completion: 0, or its completion's result: DELIVERED or the number of an error */
+  uint32_t awaited;                       /* whether the request has its own completion */
+  uint32_t state; /* pairing fabric-completion: 0, or the completion's result: DELIVERED or an error number */
 } FabricRequest;
 
 enum { DELIVERED = UINT32_MAX };
@@ -69,13 +69,13 @@ struct FabricConnection {
   struct fid_ep *endpoint;
   struct fid_cq *completions;
   uint32_t run;   /* most requests without a completion */
-  uint32_t quiet; /* requests since the last one with a completion */
+  uint32_t quiet; /* requests since the last request with a completion */
   uint64_t made, posted, retired;
   uint64_t quiet_since; /* when the last request without a completion was posted */
   int hurried;          /* an awaited flush, or a read, follows requests without a completion */
-  int reading;          /* the requests that are outstanding, or made, are reads; otherwise writes */
-  uint64_t looks;       /* as it was at the last poll */
-  FabricMemory parts;   /* of the request that is made and not posted, if there is one */
+  int reading;          /* whether the outstanding and prepared requests are reads; otherwise writes */
+  uint64_t looks;       /* the shared count of queue polls at this connection's last poll */
+  FabricMemory parts;   /* of the prepared request that is not posted, if any */
   char text[PROXYCCL_FABRIC_ERROR_TEXT];
 };
 
@@ -117,19 +117,19 @@ static int post(FabricConnection *self, int awaited) {
   return 0;
 }
 
-/* Begins the next request, which has no part yet. */
+/* Begins the next request, without parts. */
 static void begin_request(FabricConnection *self) {
   request_of(self, ++self->made)->connection = self;
   self->parts.count = 0;
 }
 
-/* Adds a part to the request that is being made: `bytes` of local memory, and of the peer's. */
+/* Adds a part to the prepared request: `bytes` of local memory, and of the peer's. */
 static void add_part(FabricConnection *self, uint64_t own, uint64_t own_key, uint64_t theirs, uint64_t their_key,
                      uint64_t bytes) {
   fabric_add_part(&self->parts, (void *)(uintptr_t)own, descriptor_of(self, own_key), theirs, their_key, bytes);
 }
 
-/* Adds the write of a value or a signal. */
+/* Adds the write of a value or a signal to the prepared request. */
 static void add_value(FabricConnection *self, Operation *operation) {
   uint64_t *value = &request_of(self, self->made)->values[self->parts.count];
   *value = operation->value;
@@ -138,7 +138,7 @@ static void add_value(FabricConnection *self, Operation *operation) {
   operation->bytes = 0;
 }
 
-/* Makes the next request of an operation. */
+/* Prepares the next request of an operation. */
 static void make_request(FabricConnection *self, Operation *operation) {
   const uint64_t most = self->options.max_message;
   const uint64_t bytes = operation->bytes < most ? operation->bytes : most;
@@ -173,7 +173,7 @@ static int turns(FabricConnection *self, const Operation *operation) {
   return 0;
 }
 
-/* Makes requests of the operations in order, as far as there is room, and posts all but the last. */
+/* Prepares the operations' requests in order while there is room, and posts all but the last request. */
 static int issue(ProxycclConnection *base) {
   FabricConnection *self = self_of(base);
   for (Operation *operation; (operation = operations_next(&self->queue.operations)) != NULL;) {
@@ -198,8 +198,8 @@ static int issue(ProxycclConnection *base) {
   return 0;
 }
 
-/* Takes the end of a request of any connection to the endpoint. An error is noted, with the provider's message, for the
- * connection whose request it ended, or that has read it if it names none. */
+/* Handles the completion of a request of any connection of the endpoint. Records an error, with the provider's message,
+ * for the connection of the failed request, or for the polling connection if the error names no request. */
 static void take_end(void *reader, void *context, int error, const struct fi_cq_err_entry *entry) {
   FabricRequest *request = context;
   if (entry != NULL) {
@@ -210,8 +210,8 @@ static void take_end(void *reader, void *context, int error, const struct fi_cq_
   if (request != NULL) request_complete(request, error != 0 ? (uint32_t)error : DELIVERED);
 }
 
-/* 1 if no connection has looked into the queue since this one's last turn: looking may take several system calls, and
- * once per pass over all connections of a worker is enough. It orders nothing. */
+/* Returns 1 if no connection has polled the queue since this one's last turn: a poll may take several system calls, and
+ * one per pass over a worker's connections is enough. The shared count orders nothing. */
 static int is_to_look(FabricConnection *self) {
   const uint64_t looks = __atomic_load_n(self->options.looks, __ATOMIC_RELAXED);
   const int is_due = looks == self->looks;
@@ -219,13 +219,13 @@ static int is_to_look(FabricConnection *self) {
   return is_due;
 }
 
-/* Retires the requests up to the last that is complete together with all before it. */
+/* Retires all requests before the first incomplete one. */
 static int retire(FabricConnection *self) {
   for (uint64_t number = self->retired + 1; number <= self->posted; ++number) {
     const FabricRequest *request = request_of(self, number);
     const uint32_t state = request_state(request);
-    if (state != 0 && state != DELIVERED) return failed((int)state); /* each reports an error */
-    if (!request->awaited) continue; /* the next one with a completion shows that it is complete */
+    if (state != 0 && state != DELIVERED) return failed((int)state); /* every request reports errors */
+    if (!request->awaited) continue;                                 /* complete once the next awaited request is */
     if (state == 0) break;
     self->retired = number;
   }
@@ -235,7 +235,7 @@ static int retire(FabricConnection *self) {
 
 static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
   FabricConnection *self = self_of(base);
-  if (flushed != &base->progress.completed) self->hurried = 1; /* nobody waits for that one */
+  if (flushed != &base->progress.completed) self->hurried = 1; /* no one waits for the progress mark */
   return queued_flush(base, flushed, value);
 }
 
@@ -249,17 +249,17 @@ static int ask(FabricConnection *self) {
   if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return 0;
   if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return 0;
   begin_request(self);
-  self->parts.count = 1; /* the last request's first one, without its bytes */
+  self->parts.count = 1; /* the first part of the last request, with 0 bytes */
   self->parts.own[0].iov_len = self->parts.theirs[0].len = 0;
   return post(self, 1);
 }
 
 static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   FabricConnection *self = self_of(base);
-  const int posted = end_run(self); /* before a look, which takes system calls */
+  const int posted = end_run(self); /* before the poll, which takes system calls */
   const int ended = is_to_look(self) ? fabric_drain(self->completions, take_end, self, progress) : 0;
   int status = ended == 0 ? retire(self) : failed(ended);
-  if (status == 0 && posted != WAITS) status = posted; /* the queue may have had the provider's message */
+  if (status == 0 && posted != WAITS) status = posted; /* the queue may have delivered the cause */
   if (status == 0) status = issue(base);
   if (status == 0) status = end_run(self);
   if (status == 0) status = ask(self);
@@ -269,7 +269,7 @@ static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* An operation waits only for an outstanding request. */
+/* A waiting operation implies an outstanding request. */
 static int fabric_idle(const ProxycclConnection *base) {
   const FabricConnection *self = (const FabricConnection *)base;
   return self->made == self->retired;

@@ -21,13 +21,12 @@ enum {
 
 typedef struct ProxycclFabricOptions {
   uintptr_t endpoint; /* fid_ep *, enabled */
-  uintptr_t queue; /* fid_cq *, the endpoint's. Connections share both; whoever polls takes everyone's completions. */
-  uint64_t peer;   /* the peer's fi_addr_t */
-  uint32_t depth;  /* most requests outstanding */
-  uint32_t
-      ordered; /* 1: the peer's memory changes in the order of the writes; 0: a signal waits for the writes before it */
-  uint32_t joined;      /* 1: and in the order of the bytes of one write, which may have two parts */
-  uint32_t reads;       /* 1: the endpoint makes reads too */
+  uintptr_t queue;  /* fid_cq *, the endpoint's. Connections share both; whoever polls takes everyone's completions. */
+  uint64_t peer;    /* the peer's fi_addr_t */
+  uint32_t depth;   /* most requests outstanding */
+  uint32_t ordered; /* 1 if writes reach the peer's memory in order; 0 if a signal waits for earlier writes */
+  uint32_t joined;  /* 1 if the bytes of one write arrive in order too, so that a write may have two parts */
+  uint32_t reads;   /* 1 if the endpoint makes reads too */
   uint64_t max_message; /* bytes that one request may carry */
   uint64_t signal_key;  /* key of the memory with the peer's semaphore words */
   uintptr_t requests; /* `depth` times REQUEST_BYTES, aligned to 8, registered, and kept until the endpoint is closed */

@@ -1,7 +1,7 @@
 /* The reader's side of the trace. See observe.h. */
 #include "observe.h"
 
-/* Number of the oldest record that the worker can't be overwriting. */
+/* Returns the number of the oldest record that the worker can't be overwriting. */
 static uint64_t oldest(uint64_t traced) {
   enum { KEPT = PROXYCCL_TRACE_RECORDS - PROXYCCL_TRACE_UNPUBLISHED };
   return traced > KEPT ? traced - KEPT : 0;
@@ -12,8 +12,8 @@ static uint64_t traced_acquire(const ProxycclWorkerStats *stats) {
   return __atomic_load_n(&stats->traced, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing trace-records, acquire: the number again, after the records were read. It tells which of them may have been
- * overwritten meanwhile. */
+/* Pairing trace-records, acquire: the number again, after the reads of the records, to tell which of these may have
+ * been overwritten during the reads. */
 static uint64_t traced_behind_reads(const ProxycclWorkerStats *stats) {
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
   return __atomic_load_n(&stats->traced, __ATOMIC_RELAXED);

@@ -1,6 +1,6 @@
 /* A service's memory for observers: other processes map it and read it at any time.
  *
- * Each worker writes its own part with plain 8-byte stores. It neither knows whether anybody reads them nor waits. The
+ * Each worker writes its own part with plain 8-byte stores. A worker neither knows of readers nor waits for them. The
  * channels' counters are elsewhere (engine.h); the parity of a ring's slots shows how full it is.
  */
 #ifndef PROXYCCL_OBSERVE_H
@@ -13,13 +13,13 @@
 enum {
   PROXYCCL_OBSERVE_FORMAT = 5, /* version of everything here: readers of another version read nothing */
   PROXYCCL_MAX_CONNECTIONS = 1024,
-  PROXYCCL_TRACE_RECORDS = 1 << 16, /* kept of one worker */
+  PROXYCCL_TRACE_RECORDS = 1 << 16, /* records kept of one worker */
   PROXYCCL_TRACE_UNPUBLISHED = 2048 /* most records that a worker writes between two stores to `traced` */
 };
 
 /* A channel's worker, ring and connection. */
 typedef struct ProxycclChannelPlace {
-  uint32_t connection; /* its number in the worker, plus one; 0: the id is not in use */
+  uint32_t connection; /* the connection's number in the worker, plus one; 0 if the channel id is not in use */
   uint16_t worker;
   uint16_t ring;
 } ProxycclChannelPlace;
@@ -28,16 +28,16 @@ typedef struct ProxycclChannelPlace {
 
 typedef struct ProxycclConnectionStats {
   uint64_t issued;    /* triggers, and sends of schedules */
-  uint64_t completed; /* of these, counted from the first, that were seen to be complete */
+  uint64_t completed; /* those of `issued`, counted from the first, that are known to be complete */
   uint64_t errors;
   uint32_t in_use;
-  uint32_t peer; /* or PROXYCCL_NO_PEER */
+  uint32_t peer; /* the peer's rank, or PROXYCCL_NO_PEER */
   char transport[16];
   uint64_t schedule_wait; /* the wait of an idle or stopped schedule: a ProxycclWaitKind above its number, or 0 */
   uint64_t reserved;
 } ProxycclConnectionStats;
 
-#define PROXYCCL_SCHEDULE_WAIT_SHIFT 32 /* of the kind in `schedule_wait` */
+#define PROXYCCL_SCHEDULE_WAIT_SHIFT 32 /* position of the kind in `schedule_wait` */
 
 /* A trigger as it was in its ring, but with parity 0; or a mark, which has parity 1. A mark's word 0 is the time by
  * CLOCK_MONOTONIC in ns; its word 1 has a ProxycclTraceMark and a number. A schedule's send is recorded as the trigger
@@ -55,45 +55,45 @@ typedef enum ProxycclTraceMark {
                                   2^32 are not complete, all others are */
   PROXYCCL_MARK_HANDLED = 3,   /* the handler of channel number has returned from the last trigger before it */
   PROXYCCL_MARK_SCHEDULE = 4,  /* the triggers after it come from no ring: they are sends of schedule number */
-  PROXYCCL_MARK_STEP = 5       /* of a schedule: a ProxycclTracedStep above a number of 32 bits */
+  PROXYCCL_MARK_STEP = 5       /* an event of a schedule: a ProxycclTracedStep above a number of 32 bits */
 } ProxycclTraceMark;
 
 #define PROXYCCL_TRACED_STEP_SHIFT 32
 
 typedef enum ProxycclTracedStep {
   PROXYCCL_TRACED_BEGIN = 0,   /* the worker began its part of schedule number */
-  PROXYCCL_TRACED_JOINED = 1,  /* the post on channel number has come: its peer has joined */
-  PROXYCCL_TRACED_SENT = 2,    /* the first send on channel number that was not complete is */
-  PROXYCCL_TRACED_RECEIVED = 3 /* what a receive on channel number waits for has come */
+  PROXYCCL_TRACED_JOINED = 1,  /* the post on channel number has arrived: its peer has joined */
+  PROXYCCL_TRACED_SENT = 2,    /* the first incomplete send on channel number is complete */
+  PROXYCCL_TRACED_RECEIVED = 3 /* the data of a receive on channel number has arrived */
 } ProxycclTracedStep;
 
 typedef struct ProxycclWorkerStats {
   /* Written by the worker. */
-  uint64_t looks;      /* polls of its rings and connections */
-  uint64_t idle_ns;    /* time in which its thread had nothing to do, for any worker */
-  uint64_t sleeps;     /* sleeps in that time */
+  uint64_t looks;      /* polls of the worker's rings and connections */
+  uint64_t idle_ns;    /* time in which the thread had nothing to do, for any worker */
+  uint64_t sleeps;     /* number of the thread's sleeps */
   uint64_t slept_ns;   /* time asleep */
   uint64_t wakes;      /* sleeps that a launch ended */
-  uint64_t started_ns; /* by CLOCK_MONOTONIC; 0: the worker has ended */
+  uint64_t started_ns; /* start time by CLOCK_MONOTONIC; 0 once the worker has ended */
   /* Written by the thread's owner. */
-  uint64_t thread;                               /* the system's number of its thread, in the worker's process */
+  uint64_t thread;                               /* the system's id of the thread, in the worker's process */
   uint64_t spin_ns, yield_ns, max_sleep_ns;      /* the thread's idle policy (engine.h) */
   uint64_t traced __attribute__((aligned(128))); /* records ever written; the last of them are in `records` */
-  /* Written by an observer: the time by CLOCK_MONOTONIC until which it wants records; 0: it wants none. The worker
+  /* Written by an observer: the time by CLOCK_MONOTONIC until which it wants records, or 0. The worker
    * zeroes a time that has passed, so an observer that was killed soon costs nothing. */
   uint64_t trace_until __attribute__((aligned(128)));
   ProxycclConnectionStats connections[PROXYCCL_MAX_CONNECTIONS] __attribute__((aligned(128)));
   ProxycclTraceRecord records[PROXYCCL_TRACE_RECORDS] __attribute__((aligned(4096)));
 } ProxycclWorkerStats;
 
-/* One service's. Pages that no worker has touched take no memory. */
+/* The observed memory of one service. Pages that no worker has touched take no memory. */
 typedef struct ProxycclObserved {
   ProxycclChannelPlace channels[PROXYCCL_MAX_CHANNELS];
   ProxycclWorkerStats workers[] __attribute__((aligned(4096)));
 } ProxycclObserved;
 
-/* For observers: copies up to `room` records from number *next on, and advances *next. Returns the number of records
- * copied, and adds to *lost those that were overwritten before. */
+/* For observers: copies up to `room` records from number *next on, and advances *next. Returns the number of copied
+ * records, and adds the number of overwritten ones to *lost. */
 uint32_t proxyccl_trace_read(const ProxycclWorkerStats *stats, uint64_t *next, ProxycclTraceRecord *records,
                              uint32_t room, uint64_t *lost);
 

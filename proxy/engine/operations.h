@@ -15,24 +15,24 @@ enum {
   FLUSHES = 256     /* most flushes in a queue; a power of two */
 };
 
-typedef enum { PUT, GET, VALUE, SIGNAL, FLUSH, RELEASE } OperationKind; /* RELEASE: of staged transports */
+typedef enum { PUT, GET, VALUE, SIGNAL, FLUSH, RELEASE } OperationKind; /* RELEASE: staged transports */
 
 typedef struct {
   OperationKind kind;
   uint64_t source, destination; /* addresses of the part of a put or get that is not issued yet; a signal's word */
-  uint64_t bytes;               /* of that part, or of a value; 0 for a signal */
-  uint64_t source_host;         /* the CPU's address of that part of a put's source; 0: it may not touch it */
+  uint64_t bytes;               /* bytes of that part, or of a value; 0 for a signal */
+  uint64_t source_host;         /* the CPU's address of that part of a put's source; 0 if the CPU may not access it */
   uint64_t source_key, destination_key;
   uint64_t *flushed;
-  uint64_t value; /* that is put, or of a signal or a flush */
+  uint64_t value; /* the value of a put, a signal or a flush */
 } Operation;
 
 typedef struct {
-  uint64_t first, last; /* numbers; the operations between them wait */
+  uint64_t first, last; /* numbers of the waiting operations, from `first` to `last` */
   Operation entries[OPERATIONS];
 } OperationQueue;
 
-/* Triggers for which there is room: a transport's `ready`. */
+/* The number of triggers for which the queue has room: a transport's `ready`. */
 static inline uint32_t operations_ready(const OperationQueue *queue) {
   return (uint32_t)(OPERATIONS - (queue->last - queue->first)) / PER_TRIGGER;
 }
@@ -44,8 +44,8 @@ static inline Operation *operations_next(OperationQueue *queue) {
 
 static inline void operations_pop(OperationQueue *queue) { ++queue->first; }
 
-/* The engine has checked that there is room. Fields are stored in place: copying a struct right after its fields are
- * stored stalls the copy's wider loads. */
+/* Appends an operation; the engine has checked that there is room. The caller stores fields in place, because a copy of
+ * a struct right after the stores of its fields would stall the copy's wider loads. */
 static inline Operation *operations_push(OperationQueue *queue, OperationKind kind) {
   Operation *operation = &queue->entries[queue->last++ % OPERATIONS];
   operation->kind = kind;
@@ -102,14 +102,14 @@ typedef struct {
 } Flush;
 
 typedef struct {
-  uint64_t first, last; /* numbers; the flushes between them wait */
+  uint64_t first, last; /* numbers of the waiting flushes, from `first` to `last` */
   Flush entries[FLUSHES];
 } FlushQueue;
 
 static inline int flushes_have_room(const FlushQueue *queue) { return queue->last - queue->first < FLUSHES; }
 
-/* Stores a flush word, at once if all `issued` requests are complete, otherwise in flushes_complete. 0 if the queue is
- * full. */
+/* Stores a flush word, at once if all `issued` requests are complete, otherwise in flushes_complete. Returns 0 if the
+ * queue is full. */
 static inline int flushes_push(FlushQueue *queue, const Operation *flush, uint64_t issued, uint64_t completed) {
   if (issued == completed) {
     word_store(flush->flushed, flush->value);
@@ -129,13 +129,13 @@ static inline void flushes_complete(FlushQueue *queue, uint64_t completed) {
   }
 }
 
-/* A connection with these queues, whose operations are pushed alike by all transports. The first member of theirs. */
+/* A connection with both queues, the first member of the connections of transports that queue operations. */
 typedef struct {
   ProxycclConnection base;
   int (*issue)(ProxycclConnection *self); /* issues operations in order, as far as there is room */
-  uint64_t signal_key;                    /* of the peer's semaphore words */
-  int adds;                               /* a signal adds to its word, instead of storing its value */
-  int no_reads, no_values;                /* the statuses that refuse gets, and puts of values; 0: they are supported */
+  uint64_t signal_key;                    /* key of the peer's semaphore words */
+  int adds;                               /* whether a signal adds to its word instead of storing a value */
+  int no_reads, no_values;                /* statuses for refusing gets and puts of values; 0 if supported */
   OperationQueue operations;
   FlushQueue flushes;
 } QueuedConnection;

@@ -27,8 +27,8 @@ static inline void counter_set(uint64_t *counter, uint64_t value) {
 /* -- words that somebody waits for: a peer's semaphore, a flush word, a staged connection's counts --- */
 
 /* Pairings signal, flush, bell, post, ticket and staged-signal, release, where the CPU stores the word.
- * Semaphore::wait, waitFlushed, waitComplete, a waiting stream or a peer's worker acquires it: everything complete here
- * is visible there. */
+ * Semaphore::wait, waitFlushed, waitComplete, a waiting stream or a peer's worker acquires the word: everything
+ * complete here is visible there. */
 static inline void word_store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
 /* Pairings flush, staged-message, staged-signal, bell, post and gate, acquire. A stream, an adapter or the CPU stored
@@ -43,7 +43,7 @@ static inline int abort_is_up(const ProxycclControl *control) {
   return __atomic_load_n(&control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK;
 }
 
-/* 1 from the moment on that this rank has been told of a failure, which comes before any kernel is stopped. */
+/* Returns 1 once this rank has been told of a failure, which happens before any kernel is stopped. */
 static inline int failure_is_told(const ProxycclControl *control) {
   return abort_is_up(control) || __atomic_load_n(&control->failed_rank, __ATOMIC_ACQUIRE) != 0;
 }
@@ -112,7 +112,7 @@ static inline uint32_t request_answered(const Request *request) {
   return __atomic_load_n(&request->answered, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing request, for the request to end: it has no number, and its flags are only ever set. */
+/* Pairing request, for the request to end, which has no number; its flags are only ever set. */
 static inline void flags_set(int *flags, int flag) { __atomic_fetch_or(flags, flag, __ATOMIC_RELEASE); }
 static inline int flags_load(const int *flags) { return __atomic_load_n(flags, __ATOMIC_ACQUIRE); }
 

@@ -3,8 +3,8 @@
 #define PROXYCCL_OUTCOME_H
 
 typedef enum ProxycclOutcome {
-  WAITS = -1,   /* nothing is done, because there is no room: the next poll may make some */
-  CONTINUE = 0, /* it is done, and the thread goes on */
+  WAITS = -1,   /* nothing was done for lack of room, which the next poll may make */
+  CONTINUE = 0, /* success: the thread goes on */
   /* Why proxyccl_thread_run returned. The worker does not run again, except after PROXYCCL_EXIT_HANDLER. */
   PROXYCCL_EXIT_STOPPED = 1,   /* the worker was stopped, and its rings are empty */
   PROXYCCL_EXIT_HANDLER = 2,   /* `trigger` is for a Python handler: call it, then run the thread again */

@@ -1,4 +1,4 @@
-/* A worker's work on its connections: it polls each, and publishes its progress for observers. */
+/* Polls a worker's connections, and publishes their progress for observers. */
 #include "clock.h"
 #include "worker.h"
 
@@ -27,7 +27,7 @@ static void show_completed(ProxycclConnection *connection) {
   }
 }
 
-/* Shows observers how far a connection has come, also in a mark if one of them traces. */
+/* Publishes a connection's progress for observers, also as a mark in the trace if one is recorded. */
 static void show_progress(ProxycclWorker *worker, const ProxycclConnection *connection, uint64_t *traced_ns) {
   const ProxycclProgress *progress = &connection->progress;
   ProxycclConnectionStats *stats = &worker->stats->connections[connection->number];
@@ -40,9 +40,9 @@ static void show_progress(ProxycclWorker *worker, const ProxycclConnection *conn
              (uint64_t)connection->number << 32 | (outstanding & 0xffffffffu), *traced_ns);
 }
 
-/* Whether to poll a connection while a schedule runs, which learns from words that its sends are complete: a poll that
- * calls a driver delays the next look at them. One connection a turn; if it makes bundles, which need no poll, one in
- * TURNS_PER_POLL turns. */
+/* Whether to poll a connection while a schedule runs. The schedule reads from words that its sends are complete, and a
+ * poll that calls a driver delays the next read. So one connection is polled in each turn, or, if bundles are made,
+ * which need no poll, in one of TURNS_PER_POLL turns. */
 static int is_its_turn(const ProxycclWorker *worker, const ProxycclConnection *connection, uint32_t connections) {
   enum { TURNS_PER_POLL = 16 };
   const uint64_t looks = worker->stats->looks;
@@ -53,7 +53,7 @@ static int is_its_turn(const ProxycclWorker *worker, const ProxycclConnection *c
 ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                      int *outstanding) {
   const uint32_t connections = list_count(&worker->connection_count);
-  uint64_t traced_ns = 0; /* time of the marks of this poll; 0: none yet */
+  uint64_t traced_ns = 0; /* time of this poll's marks; 0 before the first */
   *outstanding = 0;
   if (++worker->polled >= connections) worker->polled = 0;
   for (uint32_t i = 0; i < connections; ++i) {

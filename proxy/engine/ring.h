@@ -18,14 +18,14 @@ typedef struct {
   uint64_t *tail;
   uint32_t size_log2;
   uint64_t next;     /* ticket of the next trigger to take */
-  uint64_t released; /* value that *tail has */
+  uint64_t released; /* value of *tail */
 } Ring;
 
 /* Reads the next slot if it is full: if its parity bit is that of the current lap. The first lap has 1, so zeroed
  * memory is an empty ring.
  *
- * Pairing trigger, acquire; the producer's release is in storeTrigger. Whoever sees word 1 sees word 0, and everything
- * that the kernel wrote before the push. */
+ * Pairing trigger, acquire; the producer's release is in storeTrigger. A reader that sees word 1 sees word 0, and
+ * everything that the kernel wrote before the push. */
 static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
   const uint64_t mask = (1ull << ring->size_log2) - 1;
   const ProxycclTrigger *slot = &ring->slots[ring->next & mask];
@@ -38,7 +38,7 @@ static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
   return 1;
 }
 
-/* Gives the slots before `next` back to the producers.
+/* Returns the slots before `next` to the producers.
  *
  * Pairing tail, release; producers acquire the tail in refreshTail() and sync(). So a slot is read before it is
  * overwritten, and a trigger is issued before sync() returns. */

@@ -1,4 +1,4 @@
-/* The workers' part of schedules: each takes the steps of its own connections as far as they can go. See schedule.h. */
+/* The workers' part of schedules: each worker advances the steps of its own connections. See schedule.h. */
 #include "schedule.h"
 
 #include <errno.h>
@@ -9,10 +9,10 @@
 
 enum {
   POLLS_PER_CLOCK = 16,    /* polls of a schedule without progress between two readings of the clock */
-  OFFSET_BITS = 32,        /* of a post */
-  MOST_RECEIVES = 1 << 30, /* no stage has more */
+  OFFSET_BITS = 32,        /* bits of a post's offset */
+  MOST_RECEIVES = 1 << 30, /* most receives of a stage */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
-  SHOWN_AFTER_NS = 1000000 /* without progress: then observers see the wait; short schedules end before this */
+  SHOWN_AFTER_NS = 1000000 /* observers see a wait after this time without progress; short schedules finish before */
 };
 
 typedef enum { POST, MEET, SEND, RECEIVE } StepKind;
@@ -22,15 +22,15 @@ typedef struct Step {
   StepKind kind;
   StepState state;
   uint32_t channel;
-  const Channel *bundle; /* of a send that was issued: whose flush word reports its bundle; NULL: it is in none */
-  uint64_t flushed;      /* that word's value once the bundle is complete */
+  const Channel *bundle; /* the channel whose flush word reports the issued send's bundle; NULL without a bundle */
+  uint64_t flushed;      /* the flush word's value once the bundle is complete */
   uint64_t value;        /* a complete meeting's post; else the value of the step's word once it is complete */
   union {
     ProxycclSchedulePost post;
     struct {
       ProxycclScheduleSend send;
-      const struct Step *meeting; /* NULL: it waits for none */
-      const struct Step *before;  /* the send before it on its channel, or NULL */
+      const struct Step *meeting; /* the meeting that the step waits for, or NULL */
+      const struct Step *before;  /* the previous send on the same channel, or NULL */
     };
     ProxycclScheduleReceive receive;
   };
@@ -38,9 +38,9 @@ typedef struct Step {
 
 struct Schedule {
   uint32_t number;
-  uint32_t joined; /* the stage of meetings; PROXYCCL_NO_ID: none */
+  uint32_t joined; /* the stage that counts meetings, or PROXYCCL_NO_ID */
   uint32_t count;
-  Step steps[]; /* posts, then meetings, sends, and receives: in the order in which they are visited */
+  Step steps[]; /* in the order of visits: posts, meetings, sends, receives */
 };
 
 /* -- the table of schedules --- */
@@ -159,7 +159,7 @@ static int is_behind(uint64_t post, uint64_t last) {
   return post >> SEQUENCE_SHIFT == (((last >> SEQUENCE_SHIFT) + 1) << SEQUENCE_SHIFT) >> SEQUENCE_SHIFT;
 }
 
-/* Whether a connection's remote words are mapped here: then the CPU stores and reads them itself. */
+/* Whether a connection's remote words are mapped here, so that the CPU stores and reads them itself. */
 static int is_mapped(const ProxycclConnection *connection) {
   return (connection->transport->copies & PROXYCCL_COPIES_PEER) != 0;
 }
@@ -170,7 +170,7 @@ static ProxycclOutcome fail(ProxycclConnection *connection, uint32_t code, int s
   return exit_with_error(info, code, status, reason);
 }
 
-/* Why a transfer is refused, or NULL. */
+/* Returns why a transfer is refused, or NULL. */
 static const char *refusal(const ProxycclTransport *transport, const ProxycclMemory *dst, uint64_t dst_offset,
                            const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   if (bytes == 0) return NULL;
@@ -181,7 +181,7 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
   return NULL;
 }
 
-/* Not after the copies of the connection's stream: nothing in flight concerns the peer's schedule. */
+/* Issues a post, without waiting for the stream's copies, because none of them concerns the peer's schedule. */
 static ProxycclOutcome issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
   const uint64_t previous = channel->outbound, value = channel->outbound = next_post(previous, &step->post);
@@ -199,7 +199,7 @@ typedef struct {
   uint64_t offset;
 } Place;
 
-/* Where a send goes, once its meeting is complete. */
+/* The destination of a send whose meeting is complete. */
 static Place destination(const Step *step) {
   const ProxycclScheduleSend *send = &step->send;
   if (send->dst_memory != PROXYCCL_NO_ID) return (Place){send->dst_memory, send->dst_offset};
@@ -207,7 +207,7 @@ static Place destination(const Step *step) {
   return (Place){post >> OFFSET_BITS & (PROXYCCL_MEMORY_IDS - 1), send->dst_offset + (post & 0xffffffffu)};
 }
 
-/* The ranges of a send, once its meeting is complete. */
+/* The ranges of a send whose meeting is complete. */
 typedef struct {
   const ProxycclMemory *dst, *src;
   uint64_t dst_offset;
@@ -238,7 +238,7 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   step->value = ++channel->outbound;
   status = transport->signal(connection, channel->remote_semaphore, step->value, step->value - 1);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "signal", info);
-  if (!is_mapped(connection)) /* the schedule may end when its sources are free: receivers see their own data arrive */
+  if (!is_mapped(connection)) /* the schedule may end once its sources are read: receivers see their own data arrive */
     status =
         (transport->release != NULL ? transport->release : transport->flush)(connection, channel->flushed, step->value);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "flush", info);
@@ -250,8 +250,8 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
 
 static int is_met(const Step *step) { return step->meeting == NULL || step->meeting->state == COMPLETE; }
 
-/* Whether a send may be issued once its peer has joined, with the word `gate` as it was read. A send never overtakes
- * another on its channel, because the receiver counts them. */
+/* Whether a send to a joined peer may be issued, with the value of `gate` that was read. A send never overtakes another
+ * send on its channel, because the receiver counts sends. */
 static int is_next(const ProxycclService *service, const Step *step, uint64_t gate) {
   const ProxycclScheduleSend *send = &step->send;
   if (step->before != NULL && step->before->state == WAITING) return 0;
@@ -265,15 +265,15 @@ static int may_send(const ProxycclService *service, const Step *step) {
 
 /* -- bundles: sends to several peers, whose copies one call issues --- */
 
-/* The sends of a bundle that is not issued yet: at most one on a channel, as none follows one that waits. So a bundle
- * has one piece for each peer, and a piece's signal does not wait for later pieces. */
+/* The sends of a bundle that waits to be issued: at most one on a channel, because a send waits for the send before it.
+ * So a bundle has one piece for each peer, and a piece's signal does not wait for later pieces. */
 typedef struct {
   ProxycclConnection *carrier; /* the worker's */
   ProxycclPut puts[PROXYCCL_MOST_PUTS];
   Step *steps[PROXYCCL_MOST_PUTS];
   uint32_t count;
-  int awaited;   /* other sends could join it, whose peers have not posted */
-  uint64_t gate; /* the word when the turn began: sends that it lets go at once are in one bundle */
+  int awaited;   /* further sends could join the bundle, but their peers have not posted */
+  uint64_t gate; /* the gate's value at the turn's start: sends that open together share a bundle */
 } Bundle;
 
 static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
@@ -283,25 +283,26 @@ static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
   return NULL;
 }
 
-/* Whether a bundle takes the send. Short data between pinned memories is the CPU's, which needs no driver. */
+/* Whether a bundle takes the send. Short data between pinned memories does not: the CPU copies it without the driver.
+ */
 static int is_bundled(const ProxycclConnection *carrier, const ProxycclConnection *connection, const Step *step,
                       const Ranges *ranges) {
   return carrier != NULL && carrier->transport == connection->transport && step->send.bytes > 0 &&
          (ranges->dst->host == NULL || ranges->src->host == NULL);
 }
 
-/* Whether a send on a connection that bundles may be issued after the one before it on its channel. The CPU signals
- * bundles, and stores would pass the stream's writes. */
+/* Whether a send on a connection that bundles may follow the previous send on its channel. The CPU signals bundles, and
+ * the CPU's stores would overtake the stream's writes. */
 static int may_follow(const Step *step, int bundled) {
   const Step *before = step->before;
   return before == NULL || before->state == COMPLETE || (before->bundle != NULL) == bundled;
 }
 
-/* One word after the copies reports all of them: each word between copies would delay the next one. */
+/* Issues a bundle. One word after all copies reports them, because a word between copies would delay the next copy. */
 static ProxycclOutcome issue_bundle(ProxycclService *service, Bundle *bundle, ProxycclExitInfo *info) {
   ProxycclConnection *carrier = bundle->carrier;
   const Channel *first = &service->channels[bundle->steps[0]->channel];
-  const uint64_t value = first->outbound + 1; /* of its first send, as for a flush of that alone */
+  const uint64_t value = first->outbound + 1; /* the value that a flush of the first send alone would have */
   const char *failed = "put";
   int status = carrier->transport->put_many(carrier, bundle->puts, bundle->count);
   if (status == 0) {
@@ -325,21 +326,21 @@ static void complete_in_stage(ProxycclService *service, Step *step, uint32_t sta
   if (stage != PROXYCCL_NO_ID) stage_add(&service->words->stages[stage]);
 }
 
-/* Whether a send is complete. Where the receiver's word is mapped, it tells that too and saves a flush. */
+/* Whether a send is complete. Where the receiver's word is mapped, that word tells too, which saves a flush. */
 static int is_sent(const Step *step, const Channel *channel) {
   if (step->bundle != NULL) return word_load(step->bundle->flushed) >= step->flushed;
   const uint64_t *word = is_mapped(channel->connection) ? channel->remote_semaphore : channel->flushed;
   return word_load(word) >= step->value;
 }
 
-/* The receiver of a bundled send learns of it here. Earlier sends on its channel are complete by now: they were visited
- * first. */
+/* Completes a send, and signals the receiver of a bundled one. Earlier sends on the channel are complete, because they
+ * are visited first. */
 static void complete_send(ProxycclService *service, Step *step, Channel *channel) {
   if (step->bundle != NULL) word_store(channel->remote_semaphore, step->value);
   complete_in_stage(service, step, step->send.stage);
 }
 
-/* Issues a send that may be issued, or adds it to the bundle; leaves it if either has no room. */
+/* Issues a send that may start, or adds it to the bundle. Does nothing if the connection or the bundle has no room. */
 static ProxycclOutcome start_send(ProxycclService *service, Bundle *bundle, Step *step, Channel *channel,
                                   ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
@@ -357,7 +358,7 @@ static ProxycclOutcome start_send(ProxycclService *service, Bundle *bundle, Step
   return CONTINUE;
 }
 
-/* Takes a step as far as it can go now, and adds its progress to *progress. */
+/* Advances a step as far as possible, and adds its progress to *progress. */
 static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step *step, uint32_t joined,
                                  uint32_t *progress, ProxycclExitInfo *info) {
   Channel *channel = &service->channels[step->channel];
@@ -395,8 +396,8 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
 
 /* -- a worker's part of a schedule --- */
 
-/* Whether a step is this worker's: no other touches its state. Steps of channels that are not in use are worker 0's,
- * which refuses them. */
+/* Whether this worker owns a step, and so alone changes the step's state. Worker 0 owns, and refuses, the steps of
+ * channels that are not in use. */
 static int is_own(const ProxycclWorker *worker, const Step *step) {
   const ProxycclConnection *connection = worker->service->channels[step->channel].connection;
   return (connection == NULL ? 0 : connection->worker) == worker->number;
@@ -404,14 +405,14 @@ static int is_own(const ProxycclWorker *worker, const Step *step) {
 
 /* -- the wait of a part --- */
 
-/* A part waits for its incomplete steps of the earliest phase, because later ones may depend on those. */
+/* A part waits for its incomplete steps of the earliest phase, because steps of later phases may depend on these. */
 enum {
   PHASE_POSTS,
   PHASE_MEETINGS,
   PHASE_SENDS,
-  PHASE_STAGES, /* receives, each stage a phase */
+  PHASE_STAGES, /* receives; each stage is a phase */
   PHASE_GATE = PHASE_STAGES + PROXYCCL_SCHEDULE_STAGES,
-  PHASE_RECEIVES /* without a stage: peers may send them after their own gates */
+  PHASE_RECEIVES /* receives without a stage, which peers may send after their own gates */
 };
 
 static uint32_t phase_of(const ProxycclService *service, const Step *step) {
@@ -421,14 +422,14 @@ static uint32_t phase_of(const ProxycclService *service, const Step *step) {
   return step->receive.stage == PROXYCCL_NO_ID ? PHASE_RECEIVES : PHASE_STAGES + step->receive.stage;
 }
 
-/* The ProxycclWaitKind of a step. */
+/* Returns the ProxycclWaitKind of a step. */
 static uint32_t wait_of(const ProxycclService *service, const Step *step) {
   if (step->kind == MEET) return PROXYCCL_WAIT_SCHEDULE_POST;
   if (step->kind == RECEIVE) return PROXYCCL_WAIT_SCHEDULE_DATA;
   return phase_of(service, step) == PHASE_GATE ? PROXYCCL_WAIT_SCHEDULE_GATE : PROXYCCL_WAIT_SCHEDULE_SEND;
 }
 
-/* The first of the steps that the part that runs waits for. NULL: their channels are no longer in use. */
+/* Returns the first step that the running part waits for, or NULL if no such step's channel is in use. */
 static const Step *awaited_step(const ProxycclWorker *worker) {
   const Schedule *schedule = worker->run.schedule;
   const Step *found = NULL;
@@ -466,7 +467,7 @@ static void hide_schedule_waits(ProxycclWorker *worker) {
 
 /* -- the trace --- */
 
-/* The trigger that would do the same as a send. It can't express 2 GiB or more. */
+/* Returns the trigger that would do the same as a send. A trigger can't express 2 GiB or more. */
 static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *step) {
   const ProxycclScheduleSend *send = &step->send;
   const Place place = destination(step);
@@ -483,8 +484,8 @@ static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *st
                (uint64_t)step->channel << PROXYCCL_CHANNEL_SHIFT};
 }
 
-/* Records a send that was just issued, with the time at which it was seen that it might be. Returns the time. Published
- * at once, because a turn may issue any number. */
+/* Records an issued send, with the time at which the worker found that it may start. Returns the present time.
+ * Publishes the records at once, because a turn may issue any number of sends. */
 static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t seen_ns) {
   Trace *trace = &worker->trace;
   trace_begin();
@@ -504,7 +505,7 @@ static void trace_step(ProxycclWorker *worker, ProxycclTracedStep step, uint32_t
   trace_publish(&worker->trace, worker->stats);
 }
 
-/* Records a turn's work on a step: a send that it issued, a step that it saw complete. Returns the time. */
+/* Records a turn's work on a step: the issue of a send, or the completion of a step. Returns the present time. */
 static uint64_t trace_turn(ProxycclWorker *worker, const Step *step, StepState before, uint64_t traced_ns) {
   static const ProxycclTracedStep steps[] = {
       [MEET] = PROXYCCL_TRACED_JOINED, [SEND] = PROXYCCL_TRACED_SENT, [RECEIVE] = PROXYCCL_TRACED_RECEIVED};
@@ -529,7 +530,7 @@ static void begin_part(ProxycclWorker *worker, Schedule *schedule) {
   }
 }
 
-/* The schedule that begins for this worker now, or NULL. Worker 0 takes it from the bell and tells the others. */
+/* Finds the schedule that this worker must begin, or NULL. Worker 0 reads the bell and tells the others. */
 static ProxycclOutcome find_schedule(ProxycclWorker *worker, Schedule **schedule, ProxycclExitInfo *info) {
   ProxycclService *service = worker->service;
   *schedule = NULL;
@@ -544,12 +545,12 @@ static ProxycclOutcome find_schedule(ProxycclWorker *worker, Schedule **schedule
   const uint64_t number = word_load(&service->words->bell);
   if (number == 0) return CONTINUE;
   word_store(&service->words->running,
-             number); /* before the bell is reset: one of the two must show that a stream waits */
+             number); /* before the reset of the bell: one of the two words must always show the waiting stream */
   word_store(&service->words->bell, 0);
   *schedule = number < PROXYCCL_MAX_SCHEDULES ? schedule_load(&service->schedules[number]) : NULL;
   if (*schedule == NULL) {
     info->schedule = (uint32_t)number;
-    return fail(NULL, PROXYCCL_ERROR_BAD_SCHEDULE, 0, "a stream rang a schedule that is not there", info);
+    return fail(NULL, PROXYCCL_ERROR_BAD_SCHEDULE, 0, "a stream started a schedule that does not exist", info);
   }
   service->current = (uint32_t)number;
   service->parts = service->worker_count;
@@ -573,7 +574,7 @@ static ProxycclOutcome time_out(ProxycclWorker *worker, ProxycclExitInfo *info) 
               reasons[info->wait], info);
 }
 
-/* The outcome of a turn without progress. It reads the clock now and then. */
+/* Returns the outcome of a turn without progress, which depends on the clock, read once in POLLS_PER_CLOCK calls. */
 static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   ScheduleRun *run = &worker->run;
   if (++run->idle_polls % POLLS_PER_CLOCK != 0) return CONTINUE;
@@ -584,9 +585,9 @@ static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   return idle_ns > worker->service->control->timeout_ns ? time_out(worker, info) : CONTINUE;
 }
 
-/* Issues the bundle that a turn has gathered, or leaves it until all its peers have joined: all ranks copy to the next
- * rank first, then to the one after it, and so on. If all began with the rank that joined first, they would share its
- * link, and take twice as long. A rank that is late holds up the schedule anyway. */
+/* Issues the bundle that a turn has gathered, or waits until all its peers have joined: each rank copies to the next
+ * rank first, then to the rank after that, and so on. If all ranks began with the first joined rank, the copies would
+ * share that rank's link and take twice as long. A late rank holds up the schedule anyway. */
 static ProxycclOutcome end_bundle(ProxycclWorker *worker, Bundle *bundle, uint64_t traced_ns, uint32_t *progress,
                                   ProxycclExitInfo *info) {
   const uint32_t count = bundle->count;
@@ -623,7 +624,7 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
     ++*progress;
   }
   const ScheduleRun *run = &worker->run;
-  uint64_t traced_ns = trace_wanted(worker->stats); /* 0: nobody traces; else when the next send was seen */
+  uint64_t traced_ns = trace_wanted(worker->stats); /* 0 without a trace, else when the next send was found */
   if (traced_ns != 0 && began) trace_step(worker, PROXYCCL_TRACED_BEGIN, run->schedule->number, traced_ns);
   Bundle bundle;
   bundle.carrier = run->carrier;

@@ -28,44 +28,43 @@ typedef struct ProxycclTurns {
   _Alignas(128) uint64_t count;
 } ProxycclTurns;
 
-/* The words through which streams and workers meet, in pinned memory: each writer has its own cache lines. A stream
- * resets all of them when the schedule is complete. */
+/* The words by which streams and workers synchronize, in pinned memory, with separate cache lines for each writer. A
+ * stream resets the words when the schedule is complete. */
 typedef struct ProxycclScheduleWords {
   _Alignas(128) uint64_t bell;    /* a stream writes the number of a schedule, worker 0 resets it */
-  _Alignas(128) uint64_t running; /* the number of the running schedule; 0: none */
+  _Alignas(128) uint64_t running; /* the number of the running schedule, or 0 */
   _Alignas(128) uint64_t done;    /* 1: the schedule is complete */
-  _Alignas(128) uint64_t gate;    /* a stream counts up how far gated sends may go */
-  _Alignas(128) uint64_t stages[PROXYCCL_SCHEDULE_STAGES]; /* receives and sends, or posts, of each that are complete */
-  ProxycclTurns turns[PROXYCCL_MAX_WORKERS];               /* by worker, for whoever waits for any of it */
+  _Alignas(128) uint64_t gate;    /* the count, raised by streams, up to which gated sends may go */
+  _Alignas(128) uint64_t stages[PROXYCCL_SCHEDULE_STAGES]; /* completed receives and sends, or posts, by stage */
+  ProxycclTurns turns[PROXYCCL_MAX_WORKERS];               /* by worker, for threads that wait for a schedule */
 } ProxycclScheduleWords;
 
-/* Lets a peer write. The peer writes nothing before that, and only in schedules in which this rank posts to it. */
+/* Lets a peer write. The peer writes only after the post, in schedules in which this rank posts to the peer. */
 typedef struct ProxycclSchedulePost {
-  uint32_t channel; /* used only for posts; its remote word holds them */
+  uint32_t channel; /* used only for posts, which the channel's remote word holds */
   uint32_t memory;  /* first id of the memory to write to, in the peer's service */
   uint64_t offset;  /* in that memory, in bytes */
 } ProxycclSchedulePost;
 
-/* Copies, and signals after that. */
+/* Copies to a peer, then signals. */
 typedef struct ProxycclScheduleSend {
-  uint32_t channel;      /* used only for schedules; its remote word counts sends */
-  uint32_t post_channel; /* the channel on which the receiver's posts come in; PROXYCCL_NO_ID: it needs none */
+  uint32_t channel;      /* used only for schedules; the channel's remote word counts sends */
+  uint32_t post_channel; /* the channel of the receiver's posts; PROXYCCL_NO_ID if the send waits for no post */
   uint32_t src_memory;
-  uint32_t dst_memory; /* PROXYCCL_NO_ID: the place that the receiver posted */
+  uint32_t dst_memory; /* PROXYCCL_NO_ID for the place that the receiver posted */
   uint64_t src_offset;
-  uint64_t dst_offset; /* from there, or in `dst_memory` */
+  uint64_t dst_offset; /* offset from the posted place, or in `dst_memory` */
   uint64_t bytes;      /* may be 0 */
-  uint64_t gate;       /* it waits until its gate is at least this; 0: it need not */
-  uint32_t
-      gate_stage; /* which of the words `stages` is its gate: what was received is sent on; PROXYCCL_NO_ID: `gate` */
-  uint32_t stage; /* which of the words `stages` counts it when it is complete; PROXYCCL_NO_ID: none */
+  uint64_t gate;       /* the count that the send's gate must reach; 0 without a gate */
+  uint32_t gate_stage; /* index of the word in `stages` that is the gate; PROXYCCL_NO_ID for `gate` */
+  uint32_t stage;      /* index of the word in `stages` that counts the complete send, or PROXYCCL_NO_ID */
 } ProxycclScheduleSend;
 
 /* Waits until a peer's sends have arrived. */
 typedef struct ProxycclScheduleReceive {
-  uint32_t channel; /* used only for schedules; its own word counts the sends that arrived */
-  uint32_t sends;   /* after those of earlier receives on the channel */
-  uint32_t stage;   /* which of the words `stages` counts it; PROXYCCL_NO_ID: none */
+  uint32_t channel; /* used only for schedules; this rank's word of the channel counts arrived sends */
+  uint32_t sends;   /* sends to wait for, beyond those of earlier receives on the channel */
+  uint32_t stage;   /* index of the word in `stages` that counts the complete receive, or PROXYCCL_NO_ID */
 } ProxycclScheduleReceive;
 
 typedef struct ProxycclScheduleSteps {
@@ -73,7 +72,7 @@ typedef struct ProxycclScheduleSteps {
   const ProxycclScheduleSend *sends;
   const ProxycclScheduleReceive *receives;
   uint32_t post_count, send_count, receive_count;
-  uint32_t joined; /* which of the words `stages` counts the peers that have posted; PROXYCCL_NO_ID: none */
+  uint32_t joined; /* index of the word in `stages` that counts the peers that have posted, or PROXYCCL_NO_ID */
 } ProxycclScheduleSteps;
 
 #endif

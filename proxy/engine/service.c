@@ -27,7 +27,7 @@ int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *bas
   return 0;
 }
 
-/* Replaces a channel. The last one leaves its connection's list first: a poll must not take this one for it. */
+/* Replaces a channel. The old channel first leaves its connection's list, so that no poll confuses the two. */
 static int set_channel(ProxycclService *service, uint32_t id, Channel made) {
   if (id >= PROXYCCL_MAX_CHANNELS) return EINVAL;
   Channel *channel = &service->channels[id];

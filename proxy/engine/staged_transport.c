@@ -1,22 +1,22 @@
 /* A connection is made of others: one copies into the ring to send from, one or several are wires to the peer, and one
  * copies out of the ring to receive in. Messages are numbered from 0 and pass through these states in order:
  *
- *   made     it has a place in the ring, and its copy is issued
- *   copied   its copy is complete
- *   posted   its wire has it, and after it the peer's count of messages that arrived by that wire
- *   sent     its requests are complete
- *   taken    the peer has issued its copy
- *   placed   the copy is complete: the peer's worker stores its signal
- *   credited the sender knows that: at once if it waits for that, else with later ones, after a moment, or when a
- *            quarter of the ring waits for credits
+ *   made     the message has a place in the ring, and its copy into the ring is issued
+ *   copied   that copy is complete
+ *   posted   the wire has the message, and after it the peer's count of messages that arrived by that wire
+ *   sent     the message's requests are complete
+ *   taken    the peer has issued the copy out of its ring
+ *   placed   that copy is complete, and the peer's worker stores the message's signal
+ *   credited the sender has the peer's credit: at once if the sender waits for it, else with later credits, after 50
+ * us, or when a quarter of the ring waits for credits
  *
- * A message's place is free once it is sent and credited. Where the wire is a stream, a credit shows that too. A wire
+ * A message's place is free once the message is sent and credited. On a stream, a credited message is also sent. A wire
  * never waits for a peer's engine, so two engines that wait for each other's credits both return theirs.
  *
  * The message after a long one goes by the next wire, and the one after a short one by the same. A put that began while
  * no message waited for its wire ends with a message that leads back to the first wire, so that calls one after another
- * use wires whose threads are awake. Both sides know from each message which wire's count tells of the next one. A
- * message is taken after all before it whatever wire they went by. A wire of sockets costs a core for each few
+ * use wires whose threads are awake. Both sides know from each message which wire brings the next one. Messages
+ * are taken in order, whatever their wires. A wire of sockets costs a core for each few
  * gigabytes a second. So other threads may give wires their turns: they post messages and credits, and poll. The worker
  * wakes them when long messages are made or taken, and leaves a wire to a thread that is awake and has just looked at
  * it: while the worker sent a long message, no copy would begin. Any other wire it serves itself, so short messages
@@ -44,23 +44,23 @@
 
 enum { MESSAGES = PROXYCCL_STAGED_MESSAGES };
 
-/* The header of a message, which carries a piece of a put or of an answer, a signal after it, both or neither; or it
- * is a request. */
+/* The header of a message. A message carries a piece of a put or of an answer, a signal to store after the piece, both,
+ * or neither, or is a request. */
 typedef struct {
-  uint64_t address; /* of the put's data or of the requested data, the receiver's own; with ALERTS a number of parts */
+  uint64_t address; /* the receiver's address of the put's or the requested data; with ALERTS a number of parts */
   uint64_t target;  /* key of the receiver's range that contains it */
   uint64_t bytes;   /* of data in the message */
-  uint64_t word;    /* address of a semaphore word, the receiver's own; 0: no signal */
+  uint64_t word;    /* the receiver's address of a semaphore word; 0 without a signal */
   uint64_t value;
-  uint64_t asked;   /* requested bytes; 0: it is not a request */
-  uint64_t answers; /* 1: the data belongs to the oldest request that is not answered; 0: to `address` */
-  uint64_t flags;   /* any of those below */
+  uint64_t asked;   /* requested bytes; 0 if the message is not a request */
+  uint64_t answers; /* 1 if the data answers the oldest unanswered request; 0 if it goes to `address` */
+  uint64_t flags;   /* any of the flags below */
 } Header;
 
 enum {
-  AWAITED = 1, /* a flush waits for the message's credit; otherwise that may come later, with others */
+  AWAITED = 1, /* a flush waits for the message's credit; without this flag the peer may delay the credit */
   REWINDS = 2, /* the next message goes by the first wire */
-  FILLS = 4,   /* it has no data, and fills the rest of the ring: bytes that no wire moves */
+  FILLS = 4,   /* the message fills the rest of the ring with bytes that no wire moves */
   ALERTS = 8   /* a put of `address` parts follows: the receiver wakes the threads of their wires */
 };
 
@@ -72,64 +72,64 @@ typedef struct {
 } Count;
 
 typedef struct {
-  Count arrived[PROXYCCL_STAGED_WIRES]; /* by the peer: messages in the ring here, by the wire that brought them */
-  Count credited;                       /* by the peer: messages of this side that it has placed */
-  Count copied;                         /* by the stream of copies into the area */
-  Count placed;                         /* by the stream of copies out of the area */
+  Count arrived[PROXYCCL_STAGED_WIRES]; /* written by the peer: messages that arrived, by wire */
+  Count credited;                       /* written by the peer: messages of this side that are placed */
+  Count copied;                         /* written by the stream of copies into the area */
+  Count placed;                         /* written by the stream of copies out of the area */
 } Words;
 
 _Static_assert(sizeof(Words) == PROXYCCL_STAGED_WORDS_BYTES, "the rings begin after the words");
 
-/* A get whose data has not all arrived, or not all been placed. */
+/* An incomplete get: some of its data has not arrived or is not placed. */
 typedef struct {
-  uint64_t destination, bytes; /* of the data that has not arrived */
-  uint64_t last;               /* number of the peer's message with the last of the data */
+  uint64_t destination, bytes; /* range of the data that has not arrived */
+  uint64_t last;               /* number of the peer's message with the last data */
 } Asked;
 
 /* A request of the peer. */
 typedef struct {
-  uint64_t source, bytes; /* of the data that is not in a message yet */
+  uint64_t source, bytes; /* range of the data that is in no message yet */
   uint64_t behind;        /* number of the request's message: earlier messages must be placed first */
 } Answer;
 
 enum { GETS = PROXYCCL_STAGED_GETS };
 
-/* The signal of a message that is taken. */
+/* The signal of a taken message. */
 typedef struct {
   uint64_t word, value;
-  uint64_t message; /* its number: it and all before it must be placed first */
+  uint64_t message; /* the message's number: this and all earlier messages must be placed first */
 } Signal;
 
 enum {
   HELD_NS = 50000,        /* longest time for which a credit is held back */
-  SERVED_NS = 50000,      /* for this long the worker leaves a wire to its thread, which is awake and has looked */
-  LONG_PART = 1024,       /* a message is long if its data is longer than this part of the ring, … */
-  SHORTEST_PIECE = 65536, /* … or has these bytes, which are worth a message of their own */
+  SERVED_NS = 50000,      /* the worker leaves a wire this long to a thread that is awake and has just polled it */
+  LONG_PART = 1024,       /* a message is long if its data exceeds 1/1024 of the ring, … */
+  SHORTEST_PIECE = 65536, /* … or has at least these bytes, which are worth a separate message */
   RESTED_NS = 500000,     /* threads of wires sleep this long after the last long put */
-  MOST_PARTS = 8,         /* into which a put is cut for several wires, if they are shorter than the longest message */
-  FILLED_PART = 256, /* a rest of the ring that is smaller than this part of it is filled, not used for a short piece */
+  MOST_PARTS = 8,         /* most parts into which a put is cut to use several wires */
+  FILLED_PART = 256,      /* a rest of the ring below 1/256 of it is filled, not used for a short piece */
   LOOKS_AT_ALL = 64, /* the worker looks at all wires without a thread that is awake once in this many polls: providers
                         answer peers in their polls */
-  LOOKS_AT_COPIES = 16 /* it asks the driver about copies that are not complete once in this many polls */
+  LOOKS_AT_COPIES = 16 /* the worker queries the driver about incomplete copies once in this many polls */
 };
 
 typedef struct StagedConnection StagedConnection;
 
-/* Whoever has its turn uses it. */
+/* A wire. Only the thread that has its turn uses it. */
 typedef struct {
-  ProxycclConnection base; /* for another thread's polls */
+  ProxycclConnection base; /* the connection that another thread polls */
   StagedConnection *staged;
   ProxycclConnection *link;
   uint32_t number;
-  ProxycclWireThread *thread; /* its own if it has none */
+  ProxycclWireThread *thread; /* state of the wire's thread, or of the wire itself if it has no thread */
   ProxycclWireThread own;
-  int status;                 /* pairing wire-turn: of the failure that ended it */
+  int status;                 /* pairing wire-turn: status of the failure that ended the wire */
   int resting;                /* pairing wire-turn: 1 if nothing is outstanding on the link */
-  uint64_t made;              /* pairing wire-message: its own messages */
-  uint64_t numbers[MESSAGES]; /* pairing wire-message: of its own messages, by their number on the wire */
-  uint64_t posted;            /* its own messages; a word, as its reader may not have the turn */
-  uint64_t sent;              /* its own messages whose requests are complete */
-  uint64_t seen;              /* messages that had arrived by it at the other thread's last poll */
+  uint64_t made;              /* pairing wire-message: number of messages assigned to this wire */
+  uint64_t numbers[MESSAGES]; /* pairing wire-message: numbers of this wire's messages, by their number on the wire */
+  uint64_t posted;            /* this wire's posted messages; atomic, because a reader may not have the turn */
+  uint64_t sent;              /* this wire's messages whose requests are complete */
+  uint64_t seen;              /* messages that had arrived by this wire at the other thread's last poll */
   uint64_t looked_ns;         /* relaxed: when the other thread had its last turn here; 0: never */
 } Wire;
 
@@ -140,60 +140,60 @@ struct StagedConnection {
   Wire wires[PROXYCCL_STAGED_WIRES];
   Words *words;
   char *sending, *receiving;                       /* the rings */
-  ProxycclMemory device_sending, device_receiving; /* the same for copies */
+  ProxycclMemory device_sending, device_receiving; /* the rings as memory for copies */
   /* Sending. Positions count bytes from the first message. */
-  uint64_t head, tail;   /* positions up to which messages are made, freed */
+  uint64_t head, tail;   /* positions up to which messages are made, and freed */
   uint64_t made, marked; /* `marked`: value that the stream will store to `copied` */
   uint64_t freed;
-  uint64_t credited;            /* the highest that was read */
-  uint64_t positions[MESSAGES]; /* of messages that are not freed, by number */
-  uint8_t wire_of[MESSAGES];    /* their wires */
+  uint64_t credited;            /* the highest credit that was read */
+  uint64_t positions[MESSAGES]; /* positions of messages that are not freed, by number */
+  uint8_t wire_of[MESSAGES];    /* wires of these messages */
   uint64_t freed_by[PROXYCCL_STAGED_WIRES];
-  uint32_t next_wire; /* of the next message */
+  uint32_t next_wire; /* wire of the next message */
   Header *last;       /* header of the last message that was made */
-  uint64_t piece;     /* most bytes in a message of the put that is being made; 0: none is */
+  uint64_t piece;     /* most bytes per message of the put in progress; 0 without one */
   int rewinds;        /* whether that put's last message leads back to the first wire */
   uint64_t put_ns;    /* when the last long put began */
   int has_copied;     /* whether the CPU has copied a long piece since the last poll */
   /* Receiving. */
   uint64_t received;                       /* position after the last message that was taken */
-  uint64_t arrived[PROXYCCL_STAGED_WIRES]; /* the highest that were read */
+  uint64_t arrived[PROXYCCL_STAGED_WIRES]; /* the highest counts that were read */
   uint64_t taken_by[PROXYCCL_STAGED_WIRES];
-  uint32_t from_wire; /* that brings the next message */
+  uint32_t from_wire; /* the wire that brings the next message */
   uint64_t taken, taken_marked;
-  uint64_t ends[MESSAGES]; /* positions after messages that are taken, by number */
+  uint64_t ends[MESSAGES]; /* positions after taken messages, by number */
   uint64_t wanted;         /* messages up to the last whose credit the peer waits for */
   uint64_t signals_taken, signals_stored;
-  Signal signals[MESSAGES]; /* that are not stored, by number */
-  uint64_t waiting;         /* the first message whose signal is not stored; UINT64_MAX: all are */
+  Signal signals[MESSAGES]; /* signals that are not stored, by message number */
+  uint64_t waiting;         /* the first message whose signal is not stored; UINT64_MAX if all are stored */
   /* Credits, in the first wire's turns. */
-  uint64_t returned;     /* their number */
-  uint64_t returned_end; /* position after the last message with one */
-  uint64_t held_since;   /* when the first was placed that is held back; 0: none is */
+  uint64_t returned;     /* number of returned credits */
+  uint64_t returned_end; /* position after the last credited message */
+  uint64_t held_since;   /* when the first message with a held credit was placed; 0 if none is held */
   /* Gets, by number. */
-  uint64_t asked, arriving, got; /* requests made; the one whose data arrives next; complete */
-  uint64_t noted, answered;      /* requests of the peer, and those whose answers are made */
+  uint64_t asked, arriving, got; /* gets requested; the get whose data arrives next; gets complete */
+  uint64_t noted, answered;      /* the peer's requests; requests whose answers are made */
   Asked gets[GETS];
   Answer answers[GETS];
-  FlushQueue releases; /* by messages, as are those that wait for a flush */
+  FlushQueue releases; /* flushes that wait for copies out of their sources */
   uint32_t polls;
 };
 
 static StagedConnection *self_of(ProxycclConnection *base) { return (StagedConnection *)base; }
 
-/* Bytes that a message takes in the ring. */
+/* The bytes that a message takes in the ring. */
 static uint64_t message_bytes(uint64_t data) {
   return sizeof(Header) + (data + PROXYCCL_STAGED_ALIGN - 1) / PROXYCCL_STAGED_ALIGN * PROXYCCL_STAGED_ALIGN;
 }
 
-/* The header at a position of the ring to send from. */
+/* The header at a position of the sending ring. */
 static Header *header_at(const StagedConnection *self, uint64_t position) {
   return (Header *)(self->sending + position % self->options.ring_bytes);
 }
 
 static int copy_status(int status, int direction) { return status == 0 ? 0 : direction + status; }
 
-/* Reads a count that the wire writes. */
+/* Reads a count that the wire writes. Returns the highest value read so far. */
 static uint64_t count_load(const uint64_t *word, uint64_t *highest) {
   const uint64_t count = word_load(word);
   if (count > *highest) *highest = count;
@@ -232,7 +232,7 @@ static void wake(const Wire *wire) {
   if (wire->thread->asleep != NULL) proxyccl_wake_one(wire->thread->asleep);
 }
 
-/* Makes a message at the ring's head. Returns its header, or NULL if there is no room. */
+/* Makes a message at the ring's head. Returns the message's header, or NULL if there is no room. */
 static Header *open_message(StagedConnection *self, uint64_t bytes) {
   const uint64_t size = message_bytes(bytes);
   if (self->made - self->freed == MESSAGES || self->head + size - self->tail > self->options.ring_bytes) return NULL;
@@ -276,7 +276,7 @@ static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t host
   return header;
 }
 
-/* Whether no message waits for its wire. */
+/* Whether all messages are posted. */
 static int is_calm(const StagedConnection *self) {
   for (uint32_t i = 0; i < self->options.wire_count; ++i)
     if (self->wires[i].made != word_peek(&self->wires[i].posted)) return 0;
@@ -289,7 +289,7 @@ static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint
 static int take_turn(Wire *wire, uint32_t *progress);
 
 /* Tells the peer to wake the threads of a put's wires while the first parts are copied here, if they sleep. A thread
- * that is woken when its part has come is too late: the worker takes it, and so all parts would pass one thread. */
+ * that is woken when its part has arrived is too late: the worker takes the part, so one thread would carry all. */
 static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t parts) {
   if (self->options.wire_count == 1 || bytes < 2 * SHORTEST_PIECE) return 0;
   const uint64_t last = self->put_ns;
@@ -298,7 +298,7 @@ static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t par
   Wire *wire = &self->wires[self->next_wire];
   Header *header = open_message(self, 0);
   uint32_t progress = 0;
-  if (header == NULL) return 0; /* much is under way */
+  if (header == NULL) return 0; /* a full ring: the threads are awake */
   header->flags = ALERTS;
   header->address = parts;
   const int status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
@@ -321,8 +321,8 @@ static uint64_t begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   return parts;
 }
 
-/* A piece of a put. Of long pieces that the CPU copies it makes one a poll: the wires carry it meanwhile, and what has
- * arrived is taken. */
+/* Makes a piece of a put. Makes one long piece that the CPU copies in each poll, so that between two pieces the wires
+ * carry the first and arrived messages are taken. */
 static int make_put(StagedConnection *self, Operation *operation) {
   const int by_cpu = operation->source_host != 0;
   uint64_t bytes;
@@ -349,7 +349,7 @@ static int make_put(StagedConnection *self, Operation *operation) {
   return 0;
 }
 
-/* A request. */
+/* Makes a request. */
 static int make_get(StagedConnection *self, Operation *operation) {
   if (self->asked - self->got == GETS) return WAITS;
   Header *header = open_message(self, 0);
@@ -362,7 +362,7 @@ static int make_get(StagedConnection *self, Operation *operation) {
   return 0;
 }
 
-/* A piece of the answer to the oldest request that is not answered. */
+/* Makes a piece of the answer to the oldest unanswered request. */
 static int make_answer(StagedConnection *self) {
   Answer *answer = &self->answers[self->answered % GETS];
   uint64_t bytes;
@@ -378,7 +378,8 @@ static int make_answer(StagedConnection *self) {
   return 0;
 }
 
-/* The CPU copies a value. The rest of the ring has room for a header, and for one value more unless it ends there. */
+/* Makes a message with a value, which the CPU copies. The ring's rest has room for a header and, unless the ring ends
+ * there, for a value. */
 static int make_value(StagedConnection *self, Operation *operation) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
   if (place == self->options.ring_bytes && open_message(self, 0) == NULL) return WAITS;
@@ -391,7 +392,7 @@ static int make_value(StagedConnection *self, Operation *operation) {
   return 0;
 }
 
-/* Puts the signal into the last message if no wire may have that yet. */
+/* Makes a signal, in the last message if no wire can have that message yet. */
 static int make_signal(StagedConnection *self, const Operation *operation) {
   Header *header = self->last;
   if (self->made == self->marked || header->word != 0) header = open_message(self, 0);
@@ -401,11 +402,11 @@ static int make_signal(StagedConnection *self, const Operation *operation) {
   return 0;
 }
 
-/* Nobody waits for the flush that tells observers how far the connection is. */
+/* Makes a flush. The flush that reports progress to observers asks for no early credit, because nobody waits for it. */
 static int make_flush(StagedConnection *self, const Operation *operation) {
   const int awaited = self->made != self->freed && operation->flushed != &self->queue.base.progress.completed;
   if (!flushes_have_room(&self->queue.flushes)) return WAITS;
-  if (awaited && self->made == self->marked) open_message(self, 0); /* without room credits come anyway */
+  if (awaited && self->made == self->marked) open_message(self, 0); /* if there is no room, credits come anyway */
   if (awaited && self->made != self->marked) self->last->flags |= AWAITED;
   flushes_push(&self->queue.flushes, operation, self->made, self->freed);
   return 0;
@@ -415,7 +416,7 @@ static int make_release(StagedConnection *self, const Operation *operation) {
   return flushes_push(&self->releases, operation, self->made, word_load(&self->words->copied.count)) ? 0 : WAITS;
 }
 
-/* Makes a message of the next operation, or of a part of it. */
+/* Makes a message for the next operation or a part of it. */
 static int make_next(StagedConnection *self) {
   Operation *operation = operations_next(&self->queue.operations);
   int status;
@@ -437,8 +438,7 @@ static int make_next(StagedConnection *self) {
   return status;
 }
 
-/* Makes messages of the operations, and of answers to the peer, each in their order and in turn, as far as there is
- * room.
+/* Makes messages for the operations and for answers to the peer, alternately and each in order, while there is room.
  */
 static int issue(ProxycclConnection *base) {
   StagedConnection *self = self_of(base);
@@ -458,17 +458,18 @@ static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint
   return copies->transport->flush(copies, word, count);
 }
 
-/* Pairing wire-turn, acquire: the effects of the last thread to have the turn. 0 if another thread has it. */
+/* Pairing wire-turn, acquire: the effects of the last thread with the turn. Returns 0 if another thread has the turn.
+ */
 static int turn_taken(Wire *wire) { return __atomic_exchange_n(&wire->thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
 
 /* Pairing wire-turn, release. */
 static void turn_give(Wire *wire) { __atomic_store_n(&wire->thread->turn, 0, __ATOMIC_RELEASE); }
 
-/* Pairing wire-turn, for what the worker learns without the turn. */
+/* Pairing wire-turn, for values that the worker reads without the turn. */
 static void shown_store(int *shown, int value) { __atomic_store_n(shown, value, __ATOMIC_RELEASE); }
 static int shown_load(const int *shown) { return __atomic_load_n(shown, __ATOMIC_ACQUIRE); }
 
-/* The peer's area by the addresses that a wire has for it: never dereferenced. */
+/* Addresses in the peer's area, as a wire names them; never dereferenced. */
 typedef struct {
   Words *words;
   char *receiving;
@@ -480,7 +481,7 @@ static PeerArea peer_area(const StagedConnection *self, const Wire *wire) {
   return (PeerArea){(Words *)(uintptr_t)address, (char *)(uintptr_t)address + receiving};
 }
 
-/* Posts the wire's own messages that are copied. */
+/* Posts this wire's copied messages. */
 static int post(Wire *wire, uint32_t *progress) {
   const StagedConnection *self = wire->staged;
   ProxycclConnection *link = wire->link;
@@ -508,7 +509,7 @@ static int post(Wire *wire, uint32_t *progress) {
   return 0;
 }
 
-/* Whether credits up to a message that is placed may wait for more. */
+/* Whether credits up to a placed message may be held back. */
 static int may_be_held(StagedConnection *self, uint64_t placed) {
   const uint64_t returned = self->returned, wanted = word_load(&self->wanted);
   if (wanted > returned && placed >= wanted) return 0;
@@ -519,7 +520,7 @@ static int may_be_held(StagedConnection *self, uint64_t placed) {
   return now - self->held_since < HELD_NS;
 }
 
-/* Messages that are complete: their data is placed, and their signals are stored. */
+/* The number of complete messages: their data is placed and their signals are stored. */
 static uint64_t completed(const StagedConnection *self) {
   const uint64_t placed = word_load(&self->words->placed.count), waiting = word_load(&self->waiting);
   return placed < waiting ? placed : waiting - 1;
@@ -538,8 +539,8 @@ static int return_credits(Wire *wire, uint32_t *progress) {
   return link->transport->signal(link, &peer_area(self, wire).words->credited.count, placed, returned);
 }
 
-/* A wire's turn, unless another thread is at it, or at the same endpoint for another peer: the provider would have this
- * one wait. Returns 0 then. A failure shows in the wire's status. */
+/* Serves a wire, unless another thread serves this wire or another wire of the endpoint, for whose lock the provider
+ * would make this thread wait. Returns 0 then. A failure is stored in the wire's status. */
 static int take_turn(Wire *wire, uint32_t *progress) {
   if (!turn_taken(wire)) return 0;
   if (wire->status == 0) {
@@ -553,14 +554,14 @@ static int take_turn(Wire *wire, uint32_t *progress) {
   return 1;
 }
 
-/* Whether the worker has a reason to look at a wire: a message to post or to take, credits either way, or requests. */
+/* Whether the worker has a reason to poll a wire: a message to post or to take, credits either way, or requests. */
 static int concerns_worker(const StagedConnection *self, const Wire *wire) {
   if (wire->number == self->from_wire || wire->made != word_peek(&wire->posted) || !shown_load(&wire->resting))
     return 1;
   return wire->number == 0 && (self->made != self->freed || word_peek(&self->returned) != self->taken);
 }
 
-/* Whether a wire's thread is awake and has just looked at it. */
+/* Whether a wire's thread is awake and has just polled the wire. */
 static int is_served(const Wire *wire) {
   const ProxycclWireThread *thread = wire->thread;
   if (thread->asleep == NULL || __atomic_load_n(thread->asleep, __ATOMIC_RELAXED) != 0) return 0;
@@ -599,7 +600,7 @@ static int reclaim(StagedConnection *self, uint32_t *progress) {
 
 /* -- receiving --- */
 
-/* 1 if bytes at the message's address lie in the range that it names; *memory is then that memory. */
+/* Returns 1, and sets *memory, if the message's `bytes` at its address lie in the range that the message names. */
 static int find_range(const StagedConnection *self, const Header *header, uint64_t bytes, ProxycclMemory *memory) {
   if (header->target >= PROXYCCL_STAGED_WRITE_TARGETS) return 0;
   const ProxycclRemoteWriteTarget target = target_load(&self->options.write_targets[header->target]);
@@ -616,7 +617,7 @@ static int may_signal(const StagedConnection *self, uint64_t word) {
          word - self->options.signals < self->options.signals_bytes;
 }
 
-/* Notes a request. Its message is the next to be taken. */
+/* Records a request, whose message is the next to be taken. */
 static int note_request(StagedConnection *self, const Header *header) {
   if (header->bytes > 0 || self->noted - self->answered == GETS)
     return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_REQUEST;
@@ -626,7 +627,7 @@ static int note_request(StagedConnection *self, const Header *header) {
   return 0;
 }
 
-/* Where the data of an answer belongs, or 0 if nobody asked for it. The message is the next to be taken. */
+/* Returns the destination of an answer's data, or 0 if there is no such get. The message is the next to be taken. */
 static uint64_t take_answer(StagedConnection *self, uint64_t bytes) {
   Asked *get = &self->gets[self->arriving % GETS];
   if (self->arriving == self->asked || bytes > get->bytes) return 0;
@@ -638,7 +639,7 @@ static uint64_t take_answer(StagedConnection *self, uint64_t bytes) {
   return destination;
 }
 
-/* Checks a message, then issues its copy and notes its signal. */
+/* Checks a message, then issues its copy and records its signal. */
 static int place(StagedConnection *self, const Header *header, uint64_t data) {
   ProxycclMemory destination = {.bytes = header->bytes};
   int status = 0;
@@ -659,8 +660,8 @@ static int place(StagedConnection *self, const Header *header, uint64_t data) {
   return copy_status(status, PROXYCCL_STAGED_COPY_IN);
 }
 
-/* Stores the signals of messages that are placed. The stream does not: each word between two copies is a pause, and a
- * call of the driver. */
+/* Stores the signals of placed messages. The CPU does this because each store by the stream between two copies would
+ * cost a pause and a driver call. */
 static void store_signals(StagedConnection *self) {
   const uint64_t placed = word_load(&self->words->placed.count);
   for (; self->signals_stored != self->signals_taken; ++self->signals_stored) {
@@ -672,8 +673,8 @@ static void store_signals(StagedConnection *self) {
   word_store(&self->waiting, UINT64_MAX);
 }
 
-/* Polls a stream of copies, which calls the driver. While its word shows that they are not complete, only a failure
- * could be news. */
+/* Polls a stream of copies, which calls the driver. While the stream's word shows incomplete copies, the poll could
+ * only find a failure, so most polls are skipped. */
 static int poll_copies(const StagedConnection *self, ProxycclConnection *copies, const uint64_t *word, uint64_t marked,
                        uint32_t *progress) {
   if (word_load(word) != marked && self->polls % LOOKS_AT_COPIES != 0) return 0;
@@ -688,11 +689,11 @@ static int take(StagedConnection *self, uint32_t *progress) {
   }
   for (uint32_t wire = self->from_wire; self->taken_by[wire] < self->arrived[wire]; wire = self->from_wire) {
     const uint64_t start = self->received % self->options.ring_bytes, data = start + sizeof(Header);
-    Header header = *(const volatile Header *)(self->receiving + start); /* one copy, which is checked and used */
+    Header header = *(const volatile Header *)(self->receiving + start); /* copied once: checked, then used */
     const uint64_t bytes = header.bytes;
     int status;
     if (bytes > self->options.ring_bytes - data) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_LENGTH;
-    if (header.flags & FILLS) header.bytes = 0; /* it may carry a signal */
+    if (header.flags & FILLS) header.bytes = 0; /* such a message may carry a signal */
     status = place(self, &header, data);
     if (status != 0) return status;
     self->received += message_bytes(bytes);
@@ -722,7 +723,7 @@ static int staged_release(ProxycclConnection *base, uint64_t *released, uint64_t
   return issue(base);
 }
 
-/* In the order of a message's states, so one poll takes a message through all that can complete at once. */
+/* Polls in the order of a message's states, so that one poll advances a message through several states. */
 static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   StagedConnection *self = self_of(base);
   int status = reclaim(self, progress);
@@ -731,7 +732,7 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   complete_gets(self, progress);
   if (status == 0) status = issue(base);
   if (status != 0) return status;
-  *progress += (uint32_t)self->has_copied; /* there may be more to copy */
+  *progress += (uint32_t)self->has_copied; /* more pieces may be left to copy */
   status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
   if (status == 0) status = poll_copies(self, self->out, &self->words->copied.count, self->marked, progress);
   if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
@@ -752,7 +753,7 @@ static int are_resting(const StagedConnection *self) {
   return 1;
 }
 
-/* An operation waits only for a message without a credit, or for a get. */
+/* A waiting operation implies a message without a credit, or an incomplete get. */
 static int staged_idle(const ProxycclConnection *base) {
   const StagedConnection *self = (const StagedConnection *)base;
   return self->asked == self->got && self->answered == self->noted && self->made == self->freed &&
@@ -774,7 +775,7 @@ static void staged_destroy(ProxycclConnection *base) {
 
 /* -- a wire for other threads --- */
 
-/* Its own arrivals are progress too: without requests of its own a wire has no completions. */
+/* Polls a wire. Arrivals count as progress, because a wire without requests has no completions. */
 static int wire_poll(ProxycclConnection *base, uint32_t *progress) {
   Wire *wire = (Wire *)base;
   uint32_t made = 0;
@@ -786,7 +787,7 @@ static int wire_poll(ProxycclConnection *base, uint32_t *progress) {
   return 0;
 }
 
-/* The thread may sleep while requests are outstanding: the worker looks at such a wire too. */
+/* Returns 1, so that the thread may sleep while requests are outstanding: the worker polls the wire too. */
 static int wire_idle(const ProxycclConnection *base) {
   (void)base;
   return 1;
@@ -821,7 +822,7 @@ static const char *refused_over(const ProxycclTransport *wire, const void *given
   return NULL;
 }
 
-/* Makes a wire. 0 if that fails. */
+/* Creates a wire. Returns 0 on failure. */
 static int make_wire(StagedConnection *self, uint32_t number, const ProxycclTransport *transport,
                      const ProxycclRuntimeTable *runtime) {
   Wire *wire = &self->wires[number];
@@ -831,7 +832,7 @@ static int make_wire(StagedConnection *self, uint32_t number, const ProxycclTran
   wire->number = number;
   wire->resting = 1;
   wire->link = transport->create(self->options.wires[number].options, runtime);
-  self->options.wires[number].options = NULL; /* the caller's, for this call */
+  self->options.wires[number].options = NULL; /* valid only during this call */
   return wire->link != NULL;
 }
 
@@ -842,7 +843,7 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
   StagedConnection *self = calloc(1, sizeof *self);
   if (self == NULL) return NULL;
   self->queue.base.transport = transport;
-  self->queue.issue = issue; /* signals need no key: the peer checks their addresses */
+  self->queue.issue = issue; /* signals have no key, because the peer checks their addresses */
   self->options = *options;
   self->waiting = UINT64_MAX;
   self->words = (Words *)options->area;

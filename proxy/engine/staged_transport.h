@@ -19,12 +19,12 @@ enum {
 };
 
 typedef enum ProxycclStagedRefusal {
-  PROXYCCL_STAGED_BAD_COUNT = 0,   /* its count of messages is out of range */
+  PROXYCCL_STAGED_BAD_COUNT = 0,   /* the peer's count of messages is out of range */
   PROXYCCL_STAGED_BAD_LENGTH = 1,  /* a message does not fit the ring */
-  PROXYCCL_STAGED_BAD_RANGE = 2,   /* a put or get leaves the memory that is offered */
-  PROXYCCL_STAGED_BAD_WORD = 3,    /* a signal is for no semaphore word */
-  PROXYCCL_STAGED_BAD_REQUEST = 4, /* it asks for more gets than may be outstanding, or carries data too */
-  PROXYCCL_STAGED_BAD_ANSWER = 5   /* it carries more data than was asked for */
+  PROXYCCL_STAGED_BAD_RANGE = 2,   /* a put or get leaves the offered memory */
+  PROXYCCL_STAGED_BAD_WORD = 3,    /* a signal's address is not a semaphore word */
+  PROXYCCL_STAGED_BAD_REQUEST = 4, /* a request exceeds the outstanding gets, or carries data too */
+  PROXYCCL_STAGED_BAD_ANSWER = 5   /* an answer carries more data than was requested */
 } ProxycclStagedRefusal;
 
 enum {
@@ -36,19 +36,18 @@ enum {
   PROXYCCL_STAGED_WORDS_BYTES = 2432
 };
 
-/* A range of this rank's memory that peers may write, and read. Its index in the table is the key by which they name
- * it. */
+/* A range of this rank's memory that peers may write and read. The range's index in the table is its key for peers. */
 typedef struct ProxycclRemoteWriteTarget {
   uint64_t base;
   uint64_t bytes; /* 0: no range */
-  uint64_t host;  /* its address for the CPU; 0: the CPU may not touch it */
+  uint64_t host;  /* the CPU's address of the range; 0 if the CPU may not access it */
 } ProxycclRemoteWriteTarget;
 
 /* May be called while engines read the table, if no peer names the range. */
 void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes, uint64_t host);
 
 typedef struct ProxycclStagedWire {
-  const void *options;    /* of the wire; its signals' key is that of the peer's area */
+  const void *options;    /* options of the wire, with the key of the peer's area for signals */
   uint64_t area_key;      /* the area's key for the wire's own requests */
   uint64_t peer_area;     /* the address by which the wire names the peer's area … */
   uint64_t peer_area_key; /* … and the key */
@@ -59,7 +58,7 @@ typedef struct ProxycclStagedOptions {
   uint32_t wire_count;
   uint32_t credits_tell; /* 1: a message that the peer has credited is complete on its wire, as on a stream */
   uintptr_t area;        /* WORDS_BYTES, zeroed, and two rings: pinned and registered */
-  uintptr_t device_area; /* its address for the runtime's copies */
+  uintptr_t device_area; /* the area's address for the runtime's copies */
   uint64_t ring_bytes;   /* the same on both sides; a multiple of PROXYCCL_STAGED_ALIGN */
   uint64_t chunk_bytes;  /* most bytes of a put in one message */
   const ProxycclRemoteWriteTarget *write_targets; /* PROXYCCL_STAGED_WRITE_TARGETS of them */
@@ -76,9 +75,9 @@ ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_
 /* The state that a thread of wires shares with the workers of their connections. The thread serves the wires of an
  * endpoint. */
 typedef struct ProxycclWireThread {
-  uint32_t *asleep;     /* its word (waking.h); NULL without a thread */
-  int turn;             /* pairing wire-turn: 1 while somebody is at one of the wires */
-  uint64_t padding[14]; /* other threads' begin in another pair of cache lines */
+  uint32_t *asleep;     /* the thread's word (waking.h); NULL without a thread */
+  int turn;             /* pairing wire-turn: 1 while a thread serves one of the wires */
+  uint64_t padding[14]; /* separates the state from other threads' by a pair of cache lines */
 } ProxycclWireThread;
 
 /* Tells a wire its thread, which must outlive the use of the wire; NULL: it has none, as in the beginning. Neither the

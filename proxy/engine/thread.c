@@ -1,7 +1,7 @@
-/* A thread that runs workers in turn, its idling, and its helpers. See engine.h.
+/* A thread that runs workers in turn: its rounds, its idle policy, and its helpers. See engine.h.
  *
- * One thread at a time runs the workers: the one that has the turn. The proxy thread has it except for a moment after
- * each round, and keeps it when it returns. So nobody helps while a handler runs or an exit is handled. */
+ * Only the thread that has the turn runs the workers. The proxy thread gives the turn away for a moment after each
+ * round, and keeps the turn when it returns. So nobody helps while a handler runs or an exit is handled. */
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,36 +15,36 @@
 enum {
   POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock: one costs as much as several */
   SLEEP_PART = 32,      /* an idle thread sleeps for a 32nd of the time that it has been idle */
-  REST_PART = 1024,     /* likewise, of a long one, for which it sleeps longer than its policy's longest sleep */
+  REST_PART = 1024, /* after a long idle time a thread sleeps for this part, even beyond its policy's longest sleep */
   LONGEST_REST_NS = 10000000,
-  OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding, as somebody may wait for its completion;
+  OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding, because a program may wait for it;
                                    and the shortest, as waking takes a good part of that */
-  TIMER_SLACK_NS = 1000,        /* by which the system may end a sleep later; 50 µs by default */
-  TURN_SLEEP_NS = 50000,        /* between two tries for the turn, which a helper has for a round */
-  SPIN_NS = 50000 /* longest spin: whoever else the system puts on the core waits for a time slice meanwhile */
+  TIMER_SLACK_NS = 1000,        /* the system may end a sleep later by this time; 50 µs by default */
+  TURN_SLEEP_NS = 50000,        /* sleep between two attempts to take the turn from a helper */
+  SPIN_NS = 50000               /* longest spin, because other threads on the core wait for a time slice meanwhile */
 };
 
-enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers: made no progress, made progress */
+enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers without progress, with progress */
 
-#define IDLE_FOR_LONG UINT64_MAX /* an idle time after which a thread sleeps for as long as it may */
+#define IDLE_FOR_LONG UINT64_MAX /* an idle time after which a thread uses its longest sleep */
 
-#define NO_CONTEXT UINTPTR_MAX /* not 0, which is a device where contexts are numbers */
+#define NO_CONTEXT UINTPTR_MAX /* not 0, because HIP's contexts are device numbers from 0 */
 
 struct ProxycclThread {
-  ProxycclIdlePolicy idle;     /* relaxed: each field stands for itself */
-  uint32_t *asleep;            /* 1 while it sleeps and may be woken (waking.h) */
-  int woken;                   /* its last sleep was ended by a launch */
-  ProxycclWorker *added;       /* a stack: any thread pushes, this one takes all of it */
-  ProxycclWorker *first, **at; /* its workers, and the link to the one whose turn it is */
-  uintptr_t context;           /* the context that a worker made current last */
-  void (*end_help)(void *);    /* NULL: nobody else may have the turn */
-  int turn;                    /* pairing turn: 1 while somebody has it */
-  int helped;                  /* HELPED_… since the thread looked last */
-  ProxycclOutcome found;       /* the outcome of a helper's round, for the thread to return, and … */
-  ProxycclExitInfo found_info; /* … its details */
+  ProxycclIdlePolicy idle;     /* relaxed: the fields are independent */
+  uint32_t *asleep;            /* 1 while the thread sleeps and may be woken (waking.h) */
+  int woken;                   /* whether a launch ended the last sleep */
+  ProxycclWorker *added;       /* a stack: any thread pushes, this thread pops all */
+  ProxycclWorker *first, **at; /* the workers, and the link to the current one */
+  uintptr_t context;           /* the context that is current */
+  void (*end_help)(void *);    /* NULL if no other thread may take the turn */
+  int turn;                    /* pairing turn: 1 while a thread has the turn */
+  int helped;                  /* HELPED_… flags since the thread's last check */
+  ProxycclOutcome found;       /* the outcome of a helper's round, which the thread returns, … */
+  ProxycclExitInfo found_info; /* … and the outcome's details */
 };
 
-/* Pairing turn, acquire: the effects of the last thread to have the turn. */
+/* Pairing turn, acquire: the effects of the last thread with the turn. Returns 1 if the turn was taken. */
 static int turn_taken(ProxycclThread *thread) { return __atomic_exchange_n(&thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
 
 /* Pairing turn, release. */
@@ -56,8 +56,7 @@ static void push_added(ProxycclThread *thread, ProxycclWorker *worker) {
   while (!__atomic_compare_exchange_n(&thread->added, &worker->next, worker, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
 }
 
-/* Pairing new-worker, acquire. Takes all workers that were added. The first load saves the exchange when there are
- * none. */
+/* Pairing new-worker, acquire. Takes all added workers. The first load saves the exchange if there are none. */
 static ProxycclWorker *pop_added(ProxycclThread *thread) {
   if (__atomic_load_n(&thread->added, __ATOMIC_RELAXED) == NULL) return NULL;
   return __atomic_exchange_n(&thread->added, NULL, __ATOMIC_ACQUIRE);
@@ -107,7 +106,7 @@ static void sleep_for(uint64_t ns) {
   nanosleep(&pause, NULL);
 }
 
-/* Sleeps, at most for a time, until a launch wakes the thread. Returns whether one did. */
+/* Sleeps at most `ns`, or until a launch wakes the thread. Returns whether a launch did. */
 static int sleep_until_woken(uint32_t *asleep, uint64_t ns) {
   const struct timespec longest = timespec_of(ns);
   __atomic_store_n(asleep, 1, __ATOMIC_RELAXED); /* a hint: see waking.h */
@@ -115,11 +114,11 @@ static int sleep_until_woken(uint32_t *asleep, uint64_t ns) {
   return __atomic_exchange_n(asleep, 0, __ATOMIC_RELAXED) == 0;
 }
 
-/* The work that an idle thread may fail to notice. */
+/* The work that an idle thread may notice late. */
 typedef enum {
   NOTHING_OUTSTANDING,
-  OUTSTANDING, /* somebody may wait for a completion */
-  HELPED       /* others do its work: a launch does not wake it, as it would take a core from them */
+  OUTSTANDING, /* a program may wait for a completion */
+  HELPED       /* helpers run the workers: launches do not wake the thread, which would take a core from helpers */
 } Idleness;
 
 /* Spins, then yields, then sleeps for a part of the time that it has been idle: waking late adds little to that time,
@@ -171,7 +170,7 @@ static void take_added(ProxycclThread *thread) {
   thread->at = &thread->first;
 }
 
-/* Makes a worker's context current if the last worker had a different one. */
+/* Makes a worker's context current, unless it is. */
 static int enter_context(ProxycclThread *thread, const ProxycclWorker *worker) {
   if (worker->make_current == NULL || worker->context == thread->context) return 0;
   const int status = worker->make_current(worker->context);
@@ -188,10 +187,10 @@ static void end_turns(ProxycclWorker *worker) {
     counter_set(&worker->service->words->turns[worker->number].count, PROXYCCL_NO_MORE_TURNS);
 }
 
-/* A worker's turn: steps of a schedule, up to POLL_INTERVAL triggers of each ring, and a poll of its connections. After
- * a handler it has no part for the rings: its trigger ended the last turn before the poll, and the next may do the
- * same. CONTINUE, or why the thread returns. Sets *progress if anything happened, *busy if triggers or steps were
- * taken, *any_outstanding if work is. */
+/* A worker's turn: steps of a schedule, up to POLL_INTERVAL triggers of each ring, and a poll of the connections. The
+ * turn after a handler skips the rings: the handler's trigger ended the last turn before the poll, and the next trigger
+ * may do the same. Returns CONTINUE, or why the thread must return. Sets *progress if anything happened, *busy if
+ * triggers or steps were taken, *any_outstanding if work is outstanding. */
 static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, int *progress,
                                  int *busy, int *any_outstanding) {
   const uint32_t rings = list_count(&worker->ring_count);
@@ -204,7 +203,7 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
    * kernel. */
   if (abort_is_up(worker->service->control)) {
     proxyccl_worker_show_schedule_waits(worker);
-    /* Whoever checks after its stream knows of the failure by now. */
+    /* A caller that checks for failures after its stream already finds this one. */
     proxyccl_schedule_words_end_waits(worker->service->words);
     return PROXYCCL_EXIT_ABORTED;
   }
@@ -241,7 +240,8 @@ typedef struct {
   int progress, busy, outstanding;
 } Round;
 
-/* A turn of each worker, by whoever has the thread's turn. CONTINUE, or why the thread returns. */
+/* Gives each worker a turn, for the caller that has the thread's turn. Returns CONTINUE, or why the thread must return.
+ */
 static ProxycclOutcome run_round(ProxycclThread *thread, Round *round, ProxycclExitInfo *info) {
   do {
     ProxycclWorker *worker = *thread->at;
@@ -273,7 +273,7 @@ void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(v
   add(help, thread);
 }
 
-/* 1 if any worker has a trigger to take. For whoever has the turn. */
+/* Returns 1 if a worker's ring has a trigger. For the caller that has the turn. */
 static int any_pushed(const ProxycclThread *thread) {
   ProxycclTrigger trigger;
   for (const ProxycclWorker *worker = thread->first; worker != NULL; worker = worker->next) {
@@ -296,12 +296,12 @@ int proxyccl_thread_help(ProxycclThread *thread, int waits) {
   return round.progress;
 }
 
-/* Takes the turn back; a helper has it for one round at most. */
+/* Takes the turn back. A helper keeps the turn for one round at most. */
 static void take_back(ProxycclThread *thread) {
   while (!turn_taken(thread)) sleep_for(TURN_SLEEP_NS);
 }
 
-/* After a round without work: backs off, without the turn. Returns the time slept. */
+/* Backs off after a round without work, without the turn. Returns the time slept. */
 static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, Idleness idleness) {
   if (thread->end_help == NULL) return back_off(thread, idle_ns, idleness);
   turn_give(thread);
@@ -315,9 +315,9 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
    * to helpers: where threads outnumber cores, a thread that wakes takes a core from those with work. */
   int is_helped = 0;
   uint64_t idle_since = 0, counted = 0; /* idle time is counted up to the last reading of the clock */
-  uint64_t slept = 0;                   /* a thread that has slept looks once, and sleeps on */
+  uint64_t slept = 0;                   /* after a sleep, a thread polls once before it sleeps again */
   uint32_t polls = 0;
-  prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* if it is refused, sleeps end later */
+  prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* on failure, sleeps end later */
   clear_info(info);
   for (;;) {
     Round round = {0};
@@ -348,7 +348,7 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
       slept = rest(thread, idle_ns, idleness);
       if (!(thread->helped & HELPED_ON)) count_idle(thread, now + slept - counted, slept);
       counted = now + slept;
-      if (thread->woken) idle_since = slept = 0; /* work is on its way */
+      if (thread->woken) idle_since = slept = 0; /* a launch announces work */
     }
   }
 }

@@ -15,10 +15,10 @@
 /* One memory id. A memory longer than a window has consecutive ids, one for each window. */
 typedef struct ProxycclMemory {
   char *base;           /* address of the window, as the transport reaches it */
-  uint64_t bytes;       /* from `base` to the end of the memory; 0: the id is not in use */
+  uint64_t bytes;       /* bytes from `base` to the end of the memory; 0 if the id is not in use */
   uint64_t key;         /* a remote key, or the transport's own */
-  uint32_t remote_only; /* only a remote link reaches it, by its key: copies in this process must not use `base` */
-  char *host;           /* address of the window for the CPU; NULL: the CPU may not touch the memory */
+  uint32_t remote_only; /* only a remote link reaches the memory, by `key`: local copies must not use `base` */
+  char *host;           /* the CPU's address of the window; NULL if the CPU may not access the memory */
 } ProxycclMemory;
 
 typedef struct ProxycclConnection ProxycclConnection;
@@ -33,15 +33,15 @@ typedef struct ProxycclPut {
   uint64_t bytes;
 } ProxycclPut;
 
-enum { PROXYCCL_MOST_PUTS = 32 }; /* of one call */
+enum { PROXYCCL_MOST_PUTS = 32 }; /* most puts of one call */
 
 typedef struct ProxycclTransport {
   const char *name;
   uint32_t copies; /* sides where the engine refuses remote_only memory */
-  /* The name of an option that is out of range, or NULL. `options` is the transport's own struct. */
+  /* Returns the name of an option that is out of range, or NULL. `options` is the transport's options struct. */
   const char *(*refused)(const void *options);
-  /* Makes a connection with options that are not refused. The objects that they name must outlive it. NULL with errno:
-   * ENOMEM, or ENOSYS in a build without the transport. */
+  /* Makes a connection with options that are not refused. Objects that the options name must outlive the connection.
+   * Returns NULL on failure and sets errno: ENOMEM, or ENOSYS in a build without the transport. */
   ProxycclConnection *(*create)(const void *options, const ProxycclRuntimeTable *runtime);
   /* Number of triggers, each with a put, a signal and a flush, for which the connection has room now; NULL: any number.
    * The engine issues at most that many. At 0 it leaves the trigger in its ring and asks again after the next poll. */
@@ -49,25 +49,25 @@ typedef struct ProxycclTransport {
   /* Moves at least one byte from local memory to the peer's. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
-  /* The same from the peer's memory to local memory. */
+  /* Moves at least one byte from the peer's memory to local memory. */
   int (*get)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
-  /* Makes puts to the peers of any connections of this transport, in any order among each other; as an operation it is
-   * this connection's. At most `most_puts` of them. */
+  /* Makes at most `most_puts` puts, in any order, to the peers of any connections of this transport. The call counts as
+   * one operation of this connection. */
   int (*put_many)(ProxycclConnection *self, const ProxycclPut *puts, uint32_t count);
-  /* Stores the low `bytes` bytes of a value, 1, 2, 4 or 8 of them: like a put, but nothing is read later. */
+  /* Puts the low `bytes` bytes of a value, 1, 2, 4 or 8 of them. No source is read later. */
   int (*put_value)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
                    uint32_t bytes);
   /* Stores `value` to the peer's semaphore word, which holds `previous`: some devices can only add. */
   int (*signal)(ProxycclConnection *self, uint64_t *remote, uint64_t value, uint64_t previous);
   /* Stores `value` to this rank's word `flushed` when all earlier operations are complete. */
   int (*flush)(ProxycclConnection *self, uint64_t *flushed, uint64_t value);
-  /* Stores `value` to this rank's word `released` when earlier puts no longer read their sources; NULL: that is when
-   * they are complete, and flush tells it. */
+  /* Stores `value` to this rank's word `released` when earlier puts no longer read their sources. NULL if that is when
+   * the puts are complete, which a flush reports. */
   int (*release)(ProxycclConnection *self, uint64_t *released, uint64_t value);
   /* Makes progress and finds failures. Adds the number of completions to *progress. */
   int (*poll)(ProxycclConnection *self, uint32_t *progress);
-  /* 1 if nothing is outstanding. */
+  /* Returns 1 if nothing is outstanding. */
   int (*idle)(const ProxycclConnection *self);
   void (*destroy)(ProxycclConnection *self);
 } ProxycclTransport;
@@ -75,7 +75,7 @@ typedef struct ProxycclTransport {
 /* How far a connection has come, in triggers from its first. */
 typedef struct ProxycclProgress {
   uint64_t issued;    /* set by the engine, after a run of triggers */
-  uint64_t completed; /* set by the transport, at a poll: at least this many of them are complete */
+  uint64_t completed; /* set by the transport, at a poll: at least this many triggers are complete */
   uint64_t marked;    /* set by the transport: the next value of `completed` */
 } ProxycclProgress;
 
@@ -83,8 +83,8 @@ struct ProxycclConnection {
   const ProxycclTransport *transport;
   ProxycclProgress progress;
   struct Channel *unfinished; /* the engine's list of channels with triggers that are not known to be complete */
-  uint32_t most_puts;         /* of a put_many; 0: it has none */
-  uint32_t number;            /* in its worker */
+  uint32_t most_puts;         /* most puts of a put_many; 0 without put_many */
+  uint32_t number;            /* the connection's number in its worker */
   uint32_t worker;            /* the worker's number in its service */
 };
 

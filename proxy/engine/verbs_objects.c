@@ -10,12 +10,12 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* Copies this process's memory. 0, or the errno. */
+/* Copies this process's memory, by the kernel. Returns 0 or an errno. */
 static int copy_from(const void *address, void *out, size_t bytes) {
   const struct iovec local = {out, bytes}, remote = {(void *)address, bytes};
   const ssize_t copied = process_vm_readv(getpid(), &local, 1, &remote, 1, 0);
   if (copied < 0) return errno;
-  return (size_t)copied == bytes ? 0 : EFAULT; /* less: the rest can't be read */
+  return (size_t)copied == bytes ? 0 : EFAULT; /* a shorter copy means unreadable memory */
 }
 
 static ProxycclVerbsFinding finding(int error, ProxycclVerbsFinding unreadable) {

@@ -2,8 +2,8 @@
  * number `retired` are complete.
  *
  * A queue pair starts its requests in their order, and carries them out in that order except in one case: the response
- * to a read may come after later requests. So the first request after a run of reads has a fence: neither it nor later
- * ones start before the reads are complete. A read after writes needs none. */
+ * to a read may come after later requests. So the first request after a run of reads has a fence: this request and
+ * later ones start only when the reads are complete. A read after writes needs none. */
 #include "verbs_transport.h"
 
 #include <errno.h>
@@ -30,7 +30,7 @@ static const char *verbs_refused(const void *given) {
 
 enum {
   CHAIN = PROXYCCL_VERBS_CHAIN,
-  COMPLETIONS = 16 /* taken with one call */
+  COMPLETIONS = 16 /* most completions taken with one call */
 };
 
 _Static_assert((int)OPERATIONS == (int)PROXYCCL_VERBS_OPERATIONS, "the length of the queue that the header tells");
@@ -42,12 +42,12 @@ typedef struct {
   uint32_t depth;         /* most requests outstanding */
   uint32_t chain_limit;   /* most requests in a chain */
   uint32_t chained;       /* requests that are made and not yet posted */
-  uint64_t chained_bytes; /* bytes of their puts and gets */
+  uint64_t chained_bytes; /* bytes of the puts and gets in the chain */
   int reading;            /* the last request was a read */
   uint64_t made, retired;
   struct ibv_send_wr requests[CHAIN]; /* linked in order */
   struct ibv_sge parts[CHAIN];
-  uint64_t values[CHAIN]; /* of inline writes */
+  uint64_t values[CHAIN]; /* the values of inline writes */
 } VerbsConnection;
 
 static VerbsConnection *self_of(ProxycclConnection *base) { return (VerbsConnection *)base; }
@@ -156,7 +156,7 @@ static int verbs_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* An operation waits only for an outstanding request. */
+/* A waiting operation implies an outstanding request. */
 static int verbs_idle(const ProxycclConnection *base) {
   const VerbsConnection *self = (const VerbsConnection *)base;
   return self->made == self->retired;

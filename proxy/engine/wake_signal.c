@@ -9,9 +9,9 @@ static int descriptor = -1;
 static struct sigaction previous;
 
 static void wake(int signal, siginfo_t *info, void *context) {
-  const int kept = errno; /* of the code that the signal interrupts */
+  const int kept = errno; /* the errno of the interrupted code */
   const uint64_t one = 1;
-  /* An eventfd refuses only a value that would overflow its count: then its reader is awake already. */
+  /* An eventfd refuses only a value that would overflow its count, and then its reader is awake already. */
   const ssize_t written = write(descriptor, &one, sizeof one);
   (void)written;
   errno = kept;

@@ -10,24 +10,24 @@
 
 /* How far a channel has come. */
 typedef struct {
-  uint64_t triggers; /* of its connection, as ProxycclProgress counts them */
-  uint64_t end;      /* one more than the ticket of its own last trigger among them */
+  uint64_t triggers; /* triggers of the channel's connection, as ProxycclProgress counts them */
+  uint64_t end;      /* one more than the ticket of the channel's last trigger among them */
 } Extent;
 
 typedef struct Channel Channel;
 
 struct Channel {
-  ProxycclConnection *connection; /* NULL: not in use, or a handler's */
+  ProxycclConnection *connection; /* NULL if the channel is not in use, or has a handler */
   int is_handler;
   uint64_t *remote_semaphore;
   uint64_t *flushed;
   uint64_t *completed;
   uint64_t outbound; /* the peer's word: signals sent, or a schedule's post; the engine is its only writer */
-  uint64_t taken;    /* how much of this rank's word schedules have taken: signals, or the last post */
-  /* While triggers are not known to be complete: all issued ones, and the first of them that will be. */
+  uint64_t taken;    /* signals of this rank's word that schedules have consumed, or the last post */
+  /* While triggers are not known to be complete: all issued triggers, and the first of them to await. */
   Extent issued, awaited;
-  Channel *next_unfinished; /* in its connection's list */
-  int unfinished;           /* it is in that list */
+  Channel *next_unfinished; /* next in the connection's list */
+  int unfinished;           /* whether the channel is in that list */
 };
 
 typedef struct Schedule Schedule; /* schedule.c */
@@ -35,20 +35,20 @@ typedef struct Schedule Schedule; /* schedule.c */
 struct ProxycclService {
   ProxycclControl *control;
   ProxycclCounters *counters;
-  ProxycclScheduleWords *words; /* NULL: no stream rings */
+  ProxycclScheduleWords *words; /* NULL without schedules */
   const uint64_t *semaphores;   /* the channels' words in this rank, which peers' proxies signal */
   uint32_t worker_count;
   uint32_t current; /* number of the schedule that was started last */
   uint32_t started; /* schedules that were started; pairing schedule-start */
-  uint32_t parts;   /* workers that have not ended their part of it; pairing schedule-end */
+  uint32_t parts;   /* workers that have not ended their part of the current schedule; pairing schedule-end */
   Schedule *schedules[PROXYCCL_MAX_SCHEDULES];
   ProxycclMemory memories[PROXYCCL_MEMORY_IDS];
   Channel channels[PROXYCCL_MAX_CHANNELS];
 };
 
-/* A flush that is being timed; one for each connection. */
+/* The flush that is being timed, one for each connection. */
 typedef struct {
-  const uint64_t *flushed; /* NULL: none is */
+  const uint64_t *flushed; /* NULL without a timed flush */
   uint64_t awaited;        /* value of the flush word at completion */
   uint64_t issued_ns;
   ProxycclCounters *counters;
@@ -56,12 +56,12 @@ typedef struct {
 
 /* A worker's part of the running schedule. */
 typedef struct {
-  Schedule *schedule;          /* NULL: none runs */
-  ProxycclConnection *carrier; /* whose stream makes the copies of all its bundles; NULL: it makes no bundles */
+  Schedule *schedule;          /* NULL if no schedule runs */
+  ProxycclConnection *carrier; /* the connection whose stream copies all bundles; NULL without bundles */
   uint32_t left;               /* steps that are not complete */
   uint32_t idle_polls;         /* since the last progress */
-  uint64_t idle_since;         /* time; 0 before the clock was read */
-  int shown;                   /* observers are shown its waits */
+  uint64_t idle_since;         /* start of the wait; 0 before the clock was read */
+  int shown;                   /* whether the waits are published for observers */
 } ScheduleRun;
 
 enum { STOP_WHEN_DONE = 1, STOP_AT_ONCE = 2 };
@@ -70,23 +70,23 @@ struct ProxycclWorker {
   ProxycclService *service;
   ProxycclWorkerStats *stats;
   Trace trace;
-  uint32_t *asleep;                       /* its thread's word (waking.h), for requests; NULL: it has no thread */
-  ProxycclWorker *next;                   /* in its thread's list */
-  int (*make_current)(uintptr_t context); /* NULL: the thread always has this worker's context */
+  uint32_t *asleep;                       /* the thread's word (waking.h), for requests; NULL without a thread */
+  ProxycclWorker *next;                   /* next in the thread's list */
+  int (*make_current)(uintptr_t context); /* NULL if the thread always has this worker's context */
   uintptr_t context;
   Ring rings[PROXYCCL_MAX_RINGS];
   ProxycclConnection *connections[PROXYCCL_MAX_CONNECTIONS];
   TimedFlush timed[PROXYCCL_MAX_CONNECTIONS];
   uint32_t ring_count, connection_count; /* pairing worker-list */
   uint32_t current;                      /* ring to visit next, also after a return to Python */
-  uint32_t number;                       /* in its service; worker 0 looks at the bell */
-  uint32_t joined;                       /* schedules that it has begun or found begun; unused by worker 0 */
+  uint32_t number;                       /* the worker's number in its service; worker 0 reads the bell */
+  uint32_t joined;                       /* schedules that this worker has joined; unused by worker 0 */
   uint32_t polled;                       /* the connection to poll next while a schedule runs */
   ScheduleRun run;
   int handling;  /* a Python handler has the current ring's next trigger */
-  int handled;   /* one has returned, and the connections were not polled since */
+  int handled;   /* a handler has returned, and connections were not polled since */
   int stop;      /* STOP_… flags, pairing request */
-  Request drain; /* to report that there is nothing more to do */
+  Request drain; /* a request to report when nothing is left to do */
   Request pause; /* odd numbers pause, even numbers resume */
 };
 
@@ -115,20 +115,22 @@ static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t c
 }
 
 /* Acts on up to POLL_INTERVAL triggers of a ring, and adds their number to *progress. If a trigger's connection has no
- * room, the trigger and all after it stay in the ring, and *held is set. CONTINUE, or why the thread returns. */
+ * room, the trigger and all after it stay in the ring, and *held is set. Returns CONTINUE, or why the thread must
+ * return. */
 ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info,
                                            uint32_t *progress, int *held);
 
-/* Takes a schedule as far as it can go now, after a look at the bell if none runs. Adds its progress to *progress, and
- * sets *running if a schedule is still running. CONTINUE, or why the thread returns. */
+/* Reads the bell if no schedule runs, then advances the running schedule as far as possible. Adds progress to
+ * *progress, and sets *running if a schedule is still running. Returns CONTINUE, or why the thread must return. */
 ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                              int *running);
 
-/* Shows observers the wait of the running schedule, if any: for each connection whether it is part of it. */
+/* Publishes the wait of the running schedule, if any, on each connection that the schedule waits for. */
 void proxyccl_worker_show_schedule_waits(ProxycclWorker *worker);
 
-/* Polls every connection, or one in turn while a schedule runs, and shows observers how far each has come. Adds
- * completions to *progress; *outstanding says whether work is outstanding. CONTINUE, or why the thread returns. */
+/* Polls every connection, or one in turn while a schedule runs, and publishes the progress of each for observers. Adds
+ * completions to *progress; *outstanding says whether work is outstanding. Returns CONTINUE, or why the thread must
+ * return. */
 ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                      int *outstanding);
 

@@ -1,4 +1,4 @@
-"""One rank's endpoint of libfabric, with the rank's state for the transports `fabric` and `staged_fabric`."""
+"""One rank's libfabric endpoint, and the rank's state for the transports `fabric` and `staged_fabric`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _CORES_PER_STREAM = 2
 
 
 class FabricContext:
-    """The rank's endpoint, and its control segment, registered.
+    """The rank's endpoint, with which the control segment is registered.
 
     Attributes:
-        runtime, segment, signals: as in the setup.
-        options: the provider and its settings.
-        endpoint: the endpoint, and the first of those for staged data.
+        runtime, segment, signals: see `RemoteSetup`.
+        options: the provider's name and settings.
+        endpoint: the endpoint, which is also the first of the endpoints for staged data.
         registered_segment: the control segment's registration.
         write_targets: memory that peers' staged puts may write.
-        staged_peers: the number of peers for whom there are rings.
+        staged_peers: the number of peers with rings.
 
     Raises:
         ArgumentError: an option names something that does not exist.
@@ -50,7 +50,7 @@ class FabricContext:
         self._core_share = setup.core_share
 
     def wire_endpoints(self) -> list[FabricEndpoint]:
-        """The endpoints for staged data: `FabricOptions.streams`, all of one offer. The first call makes them.
+        """The endpoints for staged data: `FabricOptions.streams` of them, of one offer. The first call opens them.
 
         Raises:
             ResourceError: the system or the provider has no room.
@@ -63,18 +63,18 @@ class FabricContext:
         return made
 
     def register(self, ptr: int, nbytes: int, allocation: Hashable = None) -> FabricRegistration:
-        """Registers memory as `register_memory`."""
+        """Registers memory with the endpoint (`register_memory`)."""
         return register_memory(self.endpoint, self.runtime, self.options.gpu_writes, ptr, nbytes, allocation)
 
     def close(self) -> None:
         """Deregisters all memory and closes the endpoints."""
-        with contextlib.ExitStack() as steps:  # each regardless of the others
+        with contextlib.ExitStack() as steps:  # closes all, even if one fails
             for endpoint in self._wire_endpoints:
                 steps.callback(endpoint.close)
 
 
 def default_streams(core_share: int) -> int:
-    """The number of streams for staged data over sockets. Each has a thread, for all of a rank's peers.
+    """The default number of streams for staged data over sockets. Each has a thread, for all of a rank's peers.
 
     Args:
         core_share: cores that the rank's threads may keep busy.

@@ -1,4 +1,4 @@
-"""An endpoint of libfabric, its address for peers, and the memory that is registered with it."""
+"""A libfabric endpoint, the endpoint's address for peers, and registered memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _ADDRESS_BYTES = 512
 _COMPLETIONS = 8192
-_KEY_EXISTS = 269  # FI_ENOKEY: a registration of this endpoint has this key
+_KEY_EXISTS = 269  # FI_ENOKEY: the key is in use
 _KEY_TRIES = 8
 _OWNERS = {"cuda": lib.PROXYCCL_FABRIC_CUDA, "hip": lib.PROXYCCL_FABRIC_ROCR}
 _LOCAL_KEYS: int = lib.PROXYCCL_FABRIC_LOCAL_KEYS
@@ -35,11 +35,11 @@ class FabricAddress(Message, frozen=True):
     """An endpoint's description for its peers.
 
     Attributes:
-        provider: the provider that its peers need too.
+        provider: the provider, which peers must use too.
         format: libfabric's number of the form of `address`.
         address: the address.
-        reads: whether its peers may read the memory that is registered with it.
-        in_order: whether the bytes of one write change that memory in their order.
+        reads: whether peers may read memory that is registered with the endpoint.
+        in_order: whether the bytes of one write reach that memory in order.
     """
 
     provider: Annotated[str, Meta(max_length=256)]
@@ -57,9 +57,9 @@ class FabricRegistration:
     """A registered range of memory.
 
     Attributes:
-        ptr: its address in this process.
-        nbytes: its size.
-        address: the address by which peers name its first byte: the same, or 0.
+        ptr: the range's address in this process.
+        nbytes: the range's size.
+        address: the address by which peers name the first byte: `ptr` or 0.
         key: key for peers.
         local_key: key for this rank's writes; 0 if the provider needs none.
         region: address of the fid_mr.
@@ -81,14 +81,14 @@ class FabricEndpoint:
 
     Args:
         offer: the provider and its interface.
-        options: its settings.
-        keep, keep_bytes: as for `RegistrationCache`.
-        waits: whether the completion queue has a descriptor that becomes readable, where the provider can do that.
+        options: the endpoint's settings.
+        keep, keep_bytes: see `RegistrationCache`.
+        waits: whether the completion queue has a descriptor that becomes readable, if the provider supports one.
 
     Attributes:
         offer: the provider and its interface.
-        ordered: whether signals follow their data at once.
-        joined: whether they may be parts of writes, if the peer's memory supports that.
+        ordered: whether a signal is posted right after its data.
+        joined: whether a signal may be a part of a write, if the peer's memory supports that.
         depth: the most outstanding writes of a connection.
 
     Raises:
@@ -119,7 +119,7 @@ class FabricEndpoint:
         parts = ffi.new("ProxycclFabricParts *")
         lib.proxyccl_fabric_parts(self._endpoint, parts)
         self._parts = parts
-        self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # key 0 has none
+        self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # key 0 has no descriptor
         self._looks = ffi.new("uint64_t *")
         self._free_keys = deque(range(1, _LOCAL_KEYS))
         self._lock = threading.Lock()
@@ -144,13 +144,13 @@ class FabricEndpoint:
         return self._parts
 
     def insert(self, peer: bytes) -> tuple[int, FabricAddress]:
-        """Makes a peer known.
+        """Adds a peer to the address vector.
 
         Returns:
-            Its number, an fi_addr_t, and its address.
+            The peer's fi_addr_t, and the peer's address.
 
         Raises:
-            ArgumentError, ResourceError, RuntimeUnavailableError: as for `connect`.
+            ArgumentError, ResourceError, RuntimeUnavailableError: see `connect`.
         """
         self._require_open()
         try:
@@ -164,12 +164,12 @@ class FabricEndpoint:
                 f"{self.offer} of format {self.offer.address_format}; choose with the options provider and interface",
             )
         known = ffi.new("uint64_t *")
-        whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read as much as the form has
+        whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read the format's full length
         self._check("fi_av_insert", lib.proxyccl_fabric_insert(self._endpoint, whole, known))
         return known[0], theirs
 
     def remove(self, peer: int) -> None:
-        """Forgets a peer that `insert` made known, to which nothing is outstanding."""
+        """Removes a peer of `insert`, to which nothing may be outstanding."""
         self._require_open()
         self._check("fi_av_remove", lib.proxyccl_fabric_remove(self._endpoint, peer))
 
@@ -181,7 +181,7 @@ class FabricEndpoint:
             signal_key: key of the memory with the peer's semaphore words.
 
         Raises:
-            ArgumentError: the bytes are not an address, or that of another provider.
+            ArgumentError: the bytes are not an address, or are another provider's.
             ResourceError: the system or the provider has no room.
             RuntimeUnavailableError: the provider refuses the address.
         """
@@ -215,7 +215,7 @@ class FabricEndpoint:
 
         Args:
             ptr: address of the range.
-            nbytes: its size.
+            nbytes: size of the range.
             device: the runtime and the number of the GPU that owns the memory; None for the host.
             allocation: identifies this allocation among all others, including earlier ones at the same address;
                 None: the range is registered only while it is used.
@@ -233,10 +233,10 @@ class FabricEndpoint:
         return int(self._descriptors[registration.local_key])
 
     def release(self, registration: FabricRegistration) -> None:
-        """Ends one use. When the last one ends, writes must no longer name it.
+        """Ends one use of a registration. After the last use, writes must no longer name it.
 
         Raises:
-            ArgumentError: it is not in use.
+            ArgumentError: the registration is not in use.
         """
         self._made.release(registration)
 
@@ -304,16 +304,16 @@ class FabricEndpoint:
 def register_memory(
     endpoint: FabricEndpoint, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
 ) -> FabricRegistration:
-    """Registers memory of the host, or of a device unless that does not order RDMA writes.
+    """Registers memory of the host, or of a GPU that orders RDMA writes.
 
     Args:
-        endpoint: registers it.
-        runtime: tells whether it is a device's.
-        gpu_writes: as in `FabricOptions`.
-        ptr, nbytes, allocation: as for `FabricEndpoint.register`.
+        endpoint: the endpoint to register with.
+        runtime: the runtime, which knows whether the memory is a device's.
+        gpu_writes: see `FabricOptions`.
+        ptr, nbytes, allocation: see `FabricEndpoint.register`.
 
     Raises:
-        RuntimeUnavailableError: the device does not order them (`require_ordered`). Other errors are those of
+        RuntimeUnavailableError: the GPU does not order RDMA writes (`require_ordered`). Other errors are those of
             `FabricEndpoint.register`.
     """
     number = None if runtime.name == "host" else runtime.pointer_device(ptr)

@@ -1,4 +1,4 @@
-"""libfabric's library, loaded at run time, and its providers' offers: no other module loads it."""
+"""Loads libfabric at run time, which no other module does, and lists the providers' offers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from proxyccl.proxy.fabric.requirements import INSTALL, library_name
 ffi, lib = _engine.ffi, _engine.lib
 
 _FUNCTIONS = ("fi_getinfo", "fi_freeinfo", "fi_dupinfo", "fi_fabric")
-_SIGACTION_BYTES = 256  # at least those of C's struct
-_NO_DATA = 61  # FI_ENODATA: no provider offers it
+_SIGACTION_BYTES = 256  # at least the size of C's struct sigaction
+_NO_DATA = 61  # FI_ENODATA: no provider has a matching offer
 _EXHAUSTED = (12, 24)  # FI_ENOMEM, FI_EMFILE
 _STREAMS = frozenset({"tcp", "net"})
 """Providers that carry each message in a byte stream, and store its data in the stream's order."""
 _ORDERED_STORES = frozenset({"x86_64", "AMD64"})
 """CPUs whose stores other cores see in program order; others may show a message's end before its begin."""
-# Formats of addresses (rdma/fabric.h) that users know too.
+# Address formats (rdma/fabric.h) with names that users know.
 _SOCKADDR_IN, _SOCKADDR_IN6 = 2, 3
 _IPV4, _IPV6 = slice(4, 8), slice(8, 24)
 
 
 @contextlib.contextmanager
 def keeping_signal_handlers() -> Iterator[None]:
-    """Puts this process's signal handlers back after libraries were loaded.
+    """A context that restores this process's signal handlers after libraries were loaded in it.
 
     PSM's libraries, which some builds of libfabric load, replace the handlers of SIGINT, SIGTERM and faults by one that
     ends the process.
@@ -63,11 +63,11 @@ class Library:
     """The loaded library.
 
     Attributes:
-        functions: addresses of its functions, a ProxycclFabricLibrary.
-        version: its version, such as "1.17".
+        functions: addresses of the library's functions, a ProxycclFabricLibrary.
+        version: the library's version, such as "1.17".
 
     Raises:
-        RuntimeUnavailableError: it can't be loaded; the message says what to install.
+        RuntimeUnavailableError: the library can't be loaded; the message says what to install.
     """
 
     def __init__(self, name: str) -> None:
@@ -90,7 +90,7 @@ class Library:
         return str(self._strerror(error).decode())
 
     def check(self, call: str, subject: str, error: int) -> None:
-        """Raises for a nonzero error number: ResourceError if something ran out, otherwise
+        """Raises an error for a nonzero error number: ResourceError if a resource ran out, otherwise
         RuntimeUnavailableError.
         """
         if error:
@@ -100,11 +100,11 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """The library, loaded by the first call: ``PROXYCCL_LIBFABRIC``, else the one that MPI has loaded, else the
+    """The library, which the first call loads: ``PROXYCCL_LIBFABRIC``, else the one that MPI has loaded, else the
     system's.
 
     Raises:
-        RuntimeUnavailableError: it can't be loaded.
+        RuntimeUnavailableError: the library can't be loaded.
     """
     return Library(library_name())
 
@@ -114,15 +114,15 @@ class FabricOffer:
     """One way in which a provider of libfabric makes endpoints.
 
     Attributes:
-        provider: the provider's name, with those that it is layered on, such as "tcp;ofi_rxm".
-        domain: its name of the interface or device.
-        address: the endpoint's own address, where it is known before; None, or an IP address.
+        provider: the provider's name, with the providers below it, such as "tcp;ofi_rxm".
+        domain: the provider's name of the interface or device.
+        address: the endpoint's IP address if known in advance; otherwise None.
         address_format: libfabric's number of the form of addresses.
-        ordered: whether the writes of an endpoint change a peer's memory in their order.
+        ordered: whether an endpoint's writes reach a peer's memory in order.
         parts: the most ranges of memory that one write takes, on both sides.
-        reads: whether an endpoint reads peers' memory too, for gets.
-        remote: whether it reaches other hosts.
-        device_memory: whether it was asked to reach GPUs' memory, and can.
+        reads: whether an endpoint can also read peers' memory, for gets.
+        remote: whether an endpoint reaches other hosts.
+        device_memory: whether access to GPUs' memory was requested and is supported.
         virtual_keys: whether peers name registered memory by its addresses; otherwise by offsets in it.
         provider_keys: whether the provider chooses keys.
         key_bytes: length of keys.
@@ -151,20 +151,20 @@ class FabricOffer:
 
     @property
     def in_order(self) -> bool:
-        """Whether the bytes of one write change this host's memory in their order.
+        """Whether the bytes of one write reach this host's memory in order.
 
-        libfabric has a flag for that (FI_ORDER_DATA), but hardly a provider that sets it.
+        libfabric has a flag for this order (FI_ORDER_DATA), but hardly any provider sets the flag.
         """
         return self.is_stream and platform.machine() in _ORDERED_STORES
 
     @property
     def is_stream(self) -> bool:
-        """Whether an endpoint reaches a peer by a byte stream, so that one core carries all of it."""
+        """Whether an endpoint reaches a peer by a byte stream, all of whose data one core carries."""
         return not _STREAMS.isdisjoint(self.provider.split(";"))
 
     @property
     def facts(self) -> str:
-        """Its description beyond the provider, in words."""
+        """The offer's properties beyond the provider, in words."""
         facts = [self.domain, *([str(self.address)] if self.address is not None else [])]
         facts.append("ordered writes" if self.ordered else "unordered writes")
         if self.rate:
@@ -198,8 +198,8 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
 
 
 def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
-    """Merges answers to ever weaker requests: each offer from the first answer that has it, in the order of the last
-    one: libfabric may prefer a provider with fewer capabilities.
+    """Merges answers to successively weaker requests. Each offer is taken from the first answer that has it. The order
+    is that of the last answer, because libfabric may prefer a provider with fewer capabilities.
     """
     best: dict[tuple[str, str, object, int], FabricOffer] = {}
     for answer in reversed(answers):

@@ -1,4 +1,4 @@
-"""Options of the transport `fabric`: libfabric's provider, its interface, and its settings."""
+"""Options of the transport `fabric`: libfabric's provider, interface and settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHOICES = {"signal": SIGNALS, "gpu_writes": GPU_WRITES}
 
 @dataclass(frozen=True)
 class FabricOptions:
-    """The provider of libfabric to use, and its settings.
+    """The libfabric provider to use, and its settings.
 
     Attributes:
         provider: its name, such as "efa", "cxi" or "tcp;ofi_rxm", or a part of that between semicolons, such as "tcp";

@@ -1,4 +1,4 @@
-"""Chooses among libfabric's offers for a rank."""
+"""Chooses one of libfabric's offers for a rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.proxy.fabric.library import FabricOffer
 from proxyccl.proxy.fabric.options import FabricOptions
 
-# Kept for old programs, or meant for experiments: only by name, or if there is nothing else.
+# Providers for old programs or experiments, which are used only by name, or if there is no other.
 _LAST_RESORT = frozenset({"udp", "sockets", "net"})
 
 

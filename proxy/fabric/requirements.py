@@ -1,4 +1,4 @@
-"""The requirements of libfabric on this machine, checked without loading it: every rank asks, and few have it."""
+"""Checks this machine for libfabric's requirements without loading it, as every rank asks and few have libfabric."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def library_name() -> str:
 def missing() -> str:
     """The requirements of libfabric that this machine lacks, in words; empty if none.
 
-    It neither loads the library nor asks the providers. A process has one libfabric, and MPI may bring a newer one,
-    which can't be loaded after the system's; providers may take a second to answer.
+    The check neither loads the library nor asks providers, which may take a second to answer. A process can load only
+    one libfabric, and a newer one that MPI brings can't be loaded after the system's.
     """
     lacks = []
     if not lib.proxyccl_fabric_built():
@@ -47,6 +47,6 @@ def _is_there(name: str) -> bool:
     try:
         cache = _LINKER_CACHE.read_bytes()
     except OSError:  # a system without such a cache
-        return True  # loading it finds out
+        return True  # the load will tell
     # The cache (glibc, sysdeps/generic/dl-cache.h) ends with its strings; a name may be the end of a path there.
     return re.search(rb"[/\0]" + re.escape(os.fsencode(name)) + rb"\0", cache) is not None

@@ -1,4 +1,4 @@
-"""A server of short connections for anybody on the machine: metrics, RAS clients and the page of `top --web`."""
+"""A server of short connections from this machine: metrics, RAS clients and the page of `top --web`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from proxyccl.device.process.threads import Thread
 
 
 class BoundedServer(ThreadingTCPServer):
-    """Serves a bounded number of connections at once, in a thread each; one more ends the oldest. Clients may connect
-    and stay silent.
+    """Serves a bounded number of connections, each in a thread. One connection more ends the oldest, so silent clients
+    do not block the server.
 
     Use it as a context manager, or call `end`.
 
     Args:
         host: name or address to listen at.
-        port: 0 for any that is free.
-        handler: of a connection.
-        name: of its thread.
+        port: the port; 0 for any free port.
+        handler: the handler class of a connection.
+        name: name of the server's thread.
 
     Raises:
         ArgumentError: the port is not from 0 to 65535, or the host has no address.
-        ResourceError: the port is in use, or not allowed.
+        ResourceError: the port is in use, or not permitted.
     """
 
     daemon_threads = True
-    allow_reuse_address = True  # of connections that have ended; not of another listener
+    allow_reuse_address = True  # reuses addresses of ended connections, not of a listening server
     MOST = 32
     request_queue_size = MOST
 
@@ -46,7 +46,7 @@ class BoundedServer(ThreadingTCPServer):
         self._accepted: list[Any] = []
         self._lock = threading.Lock()
         try:
-            super().__init__(address, handler)  # type: ignore[arg-type]  # IPv6's has four parts
+            super().__init__(address, handler)  # type: ignore[arg-type]  # an IPv6 address has four parts
         except OSError as error:
             raise ResourceError(f"cannot listen at port {port} of {host}: {error.strerror}") from None
         self.port = int(self.server_address[1])
@@ -62,7 +62,7 @@ class BoundedServer(ThreadingTCPServer):
         self.end()
 
     def end(self) -> None:
-        """Ends it, and its connections."""
+        """Stops the server, and ends its connections."""
         self.shutdown()
         with self._lock:
             for request in self._accepted:
@@ -71,7 +71,7 @@ class BoundedServer(ThreadingTCPServer):
         self._thread.join()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Keeps the connection's number bounded."""
+        """Ends the oldest connection if there are too many."""
         with self._lock:
             self._accepted.append(request)
             if len(self._accepted) > self.MOST:
@@ -79,12 +79,12 @@ class BoundedServer(ThreadingTCPServer):
         super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing of a client that has gone, or stayed silent for too long."""
+        """Ignores clients that have gone, or were silent for too long."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Ends a connection."""
+        """Closes a connection."""
         with self._lock:
             if request in self._accepted:
                 self._accepted.remove(request)
@@ -92,8 +92,8 @@ class BoundedServer(ThreadingTCPServer):
 
 
 def _hang_up(request: Any) -> None:
-    with contextlib.suppress(OSError):  # it has just ended
-        request.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+    with contextlib.suppress(OSError):  # the connection has just ended
+        request.shutdown(socket.SHUT_RDWR)  # the connection's thread reads the end, and closes the socket
 
 
 def split_address(text: str, port: int, argument: str) -> tuple[str, int]:
@@ -101,11 +101,11 @@ def split_address(text: str, port: int, argument: str) -> tuple[str, int]:
 
     Args:
         text: the address.
-        port: where it has none.
-        argument: as errors name it.
+        port: the port of an address without one.
+        argument: the argument's name for errors.
 
     Raises:
-        ArgumentError: it is not an address.
+        ArgumentError: the text is not an address.
     """
     host, separator, number = text.rpartition(":")
     if not separator or text.endswith("]"):

@@ -1,8 +1,8 @@
 """Requests to this machine's own HTTP servers: the page of `top --web`, and metrics.
 
 Every request is checked in one place, whatever its method and path. The Host header must name this machine, so that a
-name that somebody else's DNS server resolves to the loopback address is of no use to a page in a browser. A request
-that is malformed gets an answer too.
+page in a browser can't use a foreign name that resolves to the loopback address (DNS rebinding). A malformed request
+gets an answer too.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _LINGER_BYTES = 1 << 20
 
 
 class LocalPages(BaseHTTPRequestHandler):
-    """Base of the servers' handlers. It does not log: requests are frequent, and their paths may have a token.
+    """Base class of the servers' handlers. Requests are not logged: they are frequent, and a path may contain a token.
 
     Attributes:
         host: the name or the address that the server listens at.
         path_asked: the request's path.
-        query: its parameters.
+        query: the request's parameters.
     """
 
     timeout = 10.0  # seconds that a client may take for its request, or to read an answer
     server_version = "ProxyCCL"
     sys_version = ""
-    default_request_version = "HTTP/1.0"  # the answer to a request that is not one has a status line
+    default_request_version = "HTTP/1.0"  # so that the answer to a malformed request has a status line
     host = "localhost"
 
     def parse_request(self) -> bool:
-        """Whether the request is answered by its method's function; otherwise it has been refused."""
+        """Parses and checks a request. Returns False if the request was refused, else its method's function answers."""
         if not super().parse_request():
-            if not self.requestline.split():  # the base class answers the others
+            if not self.requestline.split():  # the base class answers other malformed requests
                 self.send_error(400, "Bad request syntax")
             return False
         hosts = self.headers.get_all("Host", [])
@@ -52,7 +52,7 @@ class LocalPages(BaseHTTPRequestHandler):
         return False
 
     def finish(self) -> None:
-        """Lets the client read the answer: closing a connection with unread bytes of a request would take it back."""
+        """Reads the rest of the request, because closing a connection with unread bytes would discard the answer."""
         super().finish()
         left, until = _LINGER_BYTES, time.monotonic() + _LINGER_SECONDS
         with contextlib.suppress(OSError):  # the client has gone
@@ -72,8 +72,8 @@ def is_here(header: str, host: str) -> bool:
     """Whether a Host header names this machine: by an address, as localhost, or as the machine or the user calls it.
 
     Args:
-        header: its value.
-        host: the user's name for it.
+        header: the header's value.
+        host: the user's name for the machine.
     """
     text = header.strip().lower()
     name = text if text.endswith("]") else text.rpartition(":")[0] or text

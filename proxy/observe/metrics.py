@@ -1,4 +1,4 @@
-"""Services as Prometheus metrics: the text, and a server of it on the loopback interface.
+"""Services as Prometheus metrics: the text, and a server of the text on the loopback interface.
 
 Exposition format 0.0.4: https://prometheus.io/docs/instrumenting/exposition_formats/
 """
@@ -78,7 +78,7 @@ def _labels_of_channel(view: ServiceView, channel: ChannelView) -> Labels:
 
 
 def metrics_text(views: Iterable[ServiceView]) -> str:
-    """The services' metrics, for Prometheus to read."""
+    """The services' metrics in Prometheus's text format."""
     seen = [(view, _labels_of(view)) for view in views]
     lines: list[str] = []
 
@@ -113,14 +113,14 @@ def metrics_text(views: Iterable[ServiceView]) -> str:
 
 @contextlib.contextmanager
 def serve(port: int) -> Iterator[str]:
-    """Serves the metrics to this machine only, as a context whose value says where: http://127.0.0.1:PORT/metrics.
+    """A context that serves the metrics to this machine only. Its value is the URL, http://127.0.0.1:PORT/metrics.
 
     Args:
-        port: 0 for any that is free.
+        port: the port; 0 for any free port.
 
     Raises:
         ArgumentError: the port is not from 0 to 65535.
-        ResourceError: the port is in use, or not allowed.
+        ResourceError: the port is in use, or not permitted.
     """
 
     class Handler(LocalPages):

@@ -1,4 +1,4 @@
-"""How observers find services: each publishes a small file that identifies it and says how to open its memory.
+"""How observers find services: each service publishes a small file with its identity and the handles of its memory.
 
 The files lie in a directory that only the user can enter. A service that is killed leaves its file; the next observer
 removes it.
@@ -51,7 +51,7 @@ class Description(Message, frozen=True):
         world_size: the number of ranks.
         job: the communicator's name, which only its ranks share.
         program: the rank's program.
-        ways: by rank of its host in another PID namespace, the kind of socket that passes descriptors.
+        ways: for each rank of the host in another PID namespace, the kind of socket that passes descriptors.
     """
 
     rank: Annotated[int, Meta(ge=0, le=2**31)]
@@ -64,18 +64,18 @@ class Description(Message, frozen=True):
     def of_this_program(
         cls, rank: int, world_size: int, job: str, ways: Mapping[int, str] | None = None
     ) -> Description:
-        """The description of a rank in this process."""
+        """Describes a rank in this process."""
         program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
         return cls(rank, world_size, job, program, dict(ways or {}))
 
     def way_text(self, peer: int | None) -> str:
-        """How the memory of a peer in another PID namespace is reached, in words; "" for all others."""
+        """How the memory of a peer in another PID namespace is reached, in words; "" for other peers."""
         return way_text(self.ways.get(peer, "")) if peer is not None else ""
 
 
 def way_text(way: str) -> str:
-    """How memory of another PID namespace is reached, by the kind of socket that passes descriptors, in words; "" for
-    none."""
+    """Says in words how memory of another PID namespace is reached, given the kind of socket that passes descriptors;
+    "" for none."""
     return f"memory by descriptors over {_WAYS.get(way, way)}" if way else ""
 
 
@@ -88,12 +88,12 @@ class RingPlace(Message, frozen=True):
 
 
 class OfProcess(Message, frozen=True):
-    """A publication of something that lives in a process.
+    """Base of publications of objects that belong to a process.
 
     Attributes:
         pid: the process.
-        started: when the process began (`start_of`); together with `pid` it names one process only.
-        namespace: the namespace of process ids that `pid` belongs to.
+        started: when the process started (`start_of`), which together with `pid` identifies the process.
+        namespace: the PID namespace of `pid`.
     """
 
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -102,12 +102,12 @@ class OfProcess(Message, frozen=True):
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process still runs."""
+        """Whether the publication's process is still running."""
         return start_of(self.pid) == self.started
 
 
 def this_process(started: int | None = None) -> tuple[int, int, str]:
-    """The first three fields of a publication of this process; `started` where that is known."""
+    """The first three fields of a publication of this process; `started` is its start time if known."""
     pid = os.getpid()
     return pid, started or start_of(pid) or 0, pid_namespace()
 
@@ -116,13 +116,13 @@ class Publication(OfProcess, frozen=True):
     """A service's publication for observers.
 
     Attributes:
-        description: the rank that it works for.
-        runtime: name of its runtime.
-        workers: number of its workers.
-        observed: handle of its `ObservedSegment`, in hexadecimal.
+        description: the rank that the service works for.
+        runtime: name of the service's runtime.
+        workers: number of workers.
+        observed: handle of the service's `ObservedSegment`, in hexadecimal.
         counters: handle of the channels' counters.
-        rings: its rings.
-        format: `FORMAT`, the layout of its memory.
+        rings: the service's rings.
+        format: `FORMAT`, the layout of the observed memory.
     """
 
     description: Description
@@ -139,7 +139,7 @@ class Publication(OfProcess, frozen=True):
 
     @classmethod
     def of_this_process(cls, description: Description, runtime: str, **places: Any) -> Publication:
-        """A publication of a service of this process."""
+        """Makes the publication of a service of this process."""
         return cls(*this_process(), description, runtime, format=FORMAT, **places)
 
 
@@ -152,7 +152,7 @@ def publications_directory() -> Path:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises ArgumentError unless this is a directory, not a link, that only this user can enter."""
+    """Raises ArgumentError unless the path is a directory, and not a link, that only this user can enter."""
     info = directory.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise ArgumentError("directory", f"{directory} is not a directory")
@@ -173,12 +173,12 @@ def publish(publication: Publication) -> Path:
 
 
 def new_name(suffix: str) -> str:
-    """A name for a file of this process, which no other file has."""
+    """A unique file name for this process."""
     return f"{os.getpid()}-{next(_numbers)}{suffix}"
 
 
 def write(name: str, data: bytes) -> Path:
-    """Writes a file in the directory of publications, atomically; in place of one of this name.
+    """Writes or replaces a file in the directory of publications, atomically.
 
     Raises:
         OSError: it can't be written.
@@ -189,7 +189,7 @@ def write(name: str, data: bytes) -> Path:
     check_directory(directory)
     path = directory / name
     written = path.with_name(f".{path.name}")
-    written.unlink(missing_ok=True)  # of a process that had this one's number, and was killed
+    written.unlink(missing_ok=True)  # left by a killed process with the same id
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(data)
@@ -198,12 +198,12 @@ def write(name: str, data: bytes) -> Path:
 
 
 def try_publish(publication: Publication) -> Path | None:
-    """Like `publish`, but as `try_write`."""
+    """Like `publish`, but a failure is only logged (`try_write`)."""
     return try_write(new_name(_SUFFIX), _PUBLICATIONS.encode(publication))
 
 
 def try_write(name: str, data: bytes) -> Path | None:
-    """Like `write`, but a failure is only logged, and only once: what is published works without observers too."""
+    """Like `write`, but a failure is only logged, once per process: a service works without observers too."""
     try:
         return write(name, data)
     except (OSError, ArgumentError) as error:
@@ -218,13 +218,13 @@ def _warn(reason: str) -> None:
 
 
 def withdraw(path: Path) -> None:
-    """Removes a publication's file. If that fails, it is left to observers: its publisher ends all the same."""
+    """Removes a publication's file. After a failure, observers remove the file once its process has ended."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def _read(path: Path, codec: Codec[P]) -> P | None:
-    """The publication in a file; None for another version's. Raises OSError."""
+    """Reads a publication from a file; None for another version's file. Raises OSError."""
     with path.open("rb") as file:
         data = file.read(codec.limit + 1)
     try:
@@ -239,7 +239,7 @@ def _is_stale(path: Path) -> bool:
 
 
 def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
-    """This user's publications in files with this suffix, of processes that run. Removes files of those that ended.
+    """This user's publications of running processes, in files with this suffix. Removes files of ended processes.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.
@@ -249,9 +249,9 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
     with contextlib.suppress(FileNotFoundError):
         check_directory(directory)
     for path in sorted(each for each in directory.glob(f"*{suffix}") if each.is_file()):
-        with contextlib.suppress(OSError):  # it was withdrawn meanwhile, or may not be read
+        with contextlib.suppress(OSError):  # the file has been withdrawn, or is not readable
             publication = _read(path, codec)
-            if publication is None:  # observers of that version may use it
+            if publication is None:  # left to observers of that version
                 if _is_stale(path):
                     withdraw(path)
             elif publication.namespace == pid_namespace():
@@ -268,9 +268,9 @@ def find(
     """The services of this user on this machine, ordered by job and rank. Removes files of processes that ended.
 
     Args:
-        job: of this job only; None for all.
-        ranks: of these ranks only; None for all.
-        process: in this process only, a rank or a node daemon; None for all.
+        job: only services of this job; None for all.
+        ranks: only services of these ranks; None for all.
+        process: only services in this process, a rank or a node daemon; None for all.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.
@@ -286,7 +286,7 @@ def find(
 
 
 def none_found(job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None) -> str:
-    """A message that `find` found nothing for these arguments."""
+    """The message for an empty result of `find` with these arguments."""
     of_job = "" if job is None else f" of job {job}"
     of_ranks = "" if ranks is None else f" of rank {', '.join(map(str, sorted(ranks)))}"
     where = "on this machine" if process is None else f"in process {process}"

@@ -12,16 +12,16 @@ from proxyccl.proxy.thread import IdlePolicy
 
 
 class WorkerRates(Message, frozen=True):
-    """A worker.
+    """A worker's activity between two snapshots.
 
     Attributes:
-        number: its number in its service.
-        busy: fraction of the time in which its thread had work, for any worker that shares the thread; 0 to 1.
-        looks_per_s: polls of its rings and connections.
-        sleeps_per_s: how often that thread slept.
-        wakes_per_s: how often a launch ended such a sleep.
-        core: CPU time of that thread, as a share of a core; None if the system does not tell.
-        idle_times: the fields of its `IdlePolicy`, in order.
+        number: the worker's number in its service.
+        busy: fraction of the time in which the worker's thread had work, for any worker that shares the thread; 0 to 1.
+        looks_per_s: polls of the worker's rings and connections.
+        sleeps_per_s: sleeps of the thread.
+        wakes_per_s: sleeps that a launch ended.
+        core: CPU time of the thread, as a share of a core; None if the system does not report it.
+        idle_times: the fields of the thread's `IdlePolicy`, in order.
     """
 
     number: int
@@ -34,36 +34,35 @@ class WorkerRates(Message, frozen=True):
 
     @property
     def idle(self) -> IdlePolicy:
-        """The thread's policy."""
+        """The thread's idle policy."""
         return IdlePolicy(*self.idle_times)
 
 
 class ChannelRates(Message, frozen=True):
-    """A channel.
+    """A channel's activity between two snapshots.
 
     Attributes:
-        id: its id.
-        peer: the rank that it leads to; None for a handler's.
-        transport: its transport; "handler" for a handler's.
-        worker: the worker that serves it.
-        connection: number of its connection in that worker; None for a handler.
-        triggers: since it was made.
-        signals: since it was made; schedules' sends signal too.
-        triggers_per_s: of all operations; kernels push them.
-        sends_per_s: of schedules, for which no kernel pushes a trigger. Traces show them beside the triggers.
-        puts_per_s: triggers that put data, and sends of schedules that did.
+        id: the channel's id.
+        peer: the rank at the other end; None for a handler's channel.
+        transport: name of the transport; "handler" for a handler's channel.
+        worker: number of the worker that serves the channel.
+        connection: number of the channel's connection in that worker; None for a handler's channel.
+        triggers: triggers since the channel was created.
+        signals: signals since the channel was created, schedules' sends included.
+        triggers_per_s: triggers of all operations, which kernels push.
+        sends_per_s: sends of schedules, for which no kernel pushes a trigger. Traces show sends beside triggers.
+        puts_per_s: triggers that put data, and sends of schedules that carried data.
         gets_per_s: triggers that got data.
-        bytes_per_s: bytes that its puts and gets moved.
-        ring: number of its ring.
+        bytes_per_s: bytes that the channel's puts and gets moved.
+        ring: number of the channel's ring.
         ring_full: slots of the ring that hold a trigger now.
         ring_size: slots of the ring.
-        outstanding: triggers and schedules' sends of its connection, over all the connection's channels, that are not
-            seen to be complete.
-        completed: those of its connection that are complete.
+        outstanding: triggers and schedules' sends, over all channels of the connection, without a known completion.
+        completed: triggers and schedules' sends, over all channels of the connection, that are known to be complete.
         flush_us: mean time from issue to completion of timed flushes; None if there were none.
         timed_flushes: number of timed flushes.
-        errors: triggers that failed, ever.
-        connection_errors: failures of its connection, ever, over all the connection's channels.
+        errors: triggers that failed since the channel was created.
+        connection_errors: failures of the connection since its creation, over all of its channels.
     """
 
     id: int
@@ -90,20 +89,20 @@ class ChannelRates(Message, frozen=True):
 
 
 class ServiceRates(Message, frozen=True):
-    """A service.
+    """A service's activity between two snapshots.
 
     Attributes:
         job: the communicator's name.
-        rank: the rank that it works for.
-        world_size: ranks of the job.
+        rank: the rank that the service works for.
+        world_size: number of ranks of the job.
         pid: the service's process, the rank's or a daemon.
         program: the rank's program.
         runtime: the runtime's name.
-        seconds: between the two snapshots.
-        errors: triggers that failed, and failures of connections, ever.
+        seconds: time between the two snapshots.
+        errors: failed triggers and failures of connections since the service started.
         workers: by number.
-        channels: those in use, by id.
-        ways: by rank of its host in another PID namespace, how this one reaches its memory, in words.
+        channels: the channels in use, by id.
+        ways: for each rank of the host in another PID namespace, how this rank reaches that rank's memory, in words.
     """
 
     job: str
@@ -119,8 +118,8 @@ class ServiceRates(Message, frozen=True):
     ways: dict[int, str] = msgspec.field(default_factory=dict)
 
     def paths(self) -> dict[str, list[int]]:
-        """By transport, and how the memory is reached where that is said, the ranks that it has proxied channels to or
-        `ways`."""
+        """The ranks with proxied channels or an entry in `ways`, grouped by transport and, where given, by how their
+        memory is reached."""
         transports = dict.fromkeys(self.ways, "") | {each.peer: each.transport for each in self.channels}
         found: dict[str, list[int]] = {}
         for peer, transport in transports.items():
@@ -198,8 +197,8 @@ class Watch:
     """Observes the proxy services of this machine, or those of one job or process.
 
     Args:
-        job: of this job only; None for all.
-        process: in this process only; None for all.
+        job: only services of this job; None for all.
+        process: only services in this process; None for all.
     """
 
     def __init__(self, job: str | None = None, process: int | None = None) -> None:
@@ -207,7 +206,7 @@ class Watch:
         self._views: dict[Path, ServiceView] = {}
 
     def rates(self) -> list[ServiceRates]:
-        """The services' activity since the last call, ordered by job and rank; without services that are new.
+        """The services' activity since the last call, ordered by job and rank. New services are left out.
 
         Raises:
             ArgumentError: the directory of publications is not this user's own.
@@ -217,5 +216,5 @@ class Watch:
 
     @property
     def views(self) -> list[ServiceView]:
-        """The services at the last call of `rates`, new ones among them."""
+        """The services at the last call of `rates`, new services included."""
         return list(self._views.values())

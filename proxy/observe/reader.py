@@ -1,7 +1,7 @@
-"""A service's state at one moment: the observer's side of engine/observe.h and of the counters.
+"""Reads a service's state at one moment: the observer's side of engine/observe.h and of the counters.
 
-It opens the memory that a publication names and does not disturb the service: it does not write, and reads only a few
-of a ring's slots to find how full it is.
+An observer opens the memory that a publication names and does not disturb the service: it writes nothing, and reads
+only a few slots of a ring to find the ring's fill level.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 class WorkerView(Message, frozen=True):
-    """A worker's activity since it began.
+    """A worker's activity since its start.
 
     Attributes:
-        number: its number in its service.
-        looks: polls of its rings and connections.
-        age_ns: since it began; 0 when it has ended.
-        idle_ns: of that time, when its thread had nothing to do, for any worker that shares it.
-        sleeps: in that time.
-        slept_ns: of that time.
+        number: the worker's number in its service.
+        looks: polls of the worker's rings and connections.
+        age_ns: time since the worker's start; 0 once it has ended.
+        idle_ns: part of `age_ns` in which the worker's thread had nothing to do, for any worker that shares it.
+        sleeps: number of the thread's sleeps.
+        slept_ns: time that the thread slept.
         wakes: sleeps that a launch ended.
-        cpu_ns: CPU time of its thread, for all workers that share it; None if the system does not tell.
-        idle_times: the fields of that thread's `IdlePolicy`, in order.
+        cpu_ns: CPU time of the thread, for all workers that share it; None if the system does not report it.
+        idle_times: the fields of the thread's `IdlePolicy`, in order.
     """
 
     number: int
@@ -55,7 +55,7 @@ class WorkerView(Message, frozen=True):
 
     @property
     def idle(self) -> IdlePolicy:
-        """The thread's policy."""
+        """The thread's idle policy."""
         return IdlePolicy(*self.idle_times)
 
 
@@ -63,10 +63,10 @@ class RingView(Struct, frozen=True):
     """A ring.
 
     Attributes:
-        number: its number in its service.
-        worker: the worker that drains it.
-        size: slots.
-        taken: triggers taken out of it since it was made.
+        number: the ring's number in its service.
+        worker: number of the worker that drains the ring.
+        size: number of slots.
+        taken: triggers that the proxy has taken since the ring was created.
         full: slots that hold a trigger now.
     """
 
@@ -81,13 +81,13 @@ class ConnectionView(Message, frozen=True):
     """A connection to one peer.
 
     Attributes:
-        worker: the worker that it belongs to.
-        number: its number in that worker.
-        peer: the rank that it leads to; None if that is not known.
+        worker: number of the worker that serves the connection.
+        number: the connection's number in that worker.
+        peer: the rank at the other end; None if unknown.
         transport: the transport's name.
-        completed: triggers, and sends of schedules, that were seen to be complete.
-        outstanding: those that are not, as of the worker's last poll.
-        errors: failures.
+        completed: triggers and sends of schedules that are known to be complete.
+        outstanding: triggers and sends that were not known to be complete at the worker's last poll.
+        errors: number of failures.
     """
 
     worker: int
@@ -103,17 +103,17 @@ class ChannelView(Message, frozen=True):
     """A channel.
 
     Attributes:
-        id: its id in its service.
-        ring: number of the ring that its triggers come through.
-        worker: the worker that serves them.
-        connection: number, in that worker, of the connection that they go over; None for a Python handler.
-        triggers: acted on, of all operations.
-        puts: triggers that put data, and sends of schedules that did.
+        id: the channel's id in its service.
+        ring: number of the ring that the channel's triggers come through.
+        worker: number of the worker that serves the channel.
+        connection: number, in that worker, of the channel's connection; None for a Python handler.
+        triggers: triggers acted on, of all operations.
+        puts: triggers that put data, and sends of schedules that carried data.
         bytes: bytes that the puts and gets moved.
-        signals: triggers that signalled, and sends of schedules, all of which do.
+        signals: triggers that signalled, and sends of schedules, which always signal.
         flushes: triggers that flushed.
         flush_ns: sum of the times of timed flushes, from issue to completion.
-        timed_flushes: flushes that were timed: those that had to wait, one at a time on each connection.
+        timed_flushes: number of timed flushes: flushes that had to wait, one at a time on each connection.
         errors: triggers that failed.
         gets: triggers that got data.
     """
@@ -134,16 +134,16 @@ class ChannelView(Message, frozen=True):
 
 
 class ServiceView(Struct, frozen=True):
-    """A service at a moment.
+    """A service at one moment.
 
     Attributes:
         publication: the service.
-        time_ns: the moment, by CLOCK_MONOTONIC.
+        time_ns: the time by CLOCK_MONOTONIC.
         workers: by number.
         rings: by number.
         connections: by worker and number.
-        channels: those in use, by id.
-        schedule_waits: of schedules that make no progress, as `ObservedSegment.schedule_waits` has them.
+        channels: the channels in use, by id.
+        schedule_waits: the waits of schedules without progress, as from `ObservedSegment.schedule_waits`.
     """
 
     publication: Publication
@@ -160,7 +160,7 @@ class ServiceView(Struct, frozen=True):
 
 
 def connection_of(channel: ChannelView, connections: Iterable[ConnectionView]) -> ConnectionView | None:
-    """The one of a service's connections that a channel's triggers go over; None for a handler's channel."""
+    """The connection, among a service's, that a channel's triggers go over; None for a handler's channel."""
     place = channel.worker, channel.connection
     return next((each for each in connections if (each.worker, each.number) == place), None)
 
@@ -169,7 +169,7 @@ class Observer:
     """Observes one service. Use it as a context manager, or call `close`.
 
     Args:
-        publication: the service's.
+        publication: the service's publication.
 
     Raises:
         ArgumentError: the service is gone, or its publication is wrong.
@@ -211,13 +211,13 @@ class Observer:
         return self._observed.worker(number)
 
     def snapshot(self) -> ServiceView:
-        """The service now."""
+        """The service's state at this moment."""
         now = time.monotonic_ns()
         workers = []
         connections = []
         for number in range(self.publication.workers):
             stats = self.worker_stats(number)
-            age = max(0, now - stats.started_ns) if stats.started_ns else 0  # it has ended
+            age = max(0, now - stats.started_ns) if stats.started_ns else 0  # 0 once the worker has ended
             idle = min(stats.idle_ns, age)  # counted in steps, the last of which may be newer than `now`
             slept = min(stats.slept_ns, idle)
             cpu = cpu_time_of(self.publication.pid, stats.thread)
@@ -240,7 +240,7 @@ class Observer:
         return RingView(number, self.publication.rings[number].worker, ring.size, taken, full)
 
     def look_into_rings(self) -> list[RingContents]:
-        """Its rings now, with the triggers in them."""
+        """The service's rings at this moment, with the triggers in them."""
         return [ring.snapshot() for ring in self._rings]
 
     def _connections_of(self, worker: int) -> list[ConnectionView]:
@@ -248,7 +248,7 @@ class Observer:
         for number, stats in enumerate(self.worker_stats(worker).connections):
             if not stats.in_use:
                 break
-            completed = int(stats.completed)  # first: it follows the other
+            completed = int(stats.completed)  # read before `issued`, which it never exceeds
             transport = ffi.string(stats.transport).decode(errors="replace")
             outstanding = max(0, stats.issued - completed)
             connections.append(
@@ -260,7 +260,7 @@ class Observer:
         channels = []
         for channel in range(MAX_CHANNELS):
             place = self._observed.pointer.channels[channel]
-            if not place.connection or place.ring >= len(self._rings):  # it is newer than the publication
+            if not place.connection or place.ring >= len(self._rings):  # a ring newer than the publication
                 continue
             of_handler = place.connection == lib.PROXYCCL_PLACE_HANDLER
             c = self._counters[channel]
@@ -288,14 +288,14 @@ def snapshots(job: str | None = None, process: int | None = None) -> dict[Path, 
     """This user's services on this machine now, by the files of their publications, ordered by job and rank.
 
     Args:
-        job: of this job only; None for all.
-        process: in this process only, a rank or a node daemon; None for all.
+        job: only services of this job; None for all.
+        process: only services in this process, a rank or a node daemon; None for all.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.
     """
     views = {}
     for path, publication in find(job, process=process):
-        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # it was closed meanwhile
+        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # the service has closed
             views[path] = observer.snapshot()
     return views

@@ -1,7 +1,7 @@
 """The memory in which a service publishes its activity (engine/observe.h), from the service's side and from observers'.
 
-It is not pinned, because GPUs do not read it. So pages that no worker has touched take no memory, above all the trace's
-records.
+The memory is not pinned, because GPUs do not read it. So pages that no worker has touched, most of all for trace
+records, take no memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 def peer_of(stats: _engine.ProxycclConnectionStats) -> int | None:
-    """The rank that a connection leads to; None if that is not known."""
+    """The rank at a connection's other end; None if unknown."""
     return None if stats.peer == native.PROXYCCL_NO_PEER else int(stats.peer)
 
 
@@ -26,11 +26,11 @@ def open_published(handle: str, nbytes: int) -> SharedMemory:
     """Maps memory that a publication names, for observers, who only read it.
 
     Args:
-        handle: of the memory, in hexadecimal.
-        nbytes: the least size that it must have.
+        handle: the memory's handle, in hexadecimal.
+        nbytes: the least size that the memory must have.
 
     Raises:
-        ArgumentError: it can't be opened, or is shorter.
+        ArgumentError: the memory can't be opened, or is shorter.
     """
     try:
         packed = bytes.fromhex(handle)
@@ -39,7 +39,7 @@ def open_published(handle: str, nbytes: int) -> SharedMemory:
     memory = SharedMemory.open(packed)
     if memory.nbytes < nbytes:
         memory.close()
-        raise ArgumentError("handle", f"names {memory.nbytes} bytes, where {nbytes} are wanted")
+        raise ArgumentError("handle", f"names memory of {memory.nbytes} bytes; expected at least {nbytes}")
     return memory
 
 
@@ -47,12 +47,12 @@ class ObservedSegment:
     """A service's segment.
 
     Args:
-        workers: number of its workers.
-        handle: names the segment of a service in another process, in hexadecimal; "" for a new one.
+        workers: number of the service's workers.
+        handle: handle of the segment of a service in another process, in hexadecimal; "" to create a segment.
 
     Attributes:
         memory: the segment's memory.
-        pointer: the same as a ProxycclObserved.
+        pointer: the memory as a ProxycclObserved.
 
     Raises:
         ArgumentError: the memory can't be opened, or is shorter.
@@ -71,7 +71,7 @@ class ObservedSegment:
         return self.pointer.workers + number
 
     def add_connection(self, worker: int, number: int, peer: int | None, transport: str) -> None:
-        """Describes a worker's connection, before the worker has it."""
+        """Describes a connection before its worker gets it."""
         stats = self.pointer.workers[worker].connections[number]
         stats.peer = native.PROXYCCL_NO_PEER if peer is None else peer
         stats.transport = transport.encode()
@@ -88,7 +88,7 @@ class ObservedSegment:
         self.pointer.channels[channel].connection = 0
 
     def outstanding(self, channel: int) -> int | None:
-        """Triggers of a channel's connection that are issued and not known to be complete.
+        """The number of issued triggers on a channel's connection without a known completion.
 
         None for a handler's channel, and for an id that is not in use.
         """
@@ -96,11 +96,11 @@ class ObservedSegment:
         if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
             return None
         stats = self.worker(place.worker).connections[place.connection - 1]
-        completed = stats.completed  # first: triggers issued meanwhile may be complete, but not the other way round
+        completed = stats.completed  # read before `issued`, so that the difference is not negative
         return int(stats.issued - completed)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """The waits of schedules that make no progress, or were stopped: at most one for each connection."""
+        """The waits of schedules without progress or stopped, at most one for each connection."""
         found = []
         for worker in range(self._workers):
             for stats in itertools.takewhile(lambda stats: stats.in_use, self.worker(worker).connections):
@@ -111,6 +111,6 @@ class ObservedSegment:
         return found
 
     def close(self) -> None:
-        """Frees the segment. Its workers must have ended, unless it is another process's."""
-        vars(self).pop("pointer", None)  # gone: a later access fails in Python, not in C
+        """Frees the segment, or the mapping of another process's. The workers of this process must have ended."""
+        vars(self).pop("pointer", None)  # removed, so that a later access fails in Python and not in C
         self.memory.close()

@@ -1,4 +1,4 @@
-"""The trace of a service: asking its workers for records (engine/observe.h), fetching and reading them."""
+"""Traces a service: requests records from its workers (engine/observe.h), fetches the records and decodes them."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ _TICKET = (1 << 48) - 1
 class TracedTrigger:
     """The history of one trigger, or of one send of a schedule. Times are those of CLOCK_MONOTONIC in nanoseconds.
 
-    A send of a schedule did not come through a ring: it has a schedule in place of a ring and a ticket. Triggers that a
-    worker handled within one clock reading divide its time evenly among them.
+    A send of a schedule does not pass a ring: a schedule takes the place of ring and ticket. Triggers that a worker
+    handled between two clock readings share that time evenly.
 
     Attributes:
-        worker: the worker that handled it.
-        ring: number of the ring that it came through; None for a send.
-        ticket: its ticket there; None for a send.
-        schedule: number of the schedule that it is a send of; None for a trigger.
+        worker: the worker that handled the trigger.
+        ring: number of the ring that the trigger came through; None for a send.
+        ticket: the trigger's ticket in that ring; None for a send.
+        schedule: number of the send's schedule; None for a trigger.
         trigger: the trigger; for a send, the trigger that would do the same.
         look: number of the worker's clock reading.
-        seen_ns: when the worker found it.
-        issued_ns: when the worker was done with it, and looked for the next.
-        completed_ns: when the worker found its work complete, or its handler returned; None if that is not known.
+        seen_ns: when the worker found the trigger.
+        issued_ns: when the worker had issued the trigger's operations and looked for the next trigger.
+        completed_ns: when the worker found the operations complete, or the handler returned; None if unknown.
     """
 
     worker: int
@@ -68,14 +68,14 @@ class TracedTrigger:
 
 @dataclass(frozen=True, slots=True)
 class TracedWait:
-    """A wait of a schedule's part for a peer, from the part's beginning. Times as for `TracedTrigger`.
+    """A wait for a peer of a worker's part of a schedule, from the part's start. Times are as in `TracedTrigger`.
 
     Attributes:
-        schedule: its number.
-        channel: of the peer.
-        joins: whether it was for the peer to join the schedule; otherwise for the peer's data.
+        schedule: the schedule's number.
+        channel: id of the channel to the peer.
+        joins: whether the wait was for the peer to join the schedule; otherwise for the peer's data.
         begin_ns: when the worker began its part.
-        end_ns: when it saw the end of the wait.
+        end_ns: when the worker found the wait over.
     """
 
     schedule: int
@@ -91,11 +91,11 @@ class ServiceTrace:
 
     Attributes:
         publication: the service.
-        triggers: and sends of schedules, in the order in which they were issued, worker by worker.
-        routes: peer and transport of each channel that was in use; None and "handler" for a handler.
-        lost: least number of records that were overwritten before they were fetched, or never written.
-        left_out: triggers that were fetched but not kept, because the allowance was used up.
-        waits: of schedules, in the order in which they ended, worker by worker.
+        triggers: triggers and sends of schedules, worker by worker, in the order of their issue.
+        routes: peer and transport of each used channel; None and "handler" for a handler.
+        lost: lower bound of the records that were overwritten before they were fetched, or never written.
+        left_out: number of triggers that were fetched but not kept, because the allowance was used up.
+        waits: waits of schedules, worker by worker, in the order of their end.
     """
 
     publication: Publication
@@ -107,10 +107,10 @@ class ServiceTrace:
 
 
 class TraceDecoder:
-    """Makes triggers of the records of one worker.
+    """Decodes the records of one worker into triggers.
 
     Args:
-        worker: its number.
+        worker: the worker's number.
         connections: the connection of each channel, kept up to date by the caller; None for a handler's.
     """
 
@@ -118,21 +118,21 @@ class TraceDecoder:
         self._worker = worker
         self._connections = connections
         self._ring: int | None = None
-        self._ticket: int | None = None  # of the next trigger
-        self._schedule: int | None = None  # of the next send; with neither, the next record is unknown
+        self._ticket: int | None = None  # ticket of the next trigger
+        self._schedule: int | None = None  # of the next send; without ticket and schedule, the next record is unknown
         self._looked = 0
         self._look = 0
         self._unissued: list[TracedTrigger] = []
         self._outstanding: dict[int, deque[TracedTrigger]] = {}  # by connection
         self._handled: dict[int, TracedTrigger] = {}  # by channel
         self._sent: dict[int, deque[TracedTrigger]] = {}  # sends of schedules that are not complete, by channel
-        self._begun: tuple[int, int] | None = None  # the schedule that runs, and when it began
+        self._begun: tuple[int, int] | None = None  # the running schedule, and its start time
         self.triggers: list[TracedTrigger] = []
         self.waits: list[TracedWait] = []
         self.lost = 0
 
     def skip(self, lost: int) -> None:
-        """Notes that records are missing before the next ones, so the outcome of earlier triggers stays unknown."""
+        """Records a gap before the next records, so that the outcome of earlier triggers stays unknown."""
         self.lost += lost + len(self._unissued)
         self._unissued.clear()
         self._outstanding.clear()
@@ -141,7 +141,7 @@ class TraceDecoder:
         self._ring = self._ticket = self._schedule = self._begun = None
 
     def feed(self, records: list[list[int]]) -> None:
-        """Reads records, each of two words."""
+        """Decodes records of two words each."""
         for word0, word1 in records:
             if word1 & _PARITY:
                 self._mark(word1 >> lib.PROXYCCL_MARK_SHIFT & _KIND, word1 & _NUMBER, word0)
@@ -199,20 +199,20 @@ class TraceDecoder:
 
 
 class Allowance:
-    """How many triggers several tracers may still keep, so that their records end at about the same moment.
+    """The number of triggers that several tracers may still keep, shared so that their records end at about one moment.
 
     Args:
-        triggers: the number that may be kept. Those that share a clock reading with the last of them are kept too.
+        triggers: the number of triggers to keep. Triggers that share the last one's clock reading are kept too.
     """
 
     def __init__(self, triggers: int) -> None:
         self._left = triggers
 
     def end_of_kept(self, is_mark: npt.NDArray[np.bool_]) -> int | None:
-        """How many of some records to keep; None for all. The last record is a mark.
+        """The number of records to keep of a batch; None for all. The batch's last record is a mark.
 
         Args:
-            is_mark: for each record whether it is a mark; the others are triggers.
+            is_mark: for each record, whether it is a mark; otherwise it is a trigger.
         """
         triggers = np.flatnonzero(~is_mark)
         if len(triggers) <= self._left:
@@ -222,7 +222,7 @@ class Allowance:
         self._left = 0
         if beyond and is_mark[beyond - 1]:
             return beyond
-        return beyond + int(np.argmax(is_mark[beyond:])) + 1  # the mark says when the triggers before it were issued
+        return beyond + int(np.argmax(is_mark[beyond:])) + 1  # the mark has the time of issue of the triggers before it
 
 
 class _Records:
@@ -230,14 +230,14 @@ class _Records:
 
     Args:
         stats: the worker's ProxycclWorkerStats.
-        allowance: for its triggers.
+        allowance: the allowance for the worker's triggers.
     """
 
     def __init__(self, stats: _engine.ProxycclWorkerStatsPointer, allowance: Allowance) -> None:
         self._stats = stats
         self._allowance = allowance
         self._next = ffi.new("uint64_t *", stats.traced)
-        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # the lost ones, and those that followed
+        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records, and those after
         self._full = False
         self.left_out = 0
 
@@ -245,7 +245,7 @@ class _Records:
         self._stats.trace_until = moment_ns
 
     def note_pause(self) -> None:
-        """Counts a record as lost if the worker stopped recording because this process was stopped for long."""
+        """Counts a record as lost if this process was stopped for so long that the worker stopped recording."""
         if self._stats.trace_until == 0:
             self._add(1, np.empty((0, 2), np.uint64))
 
@@ -260,7 +260,7 @@ class _Records:
         is_mark = (records[:, 1] & np.uint64(_PARITY)).astype(bool)
         end = 0 if self._full else self._allowance.end_of_kept(is_mark)
         if end is not None:
-            self._full = True  # later marks refer to triggers that are not kept
+            self._full = True  # later marks refer to triggers that were not kept
             self.left_out += int(np.count_nonzero(~is_mark[end:]))
         if lost or end != 0:
             self._parts.append((lost, records[:end].copy()))
@@ -274,14 +274,14 @@ class _Records:
 
 
 class Tracer:
-    """Records a service's activity from now on until `stop`. Only one tracer can record a service at a time.
+    """Records a service's activity until `stop`. Only one tracer can record a service at a time.
 
     A worker begins to record with its next poll of its rings.
 
     Args:
         path: the file of the service's publication.
-        publication: the content of that file.
-        allowance: how many triggers to keep, shared with other tracers; None: `MOST_TRIGGERS` for this one.
+        publication: the content of the file.
+        allowance: the number of triggers to keep, shared with other tracers; None for `MOST_TRIGGERS` in this tracer.
 
     Raises:
         ResourceError: another process traces the service, or its file is gone.
@@ -325,7 +325,7 @@ class Tracer:
             worker.ask_until(moment_ns)
 
     def fetch(self) -> None:
-        """Fetches the new records and asks for more. Call it many times a second."""
+        """Fetches the new records, and extends the request for more. Call this many times a second."""
         for worker in self._workers:
             worker.note_pause()
         self._ask_until(time.monotonic_ns() + _LEASE_NS)
@@ -346,7 +346,7 @@ class Tracer:
             self._routes[channel.id] = (connection.peer, connection.transport) if connection else (None, "handler")
 
     def stop(self) -> ServiceTrace:
-        """Ends the recording and decodes it."""
+        """Ends the recording and decodes the records."""
         self._ask_until(0)
         self._fetch()
         self._note_channels()
@@ -363,7 +363,7 @@ class Tracer:
         return ServiceTrace(self._observer.publication, triggers, self._routes, lost, left_out, waits)
 
     def close(self) -> None:
-        """Ends the recording if `stop` has not, and lets others trace the service."""
+        """Ends the recording, unless `stop` has, and lets others trace the service."""
         self._ask_until(0)
         self._workers.clear()
         os.close(self._lock)

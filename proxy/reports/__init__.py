@@ -1,1 +1,1 @@
-"""The common part of the reports of ranks and of the node daemon: files, the checks when they are read, rings."""
+"""The common parts of ranks' and the node daemon's reports: files, checks on reading, rings."""

@@ -17,7 +17,7 @@ MOST_BYTES = 64 << 20
 
 
 class ReportError(ProxyCCLError):
-    """A file is not a report, or cannot be read. The message names it."""
+    """A file is not a report, or cannot be read. The message names the file."""
 
 
 class Member(Message, frozen=True, eq=False):
@@ -71,7 +71,7 @@ def require_moment(written: str) -> None:
 
 
 def read(path: Path) -> bytes:
-    """A file's bytes; of a longer file one more than `MOST_BYTES`. Raises ReportError."""
+    """Reads a file, but at most `MOST_BYTES` + 1 bytes. Raises ReportError."""
     try:
         with path.open("rb") as file:
             return file.read(MOST_BYTES + 1)

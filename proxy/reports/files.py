@@ -1,4 +1,4 @@
-"""The directory for reports: one that the user names, or a default one, which keeps the newest `KEPT`."""
+"""The directory for reports: the user's choice, or a default directory, which keeps the newest `KEPT` reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wanted() -> bool:
 
 
 def default_directory() -> Path:
-    """The directory unless ``PROXYCCL_REPORT_DIR`` names one. Hosts that share home directories share it."""
+    """The default directory, without ``PROXYCCL_REPORT_DIR``. Hosts that share home directories share this one."""
     return user_directory("XDG_STATE_HOME", ".local/state", "state") / "reports"
 
 
@@ -40,13 +40,13 @@ def write(group: str, who: str, number: int, text: str) -> Path:
     """Writes a report of this process atomically.
 
     Args:
-        group: eight hexadecimal digits: processes on other hosts, or later ones, may have this process's number.
+        group: eight hexadecimal digits, because a process on another host, or a later one, may have the same id.
         who: "rank" and its number, or "daemon".
-        number: of this report among those of the same `who`, from 1.
-        text: the report.
+        number: number of this report among the reports of the same `who`, from 1.
+        text: the report's text.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the report can't be written.
         UntrustedPathError: other users can change the default directory.
     """
     where = directory().absolute()
@@ -58,7 +58,7 @@ def write(group: str, who: str, number: int, text: str) -> Path:
         require_private(where)
     path = where / f"{group}-{who}-{os.getpid()}-{number}.json"
     unfinished = path.with_suffix(".unfinished")
-    # A directory that the user names may be shared: links are not followed.
+    # Links are not followed, because the user's directory may be shared.
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     with open(descriptor, "w") as file:
         file.write(text)
@@ -69,16 +69,16 @@ def write(group: str, who: str, number: int, text: str) -> Path:
 
 
 def is_written(group: str, who: str) -> bool:
-    """Whether a process has written a report; the arguments as for `write`."""
+    """Whether a process has written a report. The arguments are those of `write`."""
     return any(directory().glob(f"{group}-{who}-*.json"))
 
 
 def reports_in(where: Path) -> list[Path]:
-    """The reports in a directory by age, the oldest first: regular files alone. Raises OSError."""
+    """The reports in a directory, the oldest first. Only regular files count. Raises OSError."""
     found = []
     for path in where.iterdir():
         if _NAME.fullmatch(path.name) and path.is_file():
-            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed the file
                 found.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
 

@@ -21,9 +21,9 @@ _tried = False
 
 
 def install(report: Callable[[str], object]) -> None:
-    """From now on the signal makes a thread call `report` with a cause in words.
+    """Makes the signal call `report` in a thread, with a cause in words.
 
-    Does nothing if it was called before, or if the program handles or ignores the signal in Python. A handler in C,
+    Does nothing in a second call, or if the program handles or ignores the signal in Python. An existing handler in C,
     such as MPICH's, is still called.
     """
     global _tried  # noqa: PLW0603  a process has one disposition for a signal
@@ -47,5 +47,5 @@ def _wait(descriptor: int, report: Callable[[str], object]) -> None:
         os.read(descriptor, _COUNT_BYTES)  # os.eventfd_read would not continue after another signal's handler
         try:
             report(f"signal {SIGNAL.name}")
-        except Exception:  # the next signal is still answered
+        except Exception:  # the thread must survive for the next signal
             _logger.exception("no report on signal %s", SIGNAL.name)

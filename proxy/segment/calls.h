@@ -60,7 +60,7 @@ typedef struct ProxycclCallers {
 /* DIFFERED: the calls of this number are the same, but earlier ones, which were not compared, are not. */
 enum { PROXYCCL_CALL_ABORTED = -2, PROXYCCL_CALL_DIFFERS = -3, PROXYCCL_CALL_DIFFERED = -4 };
 
-/* From now on, calls on this stream return when their work has ended. `synchronize` is the address of the driver's call
+/* Makes calls on this stream return only when their work has ended. `synchronize` is the address of the driver's call
  * that waits for a stream. */
 void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_t synchronize);
 /* Reads the call with this number from a log. Returns 1 if it is there, otherwise 0. Any thread may call it. */
@@ -68,15 +68,16 @@ int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, Proxycc
 /* The way of this rank's next call, less than PROXYCCL_CALL_WAYS: the wish of the first rank that came to it. A rank
  * that lags too far gets its own wish; if that is not the others', the log finds it. */
 uint32_t proxyccl_calls_choose(const ProxycclCallers *callers, uint32_t wish);
-/* Logs a call and compares it with the peers' calls of the same number. 0, or one of the above. */
+/* Logs a call and compares it with the peers' calls of the same number. Returns 0 or a status above. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
-/* The same, then the launch unless a rank has failed by then, and the wait for it if it is on the stream of `wait_on`.
- * Returns the driver's status, or one of the above: a rank may have failed during the wait, too.
- * PROXYCCL_OTHER_CONTEXT: nothing was done, and the call is not logged. Without a call, the launch is part of one that
- * was logged; without a launch, the call is logged alone. */
+/* Logs and compares a call as proxyccl_calls_agree does, then launches unless a rank has failed, and waits for the
+ * launch if its stream is that of `wait_on`. Returns the driver's status or a status above, because a rank may also
+ * fail during the wait; or PROXYCCL_OTHER_CONTEXT if nothing was done or logged. Without a call, the launch is part of
+ * a call that was logged before; without a launch, the call is only logged. */
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const ProxycclLaunch *launch,
                          uintptr_t stream);
-/* The same with operations of the stream. PROXYCCL_STREAM_OTHER_CONTEXT, which has the same value: nothing was done. */
+/* As proxyccl_calls_issue, with stream operations in place of a launch. Returns PROXYCCL_STREAM_OTHER_CONTEXT, which
+ * has the same value, if nothing was done. */
 int proxyccl_calls_ring(ProxycclCallers *callers, const ProxycclCall *call, ProxycclStreamOperations *operations,
                         uintptr_t stream);
 

@@ -18,7 +18,7 @@ int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operati
 void agent_wake(ProxycclAgent *agent) {
   const uint64_t one = 1;
   const ssize_t written = write(agent->wake, &one, sizeof one);
-  (void)written; /* an eventfd refuses only a value that would overflow it: then the thread is awake already */
+  (void)written; /* an eventfd refuses only a value that would overflow it, and then the thread is awake already */
 }
 
 struct timespec agent_deadline(uint64_t timeout_ns) {
@@ -90,7 +90,7 @@ void proxyccl_agent_tell_losses(ProxycclAgent *agent, int event) {
 
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent) { return (uintptr_t)agent->secret; }
 
-/* The ranges of a device, or of the host; NULL: there is no memory. */
+/* Returns the ranges of a device, or of the host; NULL if out of memory. */
 static Ranges *ranges_of(ProxycclAgent *agent, const ProxycclStaging *staging) {
   if (staging == NULL) return &agent->host;
   Device *device = agent->devices;
@@ -144,7 +144,7 @@ uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uin
   *device = NULL;
   for (uint64_t i = 0; i < count; ++i) {
     if (*device == NULL && hold(&agent->host, &blocks[i])) continue;
-    if (i > 0 && *device == NULL) return i; /* the first is the host's */
+    if (i > 0 && *device == NULL) return i; /* the first list is the host's */
     Device *holds = agent->devices;
     while (holds != NULL && !hold(&holds->ranges, &blocks[i])) holds = holds->next;
     if (holds == NULL) return i;

@@ -1,4 +1,4 @@
-/* Bytes that grow. */
+/* A growable byte buffer. */
 #ifndef PROXYCCL_TRANSFER_BUFFER_H
 #define PROXYCCL_TRANSFER_BUFFER_H
 
@@ -10,7 +10,7 @@ typedef struct Buffer {
   size_t used, room;
 } Buffer;
 
-/* Room for more bytes at the end, which now belong to it; NULL if there is no memory. */
+/* Extends the buffer by `more` bytes. Returns their address, or NULL if out of memory. */
 static inline char *buffer_extend(Buffer *buffer, size_t more) {
   if (buffer->room - buffer->used < more) {
     const size_t room = (buffer->used + more) * 2;

@@ -1,4 +1,4 @@
-/* Transfers whose pieces threads copy: the CPU, where both sides are mapped in this process, or the kernel. See
+/* Transfers whose pieces threads copy: by the CPU where this process has both sides mapped, else by the kernel. See
  * transfers.h. */
 #include <errno.h>
 #include <limits.h>
@@ -9,13 +9,13 @@ typedef struct CopyTransfer {
   ProxycclTransfer base;
   const struct iovec *local, *remote;
   uint64_t count;
-  Position at;                    /* of what is neither copied nor being copied, … */
-  uint64_t left;                  /* … its bytes */
+  Position at;                    /* start of the data that no thread has begun to copy */
+  uint64_t left;                  /* bytes of that data */
   uint64_t faulted;               /* bytes of the copy that were left where the fault is */
-  pid_t pid;                      /* the process that the kernel copies from and to; 0: the CPU copies */
-  const ProxycclStaging *staging; /* NULL: pieces are copied without stages */
-  int staged[PROXYCCL_STAGES];    /* the stages that a thread has */
-  Request question;               /* the kernel could not copy: the peer is asked what became of the block */
+  pid_t pid;                      /* the process that the kernel copies from and to; 0 if the CPU copies */
+  const ProxycclStaging *staging; /* NULL if pieces are copied without stages */
+  int staged[PROXYCCL_STAGES];    /* whether a thread uses each stage */
+  Request question; /* after a failed copy by the kernel: asks the peer whether the block is still mapped */
 } CopyTransfer;
 
 int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes) {
@@ -24,7 +24,7 @@ int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t byte
   return read == (ssize_t)bytes ? 0 : read < 0 ? errno : EFAULT;
 }
 
-/* A piece of a copy: whole blocks where they lie in the two lists, or a part of a long block, in `parts`. */
+/* A piece of a copy: whole blocks, in place in the two lists, or a part of a long block, in `parts`. */
 typedef struct Piece {
   struct iovec parts[2];
   const struct iovec *local, *remote;
@@ -32,7 +32,7 @@ typedef struct Piece {
   uint64_t bytes, copied;
 } Piece;
 
-/* The number of a stage that no thread has; PROXYCCL_STAGES: all are taken. */
+/* Returns the number of an unused stage, or PROXYCCL_STAGES if all are in use. */
 static uint32_t free_stage(const CopyTransfer *transfer) {
   uint32_t stage = 0;
   while (stage < PROXYCCL_STAGES && transfer->staged[stage]) ++stage;
@@ -59,7 +59,7 @@ static void next_piece(const CopyTransfer *transfer, Piece *piece) {
   piece->remote = &piece->parts[1];
 }
 
-/* 0 or an errno. */
+/* Copies a piece. Returns 0 or an errno. */
 static int copy_piece(Piece *piece, int writes, pid_t pid) {
   if (pid != 0) {
     const ssize_t copied = writes ? process_vm_writev(pid, piece->local, piece->blocks, piece->remote, piece->blocks, 0)
@@ -73,7 +73,7 @@ static int copy_piece(Piece *piece, int writes, pid_t pid) {
   return piece->copied < piece->bytes ? EFAULT : 0;
 }
 
-/* Copies between a stage and the device's blocks, and waits for it. The driver's status. */
+/* Copies between a stage and the device's blocks, and waits for the copy. Returns the driver's status. */
 static int between(const ProxycclStaging *staging, uint32_t stage, int to_device, const struct iovec *blocks,
                    uint32_t count) {
   void *memory = (void *)(uintptr_t)staging->memory[stage];
@@ -82,7 +82,7 @@ static int between(const ProxycclStaging *staging, uint32_t stage, int to_device
   return status != 0 ? status : ended;
 }
 
-/* Copies a piece by way of a stage. 0, an errno, or the driver's status times -1. */
+/* Copies a piece by way of a stage. Returns 0, an errno, or the negated status of the driver. */
 static int copy_staged(const CopyTransfer *self, uint32_t stage, Piece *piece) {
   const ProxycclStaging *staging = self->staging;
   const struct iovec here = {(void *)(uintptr_t)staging->memory[stage], piece->bytes};
@@ -97,13 +97,13 @@ static int copy_staged(const CopyTransfer *self, uint32_t stage, Piece *piece) {
   return writes ? 0 : -between(staging, stage, 1, piece->local, piece->blocks);
 }
 
-/* No more pieces are begun. */
+/* Drops the pieces that no thread has begun. */
 static void drop_rest(CopyTransfer *self) {
   self->left = 0;
   queue_remove(&self->base.agent->copies, self);
 }
 
-/* Remembers where a copy stopped: on the peer's side, or, if that is not mapped here, on this one. A stage always is.
+/* Records the address where a copy stopped: the peer's, or the local one if that is not mapped. A stage always is.
  * Where the CPU copies, both sides are mapped by this process. */
 static void note_fault(CopyTransfer *self, const Piece *piece) {
   ProxycclFault *fault = &self->base.fault;
@@ -124,11 +124,11 @@ static void end(CopyTransfer *self) {
   ProxycclLink *link = transfer->link;
   if (transfer->error == ESRCH) link_lose(link, "the peer's process has ended");
   if (link != NULL && link->lost != NULL) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* the number of its process may be another's by now */
+    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* the system may have reused the process id */
   } else if (!transfer_stands(transfer)) {
     transfer_end_deregistered(transfer);
   } else if (self->pid != 0 && transfer->error == EFAULT && transfer->fault.kind == PROXYCCL_FAULT_PROTECTED) {
-    /* The peer knows what became of it. If it has gone, so does the link, which then ends the transfer. */
+    /* The peer answers whether the block is mapped. If the peer has gone, the end of the link ends the transfer. */
     link_start(link, &self->question, 0, &transfer->fault);
   } else {
     transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
@@ -160,18 +160,18 @@ static int copy(ProxycclTransfer *transfer) {
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
   self->staged[stage] = 0;
-  if (self->staging != NULL) { /* somebody may wait for the stage */
+  if (self->staging != NULL) { /* a thread may wait for the stage */
     pthread_cond_broadcast(&agent->changed);
     if (agent->waits_for_stage) agent_wake(agent);
   }
   if (error == EFAULT && (transfer->error == 0 || (transfer->error == EFAULT && left > self->faulted))) {
-    note_fault(self, &piece); /* the first, if several pieces fail at once */
+    note_fault(self, &piece); /* keeps the first fault if several pieces fail at once */
     self->faulted = left;
   }
   if (transfer->error == 0) transfer->error = error;
   if (error != 0 || (transfer->link != NULL && transfer->link->lost != NULL)) drop_rest(self);
   if (transfer->cancel) {
-    pthread_cond_broadcast(&agent->changed); /* whoever cancels it ends it */
+    pthread_cond_broadcast(&agent->changed); /* the thread that cancels the transfer ends it */
   } else if (self->left == 0 && transfer->copying == 0) {
     end(self);
   }
@@ -205,7 +205,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 
 static void lose(ProxycclTransfer *transfer) {
   drop_rest((CopyTransfer *)transfer);
-  if (transfer->copying == 0) transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* else the last copy does */
+  if (transfer->copying == 0) transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* else the last copy ends the transfer */
 }
 
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,
@@ -213,7 +213,7 @@ ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *l
   static const TransferPath path = {.begin = begin, .copy = copy, .help = help, .finish = finish, .lose = lose};
   CopyTransfer *self = (CopyTransfer *)transfer_of_blocks(agent, link, sizeof *self, &path, blocks);
   if (self == NULL) return NULL;
-  /* An iovec is an address and a length, of a word each. */
+  /* An iovec has the layout of a block: a word of address and a word of length. */
   self->local = (const struct iovec *)blocks->local;
   self->remote = (const struct iovec *)blocks->remote;
   self->count = blocks->count;

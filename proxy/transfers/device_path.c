@@ -1,7 +1,7 @@
-/* Transfers that a device copies: queued on a stream of it, and ended when the stream has written a word after them.
+/* Transfers that a device copies: queued on a stream, which writes a word after the copies to show their end.
  * See transfers.h.
  *
- * A caller that waits or asks looks at the word itself. Otherwise the agent's thread does, from time to time.
+ * A caller that waits or polls reads the word itself. Otherwise the agent's thread reads the word from time to time.
  */
 #include <time.h>
 
@@ -9,14 +9,14 @@
 #include "launch.h"
 #include "parts.h"
 
-enum { CHECK_NS = 1000000 }; /* between two questions whether the device has failed */
+enum { CHECK_NS = 1000000 }; /* between two checks for a failure of the device */
 
 typedef struct DeviceTransfer {
   ProxycclTransfer base;
   const ProxycclCopier *copier;
   ProxycclDeviceCopies copies;
-  uint64_t turn;    /* the stream writes it to the word after the copies */
-  uint64_t checked; /* when the device was last asked whether it has failed */
+  uint64_t turn;    /* the value that the stream writes to the word after the copies */
+  uint64_t checked; /* time of the last check for a failure of the device */
 } DeviceTransfer;
 
 /* Whether the stream has written the transfer's word, which it does after the copies. */
@@ -24,7 +24,8 @@ static int is_over(const DeviceTransfer *self) {
   return __atomic_load_n((const uint64_t *)(uintptr_t)self->copies.word, __ATOMIC_ACQUIRE) == self->turn;
 }
 
-/* The device's failure, or 0: after one a word may never be written. The event marks nothing, so it is reached. */
+/* Returns the device's failure, after which the word may never be written, or 0. The event was never recorded, so a
+ * query of the event reports only failures. */
 static int failure(const DeviceTransfer *self) {
   const Entered before = driver_enter(self->copier);
   const int status = driver_reached(self->copier, (void *)(uintptr_t)self->copies.event);
@@ -32,8 +33,8 @@ static int failure(const DeviceTransfer *self) {
   return status == PROXYCCL_RUNTIME_NOT_READY ? 0 : status;
 }
 
-/* Queues the copies and the write of the word, also after a failure, as earlier copies run. *queued: whether it was.
- * Returns the driver's first failure, or 0. */
+/* Queues the copies and then the write of the word, also after a failed copy, because earlier copies are running.
+ * *queued says whether the write was queued. Returns the driver's first failure, or 0. */
 static int issue(const DeviceTransfer *self, uint64_t stream, int *queued) {
   const ProxycclLaunch *launch = (const ProxycclLaunch *)(uintptr_t)self->copies.launch;
   void *queue = (void *)(uintptr_t)stream;
@@ -62,7 +63,7 @@ static void end(ProxycclTransfer *transfer) {
 }
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
-  static uint64_t turns; /* no word ever gets the same value twice, not even that of a transfer that was given up */
+  static uint64_t turns; /* unique values, so that a late write of an abandoned transfer is not taken for another's */
   DeviceTransfer *self = (DeviceTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
   const int is_short = stream == NULL && transfer->bytes <= SHORT_BYTES;
@@ -77,7 +78,7 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
   transfer->error = -status;
-  if (transfer->cancel) pthread_cond_broadcast(&agent->changed); /* whoever cancels it ends it */
+  if (transfer->cancel) pthread_cond_broadcast(&agent->changed); /* the thread that cancels the transfer ends it */
   if (queued && !is_over(self)) {
     transfer_watch(transfer);
   } else if (!transfer->cancel) {
@@ -88,7 +89,7 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
 static int look(ProxycclTransfer *transfer) {
   DeviceTransfer *self = (DeviceTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
-  if (transfer->copying > 0 || transfer->cancel) return 0; /* whoever looks or cancels ends it */
+  if (transfer->copying > 0 || transfer->cancel) return 0; /* the thread that polls or cancels the transfer ends it */
   if (!is_over(self)) {
     const uint64_t now = now_ns();
     if (now - self->checked < CHECK_NS) return 0;
@@ -111,13 +112,13 @@ static int look(ProxycclTransfer *transfer) {
 
 static void help(ProxycclTransfer *transfer) { look(transfer); }
 
-/* A driver does not take copies back. */
+/* Waits for the copies, because a driver can't cancel them. */
 static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   DeviceTransfer *self = (DeviceTransfer *)transfer;
   const uint64_t deadline = now_ns() + LONGEST_CANCEL_S * 1000000000ull;
   const struct timespec pause = {0, SHORTEST_PAUSE_NS};
   (void)timeout_ns;
-  ++transfer->copying; /* it stays, and nobody else looks */
+  ++transfer->copying; /* keeps the transfer alive, and other threads from polling it */
   pthread_mutex_unlock(&transfer->agent->lock);
   while (!is_over(self) && failure(self) == 0 && now_ns() < deadline) nanosleep(&pause, NULL);
   pthread_mutex_lock(&transfer->agent->lock);

@@ -1,4 +1,4 @@
-/* The driver's calls of a device that copies, and copies between its memory and stages. See parts.h. */
+/* Driver calls for a device that copies, and copies between the device's memory and stages. See parts.h. */
 #include "clock.h"
 #include "parts.h"
 
@@ -41,7 +41,7 @@ int driver_reached(const ProxycclCopier *copier, void *event) {
 int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
                   const struct iovec *blocks, uint64_t count) {
   const ProxycclCopier *copier = staging->copier;
-  /* All copies to the device are on one stream: what a canceled write has sent must not come after a later write. */
+  /* All copies to the device are on one stream, so that data of a canceled write can't land after a later write. */
   void *stream = (void *)(uintptr_t)staging->streams[to_device ? 0 : stage];
   void *event = (void *)(uintptr_t)staging->events[stage];
   uint64_t at = (uintptr_t)memory;
@@ -52,7 +52,7 @@ int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, 
     status = driver_copy(copier, to_device ? block : at, to_device ? at : block, blocks[i].iov_len, stream);
     at += blocks[i].iov_len;
   }
-  /* Also after a failure, as earlier copies run. */
+  /* Recorded also after a failure, because earlier copies are running. */
   const int recorded = ((int (*)(void *, void *))(uintptr_t)copier->event_record)(event, stream);
   driver_leave(copier, before);
   return status != 0 ? status : recorded;

@@ -1,7 +1,7 @@
-/* An agent's endpoint of libfabric, and requests by it. See transfers.h.
+/* An agent's libfabric endpoint, and the requests that it posts. See transfers.h.
  *
- * Some providers carry out a peer's requests only when this side reads its queue, so the agent's thread also does so
- * when it has none of its own.
+ * Some providers carry out a peer's requests only when this side reads its completion queue. So the agent's thread
+ * reads the queue even while no request of its own is outstanding.
  */
 #include <errno.h>
 #include <sys/epoll.h>
@@ -14,16 +14,16 @@
 #include "fabric_queue.h"
 
 enum {
-  ACTIVE_NS = 20000, /* between two looks into a queue without a descriptor */
-  IDLE_NS = 1000000  /* likewise, without own requests */
+  ACTIVE_NS = 20000, /* between two polls of a queue without a descriptor */
+  IDLE_NS = 1000000  /* the same while no own request is outstanding */
 };
 #define LONGEST_STOP_NS 1000000000ull
 
-/* A request that is posted. `context` is the provider's meanwhile. */
+/* A posted request. The provider owns `context` until the completion. */
 typedef struct Posted {
   struct fi_context2 context;
-  struct Posted *next; /* of those that are free */
-  Rdma *rdma;          /* NULL: given up */
+  struct Posted *next; /* next in the list of free entries */
+  Rdma *rdma;          /* NULL if the request was abandoned */
   uint64_t remote;
 } Posted;
 
@@ -31,10 +31,10 @@ typedef struct Fabric {
   ProxycclFabricPort port;
   struct fid_ep *endpoint;
   struct fid_cq *queue;
-  Queue waiting; /* those with requests to be posted, in turn */
+  Queue waiting; /* the Rdmas with requests to post, which take turns */
   Posted *unused;
   uint32_t outstanding;
-  int failed; /* why the queue has ended; 0: it has not */
+  int failed; /* the error that ended the queue; 0 while the queue works */
   Posted posted[];
 } Fabric;
 
@@ -72,7 +72,7 @@ static void drop_rest(Fabric *fabric, Rdma *rdma) {
   queue_remove(&fabric->waiting, rdma);
 }
 
-/* Notes that a request failed: no more are posted. */
+/* Records a failed request. No further requests of its Rdma are posted. */
 static void fail(Fabric *fabric, Rdma *rdma, int error, uint64_t remote) {
   if (rdma->error == 0) {
     rdma->error = error;
@@ -81,7 +81,7 @@ static void fail(Fabric *fabric, Rdma *rdma, int error, uint64_t remote) {
   drop_rest(fabric, rdma);
 }
 
-/* Posts the next request of the first that waits. 0: the provider takes none now. */
+/* Posts the next request of the first waiting Rdma. Returns 0 if the provider has no room. */
 static int post(Fabric *fabric) {
   Rdma *rdma = (Rdma *)fabric->waiting.first;
   const uint64_t *row = rdma->rows + ROW * rdma->at.index, offset = rdma->at.offset;
@@ -126,7 +126,7 @@ static void complete(void *owner, void *context, int error, const struct fi_cq_e
   end_if_over(rdma);
 }
 
-/* Ends everything: the queue will report no completion. */
+/* Fails all requests, because the queue will report no more completions. */
 static void fail_all(Fabric *fabric) {
   for (uint32_t i = 0; i < fabric->port.depth; ++i) {
     if (fabric->posted[i].rdma != NULL) complete(fabric, &fabric->posted[i], fabric->failed, NULL);
@@ -143,7 +143,7 @@ void fabric_poll(ProxycclAgent *agent) {
   uint32_t taken = 0;
   if (fabric->failed == 0) {
     fabric->failed = fabric_drain(fabric->queue, complete, fabric, &taken);
-    /* Its descriptor may be readable for good. */
+    /* The descriptor of a failed queue may stay readable forever. */
     if (fabric->failed != 0 && fabric->port.descriptor >= 0)
       agent_watch(agent, fabric->port.descriptor, 0, EPOLL_CTL_DEL, 0);
   }
@@ -163,15 +163,15 @@ void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes) {
   rdma->error = 0;
   rdma->fault = 0;
   queue_push(&fabric->waiting, rdma);
-  fabric_poll(agent);                             /* it may end, and be freed, by then */
-  if (fabric->outstanding > 0) agent_wake(agent); /* it may sleep without a descriptor */
+  fabric_poll(agent);                             /* may end and free the Rdma */
+  if (fabric->outstanding > 0) agent_wake(agent); /* the thread may sleep without watching the queue */
 }
 
 void rdma_drop(ProxycclAgent *agent, Rdma *rdma) { drop_rest(agent->fabric, rdma); }
 
 int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes) {
   const Fabric *fabric = link->agent->fabric;
-  char whole[LONGEST_ADDRESS] = {0}; /* providers read as much as the form has */
+  char whole[LONGEST_ADDRESS] = {0}; /* providers read the full length of the address format */
   if (fabric == NULL || link->addressed) return 0;
   memcpy(whole, address, bytes);
   return fi_av_insert((struct fid_av *)(uintptr_t)fabric->port.peers, whole, 1, &link->address, 0, NULL) == 1;
@@ -188,7 +188,7 @@ uint64_t fabric_rest(ProxycclAgent *agent) {
   if (fabric == NULL || fabric->failed != 0) return UINT64_MAX;
   if (fabric->port.descriptor >= 0) {
     struct fid *queue = &fabric->queue->fid;
-    /* Not zero: something has come since the last look, which the descriptor does not tell. */
+    /* Nonzero means that completions have arrived that the descriptor will not signal. */
     return fi_trywait((struct fid_fabric *)(uintptr_t)fabric->port.fabric, &queue, 1) == 0 ? UINT64_MAX : 0;
   }
   return fabric->outstanding > 0 ? ACTIVE_NS : IDLE_NS;
@@ -201,7 +201,7 @@ void fabric_lose(ProxycclLink *link) {
     next = each->next;
     if (rdma->link != link) continue;
     drop_rest(fabric, rdma);
-    end_if_over(rdma); /* else its last request does */
+    end_if_over(rdma); /* otherwise the last request's completion ends the Rdma */
   }
 }
 
@@ -224,7 +224,7 @@ void fabric_stop(ProxycclAgent *agent) {
     nanosleep(&pause, NULL);
     pthread_mutex_lock(&agent->lock);
   }
-  for (uint32_t i = 0; i < fabric->port.depth; ++i) { /* the endpoint is closed before their memory is used again */
+  for (uint32_t i = 0; i < fabric->port.depth; ++i) { /* the endpoint is closed before the requests' memory is reused */
     Rdma *rdma = fabric->posted[i].rdma;
     fabric->posted[i].rdma = NULL;
     if (rdma == NULL) continue;
@@ -239,7 +239,7 @@ void fabric_stop(ProxycclAgent *agent) {
 
 int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port) { return ENOSYS; }
 
-/* Without an endpoint, the others do nothing. */
+/* A build without libfabric has no endpoint, so these functions do nothing. */
 void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes) {}
 void rdma_drop(ProxycclAgent *agent, Rdma *rdma) {}
 int fabric_failed(const ProxycclAgent *agent) { return agent == NULL; }

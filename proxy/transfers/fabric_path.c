@@ -1,16 +1,16 @@
-/* Transfers by libfabric: reads and writes of the peer's memory, in which its program takes no part. See transfers.h.
+/* Transfers by libfabric: one-sided reads and writes of the peer's memory. See transfers.h.
  */
 #include <time.h>
 
 #include "clock.h"
 #include "parts.h"
 
-enum { PAUSE_NS = 20000 }; /* between two looks of who cancels one */
+enum { PAUSE_NS = 20000 }; /* between two polls by a thread that cancels a transfer */
 
 typedef struct FabricTransfer {
   ProxycclTransfer base;
   Rdma rdma;
-  Request question; /* a request failed: the peer is asked what became of its memory */
+  Request question; /* after a failed request: asks the peer whether its memory is still mapped */
 } FabricTransfer;
 
 static void ended(Rdma *rdma) {
@@ -19,7 +19,7 @@ static void ended(Rdma *rdma) {
   transfer->error = rdma->error;
   transfer->fault.address = rdma->fault;
   if (transfer->cancel) {
-    pthread_cond_broadcast(&transfer->agent->changed); /* whoever cancels it ends it */
+    pthread_cond_broadcast(&transfer->agent->changed); /* the thread that cancels the transfer ends it */
   } else if (transfer->abandoned || rdma->canceled) {
     transfer_end_canceled(transfer);
   } else if (transfer->link->lost != NULL) {
@@ -28,7 +28,7 @@ static void ended(Rdma *rdma) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
   } else if (fabric_failed(transfer->agent)) {
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
-  } else { /* the peer knows what became of its memory, and if it has gone, the link ends */
+  } else { /* the peer answers whether its memory is mapped; if the peer has gone, the link ends */
     link_start(transfer->link, &self->question, 0, &transfer->fault);
   }
 }
@@ -57,7 +57,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   }
   rdma_drop(agent, &self->rdma);
   for (fabric_poll(agent); self->rdma.unanswered > 0 && now_ns() < deadline; fabric_poll(agent)) {
-    ++transfer->copying; /* it stays */
+    ++transfer->copying; /* keeps the transfer alive */
     pthread_mutex_unlock(&agent->lock);
     nanosleep(&pause, NULL);
     pthread_mutex_lock(&agent->lock);

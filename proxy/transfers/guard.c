@@ -1,8 +1,8 @@
-/* Copies by the CPU from and to memory of the program, which may have freed it, protected it, or truncated its file
- * meanwhile. See parts.h.
+/* Copies by the CPU from and to memory that the program may free, protect or truncate at any moment. See parts.h.
  *
- * Such a byte raises SIGSEGV or SIGBUS. While a thread is within such a copy, the process's handler of these signals
- * jumps back to it; all others go to the handler that was there before. The kernel would refuse without a signal
+ * An access to such memory raises SIGSEGV or SIGBUS. If a guarded copy raised the signal, the process's handler jumps
+ * back to that copy; all other signals go to the handler that was installed before. The kernel would refuse without a
+ * signal
  * (process_vm_readv), but takes 1.6 us more for each copy, and twice the time for a megabyte.
  */
 #include <errno.h>
@@ -15,29 +15,29 @@
 enum {
   MOST_REPLACED = 8,
   SMALLEST_PAGE = 4096,
-  NEAR = 1 << 16 /* a signal may tell the page instead of the byte, and pages are at most this large */
+  NEAR = 1 << 16 /* a signal may name the page instead of the byte; pages are at most this large */
 };
 
-/* A copy that a thread is within. */
+/* The guarded copy that a thread is making. */
 typedef struct GuardedCopy {
   sigjmp_buf back;
   const struct iovec *to, *from;
   uint64_t count;
 } GuardedCopy;
 
-/* A call of another handler, which a thread is within. */
+/* The call of another handler that a thread is making. */
 typedef struct Passing {
   const char *frame;
   int level;
 } Passing;
 
-/* The handlers of a signal that this file's replaced, the oldest first. */
+/* The handlers of a signal that this file's handler replaced, the oldest first. */
 typedef struct Replaced {
   struct sigaction actions[MOST_REPLACED];
   int count; /* atomic */
 } Replaced;
 
-/* A handler may not allocate, as the first use of a thread's variable of another model does. */
+/* A signal handler may not allocate, but with other TLS models a thread's first access does. */
 static __thread GuardedCopy *current __attribute__((tls_model("initial-exec")));
 static __thread Passing passing __attribute__((tls_model("initial-exec")));
 static const int signals[] = {SIGSEGV, SIGBUS};
@@ -52,27 +52,27 @@ static int is_near(const struct iovec *blocks, uint64_t count, uintptr_t address
   return 0;
 }
 
-/* Whether a copy has raised a signal. Another handler that was installed later may raise it again. */
+/* Whether a guarded copy raised the signal. A handler that was installed later may raise the signal again. */
 static int is_of(const GuardedCopy *guard, const siginfo_t *info) {
   if (info->si_code <= 0) return info->si_pid == getpid();
-  if (info->si_code == SI_KERNEL) return 1; /* not an address of this architecture: the kernel does not tell it */
+  if (info->si_code == SI_KERNEL) return 1; /* for a non-canonical address the kernel does not report the address */
   const uintptr_t address = (uintptr_t)info->si_addr;
   return is_near(guard->to, guard->count, address) || is_near(guard->from, guard->count, address);
 }
 
-/* Does what the kernel does without a handler. */
+/* Ends the process as the kernel does without a handler. */
 static void end_process(int number, const siginfo_t *info) {
   const struct sigaction end = {.sa_handler = SIG_DFL};
   sigaction(number, &end, NULL);
-  if (info->si_code <= 0) raise(number); /* a fault comes again by itself */
+  if (info->si_code <= 0) raise(number); /* a fault repeats by itself */
 }
 
-/* Does what would be done without this file: calls the newest handler that was replaced. If that one calls this file's
- * in turn, because it is newer, the one before it is called. */
+/* Passes a signal on to the newest replaced handler. If that handler is newer than this file's and calls it in turn,
+ * the next older one is called. */
 static void pass_on(int number, siginfo_t *info, void *context) {
   const Replaced *before = &replaced[number == SIGBUS];
   const char *frame = __builtin_frame_address(0);
-  const int nested = passing.frame != NULL && frame < passing.frame; /* else that call was left by a jump */
+  const int nested = passing.frame != NULL && frame < passing.frame; /* otherwise a jump has left that call */
   const int level = nested ? passing.level - 1 : __atomic_load_n(&before->count, __ATOMIC_ACQUIRE) - 1;
   const struct sigaction *action = &before->actions[level < 0 ? 0 : level];
   const Passing outer = passing;
@@ -80,7 +80,7 @@ static void pass_on(int number, siginfo_t *info, void *context) {
   if (level >= 0 && (action->sa_flags & SA_SIGINFO) != 0) {
     action->sa_sigaction(number, info, context);
   } else if (level < 0 || action->sa_handler == SIG_DFL || (action->sa_handler == SIG_IGN && info->si_code > 0)) {
-    end_process(number, info); /* nobody can ignore a fault */
+    end_process(number, info); /* a fault can't be ignored */
   } else if (action->sa_handler != SIG_IGN) {
     action->sa_handler(number);
   }
@@ -99,8 +99,8 @@ static void handle(int number, siginfo_t *info, void *context) {
   siglongjmp(guard->back, 1);
 }
 
-/* Notes an action that is replaced, as the newest. One that was replaced before is the program's again: those after it
- * are gone. */
+/* Records a replaced action as the newest. If the action was replaced before, the program has restored it, and the
+ * actions recorded after it are dropped. */
 static void note_replaced(Replaced *before, const struct sigaction *action) {
   int count = 0;
   while (count < before->count && before->actions[count].sa_handler != action->sa_handler) ++count;
@@ -113,7 +113,7 @@ static void hold(void) { pthread_mutex_lock(&lock); }
 
 static void let_go(void) { pthread_mutex_unlock(&lock); }
 
-/* A fork waits for the lock: no thread of the child could release it. */
+/* A fork waits for the lock, because no thread of the child could release it. */
 __attribute__((constructor)) static void hold_while_forking(void) { pthread_atfork(hold, let_go, let_go); }
 
 int guard_install(void) {
@@ -135,13 +135,13 @@ void guard_admit(sigset_t *blocked) {
   for (int i = 0; i < 2; ++i) sigdelset(blocked, signals[i]);
 }
 
-/* 0: a byte can't be touched. */
+/* Returns 0 if a byte can't be accessed. */
 static int copy(const struct iovec *to, const struct iovec *from, uint64_t count) {
   GuardedCopy guard;
   guard.to = to;
   guard.from = from;
   guard.count = count;
-  if (sigsetjmp(guard.back, 0) != 0) return 0; /* the handler blocks no signal that would have to be let in again */
+  if (sigsetjmp(guard.back, 0) != 0) return 0; /* no signal mask is saved: the handler blocks no signals */
   current = &guard;
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   for (uint64_t i = 0; i < count; ++i) memmove(to[i].iov_base, from[i].iov_base, from[i].iov_len);
@@ -158,7 +158,8 @@ static size_t within_page(const char *address, size_t bytes) {
 
 uint64_t guard_copy(const struct iovec *to, const struct iovec *from, uint64_t count, uint64_t bytes) {
   if (copy(to, from, count)) return bytes;
-  /* memmove keeps no order, so once more: the bytes within a page are all copied, or none is. */
+  /* memmove copies in any order, so the copy is repeated page by page: a page's bytes are all accessible, or none is.
+   */
   uint64_t done = 0;
   for (uint64_t i = 0; i < count; ++i) {
     struct iovec there = to[i], here = from[i];

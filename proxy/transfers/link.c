@@ -1,8 +1,8 @@
 /* Links: sockets between agents, and the frames on them. See transfers.h and parts.h.
  *
- * The side that opened a link sends greetings, messages and requests, the other side only answers. An answer needs no
- * room in the opener's window, and the opener always reads, so neither side waits for the other to read. Data goes
- * straight from and to the blocks, except for what was read from the socket together with a head.
+ * The side that opened a link sends greetings, messages and requests; the other side only answers. An answer needs no
+ * room in the opener's window, and the opener always reads, so neither side waits for the other to read. Data moves
+ * directly from and to the blocks, except for data that was read from the socket together with a head.
  */
 #include <errno.h>
 #include <poll.h>
@@ -15,15 +15,15 @@
 #include "parts.h"
 
 enum {
-  ANSWER_STEPS = 3, /* of a FETCH or a STORE: between the peer and a stage, between that and the device, the end */
+  ANSWER_STEPS = 3, /* steps of a FETCH or a STORE: between peer and stage, between stage and device, the end */
   VERSION = 2,
   LONGEST_NAME = 4096,
-  TURN_BYTES = 2 << 20 /* sent or received before other links have their turn */
+  TURN_BYTES = 2 << 20 /* most bytes that a link sends or receives in its turn */
 };
 
 const char *proxyccl_link_lost(const ProxycclLink *link) { return __atomic_load_n(&link->lost, __ATOMIC_ACQUIRE); }
 
-/* Closes a descriptor. A fork's child may have a copy of it, which would keep it in the epoll set. */
+/* Closes a descriptor, after its removal from the epoll set: a copy in a fork's child would keep it there. */
 static void unwatch(ProxycclAgent *agent, int *descriptor) {
   if (*descriptor < 0) return;
   agent_watch(agent, *descriptor, 0, EPOLL_CTL_DEL, 0);
@@ -60,14 +60,14 @@ ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves
   return link;
 }
 
-/* Watches the socket for events from now on. */
+/* Starts to watch the socket for events. */
 static void watch(ProxycclLink *link, uint32_t events) {
   if (agent_watch(link->agent, link->socket, (uintptr_t)link, EPOLL_CTL_MOD, events) != 0) {
-    link_lose(link, "the kernel does not watch its socket");
+    link_lose(link, "epoll cannot watch the link's socket");
   }
 }
 
-/* Leaves the socket to callers that poll, until link_wake. */
+/* Leaves the socket to polling callers, until link_wake. */
 static void rest(ProxycclLink *link) {
   if (link->resting) return;
   link->resting = 1;
@@ -124,7 +124,7 @@ void link_lose(ProxycclLink *link, const char *reason) {
   if (!link->serves && agent->losses >= 0) {
     const uint64_t one = 1;
     const ssize_t written = write(agent->losses, &one, sizeof one);
-    (void)written; /* an eventfd refuses only a value that would overflow it: then its reader wakes anyway */
+    (void)written; /* an eventfd refuses only a value that would overflow it, and then its reader wakes anyway */
   }
   if (link->in.stage != NULL) stage_give(link->in.stage);
   link->in.stage = NULL;
@@ -177,7 +177,7 @@ int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *
   return ENOMEM;
 }
 
-/* Makes an error of an answer to a READ whose blocks are no longer registered. */
+/* Turns the answer to a READ into an error if the blocks are no longer registered. */
 static void check_answer(const ProxycclLink *link, Answer *answer) {
   Device *device;
   const uint64_t lacking = agent_lacks(link->agent, answer->blocks, answer->count, &device);
@@ -186,7 +186,7 @@ static void check_answer(const ProxycclLink *link, Answer *answer) {
   answer->bytes = lacking < answer->count ? lacking : 0;
 }
 
-/* Goes on with a FETCH or a STORE as far as possible now. */
+/* Advances a FETCH or a STORE as far as possible. */
 static void feed_by_fabric(ProxycclLink *link, Answer *answer) {
   while (answer->error == 0 && answer->steps < ANSWER_STEPS && (answer->stage == NULL || !answer->stage->copying)) {
     if (answer->stage != NULL && answer->stage->status != 0) {
@@ -206,7 +206,7 @@ static void feed_by_fabric(ProxycclLink *link, Answer *answer) {
   }
 }
 
-/* Lets devices copy the data of the next answers into stages. */
+/* Starts devices' copies of the next answers' data into stages. */
 static void feed_answers(ProxycclLink *link) {
   uint32_t fed = 0;
   for (Answer *answer = link->answer; answer != NULL && fed < FED; answer = answer->next) {
@@ -261,7 +261,7 @@ static int begin_answer(ProxycclLink *link) {
   return buffer_append(&out->head, &frame, sizeof frame);
 }
 
-/* The number of the first block whose first or last byte is not mapped; `count`: there is none. */
+/* Returns the number of the first block whose first or last byte is not mapped, or `count`. */
 static uint64_t find_unmapped(const struct iovec *blocks, uint64_t count) {
   uint64_t i = 0;
   while (i < count && is_mapped(blocks[i].iov_base) && is_mapped((char *)blocks[i].iov_base + blocks[i].iov_len - 1)) {
@@ -306,7 +306,7 @@ static int begin_request(ProxycclLink *link) {
          (!by_fabric || buffer_append(&out->head, request->origin, sizeof *request->origin));
 }
 
-/* Begins the next frame: messages, as one; else an answer, or a request. 0: there is none. */
+/* Begins the next frame: all messages, else an answer, else a request. Returns 0 if there is none. */
 static int begin_frame(ProxycclLink *link) {
   Sending *out = &link->out;
   end_sending(link);
@@ -321,19 +321,18 @@ static int begin_frame(ProxycclLink *link) {
   const int begun = link->answer != NULL && is_ready(link->answer)              ? begin_answer(link)
                     : link->requests.first != NULL && link->unanswered < WINDOW ? begin_request(link)
                                                                                 : -1;
-  if (begun == 0) link_lose(link, "there is no memory");
+  if (begun == 0) link_lose(link, "this process is out of memory");
   return begun > 0;
 }
 
-/* Replaces the data that is still to be sent by a copy of it, with zeros from the first byte on that can't be read; by
- * zeros alone unless it may be read. Returns that byte, in the block of number *block, or NULL. The link is lost if
- * there is no memory. */
+/* Replaces the unsent data by a copy, with zeros from the first unreadable byte on, or by zeros alone unless
+ * `may_read`. Returns the unreadable byte, which lies in block *block, or NULL. Loses the link if out of memory. */
 static const char *copy_rest(ProxycclLink *link, int may_read, uint64_t *block) {
   Sending *out = &link->out;
   const char *unread = NULL;
   struct iovec *copy = calloc(1, sizeof *copy + out->left);
   if (copy == NULL) {
-    link_lose(link, "there is no memory");
+    link_lose(link, "this process is out of memory");
     return NULL;
   }
   *copy = (struct iovec){copy + 1, out->left};
@@ -358,7 +357,7 @@ static const char *copy_rest(ProxycclLink *link, int may_read, uint64_t *block) 
   return unread;
 }
 
-/* A local byte of a request can't be read or written: it sends nothing more, and ends with its last answer. */
+/* Stops a request whose local memory can't be read or written. The request ends with its last answer. */
 static void refuse(ProxycclLink *link, Request *request, uint64_t block, const char *address) {
   const uint64_t offset = (uint64_t)(address - (const char *)request->local[block].iov_base);
   const char *theirs = (char *)request->remote[block].iov_base + offset;
@@ -368,7 +367,7 @@ static void refuse(ProxycclLink *link, Request *request, uint64_t block, const c
   queue_remove(&link->requests, request);
 }
 
-/* Makes an error of the answer that is being sent: of its second head, or of its first one if that was not sent. */
+/* Turns the answer that is being sent into an error, in its second head, or in its first head if that is unsent. */
 static void spoil_answer(Sending *out, uint32_t error, uint64_t block) {
   const Frame frame = {FRAME_ANSWER, error, block};
   if (out->sent > 0) {
@@ -379,25 +378,25 @@ static void spoil_answer(Sending *out, uint32_t error, uint64_t block) {
   out->left = out->tail_left = 0;
 }
 
-/* The kernel could not read the data that is being sent. The peer gets zeros for the rest of the frame. */
+/* Sends zeros for the rest of a frame whose data the kernel could not read. */
 static void spoil(ProxycclLink *link) {
   Sending *out = &link->out;
   Request *request = out->request;
   uint64_t block = 0;
   const char *unread = copy_rest(link, 1, &block);
-  if (unread == NULL) return; /* the link is lost, or the memory is there again */
+  if (unread == NULL) return; /* the link is lost, or the memory is mapped again */
   if (request == NULL) {
     spoil_answer(out, is_mapped(unread) ? EPERM : EFAULT, block);
     return;
   }
   refuse(link, request, block, unread);
   if (out->sent > 0) return;
-  end_sending(link); /* the peer never hears of this frame, the last that began */
+  end_sending(link); /* drops the frame, of which nothing has been sent */
   --link->unanswered;
   if (--request->unanswered == 0) end_request(request);
 }
 
-/* The registered memory has changed since the blocks of the answer that is being sent were checked. */
+/* Checks the blocks of the current answer again after the registered memory has changed. */
 static void check_sending(ProxycclLink *link) {
   Sending *out = &link->out;
   const Answer *answer = out->answer;
@@ -414,7 +413,7 @@ static void check_sending(ProxycclLink *link) {
 /* Whether the frame that is being sent has more data or a second head. */
 static int has_more(const Sending *out) { return out->sent < out->head.used || out->left > 0 || out->tail_left > 0; }
 
-/* Takes bytes that were sent off the front of the frame. */
+/* Advances the frame past bytes that were sent. */
 static void note_sent(Sending *out, uint64_t sent) {
   const uint64_t head = out->head.used - out->sent, of_head = sent < head ? sent : head;
   const uint64_t of_data = sent - of_head < out->left ? sent - of_head : out->left;
@@ -424,7 +423,7 @@ static void note_sent(Sending *out, uint64_t sent) {
   out->tail_left -= sent - of_head - of_data;
 }
 
-/* Sends until there is nothing to send, or no room in the socket. */
+/* Sends until nothing is left to send or the socket is full. */
 void link_send(ProxycclLink *link) {
   Sending *out = &link->out;
   struct iovec parts[2 + FRAME_BLOCKS];
@@ -488,18 +487,18 @@ void link_forget(ProxycclLink *link, Request *request) {
   }
   if (out->request != request) return;
   uint64_t unused;
-  copy_rest(link, 1, &unused); /* its memory may end, or have ended */
+  copy_rest(link, 1, &unused); /* the request's memory may be freed after this call, or before it */
 }
 
 /* Receiving */
 
-/* The end of a link whose socket gave nothing, unless it only has nothing now. */
+/* Loses a link whose socket returned an end or an error, except EAGAIN. */
 static void lose_at_end(ProxycclLink *link, ssize_t got) {
   if (got < 0 && errno == EAGAIN) return;
   link_lose(link, got == 0 || errno == ECONNRESET ? "the peer has closed the link" : "the peer's host does not answer");
 }
 
-/* Reads ahead if nothing is left of what was read before. 0: there is nothing now, or the link is lost. */
+/* Reads ahead if no data is left from an earlier read. Returns 0 if the socket is empty or the link is lost. */
 static int read_ahead(ProxycclLink *link) {
   if (link->ahead_at < link->ahead_end) return 1;
   ssize_t got;
@@ -515,7 +514,7 @@ static int read_ahead(ProxycclLink *link) {
   return 1;
 }
 
-/* Takes bytes from the socket; `to` NULL: to nowhere. 0: there are none now, or the link is lost. */
+/* Receives bytes, and discards them if `to` is NULL. Returns 0 if the socket is empty or the link is lost. */
 static size_t take(ProxycclLink *link, void *to, size_t bytes) {
   if (!read_ahead(link)) return 0;
   const size_t ready = link->ahead_end - link->ahead_at;
@@ -525,7 +524,7 @@ static size_t take(ProxycclLink *link, void *to, size_t bytes) {
   return taken;
 }
 
-/* Copies to blocks. Returns the bytes that were copied; fewer than `bytes`: the next one could not be. */
+/* Copies to blocks. Returns the copied bytes: fewer than `bytes` if the next byte can't be written. */
 static size_t copy_out(const struct iovec *parts, uint32_t count, const char *from, size_t bytes) {
   size_t done = 0;
   for (uint32_t i = 0; i < count && done < bytes; ++i) {
@@ -538,8 +537,8 @@ static size_t copy_out(const struct iovec *parts, uint32_t count, const char *fr
   return done;
 }
 
-/* Takes bytes from the socket for a program's memory, and reads ahead. -1: that memory can't be written, and nothing
- * was taken. 0 as of take. */
+/* Receives bytes into a program's memory, and reads ahead. Returns -1, and receives nothing, if that memory can't be
+ * written; 0 as `take` does. */
 static ssize_t take_out(ProxycclLink *link, const struct iovec *blocks, uint64_t count, Position at, uint64_t bytes) {
   struct iovec parts[FRAME_BLOCKS + 1];
   uint32_t used;
@@ -557,7 +556,7 @@ static ssize_t take_out(ProxycclLink *link, const struct iovec *blocks, uint64_t
       return (ssize_t)bytes;
     }
     if (got > 0) return got;
-    if (got == 0 || errno != EFAULT) { /* which part it was, copy_out finds out */
+    if (got == 0 || errno != EFAULT) { /* after EFAULT, copy_out finds the faulty byte */
       lose_at_end(link, got);
       return 0;
     }
@@ -569,7 +568,7 @@ static ssize_t take_out(ProxycclLink *link, const struct iovec *blocks, uint64_t
   return taken > 0 ? (ssize_t)taken : -1;
 }
 
-/* The bytes of a frame's body, or -1: the frame is not valid here. */
+/* Returns the bytes of a frame's body, or -1 if the frame is not valid here. */
 static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
   if (!link->serves) {
     if (frame->kind != FRAME_ANSWER || link->unanswered == 0) return -1;
@@ -593,7 +592,7 @@ static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
   return (int64_t)(frame->count * sizeof(struct iovec) + (by_fabric ? sizeof(Origin) : 0));
 }
 
-/* Queues an answer. NULL: there is no memory. */
+/* Queues an answer. Returns NULL if out of memory. */
 static Answer *answer(ProxycclLink *link, uint32_t error, uint64_t bytes, const struct iovec *blocks, uint64_t count) {
   Answer *made = malloc(sizeof *made + count * sizeof *blocks);
   if (made == NULL) return NULL;
@@ -605,7 +604,7 @@ static Answer *answer(ProxycclLink *link, uint32_t error, uint64_t bytes, const 
   return made;
 }
 
-/* Whether blocks of a peer's request have the bytes that it says. */
+/* Whether the blocks of a peer's request add up to `bytes`. */
 static int blocks_have(const struct iovec *blocks, uint64_t count, uint64_t bytes) {
   for (uint64_t i = 0; i < count; ++i) {
     if (blocks[i].iov_len == 0 || blocks[i].iov_len > bytes) return 0;
@@ -614,26 +613,27 @@ static int blocks_have(const struct iovec *blocks, uint64_t count, uint64_t byte
   return bytes == 0;
 }
 
-/* Lets the peer's process copy from and to this one. Yama keeps one such process of each: a second peer makes it every
- * process that may trace this one otherwise. 0 or an errno, EINVAL without Yama. */
+/* Permits the peer's process to copy from and to this one. Yama records one permitted process, so for a second peer
+ * this function permits every process that could otherwise trace this one. Returns 0 or an errno, EINVAL without Yama.
+ */
 static int permit(const ProxycclLink *link) {
   static pid_t permitted; /* atomic: agents of one process share it */
   struct ucred peer;
   socklen_t size = sizeof peer;
   if (!link->agent->copied) return EPERM;
   if (getsockopt(link->socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return errno;
-  if (peer.pid <= 0) return ESRCH; /* of another PID namespace, or no Unix socket */
+  if (peer.pid <= 0) return ESRCH; /* a peer in another PID namespace, or not a Unix socket */
   pid_t before = 0;
   const int only = __atomic_compare_exchange_n(&permitted, &before, peer.pid, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED) ||
                    before == peer.pid;
   return prctl(PR_SET_PTRACER, only ? (unsigned long)peer.pid : PR_SET_PTRACER_ANY, 0, 0, 0) == 0 ? 0 : errno;
 }
 
-/* A FETCH or a STORE is complete. */
+/* Handles the complete body of a FETCH or a STORE. */
 static const char *take_by_fabric(ProxycclLink *link, const struct iovec *blocks, Device *device) {
   const Receiving *in = &link->in;
   Answer *made = answer(link, 0, 0, blocks, in->frame.count);
-  if (made == NULL) return "there is no memory";
+  if (made == NULL) return "this process is out of memory";
   made->by_fabric = 1;
   made->fetches = in->frame.kind == FRAME_FETCH;
   made->data = in->frame.bytes;
@@ -648,7 +648,7 @@ static const char *take_by_fabric(ProxycclLink *link, const struct iovec *blocks
   return NULL;
 }
 
-/* A body is complete. Returns why the link ends, or NULL. */
+/* Handles a complete body. Returns why the link must end, or NULL. */
 static const char *take_body(ProxycclLink *link) {
   Receiving *in = &link->in;
   const Frame *frame = &in->frame;
@@ -659,18 +659,18 @@ static const char *take_body(ProxycclLink *link) {
     if (different != 0) return "the peer does not know the secret";
     if (frame->kind == FRAME_PERMIT) {
       link->asked = 1;
-      return answer(link, (uint32_t)permit(link), 0, NULL, 0) != NULL ? NULL : "there is no memory";
+      return answer(link, (uint32_t)permit(link), 0, NULL, 0) != NULL ? NULL : "this process is out of memory";
     }
     link->name_bytes = (uint32_t)(in->body.used - PROXYCCL_SECRET_BYTES);
     link->name = malloc(link->name_bytes);
-    if (link->name == NULL) return "there is no memory";
+    if (link->name == NULL) return "this process is out of memory";
     memcpy(link->name, in->body.bytes + PROXYCCL_SECRET_BYTES, link->name_bytes);
     link->greeted = 1;
   } else if (frame->kind == FRAME_ADDRESS) {
     link->addressed |= fabric_know(link, in->body.bytes, in->body.used);
   } else if (frame->kind == FRAME_MESSAGE) {
     if (agent_receive(agent, link->name, link->name_bytes, in->body.bytes, in->body.used) != 0)
-      return "there is no memory";
+      return "this process is out of memory";
   } else if (frame->kind == FRAME_ANSWER) {
     in->at = link->awaited[link->oldest % WINDOW].at;
     in->left = frame->count == 0 ? frame->bytes : 0;
@@ -683,24 +683,24 @@ static const char *take_body(ProxycclLink *link) {
     if (frame->kind == FRAME_FETCH || frame->kind == FRAME_STORE) return take_by_fabric(link, blocks, device);
     if (frame->kind == FRAME_READ) {
       Answer *made = answer(link, 0, frame->bytes, blocks, frame->count);
-      if (made == NULL) return "there is no memory";
+      if (made == NULL) return "this process is out of memory";
       made->device = device;
       return NULL;
     }
     if (frame->kind == FRAME_CHECK) {
       uint32_t error = in->block < frame->count ? EACCES : 0;
-      if (error == 0 && device == NULL) { /* the CPU may not reach a device's */
+      if (error == 0 && device == NULL) { /* the CPU may not be able to access device memory */
         in->block = find_unmapped(blocks, frame->count);
         if (in->block < frame->count) error = EFAULT;
       }
-      return answer(link, error, error != 0 ? in->block : 0, NULL, 0) != NULL ? NULL : "there is no memory";
+      return answer(link, error, error != 0 ? in->block : 0, NULL, 0) != NULL ? NULL : "this process is out of memory";
     }
     in->error = in->block == frame->count ? 0 : EACCES;
     in->blocks = in->error == 0 ? blocks : NULL;
     in->count = frame->count;
     if (in->error == 0 && device != NULL) {
       in->stage = stage_take(link, device);
-      if (in->stage == NULL) return "there is no memory";
+      if (in->stage == NULL) return "this process is out of memory";
       in->staged = (struct iovec){in->stage->memory, frame->bytes};
     }
     in->at = (Position){0, 0};
@@ -711,7 +711,7 @@ static const char *take_body(ProxycclLink *link) {
   return NULL;
 }
 
-/* A WRITE whose blocks are no longer registered goes nowhere. */
+/* Discards the data of a WRITE whose blocks are no longer registered. */
 static void check_write(ProxycclLink *link) {
   Receiving *in = &link->in;
   Device *device;
@@ -724,17 +724,17 @@ static void check_write(ProxycclLink *link) {
   in->memory = link->agent->memory;
 }
 
-/* All data of a frame is there. */
+/* Handles the end of a frame's data. */
 static const char *end_data(ProxycclLink *link) {
   Receiving *in = &link->in;
   if (link->serves) {
     Stage *stage = in->stage;
     if (stage != NULL && in->blocks != NULL) check_write(link);
     Answer *made = answer(link, in->error, in->error != 0 ? in->block : 0, NULL, 0);
-    if (made == NULL) return "there is no memory";
+    if (made == NULL) return "this process is out of memory";
     in->stage = NULL;
     if (stage != NULL && in->error == 0) {
-      made->stage = stage; /* it is not sent before the copies are done */
+      made->stage = stage; /* sent only after the copies from the stage */
       stage_copy(stage, 1, in->blocks, in->count);
     } else if (stage != NULL) {
       stage_give(stage);
@@ -749,22 +749,22 @@ static const char *end_data(ProxycclLink *link) {
   --request->unanswered;
   if (in->frame.count != 0 && request->refusal == 0) {
     request->refusal = in->frame.count;
-    const uint64_t block = at.index + in->frame.bytes; /* the frame began in the middle of its first block, maybe */
+    const uint64_t block = at.index + in->frame.bytes; /* a frame may begin in the middle of its first block */
     if (!request->asks && block < request->count) {
       char *address = request->remote[block].iov_base;
       request->fault.address = (uintptr_t)(in->frame.bytes == 0 ? address + at.offset : address);
     }
   }
-  if (request->refusal != 0) queue_remove(&link->requests, request); /* it stops sending */
+  if (request->refusal != 0) queue_remove(&link->requests, request); /* a refused request sends no more frames */
   if (request->unanswered == 0 && !request->node.queued) end_request(request);
   return NULL;
 }
 
-/* The memory that data is for was freed, or is protected. The rest of the frame's data goes nowhere. */
+/* Records that the destination of data is freed or protected, and discards the rest of the frame's data. */
 static void note_fault(ProxycclLink *link, const struct iovec *blocks) {
   Receiving *in = &link->in;
   const char *address = (char *)blocks[in->at.index].iov_base + in->at.offset;
-  if (link->serves) { /* its answer tells the peer */
+  if (link->serves) { /* the answer reports the fault to the peer */
     in->error = is_mapped(address) ? EPERM : EFAULT;
     in->block = in->at.index;
     in->blocks = NULL;
@@ -773,7 +773,7 @@ static void note_fault(ProxycclLink *link, const struct iovec *blocks) {
   refuse(link, link->awaited[link->oldest % WINDOW].request, in->at.index, address);
 }
 
-/* Takes data for its blocks. The bytes taken. */
+/* Receives data into its blocks. Returns the received bytes. */
 static size_t take_data(ProxycclLink *link) {
   Receiving *in = &link->in;
   const struct iovec *blocks = in->blocks;
@@ -801,13 +801,13 @@ static size_t take_data(ProxycclLink *link) {
   return (size_t)taken;
 }
 
-/* Room for more of a body: no more at once than a peer has shown that it sends. */
+/* Extends the memory of a body in proportion to the bytes that have arrived. */
 static int extend_body(Receiving *in) {
   const uint64_t left = in->body_bytes - in->body.used, step = in->body.used + AHEAD_BYTES;
   return buffer_extend(&in->body, left < step ? left : step) != NULL;
 }
 
-/* The bytes that the part of a frame which is being received still lacks. */
+/* Returns the bytes that are missing from the part that is being received. */
 static uint64_t lacks(const Receiving *in) {
   switch (in->part) {
     case IN_DATA:
@@ -819,7 +819,7 @@ static uint64_t lacks(const Receiving *in) {
   }
 }
 
-/* Takes bytes of the part that is being received. 0: the socket has none now, or *problem says why the link ends. */
+/* Receives bytes of the current part. Returns 0 if the socket is empty, or if *problem says why the link must end. */
 static size_t take_part(ProxycclLink *link, const char **problem) {
   Receiving *in = &link->in;
   const int in_body = in->part == IN_BODY;
@@ -829,7 +829,7 @@ static size_t take_part(ProxycclLink *link, const char **problem) {
     return taken;
   }
   if (in_body && in->have == in->body.used && !extend_body(in)) {
-    *problem = "there is no memory";
+    *problem = "this process is out of memory";
     return 0;
   }
   char *to = in_body ? in->body.bytes : (char *)&in->frame;
@@ -838,7 +838,7 @@ static size_t take_part(ProxycclLink *link, const char **problem) {
   return taken;
 }
 
-/* Goes on to the next part, when one is complete. Returns why the link ends, or NULL. */
+/* Advances to the next part once the current one is complete. Returns why the link must end, or NULL. */
 static const char *next_part(ProxycclLink *link) {
   Receiving *in = &link->in;
   const FramePart ended = in->part;
@@ -866,8 +866,8 @@ static const char *next_part(ProxycclLink *link) {
   return NULL;
 }
 
-/* One step: bytes of one part, and its end. 0: the socket has nothing more now. A part of no bytes ends with the one
- * before it: no later byte has to come for it. */
+/* Receives bytes of one part, and handles the part's end. Returns 0 if the socket is empty. A part of 0 bytes ends
+ * together with the part before it, without waiting for a further byte. */
 static int step(ProxycclLink *link, uint64_t *turn) {
   const char *problem = NULL;
   const size_t taken = take_part(link, &problem);
@@ -883,7 +883,7 @@ void link_ready(ProxycclLink *link, uint32_t events) {
   if (link->lost != NULL) return;
   if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
     while (step(link, &turn) && turn < TURN_BYTES) {}
-    /* What was read ahead would not wake the thread again. */
+    /* Handles all data that was read ahead, which would not wake the thread again. */
     while (link->lost == NULL && link->ahead_at < link->ahead_end && step(link, &turn)) {}
   }
   if (link->lost == NULL) link_send(link);
@@ -917,7 +917,7 @@ void link_watched(ProxycclLink *link, uint32_t events) {
   }
 }
 
-/* The calls of callers */
+/* Functions for callers */
 
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms) {
   struct {
@@ -929,7 +929,7 @@ int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms) {
   if (send(socket, &question, sizeof question, MSG_NOSIGNAL) != sizeof question) return EPIPE;
   struct pollfd ready = {.fd = socket, .events = POLLIN};
   if (poll(&ready, 1, timeout_ms) != 1) return ETIMEDOUT;
-  /* The peer sends nothing else over this connection. */
+  /* The answer is the only frame that the peer sends on this connection. */
   if (recv(socket, &answered, sizeof answered, MSG_DONTWAIT) != sizeof answered) return EPIPE;
   return answered.kind == FRAME_ANSWER ? (int)answered.count : EPROTO;
 }
@@ -942,7 +942,7 @@ ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char 
     link->pid = pid;
     if (link_append(link, FRAME_HELLO, VERSION, peer_secret, PROXYCCL_SECRET_BYTES, agent->name, strlen(agent->name)) ||
         (address_bytes > 0 && link_append(link, FRAME_ADDRESS, 0, address, address_bytes, NULL, 0))) {
-      link_lose(link, "there is no memory");
+      link_lose(link, "this process is out of memory");
     }
     link_send(link);
   }
@@ -967,7 +967,7 @@ void proxyccl_link_release(ProxycclLink *link) {
   ProxycclAgent *agent = link->agent;
   pthread_mutex_lock(&agent->lock);
   link_lose(link, "the peer was removed");
-  ++agent->references; /* of this call */
+  ++agent->references; /* held by this call */
   link_unreference(link);
   agent_unreference(agent);
 }

@@ -1,4 +1,4 @@
-/* Records of transfers that have ended, for whoever traces. See transfers.h. */
+/* Records of transfers that have ended, for `proxyccl trace`. See transfers.h. */
 #include "parts.h"
 
 void proxyccl_agent_set_log(ProxycclAgent *agent, ProxycclTransferLog *log) {
@@ -30,14 +30,14 @@ uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *ne
   const uint64_t count = __atomic_load_n(&log->count, __ATOMIC_ACQUIRE);
   uint64_t first = *next;
   *lost = 0;
-  if (count - first >= PROXYCCL_TRANSFER_RECORDS) { /* the oldest one may be being overwritten */
+  if (count - first >= PROXYCCL_TRANSFER_RECORDS) { /* the oldest record may be in the middle of being overwritten */
     *lost = count - first - (PROXYCCL_TRANSFER_RECORDS - 1);
     first += *lost;
   }
   const uint32_t taken = count - first < room ? (uint32_t)(count - first) : room;
   for (uint32_t i = 0; i < taken; ++i) records[i] = log->records[(first + i) % PROXYCCL_TRANSFER_RECORDS];
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
-  /* What was overwritten meanwhile is lost too. */
+  /* Records overwritten during the copy are lost too. */
   const uint64_t after = __atomic_load_n(&log->count, __ATOMIC_RELAXED);
   const uint64_t kept = after >= PROXYCCL_TRANSFER_RECORDS ? after - (PROXYCCL_TRANSFER_RECORDS - 1) : 0;
   const uint32_t gone = kept <= first ? 0 : kept - first < taken ? (uint32_t)(kept - first) : taken;

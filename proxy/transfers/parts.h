@@ -1,7 +1,7 @@
 /* The structs of agents, links and transfers, which their files share. See transfers.h.
  *
- * One mutex, the agent's, protects everything here but words that are marked as atomic. Copies run without it; their
- * number is kept.
+ * One mutex, the agent's, protects all fields but those that are marked as atomic. Copies run without the mutex; each
+ * transfer counts its running copies.
  */
 #ifndef PROXYCCL_TRANSFER_PARTS_H
 #define PROXYCCL_TRANSFER_PARTS_H
@@ -21,20 +21,20 @@
 enum {
   FRAME_BLOCKS = 512,        /* most blocks of one frame */
   FRAME_BYTES = 512 << 10,   /* most data of one frame */
-  WINDOW = 16,               /* most frames of one link that are not answered */
-  PIECE_BYTES = 1 << 20,     /* most that a thread copies at once */
-  SHORT_BYTES = 64 << 10,    /* a device's copy up to this is waited for by whoever starts it, … */
-  SHORT_NS = 20000,          /* … at most this long: it takes less than waking a thread */
-  SHORTEST_PAUSE_NS = 20000, /* between two looks of the agent's thread */
+  WINDOW = 16,               /* most unanswered frames of one link */
+  PIECE_BYTES = 1 << 20,     /* most bytes that a thread copies at once */
+  SHORT_BYTES = 64 << 10,    /* the caller waits for a device's copy of at most this length, … */
+  SHORT_NS = 20000,          /* … for at most this time, which is less than waking a thread takes */
+  SHORTEST_PAUSE_NS = 20000, /* the agent's thread pauses at least this long between two polls */
   ROW = 6,                   /* words of a request to libfabric: see proxyccl_transfer_create_by_fabric */
-  LONGEST_CANCEL_S = 30,     /* a device or an adapter that takes longer hangs */
-  FED = 2,                   /* most answers of one link that have a stage */
-  LONGEST_ADDRESS = 512,     /* of an endpoint of libfabric */
-  AHEAD_BYTES = 64 << 10,    /* read from a socket at once */
+  LONGEST_CANCEL_S = 30,     /* a device or an adapter that takes longer is taken to hang */
+  FED = 2,                   /* most answers of one link that use a stage */
+  LONGEST_ADDRESS = 512,     /* bytes of a libfabric endpoint's address */
+  AHEAD_BYTES = 64 << 10,    /* most bytes that are read ahead from a socket */
   UNGREETED = 64             /* most accepted links that have not sent their greeting */
 };
 
-/* The tag of an event: 0 for the eventfd, else a pointer, with its kind in the bits that alignment leaves free. */
+/* The tag of an epoll event: 0 for the eventfd, else a pointer, whose low alignment bits hold the kind of object. */
 enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_FABRIC = 3, TAG_BITS = 3 };
 
 /* Registered memory: first addresses in order, then for each the highest end of the ranges up to it. */
@@ -42,41 +42,41 @@ typedef struct Ranges {
   uint64_t *bounds, count;
 } Ranges;
 
-/* A place in a list of blocks. */
+/* A position in a list of blocks. */
 typedef struct Position {
   uint64_t index, offset;
 } Position;
 
 /* Reads or writes of a peer's memory by libfabric. */
 typedef struct Rdma {
-  Node node; /* of those with requests to be posted */
+  Node node; /* in the list of Rdmas with requests to post */
   ProxycclLink *link;
   int writes;
   const uint64_t *rows;             /* see proxyccl_transfer_create_by_fabric */
   uint64_t peer;                    /* an fi_addr_t */
-  Position at;                      /* of what is not posted, … */
-  uint64_t left;                    /* … its bytes */
-  uint64_t unanswered;              /* requests that are posted */
-  int error;                        /* of the first that failed, … */
-  uint64_t fault;                   /* … and the peer's address of its data */
-  int canceled;                     /* the agent was stopped first */
-  void (*ended)(struct Rdma *self); /* after its last request, or when the rest was dropped; it may be freed */
+  Position at;                      /* start of the data that is not posted */
+  uint64_t left;                    /* bytes of that data */
+  uint64_t unanswered;              /* posted requests without a completion */
+  int error;                        /* the first failed request's error … */
+  uint64_t fault;                   /* … and address in the peer's process */
+  int canceled;                     /* the agent stopped before the requests were complete */
+  void (*ended)(struct Rdma *self); /* called after the last request; may free `self` */
 } Rdma;
 
-/* Memory by way of which a link serves a device's memory: one of the device's stages, or, if all are in use, memory
- * that is not pinned. */
+/* Memory through which a link serves a device's memory: one of the device's stages or, if all are in use, pageable
+ * memory. */
 typedef struct Stage {
-  Node node; /* of those that a device copies */
+  Node node; /* in the list of stages that a device copies */
   ProxycclAgent *agent;
   struct Device *device;
-  uint32_t number; /* PROXYCCL_STAGES: not pinned */
+  uint32_t number; /* PROXYCCL_STAGES for pageable memory */
   char *memory;
-  int copying;        /* by a device, or by a request to libfabric */
-  int status;         /* the driver's, of copies that failed, or -1 */
-  Rdma rdma;          /* that request, … */
+  int copying;        /* a device or a libfabric request uses the stage */
+  int status;         /* 0, the driver's status of a failed copy, or -1 */
+  Rdma rdma;          /* the libfabric request … */
   uint64_t row[ROW];  /* … and its row */
-  uint64_t turn;      /* of its copy */
-  ProxycclLink *link; /* NULL: lost */
+  uint64_t turn;      /* number of the stage's copy */
+  ProxycclLink *link; /* NULL if the link is lost */
 } Stage;
 
 /* A device whose memory peers reach through sockets. */
@@ -103,83 +103,82 @@ typedef enum FrameKind {
 /* The head of each frame on a socket. Both sides have the same byte order, as the greeting finds out.
  * HELLO: `count` is the version, and `bytes` bytes follow, the secret and the sender's name.
  * PERMIT: instead of the HELLO, and the only frame of its connection: `count` is the version, and the secret follows.
- * It asks to let the sender's process copy from and to the receiver's, and is answered. MESSAGE: `bytes` bytes follow.
- * WRITE, READ: `count` blocks (address, bytes) of the receiver's memory follow; after those of WRITE their data.
- * ADDRESS: `bytes` bytes follow, the address of the sender's endpoint of libfabric.
- * FETCH, STORE: as WRITE and READ, but the data does not follow: the receiver reads it from memory of the sender's, or
- * writes it there, by libfabric. After the blocks comes an Origin.
- * CHECK: `count` blocks follow. It asks what became of them, and is answered.
- * ANSWER: one for each WRITE, READ, FETCH, STORE, PERMIT and CHECK, in their order. `count` is an errno: EACCES if a
- * block is not registered, EFAULT if it is not mapped, EPERM if it is protected; `bytes` is then the block's number.
- * Without an error `bytes` bytes of data follow, the READ's, and after them a second head, whose errno tells what
- * became of the blocks meanwhile: after an error the rest of the data was zeros.
+ * A PERMIT asks the receiver to let the sender's process copy from and to the receiver's. MESSAGE: `bytes` bytes
+ * follow. WRITE, READ: `count` blocks (address, bytes) of the receiver's memory follow; after those of WRITE their
+ * data. ADDRESS: `bytes` bytes follow, the address of the sender's endpoint of libfabric. FETCH, STORE: as WRITE and
+ * READ, but the data does not follow: the receiver reads it from memory of the sender's, or writes it there, by
+ * libfabric. After the blocks comes an Origin. CHECK: `count` blocks follow. A CHECK asks whether these blocks are
+ * registered and mapped. ANSWER: one for each WRITE, READ, FETCH, STORE, PERMIT and CHECK, in their order. `count` is
+ * an errno: EACCES if a block is not registered, EFAULT if it is not mapped, EPERM if it is protected; `bytes` is then
+ * the block's number. Without an error `bytes` bytes of data follow, the READ's, and after them a second head, whose
+ * errno tells what became of the blocks meanwhile: after an error the rest of the data was zeros.
  */
 typedef struct Frame {
   uint32_t kind, count;
   uint64_t bytes;
 } Frame;
 
-/* Memory that a peer registered with libfabric. */
+/* A peer's memory that is registered with libfabric. */
 typedef struct Origin {
   uint64_t address, key;
 } Origin;
 
-/* Blocks that frames of a link carry, or a question about one. */
+/* Blocks to move by frames of a link, or a CHECK of one block. */
 typedef struct Request {
-  Node node; /* of those with frames to be sent */
+  Node node; /* in the link's list of requests with frames to send */
   ProxycclTransfer *transfer;
-  int active; /* it has started and not ended */
+  int active; /* started and not yet ended */
   int writes;
   const struct iovec *local, *remote;
   uint64_t count;
-  Position at;                         /* of what is not sent, … */
-  uint64_t left;                       /* … its bytes */
-  uint32_t unanswered;                 /* its frames */
-  uint32_t refusal;                    /* the first errno of an answer */
-  int asks;                            /* a copy failed: the peer is asked what became of the memory at `fault` */
-  ProxycclFault fault;                 /* of a refusal */
-  const Origin *origin;                /* where the peer reads or writes the data by libfabric; NULL: frames carry it */
-  void (*ended)(struct Request *self); /* after its last answer, or when its link is lost */
+  Position at;                         /* start of the data that is not sent */
+  uint64_t left;                       /* bytes of that data */
+  uint32_t unanswered;                 /* unanswered frames */
+  uint32_t refusal;                    /* the first nonzero errno of an answer */
+  int asks;                            /* sends a CHECK of the memory at `fault`, after a failed copy */
+  ProxycclFault fault;                 /* the fault that the refusal names */
+  const Origin *origin;                /* where the peer reads or writes by libfabric; NULL if frames carry the data */
+  void (*ended)(struct Request *self); /* called after the last answer, or when the link is lost */
 } Request;
 
 /* A frame that the peer has not answered. */
 typedef struct Awaited {
-  Request *request; /* NULL: canceled */
-  Position at;      /* where its first block begins in the request's lists */
-  uint64_t bytes;   /* of a READ's data; 0: another frame */
+  Request *request; /* NULL if the request was canceled */
+  Position at;      /* position of the frame's first block in the request's lists */
+  uint64_t bytes;   /* bytes of a READ's data; 0 for other frames */
 } Awaited;
 
-/* An answer that has not begun to be sent. */
+/* An answer that waits to be sent. */
 typedef struct Answer {
   struct Answer *next;
   uint32_t error;
-  uint64_t bytes; /* of a READ's data; after an error the number of the block */
-  Device *device; /* whose memory a READ is of; NULL: the host's */
-  Stage *stage;   /* with a READ's data, or a WRITE's that is copied from there; NULL: none, or not yet */
+  uint64_t bytes; /* bytes of a READ's data; after an error the number of the block */
+  Device *device; /* the device whose memory a READ names; NULL for the host */
+  Stage *stage;   /* the stage of a READ's or a WRITE's data; NULL if there is none (yet) */
   struct iovec staged;
-  int by_fabric, fetches; /* of a FETCH or a STORE */
-  int steps;              /* begun, of those: ANSWER_STEPS when all are done */
+  int by_fabric, fetches; /* the frame is a FETCH or a STORE; a FETCH */
+  int steps;              /* steps begun of a FETCH or STORE; ANSWER_STEPS when all are done */
   Origin origin;
   uint64_t data; /* its bytes */
   uint64_t count;
-  struct iovec blocks[]; /* of a READ, a FETCH or a STORE */
+  struct iovec blocks[]; /* the blocks of a READ, a FETCH or a STORE */
 } Answer;
 
 /* The frame that is being sent: a head, data from blocks, and the second head of an answer. */
 typedef struct Sending {
   Buffer head;
-  size_t sent; /* of the head */
+  size_t sent; /* bytes of the head that are sent */
   const struct iovec *blocks;
   uint64_t count;
   Position at;
-  uint64_t left;        /* bytes of data */
-  Request *request;     /* whose blocks they are; NULL: not a request's */
-  const Answer *answer; /* likewise; NULL: `own` */
-  void *own;            /* freed after the frame */
-  Stage *stage;         /* of an answer's data; NULL: none */
+  uint64_t left;        /* bytes of data not sent */
+  Request *request;     /* the request that owns the blocks; NULL for an answer or messages */
+  const Answer *answer; /* the answer that owns the blocks; NULL if `own` does */
+  void *own;            /* memory to free after the frame */
+  Stage *stage;         /* the stage of an answer's data, or NULL */
   uint64_t memory;      /* the version of the agent's memory for which the blocks of an answer were checked */
   Frame tail;           /* the second head, after the data of an answer */
-  size_t tail_left;     /* its bytes that are not sent */
+  size_t tail_left;     /* bytes of `tail` that are not sent */
 } Sending;
 
 /* The parts of a frame, in their order. */
@@ -188,43 +187,43 @@ typedef enum FramePart { IN_HEAD, IN_BODY, IN_DATA, IN_TAIL } FramePart;
 /* The frame that is being received: a head, a body in memory of the link's, data for blocks, and the second head of an
  * answer with data. */
 typedef struct Receiving {
-  Frame frame; /* the head, or the second one */
+  Frame frame; /* the head, or the second head */
   FramePart part;
   size_t have;  /* bytes of the head, or of the body */
-  Stage *stage; /* where a WRITE's data goes; NULL: to its blocks */
+  Stage *stage; /* the destination of a WRITE's data; NULL if the blocks are */
   struct iovec staged;
   Buffer body;
-  uint64_t body_bytes;        /* of the whole body */
-  const struct iovec *blocks; /* of a WRITE, in `body`; NULL: nowhere */
+  uint64_t body_bytes;        /* bytes of the whole body */
+  const struct iovec *blocks; /* a WRITE's blocks, in `body`; NULL to discard the data */
   uint64_t count;
   Position at;
-  uint64_t left;   /* bytes of data */
-  uint32_t error;  /* of a WRITE, for its answer, … */
+  uint64_t left;   /* bytes of data not received */
+  uint32_t error;  /* the errno for a WRITE's answer … */
   uint64_t block;  /* … and the number of the block */
-  uint64_t memory; /* as in Sending */
+  uint64_t memory; /* see Sending */
 } Receiving;
 
 struct ProxycclLink {
-  ProxycclLink *next; /* of the agent's */
+  ProxycclLink *next; /* in the agent's list of links */
   ProxycclAgent *agent;
-  int socket, process; /* -1: closed, or none */
-  int serves;          /* the peer opened it */
+  int socket, process; /* descriptors; -1 if closed or missing */
+  int serves;          /* the peer opened the link */
   int greeted;         /* a serving link's greeting has arrived */
   int asked;           /* a PERMIT has arrived: the peer sends nothing else */
-  int addressed;       /* and its endpoint's address: */
+  int addressed;       /* the address of the peer's endpoint has arrived */
   uint64_t address;    /* an fi_addr_t */
-  const char *lost;    /* atomic: why it ended */
-  uint32_t references; /* its handle, transfers, and stages that libfabric fills or empties for it */
-  pid_t pid;           /* 0: everything moves through the socket */
-  char *name;          /* of the peer, of a serving link */
+  const char *lost;    /* atomic: why the link ended; NULL while it works */
+  uint32_t references; /* the handle, transfers, and stages that libfabric fills or empties */
+  pid_t pid;           /* the peer's process; 0 if all data moves through the socket */
+  char *name;          /* the peer's name, on a serving link */
   uint32_t name_bytes;
-  int writable;    /* the socket is watched for room */
-  int helped;      /* a caller has looked at the socket since the thread did */
+  int writable;    /* the thread watches the socket for room */
+  int helped;      /* a caller has polled the socket since the thread did */
   int resting;     /* the thread leaves the socket to callers */
-  Buffer messages; /* frames to be sent before the next one with data */
+  Buffer messages; /* frames to send before the next frame with data */
   Sending out;
   Receiving in;
-  Queue requests; /* with frames to send, in turn */
+  Queue requests; /* requests with frames to send, which take turns */
   Awaited awaited[WINDOW];
   uint32_t oldest, unanswered;
   Answer *answer, **last_answer;
@@ -235,48 +234,49 @@ struct ProxycclLink {
 
 /* The registrations of one side of a transfer: proxyccl_transfer_guard. */
 typedef struct Guard {
-  const uint64_t *ledger, *rows; /* NULL: not known, the peer itself checks the blocks */
+  const uint64_t *ledger, *rows; /* NULL if the peer itself checks the blocks */
   uint64_t count;
-  uint64_t seen; /* word 0 of the ledger when all stood; UINT64_MAX: not yet */
+  uint64_t seen; /* word 0 of the ledger at the last successful check; UINT64_MAX before */
 } Guard;
 
-/* How a kind of transfers moves its data. A path has a struct of its own, which begins with a ProxycclTransfer, in its
- * own file. All with the agent locked; those that copy unlock it meanwhile. */
+/* The functions by which one kind of transfer moves its data. Each path has its own file and a struct that begins with
+ * a ProxycclTransfer. All functions are called with the agent locked; those that copy unlock it during the copy. */
 typedef struct TransferPath {
-  /* Starts one that has bytes to move, and whose link lives. `stream`: NULL unless a device copies. */
+  /* Begins a transfer that has bytes to move and a live link. `stream` is NULL unless a device copies. */
   void (*begin)(ProxycclTransfer *self, const uint64_t *stream);
-  /* Goes on with one in the agent's list `looked_at`, without waiting: 1 if it ended, or something of it did. NULL: it
-   * is in that list only until its stream has come to it. */
+  /* Advances a transfer in the agent's list `looked_at`, without waiting. Returns 1 on progress. NULL if transfers of
+   * this path are in that list only until their stream has reached them. */
   int (*look)(ProxycclTransfer *self);
-  /* Copies a piece that nobody copies yet: 1. 0: there is none, or no stage for it. NULL: threads copy none. */
+  /* Copies a piece that no thread has begun. Returns 0 if there is no such piece, or no free stage, else 1. NULL if
+   * threads do not copy. */
   int (*copy)(ProxycclTransfer *self);
-  /* The part of a caller that asks whether it has ended. */
+  /* The work of a caller that polls the transfer. */
   void (*help)(ProxycclTransfer *self);
-  /* Begins nothing more, and waits until nothing touches its memory: 1. 0: after the time something still does. */
+  /* Begins no further work and waits for quiescence of the local memory. Returns 1, or 0 on a time-out. */
   int (*finish)(ProxycclTransfer *self, uint64_t timeout_ns);
-  /* Its link is lost: of those in the agent's list `copies`. */
+  /* Called for a transfer in the agent's list `copies` when its link is lost. */
   void (*lose)(ProxycclTransfer *self);
-  int silent; /* nothing wakes those who wait: they look */
-  int soon;   /* the next look is due soon, however long the transfer takes */
+  int silent; /* no event wakes waiting callers, so they poll */
+  int soon;   /* the next poll comes soon, however long the transfer takes */
 } TransferPath;
 
 struct ProxycclTransfer {
-  Node node; /* of its list */
+  Node node; /* in one of the agent's lists */
   const TransferPath *path;
   ProxycclAgent *agent;
-  ProxycclLink *link; /* NULL: within the agent */
+  ProxycclLink *link; /* NULL for a transfer within the agent */
   int writes;
   uint64_t blocks, bytes;
   ProxycclTransferState state; /* atomic */
   int error;
-  int copying; /* threads that copy a piece, or look at the device */
+  int copying; /* number of threads that copy a piece or poll the device */
   int cancel;
-  int abandoned;   /* it ends as canceled as soon as nothing touches its memory, … */
+  int abandoned;   /* the transfer ends as canceled once nothing accesses its memory … */
   int orphaned;    /* … and is freed */
-  Guard guards[2]; /* of this side, and of the remote one */
+  Guard guards[2]; /* of the local and of the remote side */
   ProxycclFault fault;
-  uint64_t *words; /* of the stream that it belongs to; NULL: none */
-  int rung;        /* 0: the stream has not come to it */
+  uint64_t *words; /* the words shared with its stream, or NULL */
+  int rung;        /* whether the stream has reached the transfer */
   Buffer message;
   int has_message;
   ProxycclTransferTimes times;
@@ -288,51 +288,52 @@ struct ProxycclAgent {
   pthread_cond_t changed; /* a transfer ended, a message came, a copy stopped, the agent stopped */
   pthread_t thread;
   int epoll, wake;
-  int spare; /* given up to accept, and close, a link when no descriptor is left */
+  int spare; /* closed to free a descriptor for refusing a link when no other is left */
   int *listeners;
   uint32_t listener_count;
   int stopped;
-  uint32_t resting;    /* links */
-  uint32_t references; /* its handle, links, transfers */
+  uint32_t resting;    /* number of resting links */
+  uint32_t references; /* the handle, links and transfers */
   char *name;
   char secret[PROXYCCL_SECRET_BYTES];
   int copied; /* peers may copy from and to this process */
-  int losses; /* an eventfd for links that were lost; -1: none */
+  int losses; /* an eventfd to signal when links are lost, or -1 */
   ProxycclLink *links;
-  Queue copies;    /* transfers of which threads copy pieces, in turn */
-  Queue looked_at; /* those of devices and streams, in turn */
+  Queue copies;    /* transfers whose pieces threads copy, in turn */
+  Queue looked_at; /* transfers of devices and streams to poll, in turn */
   Buffer inbox;
-  size_t read;              /* of the inbox */
-  uint64_t unread;          /* atomic: bytes of the inbox that are not read */
+  size_t read;              /* bytes of the inbox that are read */
+  uint64_t unread;          /* atomic: unread bytes of the inbox */
   ProxycclTransferLog *log; /* NULL: none */
-  struct Fabric *fabric;    /* NULL: it has no endpoint of libfabric */
+  struct Fabric *fabric;    /* NULL without a libfabric endpoint */
   Ranges host;
   Device *devices;
   uint64_t memory;     /* the registered memory's version */
-  Queue stages;        /* that a device copies, in turn */
+  Queue stages;        /* stages that a device copies, in turn */
   int starved;         /* an answer waits for a stage */
   int waits_for_stage; /* the thread waits for a stage, to copy a transfer's next piece */
   int feeds;           /* serving links may go on with their answers */
   uint64_t turns;
 };
 
-/* The files, each of which calls only those before it. */
+/* The functions of the files. Each file calls only those above it. */
 
 /* guard.c. Not locked. */
-/* Makes the process's handler of faults the newest, unless it is. 0 or an errno. */
+/* Installs the process's fault handler unless it is the newest. Returns 0 or an errno. */
 int guard_install(void);
-/* Takes the signals of faults out of those that a thread blocks: the kernel ends a process that blocks them. */
+/* Removes the fault signals from a set of blocked signals: the kernel ends a process that faults while blocking them.
+ */
 void guard_admit(sigset_t *blocked);
 /* Copies blocks of equal lengths, `bytes` in all, as memmove does, between memory of which the program may have freed
- * some. Returns the bytes up to the first that can't be touched, or all. */
+ * some. Returns the bytes before the first inaccessible byte, or all. */
 uint64_t guard_copy(const struct iovec *to, const struct iovec *from, uint64_t count, uint64_t bytes);
 
 /* blocks.c */
-/* The next bytes of blocks from a place on, as at most `most_parts` parts. Returns their bytes. */
+/* Gets the blocks' data after a position, as at most `most_parts` parts. Returns the bytes of these parts. */
 uint64_t blocks_parts(const struct iovec *blocks, uint64_t count, Position at, uint64_t most_bytes, uint32_t most_parts,
                       struct iovec *parts, uint32_t *part_count);
 void blocks_advance(const struct iovec *blocks, Position *at, uint64_t bytes);
-int is_mapped(const void *address); /* in this process */
+int is_mapped(const void *address); /* whether this process has the address mapped */
 
 /* driver.c. Not locked. Statuses are the driver's. */
 /* The calling thread's state before it used a device. */
@@ -346,43 +347,43 @@ void driver_leave(const ProxycclCopier *copier, Entered before);
 int driver_copy(const ProxycclCopier *copier, uint64_t to, uint64_t from, uint64_t bytes, void *stream);
 int driver_write(const ProxycclCopier *copier, void *stream, uint64_t word, uint64_t value);
 int driver_reached(const ProxycclCopier *copier, void *event);
-/* Queues copies between a stage's memory and a device's blocks, one after another, and records its event. */
+/* Queues copies between a stage's memory and a device's blocks, and records the stage's event. */
 int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
                   const struct iovec *blocks, uint64_t count);
-int staging_reached(const ProxycclStaging *staging, uint32_t stage); /* its event */
-int staging_await(const ProxycclStaging *staging, uint32_t stage);   /* likewise, at most 30 s */
+int staging_reached(const ProxycclStaging *staging, uint32_t stage); /* queries the stage's event */
+int staging_await(const ProxycclStaging *staging, uint32_t stage);   /* waits for the stage's event, at most 30 s */
 
-/* agent.c. All that follow are called with the agent locked. */
-int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events); /* 0, an errno */
+/* agent.c. All functions below are called with the agent locked. */
+int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events); /* 0 or errno */
 void agent_wake(ProxycclAgent *agent);
 struct timespec agent_deadline(uint64_t timeout_ns);
 void agent_unreference(ProxycclAgent *agent); /* unlocks */
 void agent_free(ProxycclAgent *agent);
 int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, const char *message, uint64_t bytes);
-/* The number of the first block that is not registered, or not of the same kind of memory as the first; `count`: there
- * is none. `device`: that of the first block, or NULL. */
+/* Returns the number of the first block that is not registered, or is of another kind of memory than the first block,
+ * or `count` if there is none. Sets `device` to the first block's device, or NULL. */
 uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count, Device **device);
 
 /* fabric.c */
 void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes);
-void rdma_drop(ProxycclAgent *agent, Rdma *rdma);                         /* what is not posted */
-int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes); /* 0: the provider refuses it */
+void rdma_drop(ProxycclAgent *agent, Rdma *rdma);                         /* drops the requests that are not posted */
+int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes); /* 0 if the provider refuses */
 void fabric_forget(ProxycclLink *link);
-int fabric_failed(const ProxycclAgent *agent); /* 1: the queue has ended */
+int fabric_failed(const ProxycclAgent *agent); /* returns 1 if the completion queue has failed */
 void fabric_poll(ProxycclAgent *agent);
-uint64_t fabric_rest(ProxycclAgent *agent); /* ns until its thread must poll again; UINT64_MAX: when it is woken */
+uint64_t fabric_rest(ProxycclAgent *agent); /* ns until the thread must poll again; UINT64_MAX if an event wakes it */
 void fabric_lose(ProxycclLink *link);       /* the link is lost */
-/* Waits a second for what is posted, and ends the rest: the endpoint is closed before its memory is used again. */
+/* Waits a second for posted requests, and ends the rest: the endpoint is closed before their memory is reused. */
 void fabric_stop(ProxycclAgent *agent);
 
-/* stages.c. By the agent's thread. */
-Stage *stage_take(ProxycclLink *link, Device *device);        /* NULL: there is no memory */
-Stage *stage_take_pinned(ProxycclLink *link, Device *device); /* NULL: none is free; `feeds` tells of one */
-void stage_give(Stage *stage);                                /* its link no longer needs it */
-void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks meanwhile */
-/* Reads its data from a peer's memory, or writes it there, by libfabric. */
+/* stages.c. Called by the agent's thread. */
+Stage *stage_take(ProxycclLink *link, Device *device);        /* NULL if out of memory */
+Stage *stage_take_pinned(ProxycclLink *link, Device *device); /* NULL if none is free; `feeds` is set later */
+void stage_give(Stage *stage);                                /* releases a stage that its link no longer needs */
+void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks during the call */
+/* Reads the stage's data from a peer's memory, or writes it there, by libfabric. */
 void stage_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin);
-void stages_look(ProxycclAgent *agent);   /* unlocks meanwhile; `feeds` tells that some are copied */
+void stages_look(ProxycclAgent *agent);   /* unlocks during the call; sets `feeds` if copies have ended */
 void stages_finish(ProxycclAgent *agent); /* waits for all copies; the thread has ended */
 
 /* link.c */
@@ -391,41 +392,41 @@ void link_lose(ProxycclLink *link, const char *reason);
 void link_unreference(ProxycclLink *link);
 void link_free(ProxycclLink *link);
 void link_ready(ProxycclLink *link, uint32_t events);
-void link_watched(ProxycclLink *link, uint32_t events); /* by the thread */
+void link_watched(ProxycclLink *link, uint32_t events); /* handles events; called by the thread */
 void link_send(ProxycclLink *link);
-void links_feed(ProxycclAgent *agent); /* lets links go on with their answers; by the thread */
-void link_help(ProxycclLink *link);    /* by a caller that will come again soon */
-void link_look(ProxycclLink *link);    /* loses it if the peer has gone, of which the thread may not have heard yet */
-void link_wake(ProxycclLink *link);    /* its socket is the thread's again */
+void links_feed(ProxycclAgent *agent); /* advances links' answers; called by the thread */
+void link_help(ProxycclLink *link);    /* sends and receives for a caller that polls */
+void link_look(ProxycclLink *link);    /* polls the socket for a disconnect, and loses the link if so */
+void link_wake(ProxycclLink *link);    /* returns the socket to the thread */
 int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *first, uint64_t first_bytes,
                 const void *second, uint64_t second_bytes);
-/* Starts a request that is not active: for its blocks' bytes, or, if `asked` is not NULL, for what became of that
- * memory.
+/* Starts a request that is not active: to move its blocks' bytes or, if `asked` is not NULL, to CHECK the memory at
+ * `asked`.
  */
 void link_start(ProxycclLink *link, Request *request, uint64_t bytes, const ProxycclFault *asked);
-void link_forget(ProxycclLink *link, Request *request); /* from now on nothing touches its local memory */
+void link_forget(ProxycclLink *link, Request *request); /* afterwards nothing accesses the request's local memory */
 
 /* log.c */
 void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
 
 /* transfer.c */
-/* Make the struct of a path, of `bytes` bytes. Not locked. NULL with errno. */
+/* Creates the struct of a path, of `bytes` bytes, unlocked. Returns NULL on failure and sets errno. */
 ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path);
 ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path,
                                      const ProxycclBlocks *blocks);
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
-void transfer_end_canceled(ProxycclTransfer *transfer); /* one that is abandoned; it may be freed */
-/* As the answers to its frames, or to a question about it, say. */
+void transfer_end_canceled(ProxycclTransfer *transfer); /* ends an abandoned transfer, and may free it */
+/* Ends a transfer with the result that the answers to its frames or its CHECK report. */
 void transfer_end_answered(ProxycclTransfer *transfer, uint32_t refusal, const ProxycclFault *fault, int asked);
-void transfer_answered(Request *request); /* the same of one that has no other request */
-/* Whether the registrations of its blocks stand, on both sides as far as this one knows. Otherwise `fault` names one.
+void transfer_answered(Request *request); /* the same for a transfer with a single request */
+/* Whether the registrations of a transfer's blocks stand, on both sides as far as known here. Else `fault` names one.
  */
 int transfer_stands(ProxycclTransfer *transfer);
-void transfer_end_deregistered(ProxycclTransfer *transfer);           /* they do not */
-void transfer_watch(ProxycclTransfer *transfer);                      /* the thread looks at it from now on */
+void transfer_end_deregistered(ProxycclTransfer *transfer); /* ends a transfer whose registrations have ended */
+void transfer_watch(ProxycclTransfer *transfer);            /* makes the thread poll the transfer */
 int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns); /* see proxyccl_transfer_cancel */
-void transfers_look(ProxycclAgent *agent);                            /* at all that are looked at */
-uint64_t transfers_pause(const ProxycclAgent *agent);                 /* ns until the next look */
+void transfers_look(ProxycclAgent *agent);                            /* polls all transfers in `looked_at` */
+uint64_t transfers_pause(const ProxycclAgent *agent);                 /* ns until the next poll */
 
 /* The paths: copy_path.c, socket_path.c, fabric_path.c, device_path.c, staged_path.c. Then thread.c. */
 

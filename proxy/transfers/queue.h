@@ -10,7 +10,7 @@ typedef struct Node {
 } Node;
 
 typedef struct Queue {
-  Node *first, **last; /* `last` counts only if the list is not empty */
+  Node *first, **last; /* `last` is valid only if the list is not empty */
 } Queue;
 
 /* Appends an element. */
@@ -33,7 +33,7 @@ static inline void queue_remove(Queue *queue, void *element) {
   node->queued = 0;
 }
 
-/* Removes the first element, and returns it; NULL: there is none. */
+/* Removes and returns the first element, or NULL if the list is empty. */
 static inline void *queue_pop(Queue *queue) {
   Node *node = queue->first;
   if (node != NULL) queue_remove(queue, node);

@@ -9,16 +9,16 @@
 
 typedef enum PartState {
   PART_IDLE,
-  PART_COPYING, /* between the device and its stage */
-  PART_MOVING,  /* between its stage and the link */
+  PART_COPYING, /* the device copies to or from the stage */
+  PART_MOVING,  /* the link sends or receives the stage's data */
   PART_MOVED
 } PartState;
 
-/* The use of a stage. */
+/* One part of the transfer, which uses one stage. */
 typedef struct Part {
   PartState state;
-  Request request; /* one frame */
-  Origin origin;   /* of the stage, by libfabric */
+  Request request; /* a request of one frame */
+  Origin origin;   /* the stage's address and key for libfabric */
   struct iovec stage, local[FRAME_BLOCKS], remote[FRAME_BLOCKS];
   uint32_t blocks;
 } Part;
@@ -27,14 +27,14 @@ typedef struct StagedTransfer {
   ProxycclTransfer base;
   const struct iovec *local, *remote;
   uint64_t count;
-  Position at;      /* of what is in no part yet, … */
-  uint64_t left;    /* … its bytes */
-  uint32_t refusal; /* the first of a part */
+  Position at;      /* start of the data that is in no part yet */
+  uint64_t left;    /* bytes of that data */
+  uint32_t refusal; /* the first error of a part */
   const ProxycclStaging *staging;
   Part parts[PROXYCCL_STAGES];
 } StagedTransfer;
 
-/* Starts what the device does to a part. */
+/* Starts the device's copies of a part. */
 static void copy_part(StagedTransfer *self, uint32_t i) {
   Part *part = &self->parts[i];
   ProxycclTransfer *transfer = &self->base;
@@ -46,7 +46,7 @@ static void copy_part(StagedTransfer *self, uint32_t i) {
   if (status != 0 && transfer->error == 0) transfer->error = -status;
 }
 
-/* Whether the device has done its copies of a part. */
+/* Whether the device has finished the copies of a part. */
 static int is_copied(StagedTransfer *self, uint32_t i) {
   ProxycclTransfer *transfer = &self->base;
   pthread_mutex_unlock(&transfer->agent->lock);
@@ -63,7 +63,7 @@ static void move_part(StagedTransfer *self, Part *part) {
   link_start(self->base.link, &part->request, part->stage.iov_len, NULL);
 }
 
-/* Gives a part the next blocks. */
+/* Assigns the next blocks to a part. */
 static void fill_part(StagedTransfer *self, Part *part) {
   uint32_t same;
   const Position at = self->at;
@@ -79,7 +79,7 @@ static int has_failed(const StagedTransfer *self) {
   return transfer->error != 0 || self->refusal != 0 || transfer->abandoned || transfer->link->lost != NULL;
 }
 
-/* Goes on with a part as far as possible now. 1: it did. */
+/* Advances a part as far as possible. Returns 1 on progress. */
 static int step(StagedTransfer *self, uint32_t i) {
   Part *part = &self->parts[i];
   int stepped = 0;
@@ -135,7 +135,7 @@ static int look(ProxycclTransfer *transfer) {
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) stepped |= step(self, i);
   --transfer->copying;
   if (transfer->cancel) {
-    pthread_cond_broadcast(&agent->changed); /* whoever cancels it ends it */
+    pthread_cond_broadcast(&agent->changed); /* the thread that cancels the transfer ends it */
     return 0;
   }
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
@@ -158,8 +158,8 @@ static void part_moved(Request *request) {
   Part *part = ((StagedTransfer *)transfer)->parts;
   while (&part->request != request) ++part;
   part->state = PART_MOVED;
-  pthread_cond_broadcast(&transfer->agent->changed);                              /* who cancels it may wait for it */
-  if (transfer->node.queued || transfer->copying > 0 || transfer->cancel) return; /* somebody looks */
+  pthread_cond_broadcast(&transfer->agent->changed); /* a thread that cancels the transfer may be waiting */
+  if (transfer->node.queued || transfer->copying > 0 || transfer->cancel) return; /* another thread polls */
   transfer_watch(transfer);
 }
 
@@ -183,7 +183,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   const struct timespec deadline = agent_deadline(timeout_ns);
   int timed_out = 0, over = 1;
   self->left = 0;
-  ++transfer->copying; /* it stays */
+  ++transfer->copying; /* keeps the transfer alive */
   link_wake(transfer->link);
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
     Part *part = &self->parts[i];

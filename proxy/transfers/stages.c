@@ -1,7 +1,7 @@
-/* Stages: pinned memory by way of which an agent serves requests for a device's memory. See transfers.h and parts.h.
+/* Stages: pinned memory through which an agent serves requests for a device's memory. See transfers.h and parts.h.
  *
- * The agent's thread queues the copies of one frame, and looks later whether they are done, so the socket carries one
- * frame meanwhile and the device copies another.
+ * The agent's thread queues the copies of one frame and polls for their end, so the device copies one frame while the
+ * socket carries another.
  */
 #include "clock.h"
 #include "parts.h"
@@ -55,17 +55,17 @@ void stage_give(Stage *stage) {
   if (!stage->copying) free_stage(stage);
 }
 
-/* Libfabric has filled or emptied it. */
+/* Called when libfabric has filled or emptied a stage. */
 static void carried(Rdma *rdma) {
   Stage *stage = (Stage *)((char *)rdma - offsetof(Stage, rdma));
   if (rdma->error != 0 || rdma->canceled || rdma->link->lost != NULL) stage->status = -1;
   stage->copying = 0;
   --rdma->link->references;
   if (stage->link == NULL) {
-    agent_wake(stage->agent); /* the link may be freed */
+    agent_wake(stage->agent); /* the thread may now free the link */
     free_stage(stage);
   } else {
-    feed(stage->agent); /* not from here: a caller may have ended it, and only the thread serves */
+    feed(stage->agent); /* asks the thread: a caller may run this function, but only the thread serves */
   }
 }
 
@@ -93,7 +93,7 @@ void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_
   const uint64_t deadline = now_ns() + SHORT_NS;
   while (bytes <= SHORT_BYTES && now_ns() < deadline &&
          staging_reached(staging, stage->number) == PROXYCCL_RUNTIME_NOT_READY) {}
-  if (stage->number == PROXYCCL_STAGES) { /* the event is for one such copy at a time */
+  if (stage->number == PROXYCCL_STAGES) { /* the event serves one such copy at a time */
     const int ended = staging_await(staging, stage->number);
     if (stage->status == 0) stage->status = ended;
   }
@@ -118,13 +118,13 @@ void stages_look(ProxycclAgent *agent) {
     if (stage->link == NULL) {
       free_stage(stage);
     } else {
-      agent->feeds = 1; /* its answer may go */
+      agent->feeds = 1; /* the stage's answer may be sent */
     }
   }
 }
 
 void stages_finish(ProxycclAgent *agent) {
-  for (Stage *stage; (stage = queue_pop(&agent->stages)) != NULL; free_stage(stage)) { /* the links are lost */
+  for (Stage *stage; (stage = queue_pop(&agent->stages)) != NULL; free_stage(stage)) { /* stages of lost links */
     if (stage->number < PROXYCCL_STAGES) staging_await(stage->device->staging, stage->number);
   }
 }

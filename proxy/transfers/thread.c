@@ -1,4 +1,4 @@
-/* An agent's thread: it begins and ends with the agent. See transfers.h. */
+/* An agent's thread, which starts and ends with the agent. See transfers.h. */
 #include <errno.h>
 #include <poll.h>
 #include <signal.h>
@@ -14,17 +14,17 @@
 
 enum { EVENTS = 32, REST_MS = 1, SLACK_NS = 1000 };
 
-/* Accepts one link. Strangers that send no greeting hold few descriptors: the oldest of them gives way. */
+/* Accepts one link. Links without a greeting may hold few descriptors: one more closes the oldest of them. */
 static void accept_link(ProxycclAgent *agent, int listener) {
   int socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* refused, or the thread would find it again at once */
+  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* refuse, or the thread wakes again at once */
     close(agent->spare);
     socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
     if (socket >= 0) close(socket);
     agent->spare = eventfd(0, EFD_CLOEXEC);
     return;
   }
-  if (socket < 0) return; /* it has gone again */
+  if (socket < 0) return; /* the connection has gone */
   uint32_t ungreeted = 0;
   ProxycclLink *oldest = NULL; /* the list has the newest first */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
@@ -32,11 +32,11 @@ static void accept_link(ProxycclAgent *agent, int listener) {
     oldest = link;
     ++ungreeted;
   }
-  if (ungreeted >= UNGREETED) link_lose(oldest, "no greeting came");
-  link_new(agent, socket, -1, 1); /* without memory the socket is closed */
+  if (ungreeted >= UNGREETED) link_lose(oldest, "the peer sent no greeting in time");
+  link_new(agent, socket, -1, 1); /* closes the socket if out of memory */
 }
 
-/* Takes back the sockets that no caller has looked at since the last look here. */
+/* Takes back the sockets that no caller has polled since the last call of this function. */
 static void wake_links(ProxycclAgent *agent) {
   for (ProxycclLink *link = agent->links; link != NULL && agent->resting > 0; link = link->next) {
     if (!link->resting) continue;
@@ -45,7 +45,7 @@ static void wake_links(ProxycclAgent *agent) {
   }
 }
 
-/* Frees links that ended and that nobody refers to. */
+/* Frees links that have ended and have no references. */
 static void reap(ProxycclAgent *agent) {
   for (ProxycclLink **at = &agent->links; *at != NULL;) {
     ProxycclLink *link = *at;
@@ -63,7 +63,7 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
   if (tag == 0) {
     uint64_t count;
     const ssize_t cleared = read(agent->wake, &count, sizeof count);
-    (void)cleared; /* it only woke this thread */
+    (void)cleared; /* the eventfd only wakes this thread */
     return;
   }
   void *object = (void *)(tag & ~(uintptr_t)TAG_BITS);
@@ -74,7 +74,7 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
     case TAG_FABRIC: /* the thread polls it anyway */
       break;
     case TAG_PROCESS:
-      link_ready(object, EPOLLIN); /* its last messages */
+      link_ready(object, EPOLLIN); /* reads the process's last messages first */
       link_lose(object, "the peer's process has ended");
       break;
     default:
@@ -82,8 +82,8 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
   }
 }
 
-/* One piece of the next copy of which one may begin; the others have their turn then. 0: there is none, until a caller
- * ends a piece and gives its stage back, or starts or cancels a transfer. */
+/* Copies one piece of the next transfer that can begin a piece, and moves this transfer to the queue's end. Returns 0
+ * if none can, until a caller returns a stage, or starts or cancels a transfer. */
 static int copy_next(ProxycclAgent *agent) {
   agent->waits_for_stage = 0;
   for (Node *each = agent->copies.first; each != NULL; each = each->next) {
@@ -102,7 +102,7 @@ static void *run(void *argument) {
   ProxycclAgent *agent = argument;
   struct epoll_event events[EVENTS];
   uint64_t woken = 0;
-  prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0); /* its pauses are shorter than the usual slack of 50 us */
+  prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0); /* this thread's pauses are shorter than the default slack of 50 us */
   pthread_mutex_lock(&agent->lock);
   while (!agent->stopped) {
     const int copied = copy_next(agent);
@@ -113,7 +113,7 @@ static void *run(void *argument) {
     const uint64_t rest = fabric_rest(agent);
     const int looks = agent->looked_at.first != NULL || agent->stages.first != NULL;
     const int busy = copied || looks || rest != UINT64_MAX;
-    /* Idle until a descriptor has something, or a caller may have stopped polling. */
+    /* Sleeps until a descriptor is ready, or until it is time to check whether callers have stopped polling. */
     const int timeout = busy ? 0 : agent->resting > 0 ? REST_MS : -1;
     uint64_t pause = !copied && looks ? transfers_pause(agent) : 0;
     if (!copied && rest != UINT64_MAX && (!looks || rest < pause)) pause = rest;
@@ -135,8 +135,8 @@ static void *run(void *argument) {
   return NULL;
 }
 
-/* Starts the thread with all signals blocked but those of faults: handlers belong to the program's threads. 0 or an
- * errno. */
+/* Starts the thread with all signals but faults blocked, because signals' handlers belong to the program's threads.
+ * Returns 0 or an errno. */
 static int start_thread(ProxycclAgent *agent) {
   sigset_t all, before;
   sigfillset(&all);
@@ -204,7 +204,7 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
     close(agent->listeners[i]);
     agent->listeners[i] = -1;
   }
-  for (ProxycclLink *link = agent->links; link != NULL; link = link->next) ++link->references; /* they stay meanwhile */
+  for (ProxycclLink *link = agent->links; link != NULL; link = link->next) ++link->references; /* keeps the link */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) link_lose(link, "the agent was closed");
   while (agent->copies.first != NULL)
     transfer_cancel((ProxycclTransfer *)agent->copies.first, 0); /* within the agent */
@@ -212,7 +212,7 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   stages_finish(agent);
   fabric_stop(agent);
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) --link->references;
-  agent->log = NULL; /* its memory lives no longer than the agent's handle */
+  agent->log = NULL; /* the log's memory is freed with the agent's handle */
   reap(agent);
   pthread_mutex_unlock(&agent->lock);
 }
@@ -224,7 +224,7 @@ void proxyccl_agent_release(ProxycclAgent *agent) {
 }
 
 void proxyccl_agent_forget(ProxycclAgent *agent) {
-  /* Without the lock, which a thread that the child does not have may hold. The child does nothing else here. */
+  /* Runs without the lock, which a thread that does not exist in the child may hold. Closes descriptors only. */
   close(agent->epoll);
   close(agent->wake);
   close(agent->spare);

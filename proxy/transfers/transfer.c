@@ -6,11 +6,11 @@
 #include "parts.h"
 
 enum {
-  SPIN_NS = 250000,          /* whoever waits spins for this long: 64 MiB take 180 us between GPUs, and a sleep 70 */
-  LONGEST_PAUSE_NS = 1000000 /* between two looks of the agent's thread */
+  SPIN_NS = 250000,          /* a waiting caller spins this long: 64 MiB take 180 us between GPUs, and a sleep 70 */
+  LONGEST_PAUSE_NS = 1000000 /* the agent's thread pauses at most this long between two polls */
 };
 
-/* Finds the first registration that has ended, and remembers it as the fault. 0: there is none. */
+/* Finds the first registration that has ended, and records it as the fault. Returns 0 if none has ended. */
 static int find_ended(ProxycclTransfer *transfer, int remote, uint64_t now) {
   Guard *guard = &transfer->guards[remote];
   for (uint64_t i = 0; i < guard->count; ++i) {
@@ -53,7 +53,7 @@ void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed) {
     if (freed || before != ~number) return;
     __atomic_store_n(word, 0, __ATOMIC_RELEASE);
   }
-  __atomic_add_fetch(&ledger[0], 1, __ATOMIC_RELEASE); /* after the word: who reads it reads that too */
+  __atomic_add_fetch(&ledger[0], 1, __ATOMIC_RELEASE); /* a reader of word 0 then sees the word above */
 }
 
 uint64_t proxyccl_ledger_count(const uint64_t *ledger) { return __atomic_load_n(&ledger[0], __ATOMIC_ACQUIRE); }
@@ -66,7 +66,7 @@ void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint6
 }
 
 static void set_state(ProxycclTransfer *transfer, ProxycclTransferState state) {
-  __atomic_store_n(&transfer->state, state, __ATOMIC_RELEASE); /* whoever reads it may read the data */
+  __atomic_store_n(&transfer->state, state, __ATOMIC_RELEASE); /* a reader of the state may read the data */
 }
 
 ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer) {
@@ -88,7 +88,7 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
     if (error != 0) state = error == ENOTCONN ? PROXYCCL_TRANSFER_LOST : PROXYCCL_TRANSFER_FAILED;
   }
   transfer->times.ended = now_ns();
-  if (transfer->words != NULL) { /* the data, too, before what lets the stream go on */
+  if (transfer->words != NULL) { /* the data becomes visible before the word that releases the stream */
     __atomic_store_n(&transfer->words[1], 1, __ATOMIC_RELEASE);
     transfer->words = NULL;
   }
@@ -150,7 +150,7 @@ ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, s
   return transfer;
 }
 
-/* Its caller has a reference to the agent, and stays locked. */
+/* The caller holds a reference to the agent and the lock. */
 static void free_transfer(ProxycclTransfer *transfer) {
   --transfer->agent->references;
   if (transfer->link != NULL) link_unreference(transfer->link);
@@ -177,7 +177,7 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   }
 }
 
-/* Makes it active, and begins it, or has it begun when a stream has raised words[0]. 0 or an error. */
+/* Activates a transfer, and begins it at once or once a stream has raised words[0]. Returns 0 or an error. */
 static int post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream,
                 uint64_t *words) {
   ProxycclAgent *agent = transfer->agent;
@@ -217,7 +217,7 @@ int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message
   return post(transfer, message, bytes, NULL, words);
 }
 
-/* Begins it if its stream has come to it, or goes on with it: 1 if something happened. */
+/* Begins a transfer whose stream has reached it, or advances it. Returns 1 on progress. */
 static int look(ProxycclTransfer *transfer) {
   if (transfer->rung) return transfer->path->look != NULL ? transfer->path->look(transfer) : 0;
   if (__atomic_load_n(&transfer->words[0], __ATOMIC_ACQUIRE) == 0) return 0;
@@ -230,7 +230,7 @@ static int look(ProxycclTransfer *transfer) {
 void transfers_look(ProxycclAgent *agent) {
   uint32_t count = 0;
   for (const Node *each = agent->looked_at.first; each != NULL; each = each->next) ++count;
-  /* The list may change while the lock is released, so each turn takes the first one, and puts it last. */
+  /* The list may change while the lock is released, so each turn takes the first transfer and puts it last. */
   for (; count > 0 && agent->looked_at.first != NULL; --count) {
     ProxycclTransfer *first = queue_pop(&agent->looked_at);
     queue_push(&agent->looked_at, first);
@@ -243,18 +243,18 @@ uint64_t transfers_pause(const ProxycclAgent *agent) {
   const uint64_t now = now_ns();
   for (const Node *each = agent->looked_at.first; each != NULL; each = each->next) {
     const ProxycclTransfer *transfer = (const ProxycclTransfer *)each;
-    /* Seldom for what takes long. */
+    /* Long transfers are polled seldom. */
     const uint64_t pause = transfer->path->soon && transfer->rung ? 0 : (now - transfer->times.posted) / 8;
     if (pause < shortest) shortest = pause;
   }
   return shortest < SHORTEST_PAUSE_NS ? SHORTEST_PAUSE_NS : shortest;
 }
 
-/* The pause of a caller between two looks. */
+/* The pause of a waiting caller between two polls. */
 static void rest(ProxycclTransfer *transfer) {
   const uint64_t elapsed = now_ns() - transfer->times.posted;
   pthread_mutex_unlock(&transfer->agent->lock);
-  if (elapsed > SPIN_NS) { /* a short copy is spun for, and a long one is noticed a little late */
+  if (elapsed > SPIN_NS) { /* the end of a long copy is noticed a little late */
     const uint64_t pause = elapsed / 16 < SHORTEST_PAUSE_NS ? elapsed / 16 : SHORTEST_PAUSE_NS;
     nanosleep(&(struct timespec){0, (long)pause}, NULL);
   }
@@ -265,7 +265,7 @@ int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   ProxycclAgent *agent = transfer->agent;
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
   transfer->cancel = 1;
-  while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* for one piece of each thread */
+  while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* at most one piece of each thread */
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
   if (transfer->rung && !transfer->path->finish(transfer, timeout_ns)) {
     transfer->cancel = 0;
@@ -287,7 +287,7 @@ int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 int proxyccl_transfer_release(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   pthread_mutex_lock(&agent->lock);
-  ++agent->references; /* of this call */
+  ++agent->references; /* held by this call */
   const int error = transfer_cancel(transfer, LONGEST_CANCEL_S * 1000000000ull);
   if (error == 0) {
     free_transfer(transfer);
@@ -298,7 +298,7 @@ int proxyccl_transfer_release(ProxycclTransfer *transfer) {
   return error;
 }
 
-/* Does a piece of it, if there is one to copy: 1. */
+/* Copies a piece if there is one. Returns whether it did. */
 static int copy(ProxycclTransfer *transfer) { return transfer->path->copy != NULL && transfer->path->copy(transfer); }
 
 ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns) {
@@ -306,7 +306,7 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
   if (proxyccl_transfer_state(transfer) == PROXYCCL_TRANSFER_ACTIVE) {
     const struct timespec deadline = agent_deadline(timeout_ns);
     const uint64_t end = (uint64_t)deadline.tv_sec * 1000000000u + (uint64_t)deadline.tv_nsec;
-    int is_over = 0; /* a last look comes after the time */
+    int is_over = 0; /* polls once more after the time-out */
     pthread_mutex_lock(&agent->lock);
     if (transfer->link != NULL) link_wake(transfer->link);
     while (transfer->state == PROXYCCL_TRANSFER_ACTIVE && !is_over) {

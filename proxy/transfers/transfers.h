@@ -21,228 +21,235 @@ typedef struct ProxycclLink ProxycclLink;
 typedef struct ProxycclTransfer ProxycclTransfer;
 
 typedef enum ProxycclTransferState {
-  PROXYCCL_TRANSFER_NEW,      /* never posted */
-  PROXYCCL_TRANSFER_ACTIVE,   /* posted, not ended */
-  PROXYCCL_TRANSFER_DONE,     /* the data is where it belongs */
-  PROXYCCL_TRANSFER_CANCELED, /* by this side */
+  PROXYCCL_TRANSFER_NEW,      /* created, not yet posted */
+  PROXYCCL_TRANSFER_ACTIVE,   /* posted and not yet ended */
+  PROXYCCL_TRANSFER_DONE,     /* all data has arrived */
+  PROXYCCL_TRANSFER_CANCELED, /* this side canceled the transfer */
   PROXYCCL_TRANSFER_LOST,     /* the link ended */
   PROXYCCL_TRANSFER_REFUSED,  /* the peer has not registered a block: proxyccl_transfer_fault */
   PROXYCCL_TRANSFER_FAILED    /* a copy failed: proxyccl_transfer_error, proxyccl_transfer_fault */
 } ProxycclTransferState;
 
-/* Why memory of a transfer could not be reached. */
+/* Why a transfer could not reach its memory. */
 typedef enum ProxycclFaultKind {
-  PROXYCCL_FAULT_NONE,         /* it could, or the reason is not known */
-  PROXYCCL_FAULT_DEREGISTERED, /* the peer deregistered it */
-  PROXYCCL_FAULT_FREED,        /* it is not mapped in the peer's process, which has not deregistered it */
-  PROXYCCL_FAULT_FREED_HERE,   /* it is not mapped in this process */
-  PROXYCCL_FAULT_PROTECTED,    /* it is mapped in both */
-  PROXYCCL_FAULT_ENDED_HERE    /* this agent deregistered it */
+  PROXYCCL_FAULT_NONE,         /* no fault, or its reason is unknown */
+  PROXYCCL_FAULT_DEREGISTERED, /* the peer deregistered the memory */
+  PROXYCCL_FAULT_FREED,        /* registered, but not mapped in the peer's process */
+  PROXYCCL_FAULT_FREED_HERE,   /* not mapped in this process */
+  PROXYCCL_FAULT_PROTECTED,    /* mapped in both processes, but protected */
+  PROXYCCL_FAULT_ENDED_HERE    /* this agent deregistered the memory */
 } ProxycclFaultKind;
 
 typedef struct ProxycclFault {
   ProxycclFaultKind kind;
-  uint64_t address; /* of the first byte, in the process of that side */
+  uint64_t address; /* of the first faulty byte, in the process that owns the memory */
 } ProxycclFault;
 
-/* CLOCK_MONOTONIC, in ns. */
+/* Times by CLOCK_MONOTONIC, in ns. */
 typedef struct ProxycclTransferTimes {
   uint64_t posted;   /* when the last post began */
-  uint64_t returned; /* when it returned */
+  uint64_t returned; /* when the last post returned */
   uint64_t ended;
 } ProxycclTransferTimes;
 
-/* An agent's record of each transfer that ends while somebody traces, in memory that other processes map. Only its
- * own process writes the records and `count`, and others `until`. */
+/* An agent's records of the transfers that end during a trace, in memory that other processes map. Only the agent's
+ * process writes the records and `count`; tracing processes write `until`. */
 enum { PROXYCCL_TRANSFER_RECORDS = 4096 };
 typedef struct ProxycclTransferRecord {
   uint64_t posted, ended, bytes, blocks;
-  uint32_t label; /* of proxyccl_transfer_set_label */
+  uint32_t label; /* set by proxyccl_transfer_set_label */
   uint16_t writes, state;
 } ProxycclTransferRecord;
 typedef struct ProxycclTransferLog {
-  uint64_t until; /* transfers that end later are not noted */
-  uint64_t count; /* of records so far; number i is at i % PROXYCCL_TRANSFER_RECORDS */
+  uint64_t until; /* transfers that end after this time are not recorded */
+  uint64_t count; /* records written so far; record i is at i % PROXYCCL_TRANSFER_RECORDS */
   ProxycclTransferRecord records[4096];
 } ProxycclTransferLog;
 
-/* A device that copies: addresses of the driver's calls (runtime_table.h, memory_pool.h); 0: it has no such call. */
+/* A device that copies: addresses of the driver's calls (runtime_table.h, memory_pool.h); 0 for a missing call. */
 typedef struct ProxycclCopier {
   uint64_t copy, write64, event_record, event_query;
-  uint64_t current, make_current, context; /* of threads that use the device */
+  uint64_t current, make_current, context; /* the driver's context calls, and the device's context */
   uint64_t exchange_capture_mode;
-  int32_t relaxed; /* the capture mode that allows these calls */
+  int32_t relaxed; /* the stream capture mode that allows these calls */
 } ProxycclCopier;
 
-/* The copies of a device, and the queue for them. Everything that this names outlives the transfer. */
+/* A device's copies for a transfer, and their stream. All memory that this struct names outlives the transfer. */
 typedef struct ProxycclDeviceCopies {
   const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine: the device's addresses */
   uint64_t count;
   uint64_t launch;               /* a ProxycclLaunch that copies the rest, or 0 */
-  uint64_t blocks, bytes;        /* of all */
-  uint64_t stream;               /* the one for starts without a stream */
-  uint64_t event;                /* one that was never recorded: asking for it tells whether the device has failed */
-  uint64_t word, word_on_device; /* a pinned word of the transfer's own, by its two addresses */
+  uint64_t blocks, bytes;        /* blocks and bytes of the whole transfer */
+  uint64_t stream;               /* used by a post without a stream */
+  uint64_t event;                /* never recorded: a query of the event tells whether the device has failed */
+  uint64_t word, word_on_device; /* a pinned word of this transfer: the CPU's and the device's address */
 } ProxycclDeviceCopies;
 
 enum { PROXYCCL_STAGES = 4, PROXYCCL_STAGE_BYTES = 1 << 19 };
 
-/* Pinned memory by way of which a device's memory is copied from and to another process: each stage is
+/* Pinned memory through which data moves between a device's memory and another process. Each stage has
  * PROXYCCL_STAGE_BYTES, at an address that the device and the CPU share, with an event and, for copies from the device,
  * a stream of its own; copies to the device are all on the first. The last stream and event are for memory that is not
  * pinned. */
 typedef struct ProxycclStaging {
   const ProxycclCopier *copier;
-  uint64_t memory[PROXYCCL_STAGES]; /* one after another */
-  int32_t by_fabric;                /* registered with the agent's endpoint of libfabric: */
+  uint64_t memory[PROXYCCL_STAGES]; /* consecutive stages */
+  int32_t by_fabric;                /* whether the stages are registered with the agent's libfabric endpoint */
   uint64_t descriptor, key, base;   /* the local descriptor, the key, and the first byte's address for requests */
   uint64_t streams[PROXYCCL_STAGES + 1], events[PROXYCCL_STAGES + 1];
 } ProxycclStaging;
 
-/* Makes an agent and its thread. It takes the listening sockets over, also when it fails. `secret`: the bytes that a
- * peer must know. `copied`: whether a peer of this host may have itself permitted to copy from and to this process, see
- * proxyccl_ask_to_copy. NULL with errno. */
+/* Creates an agent and its thread. Takes over the listening sockets, also on failure. `secret`: the bytes that a peer
+ * must send first. `copied`: whether peers of this host may ask for permission to copy from and to this process (see
+ * proxyccl_ask_to_copy). Returns NULL on failure and sets errno. */
 ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int copied, const int *listeners,
                                      uint32_t count);
-/* Ends its thread, its links and their transfers. Everything but release is still allowed, and refused or without
+/* Ends the agent's thread, links and transfers. All functions may still be called: all but the release fail or have no
  * effect. */
 void proxyccl_agent_stop(ProxycclAgent *agent);
-/* Gives the handle back. The agent is freed with the last of its handle, its links and its transfers. */
+/* Releases the handle. The agent is freed with the last of its handle, links and transfers. */
 void proxyccl_agent_release(ProxycclAgent *agent);
-/* In a fork's child: closes the copies of its descriptors, so that peers notice the parent's end. */
+/* In a fork's child: closes the child's copies of the agent's descriptors, so that peers notice the parent's end. */
 void proxyccl_agent_forget(ProxycclAgent *agent);
-/* Lets it note transfers until it is stopped. */
+/* Makes the agent record transfers in `log` until it is stopped. */
 void proxyccl_agent_set_log(ProxycclAgent *agent, ProxycclTransferLog *log);
-/* Copies the records from number `next` on that are still there, at most `room`. Sets `next` to the number after the
- * last one, and `lost` to the number of those that were overwritten. Returns their number. */
+/* Copies at most `room` records, from number `next` on, that are not overwritten. Sets `next` to the number after the
+ * last copied record, and `lost` to the number of overwritten ones. Returns the number of copied records. */
 uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *next, ProxycclTransferRecord *records,
                                     uint32_t room, uint64_t *lost);
-/* Has an eventfd, which outlives the agent's links, raised when a link that this agent opened is lost. */
+/* Makes the agent signal an eventfd, which must outlive the agent's links, when a link that it opened is lost. */
 void proxyccl_agent_tell_losses(ProxycclAgent *agent, int event);
-/* Where its secret lies in this process: what a peer of this host reads to find out that it reaches this memory. */
+/* The address of the agent's secret, which a peer of this host reads to check that it can read this process. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: `count` first addresses, in order, then for each
- * the highest end of the ranges up to it. `staging`: of the device whose memory it is, which it names from its first
- * call on, and outlives the agent's thread; NULL: the host's. When it returns, no socket touches other memory: it waits
- * for the device's copies from and to such memory, at most 30 s. 0 or ENOMEM. */
+ * the highest end of the ranges up to it. `staging`: the stages of the device that owns the memory, which
+ * identify the device in later calls and outlive the agent's thread; NULL for host memory. Waits at most 30 s for the
+ * device's copies from and to removed ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
 int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
                               uint64_t count);
-/* Bytes in the inbox: for each message the lengths of the sender's name and of the message (8 bytes each), then both.
+/* The bytes in the inbox. A message has the lengths of the sender's name and of its text (8 bytes each), then both.
  */
 uint64_t proxyccl_agent_unread(const ProxycclAgent *agent);
-/* Moves whole messages to `to` and returns their bytes: as many as fit. */
+/* Moves as many whole messages to `to` as fit. Returns their bytes. */
 uint64_t proxyccl_agent_take(ProxycclAgent *agent, char *to, uint64_t room);
-/* Waits until the inbox has a message, or the agent is stopped. 1: it has one. */
+/* Waits until the inbox has a message, or the agent is stopped. Returns 1 if the inbox has a message. */
 int proxyccl_agent_wait(ProxycclAgent *agent, uint64_t timeout_ns);
-/* Puts a message into its own inbox. 0, EMSGSIZE or ENOMEM. */
+/* Puts a message into the agent's own inbox. Returns 0, EMSGSIZE or ENOMEM. */
 int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64_t bytes);
 
-/* Reads a word of another process: how a caller finds out whether process_vm_readv works, and for the process that it
- * means. 0 or an errno. */
+/* Reads memory of another process, to check that process_vm_readv works and that `pid` names the intended process.
+ * Returns 0 or an errno. */
 int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes);
 
 /* Asks the agent at the other end of a connected Unix socket to let this process copy from and to its process, where
- * Yama restricts that to parents. The socket serves nothing else: its answer may come late. 0 or an errno, ETIMEDOUT
- * after the time. */
+ * Yama restricts that to parents. Use the socket for nothing else, because the answer may come late. Returns 0 or an
+ * errno, ETIMEDOUT after `timeout_ms`. */
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
-/* An agent's ledger: PROXYCCL_LEDGER_WORDS words in memory that its peers of the host map. The word of a registration,
+/* An agent's ledger: PROXYCCL_LEDGER_WORDS words in memory that peers of the host map. The word of a registration,
  * number % PROXYCCL_LEDGER_WORDS, is the number while the memory is registered, and its complement if the memory was
  * freed first. Word 0 counts the ends of registrations. No number is used twice. */
 void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number);
-/* Ends a registration, unless it has ended; `freed`: because its memory is no longer mapped. Any thread may call it. */
+/* Ends a registration, unless it has ended. `freed`: whether the memory is no longer mapped. Thread-safe. */
 void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed);
 uint64_t proxyccl_ledger_count(const uint64_t *ledger);
 
-/* Makes a link of a connected stream socket, which it takes over, also when it fails. `peer_secret`: of the agent that
- * it leads to. `process`: a pidfd of the peer, taken over too, or -1. `pid`: the peer's process if process_vm_readv
- * works for it, else 0. `address`: of this agent's endpoint of libfabric, which the peer will use; of 0 bytes: it will
- * not. NULL with errno. */
+/* Creates a link over a connected stream socket, and takes the socket over, also on failure. `peer_secret`: the secret
+ * of the agent at the other end. `process`: a pidfd of the peer, also taken over, or -1. `pid`: the peer's process if
+ * process_vm_readv works for it, else 0. `address`: the address of this agent's libfabric endpoint, or 0 bytes if the
+ * peer does not use that endpoint. Returns NULL on failure and sets errno. */
 ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid,
                                    const char *address, uint64_t address_bytes);
-/* Ends it, and its active transfers as lost. */
+/* Ends the link, and its active transfers with the state LOST. */
 void proxyccl_link_end(ProxycclLink *link);
-/* Ends it, and gives the handle back. */
+/* Ends the link and releases its handle. */
 void proxyccl_link_release(ProxycclLink *link);
-/* Why nothing moves over it (static text), or NULL. */
+/* Returns why the link has ended (static text), or NULL while it works. */
 const char *proxyccl_link_lost(const ProxycclLink *link);
-/* The same, after a look whether the peer has gone, of which nobody may have heard yet. */
+/* Like proxyccl_link_lost, but polls the socket first, so that a disconnect shows at once. */
 const char *proxyccl_link_look(ProxycclLink *link);
-/* Sends a message. It arrives after those before it. 0, ENOTCONN, EMSGSIZE, ENOBUFS if the peer takes none for long,
- * or ENOMEM. */
+/* Sends a message, after all earlier messages. Returns 0, ENOTCONN, EMSGSIZE, ENOBUFS if too many messages wait for the
+ * peer, or ENOMEM. */
 int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
 
-/* `count` blocks, none of them empty: arrays of (address, bytes), of equal bytes at each index, which outlive the
- * transfer. */
+/* `count` blocks of at least one byte: two arrays of (address, bytes), with equal bytes at each index. Both arrays
+ * outlive the transfer. */
 typedef struct ProxycclBlocks {
-  int32_t writes; /* to the remote ones */
+  int32_t writes; /* whether data moves to the remote blocks */
   const uint64_t *local, *remote;
   uint64_t count;
 } ProxycclBlocks;
 
-/* The functions that make a transfer, one for each path. `link`: NULL within the agent. NULL with errno.
+/* Each path has a function that creates its transfers. `link` is NULL within the agent. On failure these functions
+ * return NULL and set errno.
  *
- * This one is copied by threads. `pid`: the process that the kernel copies from and to; 0: the CPU copies, between
- * addresses of this process. `staging`: its own, if the local blocks are a device's; otherwise NULL. */
+ * This function creates a transfer that threads copy. `pid`: the process that the kernel copies from and to, or 0 if
+ * the CPU copies between addresses of this process. `staging`: stages of this transfer alone if the local blocks are a
+ * device's, otherwise NULL. */
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,
                                            const ProxycclStaging *staging, int32_t pid);
-/* One by the link's socket. */
+/* Creates a transfer through the link's socket. */
 ProxycclTransfer *proxyccl_transfer_create_by_socket(ProxycclAgent *agent, ProxycclLink *link,
                                                      const ProxycclBlocks *blocks);
-/* One between a device and the link, by way of stages, its own, which outlive it. `by_fabric`: the peer's endpoint of
- * libfabric reads and writes the stages; otherwise the link's socket carries them. */
+/* Creates a transfer between a device and the link through stages, which are used by this transfer alone and outlive
+ * it. `by_fabric`: whether the peer's libfabric endpoint reads and writes the stages; otherwise the socket carries
+ * them. */
 ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, ProxycclLink *link,
                                                   const ProxycclBlocks *blocks, const ProxycclStaging *staging,
                                                   int by_fabric);
-/* An endpoint of libfabric, by which transfers read and write registered memory of peers. */
+/* A libfabric endpoint, by which transfers read and write registered memory of peers. */
 typedef struct ProxycclFabricPort {
   uint64_t endpoint, queue, fabric, peers; /* fid_ep *, fid_cq *, fid_fabric *, fid_av * */
-  int32_t descriptor;                      /* readable when the queue has something; -1: none */
+  int32_t descriptor;                      /* readable when the queue has completions; -1 if there is none */
   uint32_t depth;                          /* most requests outstanding */
   uint64_t max_message;                    /* bytes that one request may carry */
 } ProxycclFabricPort;
-/* Gives an agent an endpoint, which outlives its thread. 0, ENOMEM, or ENOSYS in a build without libfabric. */
+/* Sets an agent's libfabric endpoint, which outlives the agent's thread. Returns 0, ENOMEM, or ENOSYS in a build
+ * without libfabric. */
 int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port);
-/* One by the agent's endpoint. `rows`: `count` of (local address, the peer's for requests, bytes, local
- * descriptor, the peer's key, the peer's address), which outlive it. `peer`: an fi_addr_t. */
+/* Creates a transfer by the agent's libfabric endpoint. `rows`: `count` rows of (local address, the peer's address for
+ * requests, bytes, local descriptor, the peer's key, the peer's address), which outlive the transfer. `peer`: an
+ * fi_addr_t. */
 ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const uint64_t *rows, uint64_t count, uint64_t peer);
-/* One that a device copies. `copier` outlives it. */
+/* Creates a transfer that a device copies. `copier` outlives the transfer. */
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);
 /* The registrations that a transfer's blocks belong to on one side, and the ledger that has them: `count` rows of
- * (number, address of a block), which outlive the transfer, as the ledger does. It does not begin, and a copy of the
- * CPU or the kernel goes no further, when one has ended. */
+ * (number, address of a block), which outlive the transfer, as the ledger does. Once one of these registrations has
+ * ended, the transfer does not begin, and copies by the CPU or the kernel stop. */
 void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
                              uint64_t count);
-/* The number by which records name its peer and path. */
+/* Sets the number by which records name the transfer's peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
-/* Cancels it if it is active, and frees it. 0, or after 30 s EBUSY, as of proxyccl_transfer_cancel: its staging must
- * stay. */
+/* Cancels the transfer if it is active, and frees it. Returns 0, or after 30 s EBUSY (see proxyccl_transfer_cancel):
+ * the transfer's stages must then stay allocated. */
 int proxyccl_transfer_release(ProxycclTransfer *transfer);
-/* Starts it. `message`: told to the peer when the data has arrived; NULL: none. `stream`: of the device that copies; it
- * then runs after the stream's earlier work, and before its later work. NULL: none. A short transfer without a stream
- * ends before it returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM. */
+/* Starts the transfer. `message`: sent to the peer once the data has arrived, or NULL. `stream`: a stream of the
+ * copying device, or NULL; the copies run after the stream's earlier work and before its later work. A short transfer
+ * without a stream ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE, or ENOMEM.
+ */
 int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
-/* Starts it once a stream has raised words[0]. When it has ended, however it did, words[1] is 1: the stream's later
- * work waits for that. The words are 0 before, of this start alone, in memory that streams write and wait for, and
- * outlive it. For a transfer that no device copies. 0 or an error as of proxyccl_transfer_post. */
+/* Starts the transfer once a stream has raised words[0]. When the transfer has ended, whatever its state, words[1] is
+ * 1, for which the stream's later work waits. The words are 0 before, serve this start alone, lie in memory that
+ * streams can write and wait for, and outlive the transfer. For transfers that no device copies. Returns 0 or an error
+ * of proxyccl_transfer_post. */
 int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words);
-/* Ends it as canceled if it is active. A device's copies are waited for, and so is the stream's work before them, at
- * most 30 s; requests to libfabric, of this side or the peer's, which can't be taken back, until the time-out. 0: its
- * local memory is no longer touched. EBUSY: some of these requests still may touch it. It stays active, and ends as
- * canceled after the last of them. */
+/* Cancels an active transfer. Waits at most 30 s for a device's copies and the stream's work before them, and until the
+ * time-out for libfabric requests of either side, which can't be withdrawn. Returns 0 once nothing accesses the local
+ * memory. Returns EBUSY if some of these requests still may: the transfer then stays active, and ends as canceled after
+ * the last of the requests. */
 int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns);
 ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer);
-/* Copies a piece of it, if there is one that nobody copies yet, or looks whether the device is done. The state
+/* Copies a piece that no thread has begun, if there is one, or polls the device. Returns the transfer's state
  * afterwards. */
 ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer);
-/* Waits until it is not active, and helps meanwhile. The state, which is ACTIVE after a time-out; at most the copies of
- * a piece pass after that. */
+/* Waits until the transfer has ended, and helps meanwhile. Returns the state, which is ACTIVE after a time-out. The
+ * wait exceeds the time-out by at most the copy of one piece. */
 ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns);
-/* The errno of a failed copy; of a device's, the driver's status times -1. */
+/* Returns the errno of a failed copy, or the negated driver status of a failed copy by a device. */
 int proxyccl_transfer_error(const ProxycclTransfer *transfer);
-/* Of one that was refused or failed. */
+/* Gets the fault of a transfer that was refused or failed. */
 void proxyccl_transfer_fault(const ProxycclTransfer *transfer, ProxycclFault *fault);
 void proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times);
 

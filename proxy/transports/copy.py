@@ -14,7 +14,7 @@ ffi = _engine.ffi
 
 
 def make_copy_options(runtime: Runtime, undo: contextlib.ExitStack) -> tuple[Any, Stream, Event]:
-    """A ProxycclCopyOptions that puts no values, and the stream and the event in it, which `undo` closes."""
+    """Makes a ProxycclCopyOptions without values, and its stream and event, which `undo` closes."""
     stream = runtime.create_stream(for_proxy=True)
     undo.callback(stream.close)
     event = runtime.create_event()

@@ -18,11 +18,11 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 class EngineRuntime:
-    """A runtime, the addresses of its functions that the engine calls, and device memory that connections share.
+    """A runtime, the addresses of the functions that the engine calls, and device memory that connections share.
 
     Attributes:
         runtime: the runtime.
-        functions: the addresses.
+        functions: the functions' addresses.
         table: the same addresses as a ProxycclRuntimeTable.
     """
 
@@ -37,10 +37,10 @@ class EngineRuntime:
         self._lock = threading.Lock()
 
     def shorts(self) -> int:
-        """The device's address of a table of all values of 16 bits, in order."""
+        """The device's address of a table of all 16-bit values, in order."""
         with self._lock:
             if self._shorts is None:
-                import numpy as np  # here: `proxyccl info` and `top` do without it
+                import numpy as np  # imported here, because `proxyccl info` and `top` do without numpy
 
                 table = np.arange(1 << 16, dtype=np.uint16)
                 memory = self.runtime.allocate(table.nbytes)
@@ -61,10 +61,10 @@ class EngineConnection(Struct, frozen=True):
 
     Attributes:
         pointer: a ProxycclConnection.
-        owned: the objects that it copies with, to close after it, in this order.
-        wires: parts of it that other threads may poll too, as connections; those of all connections with the same
-            number by the same thread.
-        ends: one more than the highest number of any connection's.
+        owned: the objects that the connection copies with, to close in this order after the connection.
+        wires: the connection's parts that other threads may poll, as connections. One thread polls the wires with the
+            same number of all connections.
+        ends: one more than the highest wire number of any connection.
     """
 
     pointer: Any
@@ -74,13 +74,13 @@ class EngineConnection(Struct, frozen=True):
 
 
 def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: Any, needs: str = "") -> Any:
-    """Makes a ProxycclConnection. Objects that the options name must outlive it.
+    """Makes a ProxycclConnection. Objects that the options name must outlive the connection.
 
     Args:
-        engine: the runtime whose copies it issues.
+        engine: the runtime whose driver issues the connection's copies.
         transport: the transport's name.
-        native_options: its options struct.
-        parts: further structs, to which that one points.
+        native_options: the transport's options struct.
+        parts: further structs to which `native_options` points.
         needs: the build requirements of the transport, and how to install them.
 
     Raises:

@@ -16,12 +16,12 @@ from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.engine_connection import EngineConnection, create
 from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
 
-if TYPE_CHECKING:  # a rank imports them when it opens the endpoint
+if TYPE_CHECKING:  # imported at run time only when the endpoint is opened
     from proxyccl.proxy.fabric.context import FabricContext
 
 ffi, lib = _engine.ffi, _engine.lib
 
-_OWN_ERRORS = 256  # libfabric's own numbers begin here; lower ones are the system's
+_OWN_ERRORS = 256  # first error number of libfabric; lower numbers are errno values
 
 
 def _status_text(status: int) -> str:
@@ -34,7 +34,7 @@ def _status_text(status: int) -> str:
 
     try:
         return load().words(error)
-    except RuntimeUnavailableError:  # the status is another rank's, whose machine has the library
+    except RuntimeUnavailableError:  # the status is of another rank, whose machine has the library
         return f"libfabric's error {error}"
 
 
@@ -56,7 +56,7 @@ class _Endpoint:
         return self._device.endpoint.connect(theirs.endpoint, theirs.rkey)
 
     def close(self) -> None:
-        """Does nothing: the endpoint is the device's."""
+        """Does nothing, because the device owns the endpoint."""
 
 
 def open_fabric(setup: RemoteSetup, options: TransportOptions) -> FabricContext:

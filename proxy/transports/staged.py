@@ -1,6 +1,6 @@
 """The transport `staged`: RDMA writes of verbs between pinned memory of two hosts, with a copy on either side.
 
-It is for memory that the RDMA device can't register (engine/staged_transport.h).
+This transport is for memory that the RDMA device can't register (engine/staged_transport.h).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.transports import verbs
 from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, Wire, staged_over
 
-if TYPE_CHECKING:  # a rank imports them when it opens the device
+if TYPE_CHECKING:  # imported at run time only when the device is opened
     from proxyccl.proxy.verbs.context import VerbsContext
 
 

@@ -1,4 +1,4 @@
-"""The common part of the transports through pinned memory, with any wire: connections, endpoints, targets and statuses.
+"""The common part of the staged transports, for any wire: connections, endpoints, targets and statuses.
 
 See engine/staged_transport.h.
 """
@@ -42,9 +42,9 @@ class StagedWire(Struct, frozen=True):
     """A wire of a staged connection.
 
     Attributes:
-        options: the struct of its own transport's options; signals go to the peer's area there.
+        options: the options struct of the wire's transport, whose signals go to the peer's area.
         area_key, peer_area, peer_area_key: as in ProxycclStagedWire.
-        number: of this rank's end. Wires to several peers that have the same end are served by one thread.
+        number: number of this rank's endpoint. One thread serves all wires of an endpoint, to all peers.
     """
 
     options: Any
@@ -59,8 +59,8 @@ class StagedOptions(Struct, frozen=True):
 
     Attributes:
         native: a ProxycclStagedOptions.
-        wires: its wires, at least one; the peer has them in the same order.
-        ends: number of this side's endpoints, of which the peer may use fewer.
+        wires: the wires, at least one, in the same order as on the peer.
+        ends: number of this side's endpoints; the peer may use fewer.
     """
 
     native: Any
@@ -69,7 +69,7 @@ class StagedOptions(Struct, frozen=True):
 
     @classmethod
     def of(cls, wires: Sequence[StagedWire], ends: int, **fields: Any) -> StagedOptions:
-        """The options with these wires, and further fields of ProxycclStagedOptions.
+        """Makes options with these wires and further fields of ProxycclStagedOptions.
 
         Raises:
             ArgumentError: there are more than `MOST_WIRES`, or a value does not fit its field.
@@ -105,13 +105,13 @@ def _status_text(status: int) -> str:
 
 
 class Wire(Struct, frozen=True):
-    """This rank's end of the link between two staging areas.
+    """This rank's end of a link between two staging areas.
 
     Attributes:
-        address: its address for the peer.
-        number: as in `StagedWire`.
-        connect: connects it to the peer's, as `TransportEndpoint.connect`, for signals to the peer's area.
-        close: frees it.
+        address: this end's address for the peer.
+        number: see `StagedWire`.
+        connect: connects this end to the peer's, as `TransportEndpoint.connect`, for signals to the peer's area.
+        close: frees this end.
     """
 
     address: bytes
@@ -128,13 +128,13 @@ class Registrar(Protocol):
         ...
 
     def release(self, registration: Any) -> None:
-        """Ends that."""
+        """Ends a registration."""
         ...
 
 
 class StagedDevice(Protocol):
-    """Staging's interface to the wire's device: the rank's runtime, its control segment, the range in that, in bytes,
-    of the words that peers' proxies may signal, and memory that peers' staged puts may write."""
+    """The members that staging needs of the wire's device: the rank's runtime, the control segment, the segment's byte
+    range of words that peers' proxies may signal, and the memory that peers' staged puts may write."""
 
     runtime: Runtime
     segment: PinnedMemory
@@ -143,17 +143,17 @@ class StagedDevice(Protocol):
 
 
 class StagedEndpoint:
-    """See `TransportEndpoint`: wires, and this rank's staging area at their end, pinned memory with words that count
-    both engines' progress, and two rings.
+    """A `TransportEndpoint` of wires and this rank's staging area: pinned memory with two rings, and words that count
+    both engines' progress.
 
     Args:
         device: the wires' device.
-        registrars: register the area, one for each wire.
-        keys: of a registration: for the wire's own requests, for the peer's, and the address that goes with the latter.
-        make_wires: makes the wires, in that order.
-        ring_bytes: bytes of each ring, on this side.
+        registrars: for each wire, the object that registers the area.
+        keys: returns of a registration the key for the wire's requests, the peer's key, and the address for that key.
+        make_wires: makes the wires, in the order of `registrars`.
+        ring_bytes: bytes of each of this side's rings.
         chunk_bytes: bytes of a put that are moved at a time.
-        credits_tell: whether a message that the peer has credited is complete on its wire.
+        credits_tell: whether the peer's credit for a message implies the message's completion on the wire.
 
     Raises:
         ResourceError: the system or the device has no room.
@@ -218,12 +218,12 @@ class StagedEndpoint:
         )
 
     def close(self) -> None:
-        """Frees the wires and the area, on which no copy or request may be outstanding."""
+        """Frees the wires and the area, for which no copy or request may be outstanding."""
         self._close()
 
 
 def staged_area_bytes(ring_bytes: int) -> int:
-    """Bytes of a staging area with rings of that size."""
+    """The bytes of a staging area with rings of `ring_bytes`."""
     return int(lib.PROXYCCL_STAGED_WORDS_BYTES) + 2 * ring_bytes
 
 
@@ -244,15 +244,15 @@ def staged_over(
     statuses: range = range(0),
     error_text: Callable[[Any], str] | None = None,
 ) -> Transport:
-    """The transport by pinned memory over a wire, on the wire's device.
+    """Makes the staged transport over a wire, on the wire's device.
 
     Args:
         wire: the transport of the wire.
-        name: of the transport by pinned memory.
-        needs: what a build of the engine needs for the wire.
+        name: name of the staged transport.
+        needs: build requirements of the wire.
         make_endpoint: makes an endpoint on the device.
-        statuses: as in `Transport`.
-        error_text: likewise; None for the wire's.
+        statuses: see `Transport`.
+        error_text: see `Transport`; None for the wire's.
     """
     assert wire.remote is not None  # a wire leads to another host
     return Transport(
@@ -263,7 +263,7 @@ def staged_over(
         error_text=error_text or wire.error_text,
         remote=replace(
             wire.remote,
-            unsupported_reason=lambda device: "",  # the memory that is registered is the host's
+            unsupported_reason=lambda device: "",  # only host memory is registered
             make_endpoint=make_endpoint,
             expose=lambda device, ptr, nbytes, handle: _expose(name, device, ptr, nbytes),
             expose_pinned=lambda device, pinned: _expose(name, device, pinned.ptr, pinned.nbytes, pinned.host_ptr),

@@ -1,6 +1,6 @@
 """The transport `staged_fabric`: writes through libfabric between pinned memory, with a copy on either side.
 
-It is for memory that libfabric's provider can't register (engine/staged_transport.h).
+This transport is for memory that libfabric's provider can't register (engine/staged_transport.h).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from proxyccl.proxy.fabric.requirements import NEEDS
 from proxyccl.proxy.transports import fabric
 from proxyccl.proxy.transports.staged_connection import StagedEndpoint, Wire, staged_over
 
-if TYPE_CHECKING:  # a rank imports them when it opens the endpoint
+if TYPE_CHECKING:  # imported at run time only when the endpoint is opened
     from proxyccl.proxy.fabric.context import FabricContext
     from proxyccl.proxy.fabric.endpoint import FabricEndpoint
 
@@ -28,7 +28,7 @@ def _error_text(connection: Any) -> str:
 
 
 def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
-    """An endpoint, which is the device's, as a wire to one peer."""
+    """Makes a wire to one peer of an endpoint, which the device owns."""
     return Wire(
         endpoint.address,
         number,
@@ -38,15 +38,17 @@ def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
 
 
 def default_ring(wires: int, peers: int) -> int:
-    """Bytes of a peer's ring in each direction, by the streams to it and the number of peers so far, with it."""
+    """The bytes of a peer's ring in each direction, given the streams to the peer and the peers so far, this one
+    included.
+    """
     return max(_LEAST_RING, min(wires * _RING_PER_WIRE, _FOR_FULL_RINGS // (2 * peers)))
 
 
 def first_wire(wires: int, peers: int) -> int:
-    """The number of a peer's first wire, by the wires to it and the number of peers so far, with it.
+    """The number of a peer's first wire, given the wires to the peer and the peers so far, this one included.
 
-    Short puts take a connection's first wires alone. So the first ones of later peers are as far as possible from those
-    of the peers before: 0, a half of the wires, a quarter, three quarters, …
+    Short puts use only a connection's first wires. So each later peer's first wire is as far as possible from the
+    earlier peers': 0, a half of the wires, a quarter, three quarters, …
     """
     place, step, left = 0.0, 0.5, peers - 1
     while left:

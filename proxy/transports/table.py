@@ -20,14 +20,14 @@ TRANSPORTS: dict[str, Transport] = {
 
 
 def find_transport(name: str) -> Transport:
-    """The transport of a name. Raises ArgumentError if there is none."""
+    """Returns the transport with a name. Raises ArgumentError if there is none."""
     if name not in TRANSPORTS:
         raise ArgumentError("transport", f"{name!r} is unknown; expected one of {', '.join(TRANSPORTS)}")
     return TRANSPORTS[name]
 
 
 def find_copying_transport(name: str) -> Transport:
-    """The transport of a name, which copies within a host. Raises ArgumentError if it is remote, or does not exist."""
+    """Returns the transport with a name. Raises ArgumentError unless the transport copies within a host."""
     found = find_transport(name)
     if found.is_remote:
         copying = (each.name for each in TRANSPORTS.values() if not each.is_remote)
@@ -36,7 +36,7 @@ def find_copying_transport(name: str) -> Transport:
 
 
 def remote_functions(name: str) -> RemoteFunctions:
-    """A remote transport's functions, by its name. Raises ArgumentError if it is not remote, or does not exist."""
+    """Returns the functions of the remote transport with a name. Raises ArgumentError if there is none."""
     found = TRANSPORTS.get(name)
     if found is None or found.remote is None:
         remote = (each.name for each in TRANSPORTS.values() if each.is_remote)
@@ -47,7 +47,7 @@ def remote_functions(name: str) -> RemoteFunctions:
 def missing_transports() -> dict[str, str]:
     """The requirements that this machine lacks for each remote transport, in words; empty if none."""
     remote = {name: each.remote.missing for name, each in TRANSPORTS.items() if each.remote is not None}
-    answers = {missing: missing() for missing in remote.values()}  # transports of one device share it
+    answers = {missing: missing() for missing in remote.values()}  # transports of one device share this function
     return {name: answers[missing] for name, missing in remote.items()}
 
 

@@ -1,7 +1,7 @@
 """A transport, as Python sees it: one record of functions. The engine's side is transport.h.
 
-A transport is one file here, one in the engine, and a line in the table of each. Other modules read its record; they
-never compare its name.
+A transport is one file here, one file in the engine, and a line in either table. Other modules use the transport's
+record and never compare its name.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ class TransportEndpoint(Protocol):
 
     @property
     def info(self) -> EndpointInfo:
-        """The rank's message to the peer about it."""
+        """The rank's message to the peer about this endpoint."""
         ...
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
-        """See `RemoteContext.connect_endpoint`. It stops waiting once `given_up` returns True.
+        """See `RemoteContext.connect_endpoint`. The wait also ends once `given_up` returns True.
 
         Returns the options for `Transport.connect`. The endpoint must outlive that connection.
         """
         ...
 
     def close(self) -> None:
-        """Frees it. Connections must no longer use it."""
+        """Frees the endpoint, which connections must no longer use."""
         ...
 
 
 class RemoteFunctions(Struct, frozen=True):
-    """A remote transport's functions. They take the device that `open` returned, which has a method `close`.
+    """A remote transport's functions. Their first argument is the device from `open`, which has a method `close`.
 
     Attributes:
         missing: returns the requirements that this machine lacks for the transport, in words; empty if none.
         open: opens the device. Transports with the same `open` share one device of a rank. Raises as the first call of
             `RemoteContext` does.
-        unsupported_reason: returns the reason why the device can't register the memory of the rank's GPU; empty if it
-            can, or need not. Raises ResourceError.
+        unsupported_reason: returns why the device can't register the memory of the rank's GPU; "" if it can, or need
+            not. Raises ResourceError.
         make_endpoint: makes an endpoint on the device.
         expose: lets peers reach memory of this rank; takes the device, address, size in bytes and handle. Raises as
             `RemoteContext.expose`.
-        withdraw: ends `expose`, and `expose_pinned`.
+        withdraw: undoes `expose` or `expose_pinned`.
         registers_source: whether a put's source must be exposed too.
         refusal: error text for memory of `{rank}` that could not be exposed because of `{reason}`.
         withdraws_at_once: whether `withdraw` only refuses later puts of peers, so that it may be called while workers
             still use the memory.
         expose_pinned: lets peers reach pinned memory of this rank, to and from which the CPU copies short data; None if
             nothing is copied on this side.
-        rehearses: whether nodes that are rehearsed on one host use it by default.
+        rehearses: whether nodes that are rehearsed on one host use this transport by default.
     """
 
     missing: Callable[[], str]
@@ -78,15 +78,15 @@ def _no_error_text(connection: Any) -> str:
 
 
 class Transport(Struct, frozen=True):
-    """A transport moves the data of a connection.
+    """A transport, which moves the data of connections.
 
     Attributes:
-        name: its name, for users and for the engine.
-        connect: makes a connection of the engine from the transport's own options.
-        status_text: returns a status of such a connection in words; empty for a driver's own status.
+        name: the transport's name, for users and for the engine.
+        connect: makes an engine's connection from the transport's options.
+        status_text: returns a connection's status in words; "" for a status of the driver.
         statuses: the statuses that no other transport returns.
-        error_text: returns details, beyond its status, of the error that ended a connection of the engine.
-        remote: the functions of a remote transport; None for one that copies within a host.
+        error_text: returns details, beyond the status, of the error that ended a connection.
+        remote: the functions of a remote transport; None for a transport within a host.
     """
 
     name: str
@@ -98,5 +98,5 @@ class Transport(Struct, frozen=True):
 
     @property
     def is_remote(self) -> bool:
-        """Whether it reaches peers on other hosts, through endpoints and exposed memory."""
+        """Whether the transport reaches peers on other hosts, through endpoints and exposed memory."""
         return self.remote is not None

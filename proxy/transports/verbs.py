@@ -15,7 +15,7 @@ from proxyccl.proxy.transports.engine_connection import EngineConnection, create
 from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
 from proxyccl.proxy.verbs.requirements import missing
 
-if TYPE_CHECKING:  # a rank imports them when it opens the device
+if TYPE_CHECKING:  # imported at run time only when the device is opened
     from proxyccl.proxy.verbs.context import VerbsContext
 
 lib = _engine.lib

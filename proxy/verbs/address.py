@@ -1,4 +1,4 @@
-"""An endpoint's address for its peer, as bytes that the peer checks."""
+"""An endpoint's address for the peer, as bytes that the peer checks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class EndpointAddress:
     """An endpoint's address and capabilities.
 
     Attributes:
-        qp_number: number of its queue pair.
-        psn: the first packet sequence number that it sends.
-        gid: GID of its port, 16 bytes.
+        qp_number: number of the queue pair.
+        psn: the first packet sequence number that the endpoint sends.
+        gid: GID of the port, 16 bytes.
         gid_type: "IB", "RoCE v1" or "RoCE v2".
         link_layer: "infiniband" or "ethernet".
-        lid: LID of its port on InfiniBand, otherwise 0.
-        port: number of its port.
-        mtu: largest path MTU that it accepts, in bytes.
-        atomics: the peer's atomics that it executes at a time; 0 if it supports none.
-        reads: the peer's reads and atomics that it executes at a time; 0 if it supports none.
+        lid: LID of the port on InfiniBand, otherwise 0.
+        port: number of the port.
+        mtu: largest path MTU that the endpoint accepts, in bytes.
+        atomics: number of the peer's atomics that the device executes at a time; 0 if it supports none.
+        reads: number of the peer's reads and atomics that the device executes at a time; 0 if it supports none.
     """
 
     qp_number: int
@@ -58,7 +58,7 @@ class EndpointAddress:
         return f"queue pair {self.qp_number} at {gid.ipv4_mapped or gid} ({self.gid_type})"
 
     def encode(self) -> bytes:
-        """As bytes, `SIZE` of them."""
+        """Encodes the address in `SIZE` bytes."""
         data = _LAYOUT.pack(
             _MAGIC,
             _VERSION,
@@ -77,7 +77,7 @@ class EndpointAddress:
 
     @classmethod
     def decode(cls, data: bytes) -> EndpointAddress:
-        """The inverse of `encode`.
+        """Decodes the bytes of `encode`.
 
         Raises:
             ArgumentError: the bytes are not an endpoint's address, or have another version's format.

@@ -1,4 +1,4 @@
-"""One rank's RDMA device with its registrations, which the transports `verbs` and `staged` share."""
+"""One rank's RDMA device and the device's registrations, which the transports `verbs` and `staged` share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from proxyccl.proxy.verbs.registrations import Registrations
 
 
 class VerbsContext:
-    """An opened device with its own protection domain: the device refuses the keys of other contexts.
+    """An opened device with a separate protection domain, so that the device refuses the keys of other contexts.
 
     Attributes:
         device: the device.
-        registrations: memory that is registered with it.
+        registrations: memory that is registered with the device.
         write_targets: memory that peers' staged puts may write.
-        runtime, segment, signals: as in the setup.
-        options: the device and its settings.
+        runtime, segment, signals: see `RemoteSetup`.
+        options: the device's name and settings.
 
     Raises:
         ArgumentError: an option names something that does not exist.
@@ -38,7 +38,7 @@ class VerbsContext:
         self.registrations = Registrations(self.device)
 
     def close(self) -> None:
-        """Frees registrations and the device. Endpoints are closed."""
-        with contextlib.ExitStack() as steps:  # from the last to the first, each regardless of the other
+        """Frees registrations and the device. Endpoints must be closed."""
+        with contextlib.ExitStack() as steps:  # in reverse order, even if one fails
             steps.callback(self.device.close)
             steps.callback(self.registrations.close)

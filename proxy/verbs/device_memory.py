@@ -1,4 +1,4 @@
-"""Whether an RDMA device can register a runtime's device memory, and how it does."""
+"""Registers a runtime's device memory with an RDMA device, or says why that is impossible."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def register_device_memory(
     nbytes: int,
     allocation: Hashable = None,
 ) -> Registration:
-    """Registers memory of a runtime, unless its device does not order RDMA writes (`require_ordered`). Other arguments
-    and errors as for `Registrations.register`.
+    """Registers memory of a runtime, unless its GPU does not order RDMA writes (`require_ordered`). See
+    `Registrations.register` for other arguments and errors.
     """
     gpu_writes_rule.require_ordered(runtime, gpu_writes, "PROXYCCL_RDMA_GPU_WRITES")
     dmabuf = None if runtime.name == "host" else functools.partial(runtime.dmabuf, ptr, nbytes)
@@ -27,6 +27,6 @@ def register_device_memory(
 
 
 def unsupported_reason(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> str:
-    """`gpu_writes.unsupported_reason` of an RDMA device."""
+    """Like `gpu_writes.unsupported_reason`, for an RDMA device."""
     register = functools.partial(register_device_memory, registrations, runtime, gpu_writes)
     return gpu_writes_rule.unsupported_reason(runtime, register, registrations.release)

@@ -1,4 +1,4 @@
-"""The RDMA devices of this machine, the choice of the nearest, and the missing requirements if none can be used."""
+"""Lists this machine's RDMA devices, chooses the nearest, and names missing requirements if none can be used."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RdmaGid:
     """An address of a port.
 
     Attributes:
-        index: its index in the port's table.
-        address: as an IPv6 address; an IPv4 address is "::ffff:10.0.0.1".
+        index: the GID's index in the port's table.
+        address: the GID as an IPv6 address; an IPv4 address looks like "::ffff:10.0.0.1".
         type: "RoCE v1", "RoCE v2" or "IB".
         netdev: the network interface that has the address; None on InfiniBand.
     """
@@ -43,13 +43,13 @@ class RdmaPort:
     """A port of an RDMA device. Attributes from pyverbs are None without it.
 
     Attributes:
-        number: its number, from 1.
+        number: the port's number, from 1.
         state: "active", "down", "init", "armed", …
         link_layer: "ethernet" or "infiniband".
-        rate: in Gbit/s; 0 if unknown.
+        rate: data rate in Gbit/s; 0 if unknown.
         lid: local identifier on InfiniBand, otherwise 0.
         netdev: network interface of the same port, or None.
-        gids: its GIDs, by index.
+        gids: the port's GIDs, by index.
         active_mtu: MTU of the link, in bytes. From pyverbs.
         max_message: bytes that one work request can carry. From pyverbs.
     """
@@ -86,17 +86,17 @@ class RdmaDevice:
     """An RDMA device of this machine. Attributes from pyverbs are None without it.
 
     Attributes:
-        name: its name, such as "mlx5_0".
+        name: the device's name, such as "mlx5_0".
         guid: node GUID, in hexadecimal with colons.
-        numa_node: NUMA node that it is attached to, or None.
-        ports: its ports, by number.
-        atomics: whether it supports fetch-and-add on a peer's memory. From pyverbs.
+        numa_node: NUMA node that the device is attached to, or None.
+        ports: the device's ports, by number.
+        atomics: whether the device supports fetch-and-add on a peer's memory. From pyverbs.
         max_queue_pairs: most queue pairs. From pyverbs.
         max_work_requests: most work requests in one queue. From pyverbs.
         max_completions: most completions in one completion queue. From pyverbs.
         max_registrations: most memory registrations. From pyverbs.
         max_registered_bytes: most bytes in one registration. From pyverbs.
-        problem: the reason why pyverbs can't open it; empty if it can, or is missing.
+        problem: the reason why pyverbs can't open the device; "" if it can, or if pyverbs is missing.
     """
 
     name: str
@@ -112,10 +112,10 @@ class RdmaDevice:
     problem: str = ""
 
     def port(self, number: int) -> RdmaPort:
-        """The port with a number.
+        """Returns the port with a number.
 
         Raises:
-            ArgumentError: there is none.
+            ArgumentError: the device has no such port.
         """
         for port in self.ports:
             if port.number == number:
@@ -138,7 +138,7 @@ def rdma_devices(root: Path = SYSFS) -> list[RdmaDevice]:
     lists a port's GIDs with one call, where sysfs has a file for each of up to a thousand entries.
 
     Args:
-        root: where sysfs is mounted. pyverbs knows only this machine's, so any other is read without it.
+        root: where sysfs is mounted. pyverbs sees only this machine's devices, so another root is read without pyverbs.
     """
     return list(_devices(root))
 
@@ -189,7 +189,7 @@ def _read(path: Path | str) -> str:
     try:
         with open(path) as file:
             return file.read().strip()
-    except OSError:  # absent, or unreadable, as the attributes of an empty GID are
+    except OSError:  # absent, or unreadable as an empty GID's attributes are
         return ""
 
 
@@ -247,7 +247,7 @@ def _read_gids(port: Path, link_layer: str, used: Iterable[tuple[int, str]]) -> 
 
 
 def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
-    """Indices and texts of a table's GIDs, without the empty entries, which nearly all are."""
+    """Indices and texts of a table's GIDs, without empty entries, which are most of the table."""
     if not table.is_dir():
         return
     directory = os.open(table, os.O_RDONLY | os.O_DIRECTORY)
@@ -255,7 +255,7 @@ def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
         for index in sorted(int(name) for name in os.listdir(directory) if name.isdigit()):
             try:
                 file = os.open(str(index), os.O_RDONLY, dir_fd=directory)
-            except OSError:  # it vanished in between
+            except OSError:  # the file vanished after the listing
                 continue
             try:
                 text = os.read(file, 64)
@@ -272,7 +272,7 @@ def _written(address: ipaddress.IPv6Address) -> str:
 
 
 def _netdev_of(device: Path, port: int) -> str | None:
-    """The network interface of an InfiniBand port, whose GIDs name none."""
+    """The network interface of an InfiniBand port, which the port's GIDs do not name."""
     for path in sorted((device / "device/net").glob("*")):
         if _number(_read(path / "dev_port")) == port - 1:
             return path.name
@@ -297,7 +297,7 @@ def choose_device(
     Args:
         devices: the machine's devices (`rdma_devices`).
         options: device, port and GID, if they are not None.
-        near: NUMA node of the rank's GPU, or of its process; None if all are equally near.
+        near: NUMA node of the rank's GPU, or of the rank's process; None if all nodes are equally near.
         local_rank: the rank's number on its node.
         root: where sysfs is mounted, for the distances between NUMA nodes.
 
@@ -311,7 +311,7 @@ def choose_device(
         if not devices:
             raise ArgumentError("device", f"no RDMA device {options.device!r}; there is {names}")
         if options.port is not None:
-            devices[0].port(options.port)  # refuses one that it does not have
+            devices[0].port(options.port)  # raises for a port that the device lacks
     ports = [(device, port) for device, port in _ports(devices) if options.port in (None, port.number)]
     usable = [(device, port) for device, port in ports if _state(device, port) == "active"]
     if not usable:
@@ -357,7 +357,7 @@ def _states(devices: Iterable[RdmaDevice]) -> str:
 def inactive_ports(root: Path = SYSFS) -> str | None:
     """The ports of this machine and their states, in words, if none of them is active; otherwise None."""
     devices = []
-    for device in _devices(root):  # every rank asks, and most need to know of one
+    for device in _devices(root):  # every rank asks, and for most one active port is enough
         if any(_state(device, port) == "active" for port in device.ports):
             return None
         devices.append(device)
@@ -376,7 +376,7 @@ def _gid_preference(gid: RdmaGid) -> tuple[int, int]:
 
 
 def _distances(near: int | None, root: Path) -> dict[int, int]:
-    """Distances of NUMA nodes from one of them, as firmware gives them: 10 is the node itself."""
+    """Distances of NUMA nodes from the node `near`, as the firmware reports: 10 is the node itself."""
     if near is None:
         return {}
     told = _read(root / f"devices/system/node/node{near}/distance").split()

@@ -26,7 +26,7 @@ _MOST_READS = 16
 _HOP_LIMIT = 64
 _RNR_TIMER = 12  # 0.64 ms
 _RETRY_PAUSE = 0.05
-# The system's errors while it does not know the peer's address on the network yet.
+# The system's errors while the peer's address is not yet resolved on the network.
 _NOT_YET = (errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.EINTR)
 
 
@@ -39,23 +39,23 @@ class _Dependent(Protocol):
 class VerbsDevice:
     """An opened device and its protection domain, which endpoints and registered memory belong to.
 
-    Closing it closes those too. It is a context manager.
+    Closing the device closes these too. The device is a context manager.
 
     Attributes:
-        api: the pyverbs that opened it.
-        choice: the device, its port and its GID's index.
-        gid: that GID.
-        options: how its endpoints behave.
-        pd: its protection domain, a pyverbs object.
+        api: the pyverbs that opened the device.
+        choice: the device, the port and the index of the port's GID.
+        gid: the chosen GID.
+        options: settings of the endpoints.
+        pd: the protection domain, a pyverbs object.
         access: libibverbs' access flags, for peers, of memory that is registered with it.
-        mtu: the largest path MTU of its endpoints, in bytes.
+        mtu: the largest path MTU of the endpoints, in bytes.
         max_message: bytes that one work request can carry.
-        reads: a peer's reads and atomics that it executes at a time; 0 if it supports none.
-        atomics: the same of atomics.
+        reads: number of a peer's reads and atomics that the device executes at a time; 0 if it supports none.
+        atomics: number of a peer's atomics that the device executes at a time; 0 if it supports none.
     """
 
     def __init__(self, api: Pyverbs, context: Any, choice: DeviceChoice, options: RdmaOptions) -> None:
-        """Use `open`, which closes the context if this raises."""
+        """Use `open` instead, which closes the context if this constructor raises."""
         name, port = choice.device.name, choice.port
         self.api = api
         self.choice = choice
@@ -77,7 +77,7 @@ class VerbsDevice:
         has_atomics = limits.atomic_caps != api.enumerator("IBV_ATOMIC_NONE")
         self.reads: int = min(_MOST_READS, limits.max_qp_rd_atom, limits.max_qp_init_rd_atom)
         self.atomics = self.reads if has_atomics else 0
-        # Without relaxed ordering: a signal must not overtake its data.
+        # No relaxed ordering, so that a signal can't overtake its data.
         self.access = api.enumerator("IBV_ACCESS_LOCAL_WRITE") | api.enumerator("IBV_ACCESS_REMOTE_WRITE")
         if self.reads:
             self.access |= api.enumerator("IBV_ACCESS_REMOTE_READ")
@@ -124,7 +124,7 @@ class VerbsDevice:
         return f"{self.name} port {self.choice.port}, {self.gid}"
 
     def endpoint(self) -> Endpoint:
-        """Makes an endpoint for one peer, not connected yet.
+        """Makes an unconnected endpoint for one peer.
 
         Raises:
             ResourceError: the device has no room for another queue.
@@ -136,7 +136,7 @@ class VerbsDevice:
         return made
 
     def scratch(self) -> Any:
-        """A registered region of 8 bytes for the old values that fetch-adds return; nobody reads it."""
+        """A registered region of 8 bytes for the old values that fetch-adds return, which nothing reads."""
         with self._lock:
             if self._scratch is None:
                 with self.api.calling("ibv_reg_mr", f"{SIGNAL_BYTES} bytes on {self.name}"):
@@ -144,20 +144,20 @@ class VerbsDevice:
             return self._scratch
 
     def adopt(self, dependent: _Dependent) -> None:
-        """Registers an object to be closed before the protection domain."""
+        """Adds an object that must be closed before the protection domain."""
         self._dependents.add(dependent)
 
     def disown(self, dependent: _Dependent) -> None:
-        """Ends `adopt`: the object is closed."""
+        """Removes an object of `adopt`, which is closed."""
         self._dependents.discard(dependent)
 
     def require_open(self) -> None:
-        """Raises ClosedError if it was closed."""
+        """Raises ClosedError if the device is closed."""
         if self._closed:
             raise ClosedError(f"the RDMA device {self.name} is closed")
 
     def close(self) -> None:
-        """Closes its endpoints, registrations, protection domain and context. No request may be outstanding."""
+        """Closes the endpoints, registrations, protection domain and context. No request may be outstanding."""
         if self._closed:
             return
         self._closed = True
@@ -174,10 +174,10 @@ class Endpoint:
     """A queue pair and its completion queue. Made by `VerbsDevice.endpoint`.
 
     Attributes:
-        signal: how it advances a peer's counter: "write" or "fetch_add".
-        send_depth: work requests that its send queue takes.
-        mtu: the path MTU in bytes; the device's until it is connected.
-        peer: the peer's address, or None until it is connected.
+        signal: how the endpoint advances a peer's counter: "write" or "fetch_add".
+        send_depth: work requests that the send queue takes.
+        mtu: the path MTU in bytes; the device's largest until the endpoint is connected.
+        peer: the peer's address; None until the endpoint is connected.
     """
 
     def __init__(self, device: VerbsDevice, context: Any, limits: Any) -> None:
@@ -254,17 +254,17 @@ class Endpoint:
         )
 
     def connect(self, peer: bytes, timeout: float = 30.0, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Connects to a peer's endpoint, which connects to this one likewise.
+        """Connects to a peer's endpoint. The peer must connect to this endpoint too.
 
-        It does not wait for the peer, only until the network knows the peer's address.
+        Does not wait for the peer, only until the network knows the peer's address.
 
         Args:
             peer: the peer's `address`.
-            timeout: seconds to keep trying while the network does not know it.
-            given_up: polled meanwhile; the wait ends when it returns True.
+            timeout: seconds to keep trying while the network does not know the peer.
+            given_up: polled during the wait, which ends when `given_up` returns True.
 
         Raises:
-            ArgumentError: the bytes are not an address, or this port can't reach it.
+            ArgumentError: the bytes are not an address, or this port can't reach the peer.
             TransportError: the system refuses to connect, or does not reach the address in time.
         """
         self._require_open()
@@ -323,7 +323,7 @@ class Endpoint:
             hop_limit=_HOP_LIMIT,
             traffic_class=device.options.traffic_class,
         )
-        # Within an InfiniBand subnet the LID is enough.
+        # Within an InfiniBand subnet the LID is a sufficient address.
         routed = own.link_layer == "ethernet" or own.gid[:8] != address.gid[:8]
         return api.AHAttr(
             gr=route,
@@ -334,7 +334,7 @@ class Endpoint:
         )
 
     def engine_options(self, signal_rkey: int) -> Any:
-        """The ProxycclVerbsOptions of a connection over it. The endpoint must outlive that connection.
+        """The ProxycclVerbsOptions of a connection over this endpoint, which must outlive the connection.
 
         Args:
             signal_rkey: remote key of the memory with the peer's semaphore words.
@@ -345,7 +345,7 @@ class Endpoint:
         """
         self._require_open()
         if self.peer is None:
-            raise ArgumentError("endpoint", "it is not connected")
+            raise ArgumentError("endpoint", "is not connected; call connect first")
         made = fill(
             ffi.new("ProxycclVerbsOptions *"),
             qp=self._api.queue_pair(self._qp),

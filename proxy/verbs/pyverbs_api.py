@@ -1,8 +1,9 @@
 """pyverbs in all its versions: no other module knows their differences.
 
 Debian 12 has version 44, with enumerators in `pyverbs.enums`. Later versions have them in `pyverbs.libibverbs_enums`;
-built by a newer Cython, only in the enums' classes. From version 61 a queue pair gives its address; before, the engine
-finds it. `PD.pd`, `Context.context` and `CQ.cq` are never read: before 61 that crashes the process.
+built by a newer Cython, only in the enums' classes. From version 61 a queue pair exposes its address; for older
+versions the engine finds the address. `PD.pd`, `Context.context` and `CQ.cq` are never read: before 61 that crashes the
+process.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Pyverbs:
     Args:
         modules: pyverbs' modules, by name.
         enums: the module with its enumerators.
-        version: its version, for messages.
+        version: pyverbs' version, for messages.
 
     Raises:
         RuntimeUnavailableError: a module lacks a class.
@@ -81,7 +82,7 @@ class Pyverbs:
         """The address of the `ibv_qp` in a pyverbs QP, checked.
 
         Raises:
-            RuntimeUnavailableError: it can't be found; the message says why.
+            RuntimeUnavailableError: the address can't be found; the message says why.
         """
         found = ffi.new("ProxycclVerbsQp *")
         if hasattr(self.QP, "qp"):
@@ -147,10 +148,10 @@ def error_number(error: Exception) -> int | None:
 
 @functools.cache
 def load() -> Pyverbs:
-    """pyverbs, imported by the first call.
+    """Returns pyverbs, which the first call imports.
 
     Raises:
-        RuntimeUnavailableError: it is missing or can't be used; the message says what to install.
+        RuntimeUnavailableError: pyverbs is missing or can't be used; the message says what to install.
     """
     try:
         with _root_logger_as_it_is():
@@ -185,20 +186,20 @@ def _enumerators(module: ModuleType) -> dict[str, int]:
 
 
 def _version() -> str:
-    from importlib import metadata  # which takes long to import
+    from importlib import metadata  # slow to import
 
     try:
         return metadata.version("pyverbs")
     except metadata.PackageNotFoundError:
-        # Distributions package it without metadata. It has the version of the libibverbs that it loads, whose file name
-        # ends with that.
+        # Distributions package pyverbs without metadata. Its version is that of the loaded libibverbs, whose file name
+        # ends with the version.
         match = re.search(r"libibverbs\.so\.\d+\.\d+\.([\d.]+)$", _MAPS.read_text(), re.MULTILINE)
         return match[1] if match else "of unknown version"
 
 
 @contextlib.contextmanager
 def _root_logger_as_it_is() -> Iterator[None]:
-    # pyverbs configures the root logger when it is imported, but that belongs to the program.
+    # pyverbs configures the root logger when it is imported, but the root logger belongs to the program.
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:

@@ -1,4 +1,4 @@
-"""Memory that a device of verbs may read and write."""
+"""Memory that is registered with an RDMA device."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Registration:
     """A registered range of memory.
 
     Attributes:
-        ptr: its address in this process.
-        nbytes: its size.
+        ptr: the range's address in this process.
+        nbytes: the range's size.
         address: the address by which the device and peers name its first byte. It is `ptr`, except for a DMA-BUF.
         lkey: key for this device's own work requests.
-        rkey: key for peers'.
+        rkey: key for peers' work requests.
         how: "host", "peer memory" (the device takes the GPU's address itself) or "dma-buf".
         allocation: the argument of `Registrations.register`.
         region: pyverbs' memory region.
@@ -49,9 +49,9 @@ class Registrations:
     """The registrations of a device: a `RegistrationCache` that supports DMA-BUFs. Threads may share it.
 
     Args:
-        device: to register with; closing it closes this.
-        keep: as for the cache.
-        keep_bytes: likewise.
+        device: the device to register with, whose end closes the registrations.
+        keep: see `RegistrationCache`.
+        keep_bytes: see `RegistrationCache`.
     """
 
     def __init__(self, device: VerbsDevice, *, keep: int = 64, keep_bytes: int = 1 << 30) -> None:
@@ -68,8 +68,8 @@ class Registrations:
 
         Args:
             ptr: address of the range.
-            nbytes: its size.
-            dmabuf: for memory of a GPU.
+            nbytes: size of the range.
+            dmabuf: exports memory of a GPU; None for memory of the host.
             allocation: identifies this allocation among all others, including earlier ones at the same address;
                 None: the range is registered only while it is used.
 
@@ -82,10 +82,10 @@ class Registrations:
         return self._made.acquire(ptr, nbytes, allocation, lambda: self._make(ptr, nbytes, dmabuf, allocation))
 
     def release(self, registration: Registration) -> None:
-        """Ends one use. When the last one ends, requests must no longer name it.
+        """Ends one use of a registration. After the last use, requests must no longer name it.
 
         Raises:
-            ArgumentError: it is not in use.
+            ArgumentError: the registration is not in use.
         """
         self._made.release(registration)
 
@@ -105,7 +105,8 @@ class Registrations:
             try:
                 made = self._make_dmabuf(nbytes, dmabuf)
             except api.PyverbsError as cause:
-                # If the device or the kernel does not take it, the device may still know the GPU's addresses.
+                # If the device or the kernel refuses the DMA-BUF, the device may still accept the GPU's addresses (peer
+                # memory).
                 refusal = f"; {self._error('ibv_reg_dmabuf_mr', nbytes, 'a DMA-BUF', cause)}"
             else:
                 if made is not None:
@@ -126,7 +127,7 @@ class Registrations:
             return None
         descriptor, offset = given
         try:
-            # With pyverbs, the device names the range by its offset.
+            # pyverbs registers a DMA-BUF so that requests name bytes by their offset.
             return self._device.api.DmaBufMR(
                 self._device.pd, nbytes, self._device.access, dmabuf=descriptor, offset=offset
             ), offset

@@ -1,4 +1,4 @@
-"""The requirements of verbs on this machine. Every rank asks, and few machines have a device to read about."""
+"""Checks this machine for the requirements of verbs, cheaply, because every rank asks and few have a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def missing(root: Path = SYSFS) -> str | None:
     if not any((root / DEVICES).glob("*")):
         lacks.append(f"no RDMA device in {root / DEVICES}")
     else:
-        from proxyccl.proxy.verbs.devices import inactive_ports  # it takes longer to import than all of this
+        from proxyccl.proxy.verbs.devices import inactive_ports  # slow to import
 
         inactive = inactive_ports(root)
         if inactive is not None:

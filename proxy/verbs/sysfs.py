@@ -1,4 +1,4 @@
-"""Where Linux shows RDMA devices."""
+"""The path where Linux lists RDMA devices."""
 
 from pathlib import Path
 

@@ -670,7 +670,7 @@ def test_what_can_not_be_connected_is_refused(stand_in: SimpleNamespace, opened:
         endpoint.connect(replace(ROCE, gid_type="RoCE v1").encode())
     with pytest.raises(ArgumentError, match="peer: its device supports no atomics"):
         endpoint.connect(replace(ROCE, atomics=0).encode())
-    with pytest.raises(ArgumentError, match="endpoint: it is not connected"):
+    with pytest.raises(ArgumentError, match="endpoint: is not connected; call connect first"):
         endpoint.engine_options(1)
     endpoint.connect(ROCE.encode())
     with pytest.raises(ArgumentError, match=r"is connected to queue pair 17 at 10.9.0.2"):
