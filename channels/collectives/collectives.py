@@ -155,7 +155,9 @@ class Collectives:
         return self._scratch
 
     def wide_parts(self) -> Memory:
-        """Returns WIDE_PARTS_BYTES of memory for an all_reduce in a wider type. The next such all_reduce overwrites it."""
+        """Returns WIDE_PARTS_BYTES of memory for an all_reduce in a wider type. The next such all_reduce overwrites
+        it.
+        """
         if self._wide_parts is None:
             self._wide_parts = self.group.runtime.allocate(WIDE_PARTS_BYTES)
         return self._wide_parts

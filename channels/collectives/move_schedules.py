@@ -81,7 +81,9 @@ def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchan
         return memories.source(source.ptr, source.nbytes)
 
     def find_target() -> ScheduleSpan | None:
-        """Returns the memory to receive in; None if it must be staged, or if received data would overwrite unsent data."""
+        """Returns the memory to receive in; None if it must be staged, or if received data would overwrite unsent
+        data.
+        """
         sends = [(source.ptr + send.offset, send.nbytes) for send in part.sends]
         receives = [(target.ptr + receive.offset, receive.nbytes) for receive in part.receives]
         if any(a < b + b_bytes and b < a + a_bytes for a, a_bytes in sends for b, b_bytes in receives):

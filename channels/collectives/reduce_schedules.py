@@ -120,7 +120,9 @@ class _Pieces:
 
 
 def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
-    """Returns the stream operations of a reduce_scatter: `source` holds as many elements for each rank as `target` has."""
+    """Returns the stream operations of a reduce_scatter: `source` holds as many elements for each rank as `target`
+    has.
+    """
     ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
     steps: list[Step] = []
     for begin, count in rounds(target.size, by_proxy.longest_round // (ranks * itemsize)):

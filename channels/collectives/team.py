@@ -180,7 +180,9 @@ class Team:
         return ranks <= lib.PROXYCCL_MAX_MAPPED_RANKS and all(reaching)
 
     def grid(self, nbytes: int, policy: CtaPolicy) -> int:
-        """Returns the blocks for a collective of `nbytes` bytes a rank. Short collectives are fastest with few blocks."""
+        """Returns the blocks for a collective of `nbytes` bytes a rank. Short collectives are fastest with few
+        blocks.
+        """
         most = self._efficient_blocks if policy == "efficiency" else self.blocks
         return max(1, min(most, -(-nbytes // self._bytes_per_block)))
 

@@ -62,7 +62,9 @@ class TensorCalls:
 
     @property
     def chooses(self) -> bool:
-        """Whether the ranks choose a policy for each long call: they share a node, and the program has named no policy."""
+        """Whether the ranks choose a policy for each long call: they share a node, and the program has named no
+        policy.
+        """
         group = self._collectives.group
         return self._collectives.cta_policy is None and group.topology.node_count == 1 < group.world_size
 
@@ -86,10 +88,9 @@ class TensorCalls:
         if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
             wish = "zero"
         chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
-        if (
-            chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None
-        ):  # nor on any other rank
-            self._collectives.by_proxy()  # so that peers' proxies get the next output
+        # All ranks make the parts of schedules together, so none has made them.
+        if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:
+            self._collectives.by_proxy()  # lets peers' proxies map the next output
             return "efficiency"
         return chosen
 

@@ -79,7 +79,9 @@ class _Trial(Struct):
 
 
 class _Arrays:
-    """Input and output for all cases: a symmetric pair, and a pair that is not symmetric. All ranks make it together."""
+    """Input and output for all cases: a symmetric pair, and a pair that is not symmetric. All ranks make it
+    together.
+    """
 
     def __init__(self, collectives: Collectives, nbytes: int) -> None:
         self._group = group = collectives.group

@@ -241,7 +241,9 @@ class ScheduleMemories:
         return ScheduleSpan(_AnnouncedMemory(own, at_peers), ptr - announced.start, ptr)
 
     def _memories_at_peers(self, announced: Announced) -> dict[int, int]:
-        """Waits for the peers' watchers, or for the calls that peers are in, but not for anything that peers wait for."""
+        """Waits for the peers' watchers, or for the calls that peers are in, but not for anything that peers wait
+        for.
+        """
         symmetric, failure = self._group.symmetric, self._group.failure
         deadline = time.monotonic() + self._group.timeout
         while (found := symmetric.memories_at_peers(announced)) is None:

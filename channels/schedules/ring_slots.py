@@ -161,7 +161,9 @@ class RingSlots:
         return [Schedule(sends=(send,), receives=(freed,)), *self._turn(), *rings.end([0], gated=True)]
 
     def _turn(self) -> tuple[WaitValue, WriteValue]:
-        """Returns a stream's operations within a schedule: the stream waits for the receive, works, and opens the gate."""
+        """Returns a stream's operations within a schedule: the stream waits for the receive, works, and opens the
+        gate.
+        """
         words = self._rings.words
         return WaitValue(words.stages[0], 1), WriteValue(words.gate, 1)
 
