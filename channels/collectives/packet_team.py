@@ -26,7 +26,7 @@ PACKET_BYTES = 16
 _PAYLOAD_BYTES = 8
 _WARP = 64  # lanes of the widest warp of any target
 _LINE_WARP = 32  # lanes of a warp on the targets that have lines
-_LINE_THREADS, _LINE_UNITS, _UNIT_BYTES = 8, 15, 16  # lines.h: threads a pair of lines; units
+_LINE_THREADS, _LINE_UNITS, _UNIT_BYTES = 8, 15, 16  # as in lines.h
 _LINE_PACKETS = 2  # packets' room that a thread's part of two lines takes
 
 
