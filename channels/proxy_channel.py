@@ -51,8 +51,8 @@ class ProxyChannel(_RingChannel):
 
     Attributes:
         id: channel id in this rank's proxy.
-        transport: name of its transport. peer_channel: id of the peer's channel that receives the signals; None if the
-            peer has none.
+        transport: name of its transport.
+        peer_channel: id of the peer's channel that receives the signals; None if the peer has none.
         expected_pointer: where, in device memory, kernels count the signals that they have waited for.
     """
 
@@ -116,7 +116,8 @@ class ProxyChannel(_RingChannel):
         Raises:
             ArgumentError: the ticket is not a number from 0 to 2**64 - 2.
             WaitTimeoutError: the operation is not complete within the communicator's time-out, which ends the
-                communicator. CommunicatorError: the communicator failed meanwhile; see its subclasses.
+                communicator.
+            CommunicatorError: the communicator failed meanwhile; see its subclasses.
         """
         ticket = as_integer(ticket, "ticket", f"must be a number from 0 to {_MOST - 1}", 0, _MOST - 1)
         self._group.failure.require_usable()
@@ -143,7 +144,8 @@ class ProxyChannel(_RingChannel):
         Raises:
             ArgumentError: the value is not a count.
             WaitTimeoutError: the signals did not arrive within the communicator's time-out, which ends the
-                communicator. CommunicatorError: the communicator failed meanwhile; see its subclasses.
+                communicator.
+            CommunicatorError: the communicator failed meanwhile; see its subclasses.
         """
         value = as_integer(value, "value", f"must be a count from 0 to {_MOST}", 0, _MOST)
         self._group.failure.require_usable()

@@ -24,9 +24,10 @@ class WordsOffer(Message, frozen=True):
     """A rank's words for the object that all ranks are making together.
 
     Attributes:
-        handle: handle of the memory that holds the words. offset: offset of the first word in that memory. number: the
-            number that this rank expects the words to have. dropped: numbers of words that this rank has dropped since
-            its last offer.
+        handle: handle of the memory that holds the words.
+        offset: offset of the first word in that memory.
+        number: the number that this rank expects the words to have.
+        dropped: numbers of words that this rank has dropped since its last offer.
     """
 
     handle: bytes

@@ -46,15 +46,19 @@ class Announced(Struct):
     """A range of this rank's memory that is announced.
 
     Attributes:
-        entry: the range's number in the table. start, end: the range's addresses.
+        entry: the range's number in the table.
+        start, end: the range's addresses.
         handle: the exported handle by which peers map the range.
-        allocations: the allocations that held the range when it was announced. guard: checks that the range still lies
-            in these allocations. memory: keeps the range from being freed until no peer maps it; None if the owner
-            frees it. users: the number of `announce` calls that have not been withdrawn. proxy_memory: the range's
-            first id in this rank's proxy, if it has one. for_proxies: whether peers' proxies were asked to add the
-            range. lent: whether the library announced the range by itself (lent_memory.py); calls by proxy then do not
-            wait for the peers' replies. known: how peers reach the range, as last passed to `Calls`. heirs: the
-            announcements of the same range to other groups, until it is withdrawn here.
+        allocations: the allocations that held the range when it was announced.
+        guard: checks that the range still lies in these allocations.
+        memory: keeps the range from being freed until no peer maps it; None if the owner frees it.
+        users: the number of `announce` calls that have not been withdrawn.
+        proxy_memory: the range's first id in this rank's proxy, if it has one.
+        for_proxies: whether peers' proxies were asked to add the range.
+        lent: whether the library announced the range by itself (lent_memory.py); calls by proxy then do not wait for
+            the peers' replies.
+        known: how peers reach the range, as last passed to `Calls`.
+        heirs: the announcements of the same range to other groups, until it is withdrawn here.
     """
 
     entry: int
@@ -92,7 +96,8 @@ class Export(Struct, frozen=True):
 
     Attributes:
         ptr, nbytes: address and size.
-        handle: the handle by which peers map the range. allocations: the allocations that held the range.
+        handle: the handle by which peers map the range.
+        allocations: the allocations that held the range.
     """
 
     ptr: int
@@ -107,8 +112,9 @@ class _Handled(Struct):
     Attributes:
         version: the version that was handled.
         handle: the handle of the mapped memory; no bytes if nothing is mapped.
-        mapped: the mapped memory. memory: its first id in this rank's proxy; None while it has none. told: whether the
-            peer was told that id, or that there is none.
+        mapped: the mapped memory.
+        memory: its first id in this rank's proxy; None while it has none.
+        told: whether the peer was told that id, or that there is none.
     """
 
     version: int = 0
@@ -165,7 +171,8 @@ class SymmetricMemory:
 
     Attributes:
         offered: whether all ranks learn of this rank's announcements, which holds if they share a host and are not too
-            many. freed: addresses of lent ranges that their owners have freed; the reader removes what it reads.
+            many.
+        freed: addresses of lent ranges that their owners have freed; the reader removes what it reads.
     """
 
     def __init__(

@@ -73,7 +73,8 @@ class Calls:
 
     Attributes:
         stream: the handle of the stream of the latest call; None if the next call must ask `turn`.
-        made: the number of calls issued. prepared: the number of forms prepared.
+        made: the number of calls issued.
+        prepared: the number of forms prepared.
     """
 
     stream: int | None
@@ -156,8 +157,8 @@ class Calls:
 
         Args:
             order: address of a ProxycclStreamOrder (stream_order.h).
-            event: handle of an event that nothing else uses. thread_stream: the handle that means a different stream in
-                each thread; its calls still use `turn`.
+            event: handle of an event that nothing else uses.
+            thread_stream: the handle that means a different stream in each thread; its calls still use `turn`.
         """
 
 class FlowCalls:
@@ -167,7 +168,8 @@ class FlowCalls:
         arrays: as for `Calls`.
         ndarray: numpy's type of arrays.
         current_stream: as for `Calls`.
-        runtime: the group's runtime, which arrays of type `Array` must have. failure: the group's `FailureState`.
+        runtime: the group's runtime, which arrays of type `Array` must have.
+        failure: the group's `FailureState`.
         lock: held while a call is issued.
         launch: the addresses of a ProxycclLaunch and of its argument, a ProxycclFlows; their owner; bytes of a lane.
         order: addresses of the ProxycclStreamOrder of streams and events, and of the group's ProxycclControl; the
@@ -240,8 +242,8 @@ class Descriptor:
     Attributes:
         like: an array of the library and device of the tables.
         missing: why there are no rows; None if they were received.
-        blocks: the arrays that hold tables, their addresses, and the `Tables`. table_owners: the arrays of `blocks`,
-            which must be kept alive while kernels use them.
+        blocks: the arrays that hold tables, their addresses, and the `Tables`.
+        table_owners: the arrays of `blocks`, which must be kept alive while kernels use them.
     """
 
     owner: Any
@@ -266,9 +268,9 @@ class FormList:
     """The forms of one kind of call, whose arrays may have any first extent.
 
     Args:
-        calls: the group's `Calls`. widths: for each array argument of the call, the most arrays that it may hold as a
-            tuple; 1 for no tuples; -n if a tuple must have n arrays. An argument may be None, but an array in a tuple
-            may not.
+        calls: the group's `Calls`.
+        widths: for each array argument of the call, the most arrays that it may hold as a tuple; 1 for no tuples; -n if
+            a tuple must have n arrays. An argument may be None, but an array in a tuple may not.
         further: the number of other arguments that follow.
         view: called as view(argument, x), with the argument's number, for an array that C can't read. Returns a view of
             the array, or raises ArgumentError.
@@ -365,8 +367,9 @@ class SentCall:
     """A dispatch or a combine whose first half is queued.
 
     Attributes:
-        desc: the dispatch's descriptor, filled when rows are received. stream: the stream of the first half. rows: a
-            dispatch's output, None while its size is unknown; or the rows passed to a combine.
+        desc: the dispatch's descriptor, filled when rows are received.
+        stream: the stream of the first half.
+        rows: a dispatch's output, None while its size is unknown; or the rows passed to a combine.
         owners: the arrays that kernels use.
         recorded: the caller's tokens or rows and their weights, if a library such as autograd records the call.
     """

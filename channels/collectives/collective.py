@@ -80,7 +80,8 @@ class Collective(ABC):
     """A collective. A new collective needs a name, `shape`, `launch`, and a row in `table.py`.
 
     Attributes:
-        name: the name that the call log shows. reduces: whether callers give an operator.
+        name: the name that the call log shows.
+        reduces: whether callers give an operator.
         rooted: whether callers name a root.
         in_place: whether a call without an output overwrites its input.
         copies_alone: whether a single rank only copies the input to the output.

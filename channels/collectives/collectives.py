@@ -35,9 +35,10 @@ class _Start(Message, frozen=True):
     """A rank's message to the others before the first collective.
 
     Attributes:
-        cta_policy: the rank's standing policy, if the program named one. reaches_all: whether its kernels reach all
-            ranks' memory. whole_lines: whether its links carry lines of 128 bytes in one piece. tables: rank 0's
-            measured tables, if it has any.
+        cta_policy: the rank's standing policy, if the program named one.
+        reaches_all: whether its kernels reach all ranks' memory.
+        whole_lines: whether its links carry lines of 128 bytes in one piece.
+        tables: rank 0's measured tables, if it has any.
     """
 
     cta_policy: CtaPolicy | None

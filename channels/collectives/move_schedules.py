@@ -42,8 +42,8 @@ class Exchange(Struct, frozen=True):
     Attributes:
         sends: from its input, at most one to each peer.
         receives: to its output, at most one from each peer.
-        kept: the bytes that stay on the rank, at their place in the output; None if none stay. kept_from: the offset of
-            the kept bytes in the input.
+        kept: the bytes that stay on the rank, at their place in the output; None if none stay.
+        kept_from: the offset of the kept bytes in the input.
     """
 
     sends: tuple[Transfer, ...] = ()

@@ -45,8 +45,9 @@ class PacketLaunch(Struct, frozen=True):
     """The launch of a packet kernel.
 
     Attributes:
-        lines: whether the kernel's packets are lines. blocks: blocks of the grid. threads: threads of a block.
-            parameter: the kernel's first parameter, a ProxycclPacketTeam.
+        lines: whether the kernel's packets are lines.
+        blocks: blocks of the grid.
+        threads: threads of a block. parameter: the kernel's first parameter, a ProxycclPacketTeam.
     """
 
     lines: bool

@@ -26,7 +26,8 @@ class RangeGathers:
     """Gathers in an array that all ranks have registered. All ranks make it together.
 
     Args:
-        collectives: the group's collectives. view: this rank's array, of the same size on all ranks.
+        collectives: the group's collectives.
+        view: this rank's array, of the same size on all ranks.
 
     Attributes:
         are_possible: whether the proxies of all ranks reach the arrays; otherwise `gather` can't be called.

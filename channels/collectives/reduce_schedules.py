@@ -49,8 +49,9 @@ class _Shares(Struct, frozen=True):
 
     Attributes:
         members: the ranks that take part, in order.
-        first: number of the first member's first element. stride: elements from the start of one member's share to the
-            next. lengths: elements of each member's share; the first member's share is the longest.
+        first: number of the first member's first element.
+        stride: elements from the start of one member's share to the next.
+        lengths: elements of each member's share; the first member's share is the longest.
     """
 
     members: Sequence[int]
@@ -79,7 +80,8 @@ class _Pieces:
 
     Args:
         longest: elements of the longest share.
-        itemsize: bytes of an element. peers: the peers in the order in which this rank sends.
+        itemsize: bytes of an element.
+        peers: the peers in the order in which this rank sends.
         in_turn: whether the proxy copies to one peer after the other.
 
     Attributes:
@@ -208,7 +210,8 @@ class _Slots:
     """This rank's memory for the data that it reduces: a slot for each peer.
 
     Args:
-        nbytes: the most bytes that a peer sends. members: the ranks that take part, in order.
+        nbytes: the most bytes that a peer sends.
+        members: the ranks that take part, in order.
         may_be_pinned: whether short data may go through pinned memory, as it then also does on the senders' side.
 
     Attributes:
@@ -264,10 +267,12 @@ class _Slots:
         resets the stage of the posts.
 
         Args:
-            own: this rank's elements. result: where the reduced elements go. pieces: the offset and the most elements
-                of each piece; piece n is stage n of the schedule.
-            first: transfers of the first stage; 0 if they are complete when the kernel is launched. transfers:
-                transfers of each other stage. gated: whether the kernel opens the gate after each piece.
+            own: this rank's elements.
+            result: where the reduced elements go.
+            pieces: the offset and the most elements of each piece; piece n is stage n of the schedule.
+            first: transfers of the first stage; 0 if they are complete when the kernel is launched.
+            transfers: transfers of each other stage.
+            gated: whether the kernel opens the gate after each piece.
         """
         group, words, defaults = self._group, self._words, self._group.runtime.launch_defaults
         arrived = ffi.new("ProxycclArrived *")
@@ -352,8 +357,9 @@ class _Reduction:
         waits for the first piece.
 
         Args:
-            result: where the reduced share goes. posts: the posts that the schedule's sends wait for. gated: whether
-                reduced pieces are sent on.
+            result: where the reduced share goes.
+            posts: the posts that the schedule's sends wait for.
+            gated: whether reduced pieces are sent on.
         """
         rank = self._by_proxy.group.rank
         own, count = self._source.ptr + self._shares.start(rank) * self._itemsize, self._shares.whole(rank)

@@ -26,8 +26,10 @@ class Request(NamedTuple):
     Attributes:
         name: describes the rest in words; registered for the call log.
         algorithm: the algorithm that the callers chose, or the name of an execution plan; None for the library's
-            choice. cta_policy: limits the library's choice. symmetric: the callers promise that all ranks' arrays are
-            symmetric memory. Only the choice relies on this promise.
+            choice.
+        cta_policy: limits the library's choice.
+        symmetric: the callers promise that all ranks' arrays are symmetric memory. Only the choice relies on this
+            promise.
     """
 
     name: str = ANY_ALGORITHM

@@ -35,7 +35,8 @@ class CollectiveKernel(Struct, frozen=True):
     """A shipped kernel.
 
     Attributes:
-        name: the kernel's name in `file`. reduces: whether there is a kernel for each element type and operator.
+        name: the kernel's name in `file`.
+        reduces: whether there is a kernel for each element type and operator.
     """
 
     file: str

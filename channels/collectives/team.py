@@ -49,14 +49,16 @@ class Links:
 
     Args:
         memory: the scratch memory that peers write to.
-        proxied: the scratch memory that peers' proxies write to. members: the ranks of the table's columns. via_proxy:
-            members reached through the proxy; all others except this rank are mapped.
+        proxied: the scratch memory that peers' proxies write to.
+        members: the ranks of the table's columns.
+        via_proxy: members reached through the proxy; all others except this rank are mapped.
         lanes: links to each peer.
         proxied_anywhere: whether any rank of the group reaches a peer through the proxy.
 
     Attributes:
-        table: the links. proxy_channels: by peer, the channels of its lanes. sleepers: sleepers of the proxy that the
-            channels use; None if there are none.
+        table: the links.
+        proxy_channels: by peer, the channels of its lanes.
+        sleepers: sleepers of the proxy that the channels use; None if there are none.
     """
 
     def __init__(
@@ -190,8 +192,9 @@ class Team:
         """A kernel's ProxycclTeam.
 
         Args:
-            divisor: the divisor of an average; None for the number of the team's ranks. nbytes: bytes of a share, for
-                kernels that exchange output addresses before they send, which pays from `meeting_bytes` on.
+            divisor: the divisor of an average; None for the number of the team's ranks.
+            nbytes: bytes of a share, for kernels that exchange output addresses before they send, which pays from
+                `meeting_bytes` on.
             reached: whether the kernels of all ranks reach this rank's output; a form then has the peers' addresses of
                 the output.
         """

@@ -55,8 +55,8 @@ class TensorCalls:
         """Makes a call on torch's current stream. Raises as `Communicator.all_reduce`.
 
         Args:
-            options: the result of `options`. x, out: contiguous tensors; an empty tuple for the result of a reduction
-                that this rank drops.
+            options: the result of `options`.
+            x, out: contiguous tensors; an empty tuple for the result of a reduction that this rank drops.
         """
         issue(self._collectives, x, out, options, None)
 

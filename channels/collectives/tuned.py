@@ -33,8 +33,8 @@ class Machine(Message, frozen=True):
 
     Attributes:
         cpu: the CPU's name.
-        cores: number of the machine's cores. device: the name of rank 0's device, which usually implies the kind of
-            links ("H100 PCIe").
+        cores: number of the machine's cores.
+        device: the name of rank 0's device, which usually implies the kind of links ("H100 PCIe").
         nodes: ranks of each node.
         links: how many of rank 0's peers are reached by each kind of link: "mapped", or a transport's name.
         proxy: where rank 0's proxy runs: "thread", "process" or "daemon".

@@ -69,7 +69,9 @@ class _Trial(Struct):
 
     Attributes:
         case: the calls.
-        algorithm: the algorithm. call: makes the call. seconds: the call's times on this rank.
+        algorithm: the algorithm.
+        call: makes the call.
+        seconds: the call's times on this rank.
     """
 
     case: Case

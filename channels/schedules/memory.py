@@ -130,8 +130,8 @@ class ScheduleMemories:
         """Returns memory to receive an array in; None if the array must be staged.
 
         Raises:
-            CommunicatorError: the group ended before a peer's proxy had the memory. WaitTimeoutError: a peer's proxy
-                did not have it within the time-out.
+            CommunicatorError: the group ended before a peer's proxy had the memory.
+            WaitTimeoutError: a peer's proxy did not have it within the time-out.
         """
         if self.staged_together:
             return self._registered(ptr, nbytes)
@@ -142,7 +142,8 @@ class ScheduleMemories:
         """Returns pinned memory for data so short that the CPU moves it sooner than the driver; None for longer data.
 
         Args:
-            side: its purpose. nbytes: the longest side of any rank, so that all ranks find pinned memory or none does.
+            side: its purpose.
+            nbytes: the longest side of any rank, so that all ranks find pinned memory or none does.
         """
         if self._boxes is None or nbytes > min(self.pinned_bytes, _BOX_BYTES):
             return None

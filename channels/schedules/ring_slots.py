@@ -54,8 +54,8 @@ class RingSlots:
         neighbours: the ranks before and after this one; with two ranks both are the same rank.
 
     Raises:
-        ResourceError: the device has no room, or a proxy has no ids left for memory or channels. ArgumentError: a
-            neighbour's memory can't be reached.
+        ResourceError: the device has no room, or a proxy has no ids left for memory or channels.
+        ArgumentError: a neighbour's memory can't be reached.
     """
 
     def __init__(self, group: Group, slot_bytes: int, slots: int) -> None:
