@@ -47,7 +47,8 @@ class PacketLaunch(Struct, frozen=True):
     Attributes:
         lines: whether the kernel's packets are lines.
         blocks: blocks of the grid.
-        threads: threads of a block. parameter: the kernel's first parameter, a ProxycclPacketTeam.
+        threads: threads of a block.
+        parameter: the kernel's first parameter, a ProxycclPacketTeam.
     """
 
     lines: bool

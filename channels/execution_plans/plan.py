@@ -41,8 +41,8 @@ class ExecutionPlan:
 
     Attributes:
         name: the author's name for the plan.
-        collective: "allreduce", "allgather", …, as the author wrote it. world_size: the number of ranks that the plan
-            is for.
+        collective: "allreduce", "allgather", …, as the author wrote it.
+        world_size: the number of ranks that the plan is for.
         in_place: whether input and output are one array.
         digest: the digest of the plan's text. Plans of the same text are equal.
         call_name: name and digest; ranks compare the plans that they execute by this name.
