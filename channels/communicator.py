@@ -96,7 +96,8 @@ class Communicator:
             policy.
         proxy: where the proxy runs: "thread", in this process, "process", in a daemon that the job's ranks start on
             each host and that ends with them, or "daemon", in the node daemon. None for ``PROXYCCL_PROXY``, else
-            "thread" on the host runtime, and on GPUs "daemon" if the ranks of the host find one, else "process". The job's own daemon starts in the background when the communicator is made. On CUDA "thread" needs
+            "thread" on the host runtime, and on GPUs "daemon" if the ranks of the host find one, else "process". The
+            job's own daemon starts in the background when the communicator is made. On CUDA "thread" needs
             ``CUDA_MODULE_LOADING=EAGER``, without which it warns when the proxy is first used.
         proxy_cores: cores that the proxy's threads may run on: numbers and ranges such as "0-3,8", "node:1" for a NUMA
             node's, "near" for the NUMA node next to the device; None for any core. The job's own daemon uses the cores
