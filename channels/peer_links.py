@@ -48,7 +48,8 @@ class PeerLinks:
 
     Args:
         segments: the control segments of the host's other ranks.
-        failure: notified when the proxy fails. transport_options: options of transports between hosts.
+        failure: notified when the proxy fails.
+        transport_options: options of transports between hosts.
         description: the proxy's description for observers.
         whole: the links of the group from which this one was split; None for a group that was not split.
 

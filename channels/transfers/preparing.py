@@ -1,5 +1,5 @@
-"""Chooses a transfer's path by the kinds of the two sides' memory and by what can access it. `_PATHS` lists the paths.
-"""
+"""Chooses a transfer's path by the kinds of the two sides' memory and by what can access it. `_PATHS` lists the
+paths."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class Side(Struct, frozen=True, eq=False):
     """Registered memory of one kind and of one agent, at the time when blocks were found in it.
 
     Attributes:
-        name: the agent's name. peer: the agent; None: this agent. kind: the kind of memory. view: its regions.
+        name: the agent's name.
+        peer: the agent; None: this agent.
+        kind: the kind of memory.
+        view: its regions.
     """
 
     name: str
@@ -45,7 +48,8 @@ class Side(Struct, frozen=True, eq=False):
         """`View.holders` of blocks.
 
         Args:
-            addresses: addresses of the blocks. now: the agent's current regions.
+            addresses: addresses of the blocks.
+            now: the agent's current regions.
 
         Raises:
             NotRegisteredError: a region was deregistered since, or registered anew.
@@ -84,8 +88,7 @@ def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: st
         regions.find_outside(addresses[first : first + 1], nbytes[first : first + 1], VRAM) is None
     ):
         raise ArgumentError(
-            "blocks", f"block {first} at {side} address {address:#x} is in another kind of memory than the blocks
-            before"
+            "blocks", f"block {first} at {side} address {address:#x} is in another kind of memory than block 0"
         )
     raise NotRegisteredError(
         f"block {first}: {number} bytes at {side} address {address:#x} are not registered"

@@ -66,7 +66,9 @@ class Times(Struct, frozen=True):
     """Times of a transfer's last start, in ns of `time.monotonic_ns`; 0 if not reached yet.
 
     Attributes:
-        posted: when `start` was called. returned: when `start` returned. ended: when the transfer ended.
+        posted: when `start` was called.
+        returned: when `start` returned.
+        ended: when the transfer ended.
     """
 
     posted: int
@@ -83,7 +85,8 @@ class Transfer:
     Attributes:
         peer: the other agent's name.
         writes: whether data moves to the peer.
-        blocks: the number of blocks after adjacent blocks were joined. nbytes: total bytes.
+        blocks: the number of blocks after adjacent blocks were joined.
+        nbytes: total bytes.
         path: how the data moves.
     """
 
@@ -126,14 +129,15 @@ class Transfer:
         """Starts the transfer, and returns at once. A short transfer may have ended by then.
 
         Args:
-            message: sent to the peer when all data has arrived; None for no message. stream: a device's stream: the
-                transfer begins after the stream's earlier work, and the stream's later work follows the transfer's end,
-                even a failure. If a device copies, the stream must be of that device. None: the transfer is not ordered
-                with any stream.
+            message: sent to the peer when all data has arrived; None for no message.
+            stream: a device's stream: the transfer begins after the stream's earlier work, and the stream's later work
+                follows the transfer's end, even a failure. If a device copies, the stream must be of that device. None:
+                the transfer is not ordered with any stream.
 
         Raises:
-            ActiveError: the transfer is active. ArgumentError: the message is longer than 256 MiB, or the stream is
-                invalid, or captured into a graph. ClosedError: the transfer was closed, or belongs to another process.
+            ActiveError: the transfer is active.
+            ArgumentError: the message is longer than 256 MiB, or the stream is invalid, or captured into a graph.
+            ClosedError: the transfer was closed, or belongs to another process.
         """
         handle = self._open()
         data, nbytes = ffi.NULL if message is None else message, len(message) if message else 0
@@ -290,8 +294,10 @@ def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> N
     """Makes a transfer depend on registrations of one side.
 
     Args:
-        transfer: a transfer that was never started. remote: whether the registrations are the peer's. ledger: the
-            ledger of the registrations. rows: (number of a registration, address of a block in it).
+        transfer: a transfer that was never started.
+        remote: whether the registrations are the peer's.
+        ledger: the ledger of the registrations.
+        rows: (number of a registration, address of a block in it).
     """
     kept = np.ascontiguousarray(rows)
     transfer._kept.append((ledger, kept))
