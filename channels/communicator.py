@@ -195,9 +195,11 @@ class Communicator:
             raise
 
     def split(self, ranks: Sequence[int], *, timeout: float | None = None, bootstrap: Any = None) -> Communicator:
-        """Returns a communicator of some of the ranks, which call this together; the other ranks need not. The new
-        communicator shares this one's runtime, process watches and mappings, and needs no bootstrap if the ranks share
-        a host. A `close`, failure or `abort` of this communicator ends the new one too, but not the reverse.
+        """Returns a communicator of some of the ranks, which call this together; the other ranks need not.
+
+        The new communicator shares this one's runtime, process watches and mappings, and needs no bootstrap if the
+        ranks share a host. A `close`, failure or `abort` of this communicator ends the new one too, but not the
+        reverse.
 
         Args:
             ranks: numbers in this communicator, including this rank's; the same list on all members. A rank's place in

@@ -66,7 +66,8 @@ class Collectives:
         execution_plans: the executor of MSCCL++'s plans.
         on_host: whether the runtime is the host's.
         preparing: by collective, the function that prepares its forms.
-        call: makes a call: see `Calls` (_calls.pyi). cta_policy: the argument.
+        call: makes a call: see `Calls` (_calls.pyi).
+        cta_policy: the argument.
         made_by_proxy, made_flows: the results of `by_proxy` and `flows`; None until the ranks have made them.
     """
 

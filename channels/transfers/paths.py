@@ -106,7 +106,8 @@ class Connected(Struct, frozen=True):
 
     Attributes:
         socket: its descriptor, which the engine takes over.
-        process: a pidfd, which the engine also takes over, or -1. pid: the process to copy from and to, or 0.
+        process: a pidfd, which the engine also takes over, or -1.
+        pid: the process to copy from and to, or 0.
         path: the path of the link.
         carrier: "unix" or "tcp".
     """

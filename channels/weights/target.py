@@ -38,7 +38,8 @@ class Connected:
 
     Args:
         agent: the target's agent, which has added the agents of all cards.
-        sources, peers: cards by name. groups: the target's parts in each group.
+        sources, peers: cards by name.
+        groups: the target's parts in each group.
 
     Attributes:
         groups: the transfers of each group.
