@@ -1,4 +1,4 @@
-"""The arrays of a collective call: where they lie, and whether they fit each other."""
+"""The arrays of a collective call: their memory, and whether they fit each other."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from proxyccl.device.errors import ArgumentError
 
 
 def input_view(group: Group, x: Any, argument: str) -> ArrayView:
-    """Where an argument of a call lies.
+    """Returns a view of an argument of a call.
 
     Raises:
-        ArgumentError: the group can't use it: it lies elsewhere, or is not aligned to its elements.
+        ArgumentError: the group can't use the array: it is on another device, or not aligned to its elements.
     """
     group.failure.require_usable()
     runtime = group.runtime
@@ -36,7 +36,7 @@ def input_view(group: Group, x: Any, argument: str) -> ArrayView:
 
 
 def readable_view(group: Group, x: Any, argument: str) -> ArrayView:
-    """A view that C reads of an array that it does not read, such as one of another library or of many dimensions.
+    """Returns a view that C can read, of an array that C can't, such as one of another library or of many dimensions.
     Raises as `input_view`.
     """
     runtime, view = group.runtime, input_view(group, x, argument)
@@ -46,7 +46,7 @@ def readable_view(group: Group, x: Any, argument: str) -> ArrayView:
 
 
 def flat_view(group: Group, x: Any, argument: str, *, in_bytes: bool) -> ArrayView:
-    """`input_view` of an array without its shape, and with `in_bytes` of its bytes, whatever its element type is."""
+    """Returns `input_view` of an array as one dimension; with `in_bytes` as bytes, whatever the element type."""
     if in_bytes and libraries[type(x)].is_torch:
         x = from_torch(x, argument, in_bytes=True)
     view = input_view(group, x, argument)
@@ -57,15 +57,15 @@ def flat_view(group: Group, x: Any, argument: str, *, in_bytes: bool) -> ArrayVi
 def output_view(
     group: Group, out: Any, x: Any, source: ArrayView, shape: tuple[int, ...] | None
 ) -> tuple[Any, ArrayView]:
-    """The array that the caller gets back, and its view: `out`, which may be `x`, or a new array.
+    """Returns the array that the caller gets back, and its view: `out`, which may be `x`, or a new array.
 
     Args:
-        out, x: the caller's.
-        source: where `x` lies.
-        shape: of the result; None if any is right, for an `out` that is given.
+        out, x: the caller's arrays.
+        source: the view of `x`.
+        shape: shape of the result; None if `out` may have any shape.
 
     Raises:
-        ArgumentError: it has another shape or type than wanted, or is read-only.
+        ArgumentError: `out` has a wrong shape or type, or is read-only.
     """
     if out is None and shape is not None:
         out = new_like(group, source, shape)
@@ -84,7 +84,9 @@ def require_writable(view: ArrayView, argument: str) -> None:
 
 
 def new_like(group: Group, source: ArrayView, shape: tuple[int, ...]) -> Any:
-    """A new array for a result: torch's where the argument was, numpy's for arrays of the host, else one of `empty`."""
+    """Allocates an array for a result: torch's for a torch argument, numpy's for arrays of the host, else one of
+    `empty`.
+    """
     require_room(shape, source.dtype)
     owner = source.owner
     if hasattr(owner, "new_empty"):  # a torch tensor
@@ -95,12 +97,14 @@ def new_like(group: Group, source: ArrayView, shape: tuple[int, ...]) -> Any:
 
 
 def rows_of_all(group: Group, source: ArrayView) -> tuple[int, ...]:
-    """The shape of all ranks' `x` one after the other."""
+    """Returns the shape of all ranks' `x`, concatenated."""
     return (group.world_size * source.shape[0], *source.shape[1:]) if source.shape else (group.world_size,)
 
 
 def share_shape(group: Group, source: ArrayView) -> tuple[int, ...]:
-    """The shape of one rank's share of `x`. Raises ArgumentError if its first dimension does not divide evenly."""
+    """Returns the shape of one rank's share of `x`. Raises ArgumentError if its first dimension does not divide
+    evenly.
+    """
     ranks = group.world_size
     if not source.shape or source.shape[0] % ranks:
         raise ArgumentError(
@@ -114,8 +118,8 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
 
 
 def refuse_partial_overlap(rank: int, source: ArrayView, target: ArrayView) -> None:
-    """Input and output must be apart, or lie as those of a call in place do: they begin together, or the smaller is the
-    rank's share of the larger. Raises ArgumentError.
+    """Raises ArgumentError if input and output overlap in part. They may lie as in an in-place call: they begin
+    together, or the smaller is this rank's share of the larger.
     """
     part, whole = (target, source) if target.nbytes < source.nbytes else (source, target)
     share = rank * part.nbytes if part.nbytes < whole.nbytes else 0

@@ -1,4 +1,4 @@
-"""The parts of the core's calls that depend on an array library: where they are, for a core that imports none of them.
+"""The modules that depend on an array library, so that the core need not import any array library.
 
 The public package provides the name of each part's module. A part is imported when a call first needs it.
 """
@@ -14,12 +14,13 @@ _opaque: set[type] = set()
 
 
 def provide(part: str, module: str) -> None:
-    """Names the module of a part. Nothing is imported."""
+    """Registers the name of a part's module, without importing the module."""
     _modules[part] = module
 
 
 def load(part: str) -> Any:
-    """The module of a part, imported on first use. The caller says in a protocol what it expects of the module.
+    """Returns the module of a part, imported on first use. A protocol of the caller states what it expects of the
+    module.
 
     Raises:
         KeyError: nobody provides the part.
@@ -29,7 +30,7 @@ def load(part: str) -> Any:
 
 
 def keep_opaque(cls: type) -> None:
-    """Has torch's compiler, if torch is there, call the methods of a public class rather than trace them."""
+    """Makes torch's compiler, if torch is installed, call the methods of a public class instead of tracing them."""
     if cls not in _opaque and "torch" in sys.modules:
         load("torch: untraced").untraced(cls)
         _opaque.add(cls)

@@ -72,9 +72,9 @@ class CallCounts(NamedTuple):
 class Communicator:
     """A group of ranks.
 
-    All of them construct it together, and call its collectives and registrations in the same order. So one thread of a
-    rank at a time makes these. Others may `send`, `recv` and use `transfers` meanwhile, once `prepare_transfers` has
-    returned.
+    All ranks construct it together, and call its collectives and registrations in the same order. So only one thread of
+    a rank at a time may make these calls. Other threads may `send`, `recv` and use `transfers` meanwhile, once
+    `prepare_transfers` has returned.
 
     Use it as a context manager, or call `close`.
 
@@ -89,18 +89,19 @@ class Communicator:
             ``PROXYCCL_LOCAL_WORLD_SIZE``, else real hosts.
         fifos: rings of this rank's proxy, or "peer" for one for each peer, up to 64. A channel whose peer is slow holds
             back the channels of its ring.
-        proxy_threads: threads that drain them.
+        proxy_threads: threads that drain the rings.
         fifo_size: slots in each ring, a power of two.
-        idle: the policy of an idle proxy, wherever it runs; a thread that serves several has the most awake of their
-            policies. None to choose it by the cores that are free; in a node daemon, to have that of the daemon.
+        idle: the policy of an idle proxy, wherever the proxy runs; a thread that serves several proxies uses the most
+            aggressive of their policies. None to choose by the free cores, or, in a node daemon, to use the daemon's
+            policy.
         proxy: where the proxy runs: "thread", in this process, "process", in a daemon that the job's ranks start on
             each host and that ends with them, or "daemon", in the node daemon. None for ``PROXYCCL_PROXY``, else
-            "thread" on the host runtime, and on GPUs "daemon" if the ranks of the host find one, else "process". That
-            daemon starts beside the program when the communicator is made. On CUDA "thread" needs
+            "thread" on the host runtime, and on GPUs "daemon" if the ranks of the host find one, else "process". The
+            job's own daemon starts in the background when the communicator is made. On CUDA "thread" needs
             ``CUDA_MODULE_LOADING=EAGER``, without which it warns when the proxy is first used.
         proxy_cores: cores that the proxy's threads may run on: numbers and ranges such as "0-3,8", "node:1" for a NUMA
-            node's, "near" for those of the node that the device is next to; None for any. The job's own daemon takes
-            those of the rank that starts it; the node daemon has its own.
+            node's, "near" for the NUMA node next to the device; None for any core. The job's own daemon uses the cores
+            of the rank that starts it; the node daemon has its own setting.
         transport: the transport of ProxyChannels: "copy", "verbs" (RDMA), "staged" (RDMA through pinned memory),
             "fabric" (libfabric) or "staged_fabric" (libfabric through pinned memory) for all pairs of ranks, or a dict
             with some pairs, such as {(0, 1): "verbs"}; the same on all ranks. None for ``PROXYCCL_TRANSPORT``, else
@@ -111,9 +112,9 @@ class Communicator:
         fabric: libfabric's provider, interface and settings; None for those in ``PROXYCCL_FABRIC_*``, else the defaults
             of `FabricOptions`.
         cta_policy: "zero" leaves the multiprocessors to the program, as NCCL_CTA_POLICY_ZERO does: collectives run by
-            proxy unless a call names an algorithm or another policy. "efficiency" leaves it most of them: kernels have
-            few blocks. "default" takes the algorithm that is fastest alone. The same on all ranks. None for
-            ``PROXYCCL_CTA_POLICY``, else "default".
+            proxy unless a call names an algorithm or another policy. "efficiency" leaves most multiprocessors to the
+            program: kernels have few blocks. "default" takes the algorithm that is fastest on an idle device. The same
+            on all ranks. None for ``PROXYCCL_CTA_POLICY``, else "default".
         linger: seconds that the process waits at its end, silently, for ranks that have not closed the
             communicator; None for `timeout`, after which a report names the missing ranks.
 
@@ -121,7 +122,7 @@ class Communicator:
         ArgumentError: an argument is wrong, or ranks disagree on the runtime, the nodes, the transports or the policy.
         RuntimeUnavailableError: the machine does not offer the runtime, no remote transport connects two nodes, or the
             requested node daemon does not run.
-        WaitTimeoutError: not all ranks came within the time.
+        WaitTimeoutError: not all ranks arrived within the time.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Communicator:
         if not isinstance(runtime, str | None) and not hasattr(runtime, "activate"):
             raise ArgumentError("runtime", f"must be a name, a Runtime or None, not {runtime!r}")
         policy = requested_policy(cta_policy)
-        limit_of_environment()  # refuses a wrong one before the ranks meet
+        limit_of_environment()  # refuses a wrong value before the ranks meet
         proxy_options = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
         bounded = timeout_from(timeout)
         if linger is not None:
@@ -194,25 +195,27 @@ class Communicator:
             raise
 
     def split(self, ranks: Sequence[int], *, timeout: float | None = None, bootstrap: Any = None) -> Communicator:
-        """A communicator of some of the ranks, which call this together; the others need not.
+        """Returns a communicator of some of the ranks, which call this together; the other ranks need not.
 
-        It shares this one's runtime, process watches and mappings, and needs no bootstrap where the ranks share a host.
-        It ends with this one: by its `close`, by a failure or an `abort`. Its own failure or `abort` ends it alone.
+        The new communicator shares this one's runtime, process watches and mappings, and needs no bootstrap if the
+        ranks share a host. A `close`, failure or `abort` of this communicator ends the new one too, but not the
+        reverse.
 
         Args:
-            ranks: numbers in this communicator, this rank's among them; the same list on all members. Their places in
-                the list are their numbers in the new one.
-            timeout: bound of the new one's waits and of this call, in seconds; None for this one's.
+            ranks: numbers in this communicator, including this rank's; the same list on all members. A rank's place in
+                the list is its number in the new communicator.
+            timeout: bound of this call and of the new communicator's waits, in seconds; None for this communicator's.
             bootstrap: a `Bootstrap` of the members, in the order of their new numbers, which the caller keeps open.
-                Threads that split the same ranks at the same time, or in another order than on other ranks, give each
-                meeting its own. None to meet through this communicator, in one thread of a rank at a time.
+                Threads that split the same ranks concurrently, or in a different order than on other ranks, need a
+                separate bootstrap for each split. None to meet through this communicator, in one thread of a rank at a
+                time.
 
         Raises:
             ArgumentError: the ranks are not different ranks of this communicator, or this rank is not among them; or
-                the bootstrap is not one of the members.
+                the bootstrap does not join exactly the members.
             MismatchError: members gave different lists.
             WaitTimeoutError: not all members arrived within the time. This communicator stays usable.
-            ResourceError: there are too few descriptors. This communicator goes on, here and on the other members,
+            ResourceError: there are too few descriptors. This communicator stays usable, here and on the other members,
                 which get an AbortedError.
             RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap can't join some of its ranks.
         """
@@ -231,35 +234,37 @@ class Communicator:
         return part
 
     def shrink(self, *, exclude: Sequence[int] = (), timeout: float | None = None) -> Communicator:
-        """A communicator of the remaining ranks, after a failure or without one. All of them call this, once.
+        """Returns a communicator of the remaining ranks, after a failure or without one. All remaining ranks call this,
+        once.
 
         A rank remains unless its process has ended, it has closed this communicator, or it is excluded. A rank that
         does not arrive within the time-out is excluded too, and this communicator has then failed. The ranks agree on
         the remaining ones even if some of them fail meanwhile, and keep their order.
 
         The call waits for the work that the ranks have queued on their devices. If this communicator has failed, the
-        call closes it; otherwise it stays usable, and the new one does not end with it. Device, compiled kernels, and
-        the mappings of the other ranks' memory are kept. Arrays of `empty` are still used in place, and so are
-        registered ones if all ranks share a host; registering them again needs no new mapping. Make channels anew,
-        because a failure leaves their counts undefined.
+        call closes it; otherwise this communicator stays usable, and its end does not end the new one. The device,
+        compiled kernels, and the mappings of the other ranks' memory are kept. Arrays of `empty` are still used in
+        place, and so are registered arrays if all ranks share a host; registering an array again needs no new mapping.
+        Make channels anew, because a failure leaves their counts undefined.
 
         Args:
             exclude: ranks to leave out; the same on all callers.
             timeout: bound of each wait for the other ranks and of the new communicator's waits, in seconds; None for
-                this one's.
+                this communicator's.
 
         Raises:
             ArgumentError: `exclude` names this rank, or something that is not a rank of this communicator.
             ExcludedError: this rank arrived too late, and the others continued without it.
-            MismatchError: a rank excludes others. This communicator can't be shrunk any longer.
+            MismatchError: a rank passed a different `exclude`. This communicator can't be shrunk any longer.
             ClosedError: this communicator is closed, or was shrunk before.
             PeerLostError: ranks were lost in each of the call's attempts.
-            ResourceError: there are too few descriptors. This communicator is closed, and the others go on.
+            ResourceError: there are too few descriptors. This communicator is closed, and the other ranks continue
+                without this one.
             RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board (`Bootstrap`).
         """
         self._group.failure.require_own_process()
         if self.closed:
-            raise ClosedError("the communicator is closed; expected it to be shrunk before that")
+            raise ClosedError("the communicator is closed; expected `shrink` before `close`")
         excluded = as_ranks(self.world_size, exclude, "exclude")
         if self.rank in excluded:
             raise ArgumentError(
@@ -269,7 +274,7 @@ class Communicator:
         shrunk = object.__new__(Communicator)
         try:
             shrunk._take(self._group.shrink(frozenset(excluded), bounded), self._collectives.cta_policy)
-        except ResourceError as error:  # the others go on without this rank when they find that it has left
+        except ResourceError as error:  # the others continue without this rank when they notice that it has left
             self._group.failure.abort(f"shrink: {error}")
             self._group.close()
             raise
@@ -278,7 +283,7 @@ class Communicator:
             self._group.close()
         try:
             shrunk._collectives.start()
-        except CommunicatorError:  # a rank was lost since all had agreed
+        except CommunicatorError:  # a rank was lost after all had agreed
             try:
                 return shrunk.shrink(timeout=bounded)
             finally:
@@ -289,16 +294,16 @@ class Communicator:
         return shrunk
 
     def grow(self, bootstrap: Any, *, timeout: float | None = None) -> Communicator:
-        """A communicator of these ranks and new ones, which join them over a bootstrap.
+        """Returns a communicator of these ranks and new ones, which join over a bootstrap.
 
         The ranks of this communicator call this; new processes construct a `Communicator` with their bootstrap, and
-        with the same options. A `transport` for some pairs then names ranks by their new numbers, on all of them. This
-        communicator stays usable, and the new one does not end with it. Device, compiled kernels, options and mappings
-        are kept, and arrays of `empty` are used in place, as with `shrink`.
+        with the same options. A `transport` for some pairs names ranks by their new numbers, on all ranks. This
+        communicator stays usable, and its end does not end the new one. The device, compiled kernels, options and
+        mappings are kept, and arrays of `empty` are used in place, as with `shrink`.
 
         Args:
-            bootstrap: of all ranks, old and new, in the order of their new numbers; as for the constructor.
-            timeout: bound of every wait, in seconds; None for this one's.
+            bootstrap: a bootstrap of all ranks, old and new, in the order of their new numbers; as for the constructor.
+                timeout: bound of every wait, in seconds; None for this communicator's.
 
         Raises as the constructor, and the error that ended this communicator.
         """
@@ -312,18 +317,22 @@ class Communicator:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """By rank, its number in the communicator that this one was split or shrunk from; empty for any other."""
+        """By rank, its number in the communicator that this one was split or shrunk from; empty if there is no such
+        communicator.
+        """
         return self._group.members
 
     @classmethod
     def from_mpi(cls, comm: Any = None, **options: Any) -> Communicator:
-        """A communicator of the ranks of an MPI communicator (None: all). Options as for the constructor."""
+        """Makes a communicator of the ranks of an MPI communicator (None: all). Options as for the constructor."""
         require_mpi(comm)
         return cls(comm, **options)
 
     @classmethod
     def from_torch(cls, group: Any = None, **options: Any) -> Communicator:
-        """A communicator of the ranks of a torch process group (None: the world). Options as for the constructor."""
+        """Makes a communicator of the ranks of a torch process group (None: the world). Options as for the
+        constructor.
+        """
         return cls(of_process_group(group), **options)
 
     def __enter__(self) -> Communicator:
@@ -345,17 +354,17 @@ class Communicator:
 
     @property
     def calls(self) -> CallCounts:
-        """Counts of its collective calls, and of those of experts' layers, barriers included.
+        """The numbers of this communicator's collective calls and of experts' layers' calls, including barriers.
 
-        A call is prepared when it is the first of its kind: with these options, element types and shapes. Other calls
-        of the kind, also with new arrays, take the prepared form. For experts' calls, numbers of tokens do not count.
+        A call is prepared when it is the first with its options, element types and shapes. Later such calls, even with
+        new arrays, reuse the prepared form. For experts' calls, the numbers of tokens do not matter.
         """
         calls = self._group.launches.calls
         return CallCounts(calls.made, calls.prepared)
 
     @property
     def tensor_calls(self) -> TensorCalls:
-        """Its calls of torch's tensors. For torch's backend."""
+        """The calls with torch's tensors, for torch's backend."""
         return TensorCalls(self._collectives)
 
     @property
@@ -420,9 +429,9 @@ class Communicator:
     # -- memory and channels ---
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
-        """A new array in device memory. Its contents are undefined.
+        """Allocates an array in device memory. Its contents are undefined.
 
-        Collectives use it in place; see `register`. ProxyChannels and SmChannels reach it once it is
+        Collectives use the array in place; see `register`. ProxyChannels and SmChannels can use it once it is
         registered.
 
         Args:
@@ -434,19 +443,19 @@ class Communicator:
     def register(self, array: Any) -> RegisteredMemory:
         """Registers an array so that peers can reach it.
 
-        All ranks call this together, each with its own array; sizes may differ. From then on collectives use the
-        array, and slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`.
-        Otherwise they copy it through scratch memory.
+        All ranks call this together, each with its own array; sizes may differ. Collectives then use the array, and
+        slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`. Otherwise
+        collectives copy the array through scratch memory.
 
         Memory of `empty` can be reached by all peers. On the host runtime other arrays are private to their process:
         they can be the source of a put, and a peer that tries to reach one gets an error that names the reason.
 
         The array is kept alive until `deregister`. Do not free its memory before that by other means, such as
-        hipFree or a tensor's ``untyped_storage().resize_(0)``. Collectives detect that it was freed: they do not
-        confuse a new array at that address with the registered one. Channels do not detect it.
+        hipFree or a tensor's ``untyped_storage().resize_(0)``. Collectives detect a freed array, and do not confuse a
+        new array at its address with the registered one. Channels do not detect this.
 
         Raises:
-            ArgumentError: the argument is not an array, has no memory, or lies elsewhere; or it is a result of
+            ArgumentError: the argument is not an array, has no memory, or is on another device; or it is a result of
                 `register` whose array was freed meanwhile.
         """
         return self._register(array, "array")
@@ -455,11 +464,11 @@ class Communicator:
         return register(self._group, array, symmetric=True, argument=argument)
 
     def deregister(self, array: Any) -> None:
-        """Ends `register` for an array, or for a result of `register`. Not collective.
+        """Ends the registration of an array, or of a result of `register`. Not collective.
 
-        Neither queued work nor graphs that will be replayed may still use the array as registered memory. It may then
-        be freed. Where ranks reach one another by a remote transport, all of them end it between the same two
-        collectives, because a rank's proxy forgets its peers' arrays too.
+        Neither queued work nor graphs that will be replayed may still use the array as registered memory. The array may
+        be freed afterwards. If ranks reach one another by a remote transport, all ranks must deregister between the
+        same two collectives, because a rank's proxy forgets its peers' arrays too.
 
         Raises:
             ArgumentError: the array is not registered.
@@ -467,15 +476,15 @@ class Communicator:
         deregister(self._group, array)
 
     def memory_pool(self) -> AbstractContextManager[Any]:
-        """Has torch allocate tensors in memory that peers reach. Not collective.
+        """Makes torch allocate tensors in memory that peers reach. Not collective.
 
         Tensors that this thread allocates in the ``with`` block, on the communicator's device, count as registered for
-        as long as they live, and so do their slices. Collectives use them in place if the same holds for all ranks'
-        arrays. A new tensor's first calls may be staged: peers map its memory when they next look.
+        as long as they live, and so do their slices. Collectives use them in place if all ranks' arrays are registered
+        or count as registered. A new tensor's first calls may be staged, until the peers have mapped its memory.
 
-        The pool belongs to the device. It lives as long as a communicator that has used it. Memory that a tensor
-        frees is reused by later blocks, also by those of other communicators. torch returns memory to the driver when
-        the pool is destroyed; remaining tensors keep theirs. Outside of the block, capture a graph into the pool with
+        The pool belongs to the device. It lives as long as a communicator that has used it. Later blocks, including
+        those of other communicators, reuse memory that a tensor frees. torch returns memory to the driver when the pool
+        is destroyed; remaining tensors keep their memory. Outside of the block, capture a graph into the pool with
         ``torch.cuda.graph(graph, pool=pool.id)``.
 
         Returns:
@@ -491,18 +500,17 @@ class Communicator:
     def sm_channels(
         self, dst: Any, src: Any = None, *, packet_buffer: Any = None, peers: Sequence[int] | None = None
     ) -> ChannelSet[SmChannel]:
-        """Channels through which kernels access the peers' memory. All ranks call this together.
+        """Makes channels through which kernels access the peers' memory. All ranks call this together.
 
         Args:
-            dst: an array or registered memory; the peers' counterparts are the destinations of put and the sources of
-                get.
+            dst: an array or registered memory; put writes to, and get reads from, the `dst` of the peer.
             src: local memory that put reads and get writes; None for `dst`.
             packet_buffer: local memory that peers' putPackets fill and getPackets reads; None for `dst`.
-            peers: ranks to connect to, in the order of the channels, this rank too if it is named; None for all
-                others by rank.
+            peers: ranks to connect to, in the order of the channels; may include this rank. None for all others by
+                rank.
 
         Raises:
-            ArgumentError: a peer is not a rank, or kernels here can't access its memory.
+            ArgumentError: a peer is not a rank, or this rank's kernels can't access its memory.
         """
         chosen = self._peers(peers)
         target = self._register(dst, "dst")
@@ -513,7 +521,7 @@ class Communicator:
     def proxy_channels(
         self, dst: Any, src: Any = None, *, peers: Sequence[int] | None = None
     ) -> ChannelSet[ProxyChannel]:
-        """Channels through which kernels have the proxy move data.
+        """Makes channels through which kernels have the proxy move data.
 
         All ranks call this together. Arguments as for `sm_channels`.
 
@@ -527,7 +535,8 @@ class Communicator:
         return proxy_channel.connect(self._group, target, source, chosen)
 
     def handler_channel(self, handler: Callable[[Trigger], None]) -> HandlerChannel:
-        """A channel through which kernels of this rank call a Python function in the proxy's thread. Not collective.
+        """Makes a channel through which kernels of this rank call a Python function in the proxy's thread. Not
+        collective.
 
         Args:
             handler: called with each `Trigger`; later triggers of the same ring wait for it. An exception ends the
@@ -541,7 +550,7 @@ class Communicator:
         return HandlerChannel(self._group, handler)
 
     def window(self, array: Any) -> Window:
-        """A window on an array of every rank, for one-sided puts, gets and signals by streams, without a kernel.
+        """Makes a window on an array of every rank, for one-sided puts, gets and signals by streams, without a kernel.
 
         All ranks call this together, each with its own array; sizes may differ. See `Window`.
 
@@ -549,7 +558,7 @@ class Communicator:
             array: as for `register`, in memory that peers map: of `empty` or `shared_empty`, or of a GPU.
 
         Raises:
-            ArgumentError: as `register`; and on all ranks, if the array of one of them is in other memory.
+            ArgumentError: as `register`; also on all ranks, if any rank's array is in memory that peers can't map.
         """
         self._group.failure.require_usable()
         return Window(self._group, array)
@@ -569,7 +578,7 @@ class Communicator:
 
         Args:
             source: the text.
-            name: the kernel wanted; None for all of them.
+            name: the name of the kernel to return; None for all kernels.
             options: extra options for the compiler.
             include_dirs: extra directories for ``#include``.
 
@@ -578,7 +587,8 @@ class Communicator:
             *args, stream=None)``.
 
         Raises:
-            CompileError: with the compiler's messages; without a compiler, it says what to install.
+            CompileError: compilation failed, with the compiler's messages; or there is no compiler, with what to
+                install.
         """
         self._group.failure.require_usable()
         module: Module = self.runtime.compile(
@@ -591,7 +601,7 @@ class Communicator:
         return kernel_or_module
 
     def triton(self, kernel: Any, **options: Any) -> Any:
-        """A kernel written in Triton: `proxyccl.triton.compile`, which says what it takes, returns and raises.
+        """Compiles a kernel written in Triton. See `proxyccl.triton.compile` for arguments, result and errors.
 
         Raises:
             RuntimeUnavailableError: `proxyccl.triton` was not imported.
@@ -623,17 +633,18 @@ class Communicator:
                 Integers wrap around; their average truncates.
             out: where the result goes; None for in place.
             algorithm: "one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring" or "proxy"; across nodes
-                of as many ranks each also "hierarchical". None chooses, by size and element type. Or an `ExecutionPlan`
-                for this collective and operator.
+                with equal numbers of ranks also "hierarchical". None chooses, by size and element type. Or an
+                `ExecutionPlan` for this collective and operator.
             cta_policy: "zero" leaves the multiprocessors to the program: the proxies move the data, and only a
-                reduction runs a kernel, with few blocks. "efficiency" has kernels of few blocks, whatever the
-                algorithm. "default" chooses from all. None for the communicator's policy. All ranks pass the same.
-            symmetric: promises that the arrays of all ranks are symmetric memory (`empty`, `register`), so that
-                the choice may rely on it; the result does not depend on it. All ranks pass the same.
-            stream: where to queue it: a stream of any library, or its handle, which must live until the next call. With
-                None the call waits on the host runtime; on a GPU it is queued on the current stream of the library
-                that owns `x` (torch, CuPy), else on the calling thread's default stream. While the thread captures a
-                graph, it must be a stream that is captured.
+                reduction runs a kernel, with few blocks. "efficiency" limits kernels to few blocks, whatever the
+                algorithm. "default" chooses from all algorithms. None for the communicator's policy. All ranks pass the
+                same value.
+            symmetric: promises that the arrays of all ranks are symmetric memory (`empty`, `register`), on which the
+                choice of an algorithm may rely; results are correct either way. All ranks pass the same value.
+            stream: where to queue the call: a stream of any library, or its handle, which must live until the next
+                call. With None the call waits for its end on the host runtime; on a GPU it is queued on the current
+                stream of the library that owns `x` (torch, CuPy), else on the calling thread's default stream. While
+                the thread captures a graph, the stream must be one that is captured.
 
         Returns:
             `out`, or `x`.
@@ -656,7 +667,7 @@ class Communicator:
         symmetric: bool = False,
         stream: StreamLike = None,
     ) -> Any:
-        """Reduces `x` over all ranks and gives each one share of it.
+        """Reduces `x` over all ranks and gives each rank one share of the result.
 
         Args:
             x: shape [world_size * n, …], the same on all ranks; this rank gets the reduction of rows rank * n to
@@ -685,7 +696,7 @@ class Communicator:
 
         Args:
             x: shape [n, …], the same on all ranks; any element type.
-            out: shape [world_size * n, …]; None for a new array. `x` may be this rank's rows of it.
+            out: shape [world_size * n, …]; None for a new array. `x` may be this rank's rows of `out`.
             algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses. Or an `ExecutionPlan`.
             cta_policy, symmetric, stream: as for `all_reduce`.
 
@@ -704,7 +715,7 @@ class Communicator:
         symmetric: bool = False,
         stream: StreamLike = None,
     ) -> Any:
-        """Sends the i-th share of `x` to rank i, and receives rank i's as the i-th share of the result.
+        """Sends the i-th share of `x` to rank i, and receives rank i's share as the i-th share of the result.
 
         Args:
             x: shape [world_size * n, …], the same on all ranks; any element type.
@@ -733,7 +744,7 @@ class Communicator:
         Args:
             x: the same shape and type on all ranks.
             root: the rank whose values all ranks get.
-            out: where they go; None for in place.
+            out: where the values go; None for in place.
             algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses.
             cta_policy, symmetric, stream: as for `all_reduce`.
 
@@ -772,8 +783,9 @@ class Communicator:
 
         Args:
             x: shape [n, …], the same on all ranks; any element type.
-            root: the rank that gets them.
-            out: shape [world_size * n, …], only on `root`; None for a new array. On `root`, `x` may be its rows of it.
+            root: the rank that gets the result.
+            out: shape [world_size * n, …], only on `root`; None for a new array. On `root`, `x` may be its own rows of
+                `out`.
             stream: as for `all_reduce`.
 
         Returns:
@@ -787,7 +799,7 @@ class Communicator:
         Args:
             x: shape [world_size * n, …], only on `root`; any element type.
             root: the rank whose array is distributed.
-            out: shape [n, …], the same on all ranks. On `root` None is for a new array, and it may be its rows of `x`.
+            out: shape [n, …], the same on all ranks. None for a new array. On `root`, `out` may be its own rows of `x`.
             stream: as for `all_reduce`.
 
         Returns:
@@ -804,12 +816,12 @@ class Communicator:
         out: Any = None,
         stream: StreamLike = None,
     ) -> Any:
-        """Sends consecutive rows of `x` to the ranks in order, and receives theirs in rank order.
+        """Sends consecutive rows of `x` to the ranks in order, and receives the other ranks' rows in rank order.
 
         Args:
             x: shape [sum(send_counts), …]; any element type. The dimensions after the first are the same on all ranks.
-            send_counts: by rank, how many rows it gets.
-            recv_counts: by rank, how many rows it sends: that rank's ``send_counts`` for this one.
+            send_counts: by rank, the number of rows that this rank sends to it.
+            recv_counts: by rank, the number of rows that it sends to this rank, as in that rank's ``send_counts``.
             out: shape [sum(recv_counts), …]; None for a new array.
             stream: as for `all_reduce`.
 
@@ -824,8 +836,8 @@ class Communicator:
     def execute(self, plan: Any, x: Any, *, out: Any = None, stream: StreamLike = None) -> Any:
         """Executes a plan written by MSCCL++'s language. All ranks call this together, with the same plan.
 
-        The first execution, and one of a larger size than before, makes channels and scratch memory, and waits for all
-        ranks to do so. A graph can capture only a call that was executed before.
+        The first execution, and an execution of a larger size than before, makes channels and scratch memory, and waits
+        for all ranks to do so. A graph can capture only a call that was executed before.
 
         Args:
             plan: an `ExecutionPlan`, or an argument of `ExecutionPlan.load`. Load a plan once if you use it often.
@@ -853,10 +865,9 @@ class Communicator:
     def prepare_transfers(self) -> None:
         """Sets up transfers between ranks. All ranks call this together.
 
-        The first `send`, `recv` or `transfers` does so too, and then waits for all ranks. A program in which not all
-        ranks take part in a first transfer calls this before it. So does one that makes transfers in another thread
-        than collectives: two threads that wait for all ranks at once end the communicator, or one of them gets
-        ConcurrentCallError.
+        Otherwise the first `send`, `recv` or `transfers` does so, and waits for all ranks. Call this first if not all
+        ranks take part in the first transfer, or if transfers and collectives run in different threads: two threads
+        that wait for all ranks at once end the communicator, or one of them gets ConcurrentCallError.
         """
         self._group.failure.require_usable()
         if self.world_size > 1:
@@ -867,14 +878,14 @@ class Communicator:
 
         Data that does not fit into the peer's scratch memory (some hundred KiB) waits for the peer's `recv`.
 
-        Nothing is sent for an empty array, or received in one. If the array of one side alone is empty, no error is
-        raised, and the other side's transfer meets the next one of the pair.
+        An empty array sends and receives nothing. If only one side's array is empty, no error is raised, and the other
+        side's transfer is matched with the next transfer of the pair.
 
         Args:
             x: any contiguous array, of as many bytes as the peer receives.
             peer: another rank.
-            stream: as for `all_reduce`. Transfers on different streams run concurrently; those with one peer
-                in one direction run in order.
+            stream: as for `all_reduce`. Transfers on different streams run concurrently; transfers with the same peer
+                in the same direction run in order.
 
         Raises:
             ArgumentError: an argument is wrong, and nothing was sent.
@@ -888,7 +899,8 @@ class Communicator:
         return recv(self._collectives, out, peer, stream)
 
     def transfers(self, *, stream: StreamLike = None) -> Transfers:
-        """Sends and receives that are issued together, by one launch, at the end of a ``with`` block.
+        """Returns a context that collects sends and receives, and issues them together, by one launch, at the end of
+        the ``with`` block.
 
         ``with comm.transfers() as t: t.send(x, right); t.recv(y, left)``. Within a block no transfer waits for another,
         so its order does not matter between different peers, and an array that is received may not overlap another.
@@ -913,18 +925,19 @@ class Communicator:
     ) -> Selector:
         """Measures the algorithms of all collectives, and uses the fastest for each kind of call from then on.
 
-        It measures kernels and proxies, float32 and bfloat16 where types matter, symmetric and other arrays; and the
-        execution plans in the present tables, each with arrays of the sizes that it takes. All ranks call this
+        It measures kernels and proxies, float32 and bfloat16 where types matter, symmetric and other arrays, and the
+        execution plans in the current tables, each with arrays of the sizes that the plan takes. All ranks call this
         together, with the same arguments, while nothing else runs.
 
         Args:
             sizes: bytes to measure, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If
                 the last one is less than that, larger arrays keep the defaults.
             iterations: calls of each algorithm at each size; the median of the slowest rank's times counts.
-            seconds: about how long it may take. Larger sizes are skipped when the time is over.
-            save: whether rank 0 keeps the tables on disk, next to the compiled kernels. Communicators of as many ranks
-                on machines of the same kind then start with them, until another version of the library is installed.
-                `proxyccl info` shows them. Saved tables omit execution plans, which a program loads itself.
+            seconds: the approximate limit of the total time. Larger sizes are skipped when the time is over.
+            save: whether rank 0 keeps the tables on disk, next to the compiled kernels. Communicators of the same
+                number of ranks on the same kind of machine then start with these tables, until another version of the
+                library is installed. `proxyccl info` shows the tables. Saved tables omit execution plans, which a
+                program loads itself.
 
         Returns:
             The tables: ``communicator.collectives.selector = tables`` on all ranks sets them.
@@ -949,7 +962,7 @@ class Communicator:
     # -- waiting and failing ---
 
     def synchronize(self, stream: StreamLike = None) -> None:
-        """Waits for a stream (None: all of them), and raises errors of its work or of the communicator."""
+        """Waits for a stream (None: for all streams), and raises errors of the stream's work or of the communicator."""
         self._group.synchronize(stream)
 
     def check(self) -> None:
@@ -957,14 +970,15 @@ class Communicator:
         self._group.failure.check()
 
     def abort(self, reason: str = "") -> None:
-        """Ends the communicator on all ranks: their waits end with an AbortedError. Does not wait."""
+        """Ends the communicator on all ranks, whose waits end with an AbortedError. Does not wait."""
         self._group.failure.abort(reason)
 
     def all_gather_bytes(self, data: bytes, purpose: str = "all_gather_bytes") -> list[bytes]:
-        """Every rank's bytes over the bootstrap. All ranks call this together; for set-up, not for speed.
+        """Returns every rank's bytes, exchanged over the bootstrap. All ranks call this together; for set-up, not for
+        speed.
 
         Args:
-            data: this rank's; lengths may differ.
+            data: this rank's bytes; lengths may differ.
             purpose: what the exchange is for, in words; the same on all ranks.
 
         Raises:
@@ -980,12 +994,14 @@ class Communicator:
     def drain(self) -> None:
         """Waits until this rank's proxy has carried out all triggers of kernels that have ended.
 
-        Raises the error that ended the communicator, if that happens first.
+        If the communicator ends first, raises the error that ended it.
         """
         self._group.links.drain()
 
     def transport(self, peer: int) -> str:
-        """Name of the transport that moves data to a peer. Raises ArgumentError for a peer that is not a rank."""
+        """Returns the name of the transport that moves data to a peer. Raises ArgumentError for a peer that is not a
+        rank.
+        """
         return self._group.links.transport(as_rank(self.world_size, peer, "peer"))
 
     # -- end ---
@@ -993,15 +1009,15 @@ class Communicator:
     def close(self, *, wait: bool = True) -> None:
         """Ends the communicator. Calling it twice does nothing.
 
-        All ranks call this; it waits for work in flight. Ranks may close several communicators in different orders.
-        After a failure it does not wait for other ranks.
+        All ranks call this. The call waits for work in flight, except for other ranks after a failure. Ranks may close
+        several communicators in different orders.
 
         Args:
-            wait: whether to wait for the other ranks to close it too. If not, a thread frees the memory that they
-                reach when they have closed it.
+            wait: whether to wait for the other ranks to close the communicator. If not, a thread later frees the memory
+                that they reach, when all have closed it.
 
         Raises:
-            WaitTimeoutError: a rank did not close it within the time-out.
+            WaitTimeoutError: a rank did not close the communicator within the time-out.
         """
         self._group.close(wait=as_flag(wait, "wait"))
 

@@ -1,4 +1,4 @@
-"""The group: the ranks of a communicator as one of them sees it, and the base of everything in this room."""
+"""The group: one rank's view of the ranks of a communicator, and the base of everything in this room."""
 
 from __future__ import annotations
 
@@ -52,54 +52,56 @@ _CIRCLE_SECONDS = 0.1
 """A peer that waits this long for the end of another communicator may be waiting for this rank."""
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.25
-"""How often the watcher looks whether this rank waits for a peer that has closed the communicator, or has lost its
-context."""
+"""How often the watcher checks whether this rank waits for a peer that has closed the communicator, or has lost its
+context.
+"""
 
 
 class Shared(Protocol):
     """An owner of memory that peers' kernels or proxies reach."""
 
     def close(self) -> None:
-        """Frees it. All ranks have stopped using it."""
+        """Frees the memory. All ranks must have stopped using it."""
         ...
 
 
 class StreamWaits(Protocol):
-    """Words in this rank's memory that its streams wait for, and that no proxy writes."""
+    """Words in this rank's memory that its streams wait for and that no proxy writes."""
 
     def look_for_timeouts(self, now: float) -> None:
-        """Ends the communicator if a stream has waited for too long; `now` is of `time.monotonic`."""
+        """Ends the communicator if a stream has waited for too long; `now` is a time of `time.monotonic`."""
         ...
 
     def release_streams(self) -> None:
-        """Lets all streams go on that wait for these words, now and later."""
+        """Releases all streams that wait for these words, now and later."""
         ...
 
 
 class Group:
     """One rank of a communicator.
 
-    All ranks meet and make it together, then `open` it. Everything in this room takes a group, and so
+    All ranks make their groups together, then `open` them. Everything in this room takes a group, and so
     does every part of a communicator; the communicator itself adds the users' calls.
 
     Attributes:
-        rank, world_size: this rank's number, and how many there are.
+        rank, world_size: this rank's number, and the number of ranks.
         timeout: bound of every wait, in seconds.
-        linger: how long the process waits for peers at its end, in seconds; None for `timeout`, which is then reported.
-        runtime: this rank's.
+        linger: how long the process waits for peers at its end, in seconds; None for `timeout`, after which a report is
+            written.
+        runtime: this rank's runtime.
         job: the communicator's name, the same on all ranks.
-        thread: number of the thread that made it.
+        thread: number of the thread that made the group.
         control: this rank's control segment.
         topology: the placement of the ranks.
         ways: by rank of this host, the kind of socket over which the two pass each other descriptors of memory:
-            "network", "directory" or "daemon". Without those that see each other's in /proc.
-        members: by rank, its number in the group that this one was made from; empty if there is none.
+            "network", "directory" or "daemon". Ranks that open each other's descriptors in /proc are left out.
+        members: by rank, its number in the group that this one was made from; empty if it was made from none.
         exchange: exchanges between all ranks.
         failure: whether the group can still be used.
-        launches: the order of its launches.
+        launches: orders this rank's launches.
         links: this rank's proxy, and its connections.
         mappings: memory of peers that is mapped here.
-        stream_waits: what streams of this rank wait for without a proxy.
+        stream_waits: words that streams of this rank wait for and that no proxy writes.
         inventory: the channels and semaphores in use.
         semaphore_words: the words that peers' kernels signal.
         symmetric: this rank's arrays that peers' kernels reach.
@@ -117,14 +119,14 @@ class Group:
 
     def _begin(self, meeting: Meeting, parent: Group | None, mapped: HandleCache | None) -> None:
         self._closing = threading.RLock()
-        self._released = True  # until it holds all that `discard` frees
+        self._released = True  # until all fields that `discard` frees are set
         self._meeting = meeting
         self._parent: Group | None = parent
         self._shrunk = ""  # what to do instead of another `shrink`
-        self._next_look = self._next_context_look = 0.0  # for calls in vain, and for the context
-        self.makes_transfers = False  # that the call log does not have
-        self._leaving = False  # waits for its work at its end
-        self._work_ends_by = math.inf  # then its watcher ends the group
+        self._next_look = self._next_context_look = 0.0  # times of the next check for calls in vain, and of the context
+        self.makes_transfers = False  # whether calls are made that the call log lacks
+        self._leaving = False  # whether the group is at its end, and waits for its work
+        self._work_ends_by = math.inf  # the time at which the watcher ends the group
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
         self._one_caller = OneCaller()
@@ -184,10 +186,11 @@ class Group:
         self._host_links = self._link_hosts()
 
     def split(self, members: Sequence[int], timeout: float, bootstrap: Bootstrap | None) -> Group:
-        """A group of some ranks of this one, by their places in the list. Only they call this, then `open` it.
+        """Makes a group of some ranks of this one, numbered by their places in the list. Only these ranks call this,
+        then `open` the new group.
 
-        It ends with this one. Raises as `meet_apart`; and ConcurrentCallError if another thread splits the same ranks,
-        unless each has a `bootstrap` of the members.
+        The new group ends with this one. Raises as `meet_apart`; and ConcurrentCallError if another thread splits the
+        same ranks, unless each has a `bootstrap` of the members.
         """
         check = self.failure.require_usable
         alone = self._one_caller.only("split", tuple(sorted(members)))
@@ -198,9 +201,10 @@ class Group:
             return Group(meeting, self, self._mapped)
 
     def shrink(self, excluded: Collection[int], timeout: float) -> Group:
-        """A group of the remaining ranks. Only they call this, once, then `open` it. It outlives this one.
+        """Makes a group of the remaining ranks. Only these call this, once, then `open` the new group, which outlives
+        this one.
 
-        If a rank came too late, this one ends: it would wait for that rank again.
+        If a rank came too late, this group ends, because it would wait for that rank again.
 
         Raises as `meet_survivors`, and ClosedError if this rank has called it before.
         """
@@ -212,7 +216,7 @@ class Group:
         try:
             with naming_exhaustion("this rank's part of the communicator"):
                 meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
-        except ProxyCCLError as error:  # some ranks may have agreed, and the others' notes stay
+        except ProxyCCLError as error:  # some ranks may have agreed, and the others' notes remain
             self._shrunk = f"that failed ({type(error).__name__}): make a new Communicator over a bootstrap"
             raise
         for peer in set(range(self.world_size)) - {*meeting.members, *excluded}:
@@ -221,13 +225,15 @@ class Group:
         return Group(meeting, mapped=self._mapped)
 
     def grow(self, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Group:
-        """A group of the ranks of a bootstrap, this one among them. It outlives this one. Raises as `meet`."""
+        """Makes a group of the ranks of a bootstrap, including this rank. The new group outlives this one. Raises as
+        `meet`.
+        """
         with self._one_caller.only("grow"):
             meeting = regroup(self._meeting, bootstrap, timeout, owns_bootstrap=owns_bootstrap)
             return Group(meeting, mapped=self._mapped)
 
     def _stop_work(self) -> None:
-        """Ends this rank's use of its peers' memory: by then its queued work is complete, or never will be."""
+        """Ends this rank's use of its peers' memory. Afterwards its queued work is complete, or will never complete."""
         self._end_kernels()
         with contextlib.suppress(CommunicatorError):
             self.links.drain()
@@ -237,7 +243,9 @@ class Group:
                 self.control.set_presence(Presence.STOPPED)
 
     def _end_kernels(self) -> None:
-        """Waits until this rank's kernels have ended. If the group has failed or is closed, no more begin."""
+        """Waits until this rank's kernels have ended. If the group has failed or is closed, no further kernels
+        begin.
+        """
         self.launches.wait_for_launchers()
         try:
             self.runtime.synchronize()
@@ -258,7 +266,8 @@ class Group:
 
     def open(self, observer: Observer) -> None:
         """Opens the group: from now on failures are noticed, passed on and reported. If it fails, `discard` follows."""
-        # All ranks come here before a kernel of one waits for another: they meet once more (`Collectives.start`).
+        # All ranks open their groups before any kernel waits for a peer, because `Collectives.start` exchanges once
+        # more.
         try:
             self._begin_watching(observer)
         except BaseException:
@@ -273,7 +282,7 @@ class Group:
                 _open_groups.append(self)
                 if self._parent is not None:
                     self._parent._children.append(self)
-        if self._parent is None:  # the others find it started
+        if self._parent is None:  # the groups split from this one find the daemon started
             self.links.start_early()
         if orphan:
             self.failure.abort("the communicator that it was split from was closed")
@@ -301,7 +310,7 @@ class Group:
             return self.launches.log.count
 
         def end_waits() -> None:
-            if (proxy := self.links.proxy_if_started) is not None:  # otherwise no stream waits for it
+            if (proxy := self.links.proxy_if_started) is not None:  # without a proxy no stream waits for one
                 proxy.end_waits()
             for waits in tuple(self.stream_waits):
                 waits.release_streams()
@@ -333,20 +342,20 @@ class Group:
         self._published = self._publish()
 
     def _look_at_context(self, now: float) -> None:
-        """Ends the group if an error has ended this process's context on its GPU: the driver says so only when asked.
-        Nothing else depends on the stream that is asked about.
+        """Ends the group if an error destroyed this process's context on its GPU, which the driver reports only when
+        queried. The query uses a stream on which nothing else depends.
         """
         if self._parent is None and now >= self._next_context_look:
             self._next_context_look = now + _LOOK_SECONDS
             try:
                 self.launches.default_stream.query()
-            except DriverError as error:  # a driver that ends with the process returns errors of its own
+            except DriverError as error:  # at the process's end the driver returns other errors
                 self._file(error)
 
     def _end_work_in_vain(self, now: float) -> None:
         """Ends the group if its transfers wait, at its end, for peers that make no more calls.
 
-        Collectives that wait so are found in the call log, and a program's own work may take longer.
+        For collectives, the call log shows such waits. A program's own work may take longer.
         """
         linger = self.linger
         if linger is None:
@@ -364,7 +373,7 @@ class Group:
             return
         self._next_look = now + _LOOK_SECONDS
         left = [peer for peer, segment in self._segments.items() if segment.presence is Presence.LEFT]
-        for peer in left:  # it has announced that after its last call
+        for peer in left:  # the peer announced its leaving after its last call
             if sum(counts_in(self.control).values()) > sum(counts_in(self._segments[peer]).values()):
                 ((_, call),) = self.launches.recent_calls(1) or [(0, {"collective": "a collective"})]
                 what = f"calls {call['collective']}, and rank {peer} has closed the communicator or ended its program"
@@ -383,7 +392,7 @@ class Group:
 
     @property
     def topology(self) -> Topology:
-        """The place of each rank."""
+        """The placement of the ranks."""
         return self.links.topology
 
     @property
@@ -397,13 +406,13 @@ class Group:
         return self.topology.has_remote_pairs() or not self.symmetric.offered
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes the bound of every wait from now on; of this rank's alone. Raises ClosedError in a fork's child."""
+        """Changes the bound of this rank's later waits. Raises ClosedError in a fork's child."""
         self.failure.require_own_process()
         self.timeout = self.exchange.timeout = seconds
         self.control.set_timeout(seconds)
 
     def synchronize(self, stream: StreamLike = None) -> None:
-        """Waits for a stream (None: all of them), and raises errors of its work or of the group."""
+        """Waits for a stream (None: for all streams), and raises errors of the stream's work or of the group."""
         if self.failure.closed:
             self.failure.check()  # refuses a fork's child
         try:
@@ -419,13 +428,15 @@ class Group:
         self.failure.check()
 
     def _file(self, error: KernelError) -> None:
-        """Ends the group if an error has ended this rank's context."""
+        """Ends the group if an error has destroyed this rank's context."""
         if isinstance(error, DriverError) and error.status in LOST_CONTEXT:
             self.failure.file_lost_context(error.status)
 
     @contextlib.contextmanager
     def mapping_of(self, peer: int) -> Iterator[None]:
-        """Around the mapping of a peer's memory: if that is gone because the peer has failed, it raises the failure."""
+        """A context for mapping a peer's memory: if the memory is gone because the peer has failed, raises the
+        failure.
+        """
         try:
             yield
         except ArgumentError:
@@ -436,7 +447,9 @@ class Group:
     # -- memory that peers reach ---
 
     def keep(self, shared: Shared) -> None:
-        """Keeps memory alive, until the end or `let_go`, that peers may reach after its user has dropped it."""
+        """Keeps memory alive until the group ends or `let_go`, because peers may access it after its user has dropped
+        it.
+        """
         self._kept.append(shared)
 
     @property
@@ -445,11 +458,11 @@ class Group:
         return tuple(self._kept)
 
     def let_go(self, shared: Shared, *owned: object) -> None:
-        """Ends `keep`. After a failure, its memory is kept until no kernel of a peer can reach it.
+        """Undoes `keep`. After a failure, the memory is kept until no kernel of a peer can access it.
 
         Args:
             shared: the argument of `keep`.
-            owned: the resources that it releases itself.
+            owned: the resources that `shared` releases itself.
         """
         self._kept.remove(shared)
         if self.failure.aborted:
@@ -463,11 +476,13 @@ class Group:
     # -- the end ---
 
     def discard(self) -> None:
-        """Frees a group that could not be made or opened, after its peers were told. No kernel was launched on it."""
+        """Frees a group that could not be made or opened, after its peers were told. No kernel may have been launched
+        on the group.
+        """
         with self._closing:
             if self._released:
                 return
-            if not self.failure.opening:  # it is being watched
+            if not self.failure.opening:  # the group is being watched
                 self._release(healthy=False)
                 return
             self._released = True
@@ -485,23 +500,23 @@ class Group:
     def close(self, *, reason: str = "", wait: bool = True) -> None:
         """Ends the group, and those that were split from it. Calling it twice does nothing.
 
-        Memory that peers reach is freed when they have closed the communicator too. The call waits for that, but not
-        for a peer that waits for the end of another communicator: then a thread waits instead. So communicators
-        may be closed in different orders on different ranks. After a failure it does not wait. If a signal's handler
-        that interrupts a wait calls it, it ends the group on all ranks, and leaves the rest to a later call.
+        Memory that peers reach is freed when they have closed the communicator too. The call waits for that, except for
+        a peer that waits for the end of another communicator: then a thread waits instead. So ranks may close
+        communicators in different orders. After a failure the call does not wait. Called by a signal handler that
+        interrupts a wait, it ends the group on all ranks, and leaves the rest to a later call.
 
         Args:
-            reason: why the others, which do not close it too, are told to stop; empty if they close it.
-            wait: for the peers; otherwise a thread does.
+            reason: the reason with which peers are told to stop, if they do not close the group too; empty if they do.
+                wait: whether to wait for the peers; otherwise a thread waits.
 
         Raises:
-            WaitTimeoutError: a peer did not close it within the time-out.
+            WaitTimeoutError: a peer did not close the group within the time-out.
             CommunicatorError: a rank failed meanwhile.
         """
-        if in_handler():  # the interrupted code continues, and uses the memory that would be freed
+        if in_handler():  # the interrupted code will continue to use the memory that would be freed
             self.failure.abort("a signal's handler closed it")
             return
-        if self.failure.closed:  # in a fork's child another thread's lock may be held forever
+        if self.failure.closed:  # checked without the lock, which in a fork's child may be held forever
             return
         with self._closing:
             if self.failure.closed:
@@ -515,7 +530,7 @@ class Group:
             except CommunicatorError:
                 self._release(healthy=False)
                 raise
-            except BaseException:  # of a signal's handler; the peers know that this rank has left
+            except BaseException:  # raised by a signal handler; the peers know that this rank has left
                 self._release_later()
                 raise
             if healthy:
@@ -524,16 +539,16 @@ class Group:
                 self._release_later()
 
     def _leave(self, reason: str = "") -> bool:
-        """Ends this rank's work and lets the peers know. False if the group has failed, or fails by this."""
+        """Ends this rank's work and tells the peers. Returns False if the group has failed, also during this call."""
         self._leaving = True
         children = list(self._children)
-        for child in children:  # all, as a wait for one waits for the work of the others on its device
+        for child in children:  # all of them, because a wait for one also waits for the others' work on the device
             child._leaving = True
         for child in children:
             child._leave_with_parent(reason)
         if not self.failure.usable:
             return False
-        if reason:  # without a wait: work queued here may wait for the others
+        if reason:  # no wait here, because queued work may wait for the other ranks
             self.failure.abort(reason)
             return False
         try:
@@ -551,16 +566,16 @@ class Group:
         return True
 
     def _leave_with_parent(self, reason: str) -> None:
-        """Leaves before the group that this one was split from, which then releases it."""
+        """Leaves before the group that this one was split from; that group then releases this one."""
         with self._closing:
             if not self.failure.closed:
                 self._leave(reason)
                 self._close_for_use()
 
     def has_left(self, peer: int | None) -> bool:
-        """Whether a peer, or with None any peer, has closed the communicator: it makes no call that is not made yet."""
+        """Whether a peer, or with None any peer, has closed the communicator, so that it makes no further calls."""
         peers = range(self.world_size) if peer is None else [peer]
-        with self._closing:  # the segments that tell it are not freed meanwhile
+        with self._closing:  # keeps the segments that tell this from being freed meanwhile
             if self._released:
                 return False
             return any(each != self.rank and self._watcher.presence(each) is Presence.LEFT for each in peers)
@@ -570,7 +585,9 @@ class Group:
         return {peer: presence for peer, presence in peers.items() if presence is not Presence.LEFT}
 
     def _wait_for_peers(self) -> bool:
-        """Waits until all peers have left. False if those that have not wait for the end of other communicators."""
+        """Waits until all peers have left. Returns False if the missing peers wait for the end of other
+        communicators.
+        """
         deadline = time.monotonic() + self.timeout
         waiting_elsewhere_since: float | None = None
         with self._announced_elsewhere():
@@ -590,7 +607,9 @@ class Group:
 
     @contextlib.contextmanager
     def _announced_elsewhere(self) -> Iterator[None]:
-        """A wait for the end of this group, of which the peers of this thread's other groups know."""
+        """A context for a wait for the end of this group, which is announced to the peers of this thread's other
+        groups.
+        """
         with _open_lock:
             others = [
                 other
@@ -616,8 +635,9 @@ class Group:
         return self.failure.file_exchange_failure(late)
 
     def _wait_at_exit(self, deadline: float) -> None:
-        """Waits for the peers, then ends this group. If one stays away, only the report says so: nobody catches
-        errors."""
+        """Waits for the peers, then ends this group. If a peer does not come, only a report tells, because no caller
+        can catch errors.
+        """
         while (present := self._peers_present()) and not self.failure.aborted:
             if time.monotonic() > deadline:
                 if self.linger is not None:
@@ -654,14 +674,16 @@ class Group:
                 _open_groups.remove(self)
 
     def _release(self, *, healthy: bool) -> None:
-        """Frees the group's resources, once: as after a failure, if it is not healthy or a rank has failed."""
+        """Frees the group's resources, once. If the group is not healthy or a rank has failed, frees them as after a
+        failure.
+        """
         try:
             with self._closing:
                 if not self._released:
                     self._released = True
                     healthy = healthy and not self.failure.aborted
                     self._close_for_use()
-                    for child in list(self._children):  # also one that was just released
+                    for child in list(self._children):  # including a child that was just released
                         child._release(healthy=healthy)
                     try:
                         self._free(healthy=healthy)
@@ -669,7 +691,7 @@ class Group:
                         self._end_pins()
         finally:
             if self._parent is not None:
-                with _open_lock, contextlib.suppress(ValueError):  # it may have been released before
+                with _open_lock, contextlib.suppress(ValueError):  # absent if it was released before
                     self._parent._children.remove(self)
 
     def _free(self, *, healthy: bool) -> None:
@@ -678,7 +700,7 @@ class Group:
         self.failure.observer.close()
         if not healthy:
             self._watcher.end_waits()
-        # Kernels that were told to stop use the memory that is freed below until they have stopped.
+        # Kernels that were told to stop still use the memory that is freed below until they have stopped.
         self._end_kernels()
         if not healthy:
             self._aftermath.watch_processes()
@@ -717,13 +739,13 @@ class Group:
 
 
 def _by(what: str, this_rank: str, _: str) -> str:
-    """A cause for `FailureState.note_mismatch`: this rank, and what it does."""
+    """Returns a cause for `FailureState.note_mismatch`, from what this rank does."""
     return f"{this_rank} {what}"
 
 
 _logger = logging.getLogger("proxyccl")
 _abandoned: list[Group] = []
-"""Groups that could not be ended: their resources are kept until the process ends."""
+"""Groups that could not be ended; their resources are kept until the process ends."""
 _open_groups: list[Group] = []
 _open_lock = threading.Lock()
 forks.hold_while_forking(_open_lock)
@@ -732,8 +754,9 @@ _releasing: list[tuple[Thread, float]] = []
 
 
 def _leave_to_parent() -> None:
-    """In a fork's child: the groups belong to the parent, which keeps using them. Sends, frees and waits for
-    nothing."""
+    """In a fork's child: leaves all groups to the parent, which keeps using them. Sends, frees and waits for
+    nothing.
+    """
     for group in _open_groups:
         group.failure.leave_to_parent()
         group.launches.recheck_next_call()
@@ -745,18 +768,19 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def close_at_exit(failure: str) -> None:
-    """Ends the groups that the program left open, whatever order the ranks made them in.
+    """Ends the groups that the program left open, in whatever order the ranks made them.
 
-    A program that ends normally ends together with its peers, which may still need this rank's memory. One that ends
-    by an exception, or with a nonzero status, tells them to stop, and why: `failure`, empty if it ends normally.
+    A program that ends normally ends together with its peers, which may still need this rank's memory. A program that
+    ends by an exception, or with a nonzero status, tells the peers to stop and gives the reason, `failure`; "" for a
+    normal end.
     """
     with _open_lock:
-        groups = [group for group in _open_groups if group._parent is None]  # the others end with these
+        groups = [group for group in _open_groups if group._parent is None]  # split groups end with their parents
         transferring = [group for group in _open_groups if group.makes_transfers]
     left = []
     ended = time.monotonic()
     for group in transferring:
-        if group.linger is not None:  # a transfer may wait in vain for a peer that waits likewise
+        if group.linger is not None:  # a transfer may wait in vain for a peer that also waits at its end
             group._work_ends_by = ended + group.linger
     for group in groups:
         if group._leave(failure):
@@ -765,7 +789,7 @@ def close_at_exit(failure: str) -> None:
             group._release(healthy=False)
     began = time.monotonic()
     deadline = began + max((group.timeout for group in groups if group.linger is None), default=0)
-    for group in left:  # all have announced that they leave, so no rank waits for another's order
+    for group in left:  # all ranks have announced that they leave, so the order of the groups does not matter
         group._wait_at_exit(deadline if group.linger is None else ended + group.linger)
     for thread, linger in _releasing:
         thread.join(max(0, max(deadline, ended + linger) - time.monotonic()))

@@ -1,5 +1,5 @@
-"""Device handles as kernels take them: channels and sets of them, and their semaphores and rings by themselves; and an
-inventory of them.
+"""Device handles as kernels take them: channels, sets of channels, and single semaphores and rings; and an inventory of
+channels.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class DeviceHandle:
-    """A part of a channel that a kernel takes by value: its semaphore, or the ring that it pushes to.
+    """A part of a channel that a kernel takes by value: the channel's semaphore, or the ring that it pushes to.
 
     Attributes:
-        handle_kind: its ProxycclHandleKind, which a kernel's parameter must have.
+        handle_kind: the handle's ProxycclHandleKind, which a kernel's parameter must have.
         device_handle: the struct that the kernel sees, as bytes.
-        sleepers: of the proxy that takes triggers from the ring; None for a semaphore.
+        sleepers: sleepers of the proxy that takes triggers from the ring; None for a semaphore.
     """
 
     def __init__(self, kind: int, handle: bytes, kept: object, sleepers: Sleepers | None = None) -> None:
@@ -66,8 +66,9 @@ class Channel:
     Attributes:
         handle_kind: the ProxycclHandleKind of `device_handle`, which a kernel's parameter must have.
         peer: the rank at the other end.
-        device_pointer: the handle's address in device memory, for kernels that take its address; 0 if it is not there.
-        sleepers: of the proxy that takes its triggers; None if it has none.
+        device_pointer: the handle's address in device memory, for kernels that take a pointer; 0 if it has no copy
+            there.
+        sleepers: sleepers of the proxy that takes the channel's triggers; None if it has no triggers.
     """
 
     handle_kind: ClassVar[int]
@@ -91,7 +92,9 @@ class Channel:
 
     @property
     def semaphore(self) -> DeviceHandle:
-        """Its semaphore, for a kernel that takes one by value: a `proxyccl::SharedSemaphore`, or one of MSCCL++'s."""
+        """The channel's semaphore, for a kernel that takes by value a `proxyccl::SharedSemaphore` or a semaphore of
+        MSCCL++.
+        """
         return DeviceHandle(self.semaphore_kind, self._part("semaphore"), (self, self._kept))
 
     def _part(self, field: str) -> bytes:
@@ -106,9 +109,9 @@ C = TypeVar("C", bound=Channel)
 
 
 class NoChannelError(ArgumentError, KeyError):
-    """The set has no channel to that rank. A KeyError too, as of any mapping."""
+    """The set has no channel to that rank. Also a KeyError, as for any mapping."""
 
-    __str__ = Exception.__str__  # a KeyError's would quote the message
+    __str__ = Exception.__str__  # KeyError.__str__ would quote the message
 
 
 class ChannelSet(Sequence[C], Generic[C]):
@@ -144,7 +147,7 @@ class ChannelSet(Sequence[C], Generic[C]):
         return len(self._channels)
 
     def to(self, peer: int) -> C:
-        """The channel to a rank. Raises NoChannelError, an ArgumentError and a KeyError, if there is none."""
+        """Returns the channel to a rank. Raises NoChannelError, an ArgumentError and a KeyError, if there is none."""
         number = find_integer(peer)
         if number is None or number not in self._by_peer:
             raise NoChannelError("peer", f"no channel leads to rank {peer!r}; expected one of {self.peers}")
@@ -157,7 +160,7 @@ class ChannelSet(Sequence[C], Generic[C]):
 
     @property
     def sleepers(self) -> Sleepers | None:
-        """Those of the channels, which have one proxy."""
+        """The sleepers of the channels' proxy."""
         return self._channels[0].sleepers if self._channels else None
 
     @property
@@ -180,11 +183,13 @@ class DeviceSemaphores(Protocol):
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Where the words lie: addresses and sizes, for `decode`."""
+        """Returns the addresses and sizes of the words, for `decode`."""
         ...
 
     def decode(self, words: bytes) -> Sequence[tuple[int, int, int, int, int]]:
-        """From the bytes of `ranges`: peer, number, signals that came in, were waited for, and were sent."""
+        """Decodes the bytes of `ranges`. Returns peer, number, and the counts of signals that came in, were waited for,
+        and were sent.
+        """
         ...
 
 

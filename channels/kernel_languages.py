@@ -1,6 +1,5 @@
-"""Kernels in other languages than C++: a face that compiles and launches them registers here when it is imported.
-
-So `Communicator` has a call for each, and this room does not know the faces.
+"""Kernels in languages other than C++. A face that compiles and launches such kernels registers here on import. So
+`Communicator` can offer a call for each language, while this room does not depend on the faces.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ def register(language: str, maker: Callable[..., Any]) -> None:
 
 
 def maker_of(language: str) -> Callable[..., Any]:
-    """The function that makes kernels of a language.
+    """Returns the function that makes kernels of a language.
 
     Raises:
-        RuntimeUnavailableError: its face was not imported.
+        RuntimeUnavailableError: the language's face was not imported.
     """
     if language not in _makers:
         raise RuntimeUnavailableError(f"{language}: the program must import proxyccl.{language} first")

@@ -1,11 +1,12 @@
-"""Lent memory: memory of other allocators, such as torch's, that calls meet often is announced to the peers.
+"""Lent memory: arrays of other allocators, such as torch's, are announced to the peers if calls use them often.
 
-Nobody registered it. Its owner may free it at any time; then it is withdrawn (symmetric.py), and the peers unmap it.
-Until they have, the driver keeps it occupied. So only a part of the device's memory is lent, and none that is scarce.
+The program did not register this memory. Its owner may free it at any time; then it is withdrawn (symmetric.py), and
+the peers unmap it. Until they do, the driver keeps the memory occupied. So only a part of the device's memory is lent,
+and none while memory is scarce.
 
 Calls only note the arrays that peers do not reach. The watcher's thread counts the notes, announces and withdraws, and
-the peers' watchers map. One step is left to a call: memory is exported while a call keeps it, as its owner may unmap it
-at any other moment.
+the peers' watchers map. Only the export happens in a call, which keeps the memory meanwhile: at any other moment the
+owner may unmap it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.runtime import Runtime
 
 _VARIABLE = "PROXYCCL_LEND_BYTES"
-_SHARE = 16  # of the device's memory, at most
+_SHARE = 16  # lent memory is at most this fraction of the device's
 _MOST_RANGES = 64
 _WINDOW_SECONDS = 1.0
 _OFTEN, _MOST_OFTEN = 16, 256
-"""How often an array must be met within the window, and the most: the number doubles each time that the array can't be
-lent, or that lent memory which begins at its address is freed."""
+"""The number of uses within the window after which an array is lent, and the maximum of that number, which doubles each
+time that the array can't be lent, or that lent memory at its address is freed.
+"""
 _MOST_DOUBLED = 1024
 
 Met = tuple[int, int]
@@ -37,15 +39,15 @@ class LentMemory:
     """The memory that one rank lends to the peers of a group.
 
     Attributes:
-        limit: most bytes that are lent; 0: none. By default ``PROXYCCL_LEND_BYTES``, else a share of the device's.
+        limit: most bytes to lend; 0: none. By default ``PROXYCCL_LEND_BYTES``, else a share of the device's memory.
     """
 
     def __init__(self, runtime: Runtime, symmetric: SymmetricMemory, calls: Calls) -> None:
         self._runtime, self._symmetric, self._calls = runtime, symmetric, calls
         self.limit = limit_of_environment()
-        self._met: Counter[Met] = Counter()  # in this window
+        self._met: Counter[Met] = Counter()  # uses in this window
         self._window_ends = 0.0
-        self._often: dict[int, int] = {}  # by address, where it is not _OFTEN: how often the array there must be met
+        self._often: dict[int, int] = {}  # by address, the required number of uses where it is not _OFTEN
         self._exported: deque[Export] = deque()
         self._refused: deque[int] = deque()  # addresses of arrays that can't be lent now
 
@@ -69,22 +71,22 @@ class LentMemory:
         self._met.update(notes)
         for met in dict.fromkeys(notes):
             if self._calls.reach_of(*met):
-                del self._met[met]  # it was announced since
+                del self._met[met]  # announced meanwhile
             elif self._met[met] >= self._often.get(met[0], _OFTEN):
                 del self._met[met]
                 self._calls.want(*met, self._export)
 
     def close(self) -> None:
-        """Drops memory that was exported and is not announced. The watcher must have ended."""
+        """Drops exported memory that is not announced. The watcher must have ended."""
         for exported in take_each(self._exported):
             self._runtime.end_export(exported.handle)
 
     def is_received_in(self, ptr: int, nbytes: int) -> bool:
-        """Whether the peers' proxies store to an array where it lies."""
+        """Whether the peers' proxies write to an array in place."""
         return bool(self._calls.reach_of(ptr, nbytes) & RECEIVED_BY_PROXIES)
 
     def _export(self, ptr: int, nbytes: int) -> None:
-        """Exports the allocation of an array, in a call that keeps it, if there is room."""
+        """Exports an array's allocation if the limit allows. Called in a call that keeps the array."""
         whole = self._runtime.whole_allocation(ptr, nbytes)
         exported = self._symmetric.export(*whole) if whole is not None and self._has_room(whole[1]) else None
         if exported is None:

@@ -40,10 +40,10 @@ class _Offer(Message, frozen=True):
     """A rank's description of the memory that it registers.
 
     Attributes:
-        handle: maps it in ranks of the same host; empty if it can't be shared.
-        unshared_reason: the reason why it can't be shared; empty if it can, or has no bytes.
-        exposed: by remote transport, the address and the key by which peers name it.
-        unsupported_reasons: by remote transport, the reason why it does not reach the memory.
+        handle: the handle by which ranks of the same host map the memory; empty if it can't be shared.
+        unshared_reason: the reason why the memory can't be shared; empty if it can, or has no bytes.
+        exposed: by remote transport, the address and the key by which peers access the memory.
+        unsupported_reasons: by remote transport, the reason why it can't reach the memory.
     """
 
     nbytes: Uint64
@@ -64,7 +64,9 @@ def require_room(shape: tuple[int, ...], dtype: DType) -> None:
 
 
 def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric: bool = False) -> Array:
-    """A new array in device memory, which peers' kernels may reach if it is symmetric. See `Communicator.empty`."""
+    """Allocates an array in device memory, which peers' kernels may reach if it is symmetric. See
+    `Communicator.empty`.
+    """
     group.failure.require_usable()
     given = find_extents(shape)
     found = None if given is None else [find_integer(n) for n in given]
@@ -85,7 +87,7 @@ def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric:
 def register(
     group: Group, array: Any, *, symmetric: bool = False, reserved: bool = False, argument: str = "array"
 ) -> RegisteredMemory:
-    """Registers an array on all ranks together, to be symmetric memory too or not. See `Communicator.register`.
+    """Registers an array on all ranks together, optionally as symmetric memory. See `Communicator.register`.
 
     Args:
         symmetric: whether collectives use it in place.
@@ -120,12 +122,12 @@ def deregister(group: Group, array: Any) -> None:
 class RegisteredMemory:
     """A range of memory on every rank, made by `Communicator.register`, which all ranks call together.
 
-    It and its array live until `close`, or until the communicator ends, because peers may reach them even if this
-    rank drops them.
+    The registration and its array live until `close`, or until the communicator ends, because peers may access the
+    array even if this rank drops its references.
 
     Attributes:
         ptr: address of this rank's range.
-        nbytes: its size; other ranks' may differ (`peer_nbytes`).
+        nbytes: size of this rank's range; other ranks' sizes may differ (`peer_nbytes`).
     """
 
     def __init__(
@@ -146,10 +148,10 @@ class RegisteredMemory:
         self._remote_ids: dict[int, int] = {}
         self._opened: dict[int, Memory] = {}
         self._id: int | None = None
-        self._transport_ids: dict[str, int] = {}  # of this rank's range, by transport
+        self._transport_ids: dict[str, int] = {}  # ids of this rank's range, by transport
         self._ids_at_peers: dict[int, int] = {}
         self._schedule_ids = 0
-        self._number = -1 - next(_numbers)  # of the range for `Calls`; announcements have the numbers from 0 on
+        self._number = -1 - next(_numbers)  # the range's number in `Calls`; announcements have the numbers from 0 on
         self._closed = False
         self._allocations = group.runtime.allocations(view.ptr, view.nbytes)
         self.ptr = view.ptr
@@ -190,10 +192,9 @@ class RegisteredMemory:
         return memory
 
     def _tell_ids(self, reserved: bool) -> None:
-        """Tells the peers by which ids this rank's proxy knows their ranges. All ranks call it together.
-
-        A range takes an id for each peer. So ranges take part of a proxy's ids, and further ones none: schedules use
-        other memory.
+        """Tells the peers the ids of their ranges in this rank's proxy. All ranks call this together. A range takes an
+        id for each peer. So ranges may take only a part of a proxy's ids; schedules use other memory for further
+        ranges.
         """
         group = self._group
         peers = [peer for peer in range(group.world_size) if peer != group.rank]
@@ -203,7 +204,7 @@ class RegisteredMemory:
             self._schedule_ids = 0 if reserved else wanted
             group.links.schedule_ids += self._schedule_ids
             for peer in peers:
-                with contextlib.suppress(ArgumentError):  # not reached: the peer's schedules use other memory
+                with contextlib.suppress(ArgumentError):  # unreachable: the peer's schedules then use other memory
                     ids[peer] = self.peer_id(peer)
         answers = group.exchange.all_gather(ids, _IDS, "register: memory ids")
         self._ids_at_peers = {peer: answers[peer][group.rank] for peer in peers if group.rank in answers[peer]}
@@ -213,11 +214,11 @@ class RegisteredMemory:
 
     @property
     def is_for_schedules(self) -> bool:
-        """Whether schedules may name it: the proxies of all peers know it by the ids that `id_at` gives."""
+        """Whether schedules may name this rank's range, because all peers' proxies have ids for it (`id_at`)."""
         return bool(self.nbytes) and len(self._ids_at_peers) == self._group.world_size - 1
 
     def id_at(self, peer: int) -> int:
-        """The first memory id of this rank's range in a peer's proxy, if it `is_for_schedules`."""
+        """Returns the first memory id of this rank's range in a peer's proxy, if `is_for_schedules`."""
         return self._ids_at_peers[peer]
 
     def __repr__(self) -> str:
@@ -231,7 +232,7 @@ class RegisteredMemory:
 
     @functools.cached_property
     def digest(self) -> int:
-        """A number for the ranges of all ranks, the same on all of them."""
+        """A number that identifies the ranges of all ranks, and is the same on all ranks."""
         ranges = msgspec.json.encode([(offer.nbytes, offer.handle, offer.exposed) for offer in self._offers])
         return int.from_bytes(hashlib.blake2b(ranges, digest_size=7).digest(), "little")
 
@@ -263,12 +264,12 @@ class RegisteredMemory:
 
     @property
     def _key(self) -> int:
-        """The local key of `id`: of the first transport that has one, and reaches the range by its address here."""
+        """The local key of `id`, from the first transport that has a local key and uses the range's local address."""
         return next((memory.local_key for memory in self._exposed.values() if memory.copied and memory.local_key), 0)
 
     def source_id(self, peer: int) -> int:
-        """The first memory id of this rank's range for triggers to a peer. It is `id`, unless the transport to the peer
-        has another address or another key for the range.
+        """Returns the first memory id of this rank's range for triggers to a peer. This is `id`, unless the transport
+        to the peer has another address or key for the range.
         """
         if peer == self._group.rank:
             return self.id
@@ -307,7 +308,7 @@ class RegisteredMemory:
         return self._remote_ids[peer]
 
     def _add(self, peer: int) -> int:
-        """Registers a peer's range as the transport to the peer reaches it."""
+        """Registers a peer's range with this rank's proxy, in the way that the transport to the peer needs."""
         links, offer = self._group.links, self._offers[peer]
         proxy, transport = links.proxy, links.transport(peer)
         remote = TRANSPORTS[transport].remote
@@ -322,10 +323,10 @@ class RegisteredMemory:
         return proxy.add_remote_memory(address, offer.nbytes, key)
 
     def peer_ptr(self, peer: int) -> int:
-        """Address at which kernels here reach a peer's range.
+        """Returns the address at which this rank's kernels reach a peer's range.
 
         Raises:
-            ArgumentError: the peer's memory can't be shared, or kernels here can't touch that peer's memory.
+            ArgumentError: the peer's memory can't be shared, or this rank's kernels can't access it.
         """
         peer = as_rank(self._group.world_size, peer, "peer")
         if peer == self._group.rank:
@@ -334,7 +335,7 @@ class RegisteredMemory:
         return self.open(peer).ptr
 
     def open(self, peer: int) -> Memory:
-        """Maps a peer's range, once."""
+        """Maps a peer's range on the first call, and returns the mapping."""
         self._require_open()
         if peer not in self._opened:
             handle = self._handle(peer)
@@ -351,7 +352,7 @@ class RegisteredMemory:
         return offer.handle
 
     def require_current(self) -> None:
-        """Raises ArgumentError if the array was freed, and ClosedError if this is closed."""
+        """Raises ArgumentError if the array was freed, and ClosedError if the registration is closed."""
         self._require_open()
         if self._group.runtime.allocations(self.ptr, self.nbytes) != self._allocations:
             raise ArgumentError(
@@ -360,7 +361,7 @@ class RegisteredMemory:
 
     @property
     def closed(self) -> bool:
-        """Whether its registration has ended."""
+        """Whether the registration has ended."""
         return self._closed
 
     def _require_open(self) -> None:
@@ -368,14 +369,14 @@ class RegisteredMemory:
             raise ClosedError("the registered memory is closed")
 
     def close(self) -> None:
-        """Returns its memory ids. Kernels and triggers must no longer use it.
+        """Ends the registration and frees its memory ids. Kernels and triggers must no longer use the memory.
 
-        Peers' memory stays mapped for a while, in case it is registered again.
+        Peers' memory stays mapped for a while, in case the peers register it again.
         """
         if self._closed or self._group.failure.inherited:
             return
         self._closed = True
-        if not self._group.failure.closed:  # forms name the ids, which go to other memory
+        if not self._group.failure.closed:  # forms name the ids, which other memory may get
             self._group.launches.calls.unset_reached(self._number)
             self._group.launches.calls.forget(self.ptr, self.ptr + self.nbytes)
         self._group.links.schedule_ids -= self._schedule_ids

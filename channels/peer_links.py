@@ -48,16 +48,16 @@ class PeerLinks:
 
     Args:
         segments: the control segments of the host's other ranks.
-        failure: told when the proxy fails.
-        transport_options: of transports between hosts.
+        failure: notified when the proxy fails.
+        transport_options: options of transports between hosts.
         description: the proxy's description for observers.
-        whole: the links of the group from which this one was split; None if it was not.
+        whole: the links of the group from which this one was split; None for a group that was not split.
 
     Attributes:
         place: where the proxy runs.
         topology: the placement of the ranks; complete after `bring_up`.
-        host_ranks: number of ranks of this host, with those outside this part of the whole.
-        container_ranks: of these, the ranks in this rank's container.
+        host_ranks: number of ranks of this host, including ranks that are not members of a split group.
+            container_ranks: those of `host_ranks` in this rank's container.
         remote: this rank's links to other hosts.
         schedule_ids: memory ids of the proxy that peers' registered ranges take for schedules.
     """
@@ -91,7 +91,7 @@ class PeerLinks:
         devices = {info.device_id for rank, info in enumerate(topology.ranks) if topology.same_host(rank)}
         own = runtime.device_id
         self._daemon = ChosenDaemon(self._addresses, runtime.name, own, sorted(devices - {own}))
-        self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and whether for private memory
+        self._connections: dict[tuple[int, bool], Connection] = {}  # by peer and whether for private memory
         self._transports: dict[int, str] = {}
         self.topology = topology
         self.schedule_ids = 0
@@ -101,7 +101,7 @@ class PeerLinks:
         self.remote = RemoteLinks(runtime, control, exchange, topology, lambda: self.proxy, transport_options, share)
 
     def bring_up(self) -> None:
-        """Opens the devices of remote links, where any two ranks need them. All ranks call it together."""
+        """Opens the devices of remote links, if any two ranks need them. All ranks call this together."""
         if self.topology.has_remote_pairs():
             reasons = self.remote.probe(self.topology.transports())
             self.topology = self.topology.with_unsupported_reasons(reasons)
@@ -109,7 +109,7 @@ class PeerLinks:
         self._transports = self.topology.transports()
 
     def prepare(self, peers: Collection[int]) -> None:
-        """Makes the endpoints that connections to these peers need. All ranks call it together, before `connection`.
+        """Makes the endpoints that connections to these peers need. All ranks call this together, before `connection`.
 
         Raises as `RemoteLinks.connect_endpoints`.
         """
@@ -117,13 +117,13 @@ class PeerLinks:
             self.remote.connect_endpoints(peers)
 
     def start_early(self) -> None:
-        """Starts the job's own daemon, if the proxy is to run there, beside the program: nothing waits for it."""
+        """Starts the job's own daemon in the background, if the proxy is to run there."""
         if self.place.where == "process" and self._exchange.world_size > 1 and self._proxy is None:
             self._daemon.begin(self._exchange.timeout)
 
     @property
     def proxy_is_ready(self) -> bool:
-        """Whether the first use of `proxy` would not wait for a process that starts."""
+        """Whether `proxy` can be used without waiting for a process to start."""
         whole = self._whole
         return self._proxy is not None or (self._daemon.is_ready and (whole is None or whole.proxy_is_ready))
 
@@ -146,8 +146,8 @@ class PeerLinks:
         return self._daemon_client()
 
     def _addresses(self) -> list[DaemonAddress]:
-        """The daemons that may run the proxy: the first that sees this rank's device does. Launchers may confine a
-        rank, and the processes that it starts, to its device; such a rank starts its own daemon.
+        """Returns the addresses of daemons that may run the proxy; the first daemon that sees this rank's device runs
+        it. A launcher may confine a rank and its child processes to one device; such a rank starts its own daemon.
         """
         node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self.place.where == "daemon" else []
         if node and self.place.chosen:
@@ -184,7 +184,9 @@ class PeerLinks:
         return [info for rank, info in enumerate(self.topology.ranks) if self.topology.same_host(rank)]
 
     def _of_container(self) -> list[RankInfo]:
-        """The ranks of this host that see each other's processes: they share a quota and a job's own daemon."""
+        """Returns the ranks of this host that see each other's processes, and so share a CPU quota and a job's own
+        daemon.
+        """
         own = self.topology.ranks[self.topology.rank].view
         return [info for info in self._of_host() if info.view == own]
 
@@ -198,13 +200,17 @@ class PeerLinks:
         )
 
     def _host_cores(self, of_host: Sequence[RankInfo]) -> set[int]:
-        """The cores that any of the host's ranks may run on; of those in other PID namespaces, when they met."""
+        """Returns the cores that any of the host's ranks may run on; for ranks in other PID namespaces, as of their
+        meeting.
+        """
         return set().union(
             *(cores_of(info.pid) if info.process.is_visible else decode_cores(info.cores) for info in of_host)
         )
 
     def _idle(self) -> IdlePolicy:
-        """The policy of the proxy in this process: the caller's, else by the cores of the host's ranks."""
+        """Returns the idle policy of a proxy in this process: the caller's, else one chosen by the cores of the host's
+        ranks.
+        """
         if self._options.idle is not None:
             return self._options.idle
         of_host, threads = self._of_host(), self._options.threads
@@ -243,15 +249,14 @@ class PeerLinks:
         return self.place.where == "process" or (self.place.where == "daemon" and not self.place.chosen)
 
     def transport(self, peer: int) -> str:
-        """Name of the transport that moves data to a peer; to this rank itself copies do."""
+        """Returns the name of the transport that moves data to a peer; "copy" for this rank itself."""
         return "copy" if peer == self._exchange.rank else self._transports[peer]
 
     def connection(self, peer: int, *, private: bool = False) -> Connection:
-        """The proxy's connection to a peer, made when first used; to this rank itself too, by copies. `prepare` comes
-        first.
+        """Returns the proxy's connection to a peer or to this rank itself, made on first use. Call `prepare` before.
 
         Args:
-            peer: the rank at its other end.
+            peer: the rank at the connection's other end.
             private: whether its channels copy from memory that no other process can map.
         """
         transport = self.transport(peer)
@@ -266,7 +271,9 @@ class PeerLinks:
         return self._connections[key]
 
     def semaphore(self, peer: int, channel: int) -> int:
-        """Address, as the transport to a peer reaches it, of the word that counts the signals to its channel."""
+        """Returns the address, for the transport to a peer, of the word that counts the signals to the peer's
+        channel.
+        """
         if peer == self._exchange.rank:
             return self._control.semaphore_host(channel)
         if TRANSPORTS[self._transports[peer]].is_remote:
@@ -274,7 +281,9 @@ class PeerLinks:
         return self._segments[peer].semaphore_host(channel)
 
     def semaphore_handle(self, peer: int, channel: int) -> HandleProvider:
-        """The handle by which a proxy in another process maps that word, if the word is memory of this host."""
+        """Returns the handle by which a proxy in another process maps the word of `semaphore`, if that is memory of
+        this host.
+        """
         if peer == self._exchange.rank:
             return functools.partial(self._control.semaphore_handle, channel)
         return functools.partial(self._segments[peer].semaphore_handle, channel) if peer in self._segments else bytes
@@ -284,20 +293,22 @@ class PeerLinks:
 
         Raises:
             CommunicatorError: the group ended first.
-            WaitTimeoutError: it was not done within the time-out.
+            WaitTimeoutError: triggers were not carried out within the time-out.
         """
         timeout = self._exchange.timeout
         if self._proxy is not None and not self._proxy.drain(timeout, lambda: self._failure.aborted):
             self._failure.check()
-            raise WaitTimeoutError(f"the proxy was not done within {timeout:g} s")
+            raise WaitTimeoutError(f"the proxy did not carry out all triggers within {timeout:g} s")
 
     def drain_for_peers(self) -> None:
-        """Makes this rank's transfers reach peers whose proxy or network device has to take them."""
+        """Completes this rank's transfers to peers whose proxy or network device takes part in them."""
         if self._proxy is not None and self.remote.used:
             self._proxy.drain(self._exchange.timeout, lambda: self._failure.aborted)
 
     def close(self) -> bool:
-        """Ends the proxy and the remote links. False if a handler still runs: its thread then uses memory."""
+        """Ends the proxy and the remote links. Returns False if a handler still runs, whose thread then still uses
+        memory.
+        """
         if self._proxy is not None and not self._proxy.close(self._exchange.timeout):
             return False
         self._daemon.drop()

@@ -1,4 +1,4 @@
-"""Pinned memory of each rank, which the CPUs of proxies copy sooner than a copy engine would begin."""
+"""Pinned memory of each rank, which the proxies' CPUs copy faster than a copy engine would start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class _Offer(Message, frozen=True):
     """A rank's description of its memory.
 
     Attributes:
-        handle: maps it in ranks of the same host.
-        exposed: by remote transport, the address and the key by which peers name it.
+        handle: the handle by which ranks of the same host map the memory.
+        exposed: by remote transport, the address and the key by which peers access it.
     """
 
     handle: bytes
@@ -27,8 +27,8 @@ class PinnedRange:
     """Pinned memory of one size on every rank. All ranks make it together.
 
     Attributes:
-        ptr: the device's address of this rank's.
-        private: whether other processes can't map it: never.
+        ptr: the device address of this rank's memory.
+        private: False, because other processes can always map it.
     """
 
     private = False
@@ -45,13 +45,13 @@ class PinnedRange:
         self._ids: dict[int, int] = {}
 
     def source_id(self, peer: int) -> int:
-        """The memory id of this rank's in its proxy, for triggers to any peer."""
+        """Returns the id of this rank's memory in its proxy, for triggers to any peer."""
         if self._own_id is None:
             self._own_id = self._group.links.proxy.add_pinned_memory(self._memory)
         return self._own_id
 
     def peer_id(self, peer: int) -> int:
-        """The memory id of a peer's in this rank's proxy.
+        """Returns the id of a peer's memory in this rank's proxy.
 
         Raises:
             ResourceError: no ids are left.
@@ -71,7 +71,7 @@ class PinnedRange:
         return group.links.proxy.add_pinned_memory(self._opened[-1])
 
     def close(self) -> None:
-        """Unmaps it. Neither triggers nor schedules of any rank may still use it."""
+        """Unmaps the memory. Neither triggers nor schedules of any rank may still use it."""
         for exposed in self._exposed.values():
             self._remote.withdraw(exposed)
         for memory in (self._memory, *self._opened):

@@ -21,7 +21,7 @@ from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.interface import ChannelCounters, Handler
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclProxyChannelPointer  # the stub's; cffi has no such name
+    from proxyccl.device._native import ProxycclProxyChannelPointer  # a name of the stub alone; cffi lacks it
 
 _CHANNEL_IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids")
 _LINE = 128
@@ -37,7 +37,9 @@ class _RingChannel(Channel):
 
     @property
     def fifo(self) -> DeviceHandle:
-        """The ring that it pushes to, for a kernel that takes a `proxyccl::Fifo` or `mscclpp::FifoDeviceHandle`."""
+        """The ring that the channel pushes to, for a kernel that takes a `proxyccl::Fifo` or
+        `mscclpp::FifoDeviceHandle`.
+        """
         return DeviceHandle(lib.PROXYCCL_HANDLE_FIFO, self._part("fifo"), self, self.sleepers)
 
 
@@ -50,7 +52,7 @@ class ProxyChannel(_RingChannel):
     Attributes:
         id: channel id in this rank's proxy.
         transport: name of its transport.
-        peer_channel: the peer's channel that its signals count for; None if the peer has none.
+        peer_channel: id of the peer's channel that receives the signals; None if the peer has none.
         expected_pointer: where, in device memory, kernels count the signals that they have waited for.
     """
 
@@ -81,7 +83,7 @@ class ProxyChannel(_RingChannel):
         A kernel of one thread sends the signal. The peer's kernels or its CPU wait for it.
 
         Args:
-            value: raise the peer's count of signals to this, which must be above it; None to add one.
+            value: raises the peer's count of signals to this value, which must be above the count; None to add one.
             stream: as for any kernel of the program; None for the default stream of kernels.
 
         Raises:
@@ -108,13 +110,14 @@ class ProxyChannel(_RingChannel):
         return self._service.completed(self.id)
 
     def wait_complete(self, ticket: int) -> None:
-        """Waits on the CPU until the operation with this ticket and all before it on this channel are complete. The
-        kernel that pushes it need not have ended, nor have been launched.
+        """Waits on the CPU until the operation with this ticket and all earlier ones on this channel are complete. The
+        kernel that pushes the operation may still run, or be launched later.
 
         Raises:
             ArgumentError: the ticket is not a number from 0 to 2**64 - 2.
-            WaitTimeoutError: it is not complete within the communicator's time-out, which ends the communicator.
-            CommunicatorError: it failed meanwhile; see its subclasses.
+            WaitTimeoutError: the operation is not complete within the communicator's time-out, which ends the
+                communicator.
+            CommunicatorError: the communicator failed meanwhile; see its subclasses.
         """
         ticket = as_integer(ticket, "ticket", f"must be a number from 0 to {_MOST - 1}", 0, _MOST - 1)
         self._group.failure.require_usable()
@@ -123,25 +126,26 @@ class ProxyChannel(_RingChannel):
         )
 
     def poll(self) -> bool:
-        """Consumes the peer's next signal on the CPU if it has arrived, and returns whether it had."""
+        """Consumes the peer's next signal on the CPU if the signal has arrived. Returns whether it had arrived."""
         self._group.failure.require_usable()
         arrived = self._signalled() > self._consumed
         self._consumed += arrived
         return arrived
 
     def wait(self) -> None:
-        """Waits on the CPU for the peer's next signal and consumes it. Raises as `wait_until`."""
+        """Waits on the CPU for the peer's next signal and consumes the signal. Raises as `wait_until`."""
         self.wait_until(self._consumed + 1)
 
     def wait_until(self, value: int) -> None:
-        """Waits on the CPU until the peer's signals have reached `value`, and consumes them. Then the CPU may read
-        data that the peer put into host memory before the signal, and kernels launched from then on may read data that
-        it put elsewhere.
+        """Waits on the CPU until the peer's signals have reached `value`, and consumes these signals. Then the CPU may
+        read data that the peer put into host memory before the signal, and kernels launched later may read data that
+        the peer put elsewhere.
 
         Raises:
             ArgumentError: the value is not a count.
-            WaitTimeoutError: they did not arrive within the communicator's time-out, which ends the communicator.
-            CommunicatorError: it failed meanwhile; see its subclasses.
+            WaitTimeoutError: the signals did not arrive within the communicator's time-out, which ends the
+                communicator.
+            CommunicatorError: the communicator failed meanwhile; see its subclasses.
         """
         value = as_integer(value, "value", f"must be a count from 0 to {_MOST}", 0, _MOST)
         self._group.failure.require_usable()
@@ -179,14 +183,13 @@ def connect_handles(
     peers: list[int],
     count: int,
 ) -> tuple[dict[int, list[ProxyChannel]], object]:
-    """`count` channels to each of `peers`; all ranks call this together.
-
-    Returns them, and the objects that must be kept alive with them.
+    """Connects `count` channels to each of `peers`; all ranks call this together. Returns the channels, and the objects
+    that must be kept alive with them.
     """
     service = group.links.proxy
     group.links.prepare(peers)
     opened = {peer: (dst.peer_id(peer), group.links.connection(peer, private=src.private)) for peer in peers}
-    # The peer's proxy signals the word of this side's channel id, so ids are taken before they are told.
+    # The peer's proxy signals the word of this side's channel id, so all ids are allocated before ranks exchange them.
     ids: dict[int, list[int]] = {peer: [] for peer in peers}
     for peer in peers:
         for _ in range(count):
@@ -222,7 +225,7 @@ def connect_handles(
 
 
 def free_handles(group: Group, channels: dict[int, list[ProxyChannel]]) -> None:
-    """Returns the ids of channels, when no rank uses them and all proxies have drained."""
+    """Frees the ids of channels. No rank may still use the channels, and all proxies must have drained."""
     for peer, of_peer in channels.items():
         for channel in of_peer:
             group.control.reset_semaphore(channel.id)
@@ -250,7 +253,7 @@ class HandlerChannel(_RingChannel):
 
 
 def connect(group: Group, dst: RegisteredMemory, src: RegisteredMemory, peers: list[int]) -> ChannelSet[ProxyChannel]:
-    """One channel to each of `peers`. See `Communicator.proxy_channels`."""
+    """Connects one channel to each of `peers`. See `Communicator.proxy_channels`."""
     with group.exchange.telling():
         channels, kept = connect_handles(group, dst, src, peers, 1)
     runtime: Runtime = group.runtime

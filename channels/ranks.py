@@ -15,7 +15,9 @@ def as_rank(world_size: int, rank: Any, argument: str) -> int:
 
 
 def as_ranks(world_size: int, ranks: Any, argument: str) -> list[int]:
-    """Different ranks that a caller names, in the caller's order. Raises ArgumentError for anything else."""
+    """Returns the different ranks that a caller names, in the caller's order. Raises ArgumentError for anything
+    else.
+    """
     given = find_items(ranks)
     if given is None:
         raise ArgumentError(argument, f"expected ranks, not {ranks!r}")

@@ -1,4 +1,4 @@
-"""A rank's links to peers on other hosts: its endpoint for each, and the peers' endpoints."""
+"""A rank's links to peers on other hosts: its endpoint for each peer, and the peers' endpoints."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Answer(Message, frozen=True):
         failure: the reason why this rank can't continue; empty if it can.
         unsupported_reasons: by transport, the reason why its device can't register its GPU's memory; empty if it can.
         wanted: the peers to which it needs an endpoint and has none.
-        endpoints: this rank's new endpoints, each once: all peers may share one.
-        for_peers: by peer, the number in `endpoints` of the one for that peer.
+        endpoints: this rank's new endpoints, each once, since all peers may share one.
+        for_peers: by peer, the index in `endpoints` of the endpoint for that peer.
     """
 
     failure: str = ""
@@ -47,7 +47,7 @@ class RemoteLinks:
     remote links, all ranks call each.
 
     Args:
-        runtime: whose device memory peers access.
+        runtime: the runtime whose device memory peers access.
         control: this rank's control segment, in which peers signal.
         proxy: returns this rank's proxy.
         options: the devices to use, and their settings.
@@ -83,7 +83,8 @@ class RemoteLinks:
             transports: by peer, as far as known.
 
         Returns:
-            For each rank, by transport, the reason why its device can't; empty if it can or need not.
+            For each rank, by transport, the reason why its device can't register device memory; empty if it can or need
+            not.
 
         Raises:
             ArgumentError: an option names a device that does not exist.
@@ -103,9 +104,9 @@ class RemoteLinks:
         self._transports = transports
 
     def connect_endpoints(self, peers: Collection[int]) -> None:
-        """Makes an endpoint for each of some peers on other hosts that has none, and pinned memory where transfers are
-        staged. All ranks call it together, each with the peers that it will use. A peer that does not name this rank
-        makes one too.
+        """Makes an endpoint for each of some peers on other hosts that has none yet, and pinned memory if transfers are
+        staged. All ranks call this together, each with the peers that it will use. A peer that does not name this rank
+        also makes its endpoint.
 
         Raises:
             ArgumentError: a peer's answer is invalid.
@@ -147,7 +148,7 @@ class RemoteLinks:
             try:
                 raise failure
             finally:
-                del failure  # otherwise a cycle, through its traceback and this frame
+                del failure  # avoids a reference cycle through the traceback and this frame
         for peer, theirs in enumerate(answers):
             if theirs.failure:
                 raise RuntimeUnavailableError(f"no remote transport on rank {peer}: {theirs.failure}")
@@ -163,7 +164,8 @@ class RemoteLinks:
             self._options,
             range(first, first + self._control.semaphores_bytes),
             near=process_numa_node() if near is None else near,
-            local_rank=sum(self._topology.same_host(rank) for rank in lower),  # nodes may share devices
+            # Nodes rehearsed on one host may share devices.
+            local_rank=sum(self._topology.same_host(rank) for rank in lower),
             core_share=self._core_share,
         )
         return self._context
@@ -196,7 +198,9 @@ class RemoteLinks:
         return self._context is not None
 
     def queue_pairs(self, peer: int) -> tuple[int, int]:
-        """The numbers of the queue pairs that connect this rank and a peer over verbs: this rank's, the peer's."""
+        """Returns the numbers of the queue pairs that connect this rank and a peer over verbs: this rank's, then the
+        peer's.
+        """
         from proxyccl.proxy.verbs.address import EndpointAddress
 
         own, theirs = (EndpointAddress.decode(ends[peer].endpoint).qp_number for ends in (self._own, self._theirs))
@@ -218,7 +222,7 @@ class RemoteLinks:
             self._context.withdraw(memory)
 
     def semaphore(self, peer: int, channel: int) -> int:
-        """The address on the peer of the word that signals to the peer's channel increment."""
+        """Returns the address, on the peer, of the word that signals to the peer's channel increment."""
         return self._theirs[peer].segment + self._control.semaphore_offset(channel)
 
     def close(self) -> None:

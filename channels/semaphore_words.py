@@ -1,4 +1,4 @@
-"""Words in device memory that peers' kernels signal: parts of few allocations, which each peer maps once."""
+"""Words in device memory that peers' kernels signal. They are parts of few allocations, which each peer maps once."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
 _BLOCK = 64 << 10
-"""Bytes of an allocation, unless one user needs more."""
+"""Bytes of an allocation, unless a single user needs more."""
 
 
 class WordsOffer(Message, frozen=True):
-    """A rank's words for what all ranks make now.
+    """A rank's words for the object that all ranks are making together.
 
     Attributes:
-        handle: of the memory that holds them.
-        offset: of the first one in that memory.
-        number: the number that this rank expects it to have.
-        dropped: what this rank has dropped since its last offer, by number.
+        handle: handle of the memory that holds the words.
+        offset: offset of the first word in that memory.
+        number: the number that this rank expects the words to have.
+        dropped: numbers of words that this rank has dropped since its last offer.
     """
 
     handle: bytes
@@ -48,7 +48,7 @@ class _Part(Struct):
     block: _Block
     offset: int
     nbytes: int
-    ranks: int = 0  # that have not dropped what it was made for
+    ranks: int = 0  # ranks that have not dropped the words' user
 
     @property
     def ptr(self) -> int:
@@ -71,27 +71,27 @@ class SemaphoreWords:
     ) -> None:
         self._runtime, self._mappings, self._exchange, self._keep = runtime, mappings, exchange, keep
         self._block: _Block | None = None
-        self._used = 0  # bytes of the block
+        self._used = 0  # bytes of the current block
         self._exported: list[bytes] = []  # the handles of all blocks
         self._free: dict[int, list[_Part]] = {}  # by size
         self._theirs: dict[bytes, Memory] = {}
         self._next = 0
         self._parts: dict[int, _Part] = {}  # those in use, by number
-        self._dropped: deque[int] = deque()  # by this rank, which has not told it yet
+        self._dropped: deque[int] = deque()  # numbers that this rank has dropped and not told the others
         self._lock = threading.Lock()
 
     def make(self, nbytes: int, user: object) -> tuple[int, list[WordsOffer]]:
-        """The address of zeroed words of this rank, and the offers of all ranks, which make this call together.
+        """Returns the address of zeroed words of this rank, and the offers of all ranks, which make this call together.
 
-        This rank uses them, and its peers', until `user` is garbage. Kernels that were launched with it have ended
-        then. Raises as `Exchange.all_gather`.
+        This rank uses its words and its peers' words until `user` is garbage. Kernels that were launched with `user`
+        must have ended then. Raises as `Exchange.all_gather`.
         """
         with self._lock:
             part = self._take(nbytes)
         dropped = list(take_each(self._dropped))
         offer = WordsOffer(part.block.handle, part.offset, self._next, dropped)
         offers = self._exchange.all_gather(offer, _OFFER, "sm_channels")
-        # A call that failed on some ranks alone was counted by these alone.
+        # If a call failed on some ranks, only the other ranks may have counted it.
         number = max(offer.number for offer in offers)
         self._next = number + 1
         self._parts[number], part.ranks = part, len(offers)
@@ -101,13 +101,13 @@ class SemaphoreWords:
         return part.ptr, offers
 
     def at_peer(self, offer: WordsOffer) -> int:
-        """The address of a peer's words in this rank's kernels. Raises as `HandleCache.acquire`."""
+        """Returns the address of a peer's words for this rank's kernels. Raises as `HandleCache.acquire`."""
         if offer.handle not in self._theirs:
             self._theirs[offer.handle] = self._mappings.acquire(offer.handle)
         return self._theirs[offer.handle].ptr + offer.offset
 
     def close(self) -> None:
-        """Drops its references to the memory of all ranks, which the group frees."""
+        """Drops the references to the memory of all ranks, which the group frees."""
         for handle in self._exported:
             self._runtime.end_export(handle)
         self._block = None

@@ -21,15 +21,15 @@ class SmChannel(Channel):
 
 
 class SmSemaphores:
-    """Semaphores in device memory between this rank and each mapped peer, itself too, `count` for each.
+    """Semaphores in device memory between this rank and each mapped peer, this rank included; `count` for each peer.
 
-    All ranks make them together. The word that peer p signals here lies where p computes it from this rank's
-    offer, so one exchange serves any number.
+    All ranks make them together. Peer p computes the address of the word that p signals here from this rank's offer, so
+    one exchange serves any number of semaphores.
 
     Args:
         group: the ranks.
         count: semaphores to each peer.
-        members: those that may be peers, this rank among them; the same on all of them. None for all ranks.
+        members: the ranks that may be peers, this rank included; the same on all of them. None for all ranks.
     """
 
     def __init__(self, group: Group, count: int, members: Sequence[int] | None = None) -> None:
@@ -63,11 +63,13 @@ class SmSemaphores:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Where the words lie in device memory: addresses and sizes, for `decode`."""
+        """Returns the addresses and sizes of the words in device memory, for `decode`."""
         return [(self._inbound, self._nbytes), (self._local.ptr, self._local.nbytes)]
 
     def decode(self, words: bytes) -> list[tuple[int, int, int, int, int]]:
-        """From the bytes of `ranges`: peer, number, signals that came in, were waited for, and were sent."""
+        """Decodes the bytes of `ranges`. Returns peer, number, and the counts of signals that came in, were waited for,
+        and were sent.
+        """
         lines = self._ranks * self._count
         values = [int.from_bytes(words[i * _LINE : i * _LINE + 8], "little") for i in range(3 * lines)]
         return [
@@ -87,9 +89,9 @@ def connect(
     packet_buffer: RegisteredMemory | None,
     peers: list[int],
 ) -> ChannelSet[SmChannel]:
-    """Channels to `peers`; all ranks call this together. See `Communicator.sm_channels`."""
+    """Connects channels to `peers`; all ranks call this together. See `Communicator.sm_channels`."""
     group.topology.require_accessible(peers, "peers")
-    pointers = {peer: dst.peer_ptr(peer) for peer in peers}  # refuses before anything is exchanged
+    pointers = {peer: dst.peer_ptr(peer) for peer in peers}  # refuses unreachable peers before ranks exchange anything
     with group.exchange.telling():
         semaphores = SmSemaphores(group, 1)
     channels = []

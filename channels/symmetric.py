@@ -1,11 +1,12 @@
 """Symmetric memory: arrays that the kernels of all peers reach, so that collectives use them in place.
 
-A rank announces an array. Each peer maps it, and replies with the address at which its kernels reach it. An array that
-all peers have replied to is symmetric. No rank waits for that: a collective's kernels tell their peers the addresses at
-which they reach the output, or that they don't, and all ranks see the same (team.h).
+A rank announces an array. Each peer maps it, and replies with the address at which its kernels reach it. An array is
+symmetric once all peers have replied. No rank waits for the replies: a collective's kernels tell their peers whether
+and at which addresses they reach the output, and all ranks see the same (team.h).
 
 Memory that is kept here is freed after its withdrawal. Memory that others allocated may be freed at any time, and its
-address given to another allocation. So the peers' replies are used only while it is the allocation that was announced.
+address given to another allocation. So the peers' replies are used only while the address belongs to the announced
+allocation.
 """
 
 from __future__ import annotations
@@ -38,24 +39,25 @@ from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.memory_table import windows_of
 from proxyccl.proxy.trigger import MAX_MEMORIES
 
-_RESERVED_ENTRIES = 64  # more than there are stages: three kinds, of a size for each power of two
+_RESERVED_ENTRIES = 64  # more than the number of stages, which are three kinds with one size for each power of two
 
 
 class Announced(Struct):
     """A range of this rank's memory that is announced.
 
     Attributes:
-        entry: its number in the table.
-        start, end: its addresses.
+        entry: the range's number in the table.
+        start, end: the range's addresses.
         handle: the exported handle by which peers map the range.
-        allocations: the allocations that held it when it was announced.
+        allocations: the allocations that held the range when it was announced.
         guard: checks that the range still lies in these allocations.
-        memory: keeps it from being freed until no peer maps it; None if its owner frees it.
-        users: calls of `announce` that got it and have not withdrawn it.
-        proxy_memory: its first id in this rank's proxy, if the proxy has it.
-        for_proxies: whether peers' proxies were asked to add it.
-        lent: whether no program asked for this (lent_memory.py): proxies' calls do not wait for the peers' replies.
-        known: how peers reach it, as `Calls` was told.
+        memory: keeps the range from being freed until no peer maps it; None if the owner frees it.
+        users: the number of `announce` calls that have not been withdrawn.
+        proxy_memory: the range's first id in this rank's proxy, if it has one.
+        for_proxies: whether peers' proxies were asked to add the range.
+        lent: whether the library announced the range by itself (lent_memory.py); calls by proxy then do not wait for
+            the peers' replies.
+        known: how peers reach the range, as last passed to `Calls`.
         heirs: the announcements of the same range to other groups, until it is withdrawn here.
     """
 
@@ -75,17 +77,17 @@ class Announced(Struct):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size of the range in bytes."""
         return self.end - self.start
 
     @property
     def ids(self) -> int:
-        """The number of memory ids that it takes in a proxy."""
+        """The number of memory ids that the range takes in a proxy."""
         return windows_of(self.nbytes)
 
     @property
     def has_ids(self) -> bool:
-        """Whether it has ids in a proxy, or peers were asked to give it some."""
+        """Whether the range has ids in a proxy, or peers were asked to give it some."""
         return self.for_proxies or self.proxy_memory is not None
 
 
@@ -94,8 +96,8 @@ class Export(Struct, frozen=True):
 
     Attributes:
         ptr, nbytes: address and size.
-        handle: maps it.
-        allocations: the allocations that held it.
+        handle: the handle by which peers map the range.
+        allocations: the allocations that held the range.
     """
 
     ptr: int
@@ -105,14 +107,14 @@ class Export(Struct, frozen=True):
 
 
 class _Handled(Struct):
-    """The handling of a peer's entry.
+    """The state of a peer's entry on this rank.
 
     Attributes:
         version: the version that was handled.
         handle: the handle of the mapped memory; no bytes if nothing is mapped.
-        mapped: that memory.
+        mapped: the mapped memory.
         memory: its first id in this rank's proxy; None while it has none.
-        told: whether the peer was told of that id, or that there is none.
+        told: whether the peer was told that id, or that there is none.
     """
 
     version: int = 0
@@ -125,10 +127,11 @@ class _Handled(Struct):
 def _note_end(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> None:
     """Leaves the withdrawal of a range to the next update of its group.
 
-    No more, as garbage is collected anywhere: in a thread that has any lock, or waits for the node daemon's answer.
+    It does nothing else, because garbage may be collected in a thread that holds any lock, or waits for the node
+    daemon.
 
     An array does not keep its group alive: a failed group's exception may keep the array, through its traceback's
-    frames. Then the groups that inherited the range are left.
+    frames. In that case only the groups that inherited the range are notified.
     """
     alive = symmetric()
     if alive is not None and alive.note_end(announced):
@@ -139,7 +142,7 @@ def _note_end(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> 
 
 
 class SymmetricArrayMemory:
-    """Memory of `Communicator.empty`: freed when it was withdrawn and no peer maps it."""
+    """Memory of `Communicator.empty`, which is freed once it is withdrawn and no peer maps it."""
 
     def __init__(self, memory: Memory, symmetric: SymmetricMemory, announced: Announced) -> None:
         self.ptr, self.nbytes = memory.ptr, memory.nbytes
@@ -151,7 +154,7 @@ class SymmetricArrayMemory:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Withdraws it. No queued work may use it."""
+        """Withdraws the memory. No queued work may still use the memory."""
         alive = self._symmetric()
         if alive is None:
             self._finalizer()
@@ -160,15 +163,16 @@ class SymmetricArrayMemory:
 
 
 class SymmetricMemory:
-    """One rank's announcements, and its mappings of its peers'.
+    """One rank's announcements, and its mappings of its peers' announced memory.
 
     Args:
         peers: the tables of the host's other ranks, by rank.
         calls: the calls of the group, which learn how peers reach the memory.
 
     Attributes:
-        offered: whether all ranks learn of this one's announcements: they do on one host, if they are not too many.
-        freed: addresses of lent ranges that their owners have freed; whoever reads them removes them.
+        offered: whether all ranks learn of this rank's announcements, which holds if they share a host and are not too
+            many.
+        freed: addresses of lent ranges that their owners have freed; the reader removes what it reads.
     """
 
     def __init__(
@@ -188,28 +192,30 @@ class SymmetricMemory:
         self._world_size = len(topology.accessible)
         self.offered = len(self._numbers) == self._world_size and self._world_size <= MOST_RANKS
         self._peers = peers if self.offered else {}  # otherwise none announces anything
-        self._lock = threading.RLock()  # of the following, except the mappings
+        self._lock = threading.RLock()  # guards the following, except the mappings
         self._announced: dict[int, Announced] = {}
-        self._unsettled: dict[int, Announced] = {}  # those of which peers, or their proxies, have yet to reply
+        self._unsettled: dict[
+            int, Announced
+        ] = {}  # ranges for which replies of peers, or of their proxies, are missing
         self._free = list(range(ENTRIES - 1, -1, -1))
         self._withdrawn: dict[int, object] = {}  # by entry; released when all peers have unmapped it
-        self._ended: deque[Announced] = deque()  # ranges of arrays that are gone; needs no lock
+        self._ended: deque[Announced] = deque()  # ranges of arrays that were garbage-collected; needs no lock
         self._pool: MemoryPool | None = None
-        self._pool_changes = -1  # of the pool that were handled
-        self._following = threading.Lock()  # of what follows
+        self._pool_changes = -1  # the pool's change count when it was last handled
+        self._following = threading.Lock()  # guards the next field
         self._segments: dict[int, Announced | None] = {}  # by number; None where a segment can't be announced
         self.freed: deque[int] = deque()
         self._closed = False
-        self._mapping = threading.Lock()  # of what follows
+        self._mapping = threading.Lock()  # guards the following
         self._proxy: Proxy | None = None
-        self._seen = dict.fromkeys(peers, 0)  # changes of each peer's table that were handled
+        self._seen = dict.fromkeys(peers, 0)  # the change count of each peer's table when last handled
         self._handled: dict[tuple[int, int], _Handled] = {}  # by peer and entry
 
     def allocate(self, nbytes: int, *, reserved: bool = False) -> Memory:
-        """Device memory that is announced, unless the table is full or peers can't map it.
+        """Returns device memory, and announces it unless the table is full or peers can't map the memory.
 
         Args:
-            reserved: whether it may take one of the entries that are reserved for memory that must be announced.
+            reserved: whether to allow an entry reserved for memory that must be announced.
 
         Raises:
             ResourceError: the device has no room.
@@ -226,12 +232,13 @@ class SymmetricMemory:
         return SymmetricArrayMemory(memory, self, announced)
 
     def announce(self, ptr: int, nbytes: int, memory: object = None, *, reserved: bool = False) -> Announced | None:
-        """Announces a range, or finds it announced. None if peers can't map it, or the table is full.
+        """Announces a range, unless it is announced already. Returns None if peers can't map the range, or the table is
+        full.
 
-        Each call that returns something is paired with a `withdraw`.
+        Each call that does not return None is paired with a `withdraw`.
 
         Args:
-            memory: keeps it from being freed; released when it was withdrawn and no peer maps it.
+            memory: keeps the range from being freed; released once the range is withdrawn and no peer maps it.
             reserved: as for `allocate`.
         """
         if not self.offered or self._world_size == 1 or nbytes == 0:
@@ -242,7 +249,7 @@ class SymmetricMemory:
             with self._lock:
                 if known.users:
                     known.users += 1
-                    known.lent = False  # whoever registers it may wait
+                    known.lent = False  # the program registered the range, so its calls may wait
                     if known.memory is None:
                         known.memory = memory
                     self._tell_calls(known)
@@ -251,11 +258,11 @@ class SymmetricMemory:
         return None if exported is None else self._announce(exported, memory, reserved=reserved)
 
     def export(self, ptr: int, nbytes: int) -> Export | None:
-        """Exports a range that its owner keeps during the call. None if peers can't map it."""
+        """Exports a range that its owner keeps during the call. Returns None if peers can't map the range."""
         allocations = self._runtime.allocations(ptr, nbytes)
         try:
             handle = self._runtime.export(ptr, nbytes)
-        except ProxyCCLError:  # private memory: it is staged
+        except ProxyCCLError:  # private memory, which calls stage
             return None
         if len(handle) <= LONGEST_HANDLE:
             return Export(ptr, nbytes, handle, allocations)
@@ -263,7 +270,9 @@ class SymmetricMemory:
         return None
 
     def lend(self, exported: Export) -> None:
-        """Announces a range that no program has registered, unless it is announced or has changed since its export."""
+        """Announces a range that the program has not registered, unless it is announced or has changed since its
+        export.
+        """
         guard = AllocationGuard(self._runtime.calls, exported.allocations)
         with self._runtime.current():
             is_unchanged = guard.holds
@@ -294,13 +303,13 @@ class SymmetricMemory:
         return announced
 
     def _tell_calls(self, announced: Announced) -> None:
-        """Tells `Calls` how peers reach a range by now."""
+        """Updates `Calls` on how peers reach a range."""
         replies = self._replies(announced.entry)
         bases = None
         if replies is not None and UNREACHED not in replies:
             bases = [announced.start if rank == self._rank else replies.pop(0) for rank in range(self._world_size)]
         at_peers = self.memories_at_peers(announced) if announced.lent and announced.for_proxies else {}
-        proxies = NAMED_BY_PROXIES  # calls wait until peers' proxies have memory that is not lent
+        proxies = NAMED_BY_PROXIES  # for memory that is not lent, calls wait until peers' proxies have it
         if at_peers is not None and (at_peers or not announced.lent) and NO_MEMORY not in at_peers.values():
             proxies |= RECEIVED_BY_PROXIES
         if replies is not None and at_peers is not None:
@@ -315,9 +324,9 @@ class SymmetricMemory:
         )
 
     def withdraw(self, announced: Announced) -> None:
-        """Ends an `announce`. With the last one, no queued work of this rank may still use the range."""
+        """Undoes an `announce`. At the last one, no queued work of this rank may still use the range."""
         with self._lock:
-            if not announced.users:  # it was dropped
+            if not announced.users:  # already dropped
                 return
             announced.users -= 1
             if announced.users:
@@ -335,20 +344,22 @@ class SymmetricMemory:
             self._remove_from_proxy(announced)
 
     def note_end(self, announced: Announced) -> bool:
-        """Has the next update withdraw a range. It takes no lock. False if the group is closed."""
+        """Makes the next update withdraw a range. Takes no lock. Returns False if the group is closed."""
         if self._closed:
             return False
         self._ended.append(announced)
         return True
 
     def withdraw_ended(self) -> None:
-        """Withdraws the ranges whose arrays have ended."""
+        """Withdraws the ranges whose arrays were garbage-collected."""
         for ended in take_each(self._ended):
             self.withdraw(ended)
 
     def inherit(self, other: SymmetricMemory) -> None:
-        """Announces what another group's rank has announced, until it is withdrawn there, and follows its pool."""
-        other.withdraw_ended()  # a failed group has no more updates
+        """Announces the ranges of another group's rank, until they are withdrawn there, and follows that group's
+        pool.
+        """
+        other.withdraw_ended()  # a failed group is not updated any longer
         with other._lock:
             of_pool = {id(segment) for segment in other._segments.values()}
             ranges = [each for each in other._announced.values() if id(each) not in of_pool and not each.lent]
@@ -361,7 +372,7 @@ class SymmetricMemory:
             self.follow(other._pool)
 
     def _forget(self, announced: Announced) -> None:
-        """Withdraws a range for all, because its owner has freed it."""
+        """Withdraws a range for all its users, because its owner has freed it."""
         with self._lock:
             if self._closed or not announced.users:
                 return
@@ -382,7 +393,7 @@ class SymmetricMemory:
         announced.memory = None
 
     def let_go_withdrawn(self) -> bool:
-        """Releases memory that no peer maps; the runtime frees it. Returns whether there was any."""
+        """Releases withdrawn memory that no peer maps, which the runtime then frees. Returns whether there was any."""
         with self._lock:
             done = [entry for entry in list(self._withdrawn) if self._replies(entry) is not None]
             for entry in done:
@@ -391,9 +402,8 @@ class SymmetricMemory:
         return bool(done)
 
     def reached(self, view: ArrayView) -> list[int] | None:
-        """By rank, the address at which its kernels reach the array, this rank's included.
-
-        None if not all reach it, or not all have replied yet.
+        """Returns, by rank, the address at which that rank's kernels reach the array, this rank's included. None if not
+        all ranks reach the array, or not all have replied yet.
         """
         announced = self.find(view.ptr, view.nbytes)
         replies = None if announced is None else self._replies(announced.entry)
@@ -408,7 +418,7 @@ class SymmetricMemory:
             return [announced.nbytes for announced in self._announced.values() if announced.lent]
 
     def _withdraw_freed(self) -> None:
-        """Withdraws ranges that their owners have freed: peers keep their memory occupied until they unmap it."""
+        """Withdraws ranges that their owners have freed, since the memory stays occupied until peers unmap it."""
         with self._lock:
             ranges = [announced for announced in self._announced.values() if announced.memory is None]
         for announced in ranges:
@@ -431,8 +441,8 @@ class SymmetricMemory:
                     self._unsettled[announced.entry] = announced
 
     def may_have_memory_ids(self, announced: Announced) -> bool:
-        """Whether a range has ids in proxies, or may take some: all ranks' optional ranges take at most half of a
-        proxy's ids, so that some are left for memory that must have them, and lent ones half of those.
+        """Whether a range has ids in proxies, or may take some. All ranks' optional ranges take at most half of a
+        proxy's ids, and lent ranges at most a quarter, so that memory that must have ids gets them.
         """
         with self._lock:
             others = sum(other.ids for other in self._announced.values() if other.has_ids)
@@ -440,7 +450,7 @@ class SymmetricMemory:
         return announced.has_ids or others + announced.ids <= MAX_MEMORIES // (part * self._world_size)
 
     def own_memory(self, announced: Announced) -> int:
-        """The first id of a range of this rank in its own proxy. Raises ResourceError if no ids are left."""
+        """Returns the first id of this rank's range in its own proxy. Raises ResourceError if no ids are left."""
         with self._mapping:
             if announced.proxy_memory is None:
                 if self._proxy is None:
@@ -451,9 +461,9 @@ class SymmetricMemory:
             return announced.proxy_memory
 
     def memories_at_peers(self, announced: Announced) -> dict[int, int] | None:
-        """By peer, the first id of a range of this rank in the peer's proxy. None while a peer has not replied.
+        """Returns, by peer, the first id of this rank's range in the peer's proxy. None while a peer has not replied.
 
-        If the peer's proxy can't add it, the id is NO_MEMORY. All ranks must have called `serve`.
+        If the peer's proxy can't add the range, the id is NO_MEMORY. All ranks must have called `serve`.
         """
         with self._lock:
             self._ask_proxies(announced)
@@ -467,7 +477,7 @@ class SymmetricMemory:
             self._own.announce_to_proxies(announced.entry)
 
     def _offer_to_proxies(self, announced: Announced) -> None:
-        """Asks the peers' proxies to add a range before a call needs it, as that will not wait."""
+        """Asks the peers' proxies to add a range before a call needs it, because the call will not wait."""
         if self.may_have_memory_ids(announced):
             self._ask_proxies(announced)
 
@@ -495,14 +505,14 @@ class SymmetricMemory:
     # -- this rank's memory that another library allocates ---
 
     def follow(self, pool: MemoryPool) -> None:
-        """Announces a pool's segments, as they come, from now on, and withdraws them when they are freed."""
+        """Announces a pool's segments from now on, as they are allocated, and withdraws them when they are freed."""
         self._pool = pool
         self._follow_pool(pool)
 
     def _follow_pool(self, pool: MemoryPool) -> None:
         changes = pool.changes
         if changes == self._pool_changes or not self._following.acquire(blocking=False):
-            return  # a thread that is at it
+            return  # another thread is doing this
         try:
             segments = {segment.number: segment for segment in pool.segments() if not segment.freed}
             for number in self._segments.keys() - segments.keys():
@@ -511,7 +521,7 @@ class SymmetricMemory:
                     self.withdraw(announced)
             for number in segments.keys() - self._segments.keys():
                 if self._closed or len(self._free) <= _RESERVED_ENTRIES:
-                    return  # they are looked at again
+                    return  # the next update retries
                 hold = pool.hold(number)
                 if hold is not None:
                     segment = segments[number]
@@ -524,10 +534,10 @@ class SymmetricMemory:
 
     def update(self, *, wait: bool = False) -> None:
         """Maps memory that peers have announced, unmaps memory that they have withdrawn, and replies. Releases memory
-        that they unmapped, withdraws what its owner has freed, and checks the pool that it follows.
+        that they unmapped, withdraws ranges that owners have freed, and checks the pool that it follows.
 
         Args:
-            wait: wait for another thread that does this; otherwise leave it to that thread.
+            wait: if another thread is updating, wait for that thread; otherwise return at once.
         """
         self.withdraw_ended()
         if self._withdrawn:
@@ -553,8 +563,8 @@ class SymmetricMemory:
         changes = table.changes
         if changes == self._seen[peer]:
             return
-        # An entry that is being written counts as a change once it is written. Withdrawn memory comes first: a driver
-        # may refuse to map memory that took its place.
+        # An entry that is being written counts as a change once it is complete. Withdrawn memory is unmapped first: a
+        # driver may refuse to map memory that took its place.
         for entry, announcement in sorted(table.changed(), key=lambda found: bool(found[1].handle)):
             handled = self._handled.setdefault((peer, entry), _Handled())
             if announcement.version != handled.version:
@@ -577,13 +587,13 @@ class SymmetricMemory:
         handled.handle, handled.mapped, handled.memory, handled.told = b"", None, None, False
 
     def _add_to_proxy(self, proxy: Proxy, handle: bytes, handled: _Handled) -> int:
-        """The first id of a peer's memory in this rank's proxy, or NO_MEMORY."""
+        """Returns the first id of a peer's memory in this rank's proxy, or NO_MEMORY."""
         try:
-            if handled.mapped is None:  # kernels can't reach it, but copies may
+            if handled.mapped is None:  # kernels can't reach the memory, but copies may
                 handled.mapped, handled.handle = self._mappings.acquire(handle), handle
             mapped = handled.mapped
             handled.memory = proxy.add_memory(mapped.ptr, mapped.nbytes, handle=lambda: handle)
-        except ProxyCCLError:  # its owner uses other memory
+        except ProxyCCLError:  # the owner then uses other memory
             return NO_MEMORY
         return handled.memory
 
@@ -594,18 +604,18 @@ class SymmetricMemory:
             return UNREACHED
         try:
             handled.mapped, handled.handle = self._mappings.acquire(handle), handle
-        except ProxyCCLError:  # its owner may have freed it: then it has withdrawn it too
+        except ProxyCCLError:  # the owner may have freed the memory, and then has withdrawn it too
             return UNREACHED
         return handled.mapped.ptr
 
     def memories(self) -> list[object]:
-        """Memory that is kept here because peers' kernels may reach it."""
+        """Returns the memory that is kept here because peers' kernels may reach it."""
         with self._lock:
             announced = [each.memory for each in self._announced.values()]
             return [memory for memory in (*announced, *self._withdrawn.values()) if memory is not None]
 
     def close(self) -> None:
-        """Ends it. Kernels of this rank no longer use the peers' memory, and this rank's memory is freed with its
+        """Closes this. Kernels of this rank must no longer use the peers' memory; this rank's memory is freed with its
         last reference.
         """
         with self._following, self._mapping, self._lock:
@@ -615,4 +625,4 @@ class SymmetricMemory:
             self._segments.clear()
             self._announced.clear()
             self._withdrawn.clear()
-        self.withdraw_ended()  # for the groups that inherited them
+        self.withdraw_ended()  # notifies the groups that inherited these ranges

@@ -9,16 +9,16 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError
 
 LONGEST_TIME = 1e9
-"""Seconds: kernels count them in 64-bit nanoseconds, with room to spare."""
+"""The longest time in seconds; it fits in 64 bits of nanoseconds, in which kernels count."""
 
 DEFAULT_TIMEOUT = 30.0
 
 
 def timeout_from(value: float | None) -> float:
-    """A time-out in seconds: the value, or for None that of ``PROXYCCL_TIMEOUT``, else the default.
+    """Returns a time-out in seconds: the value, or for None that of ``PROXYCCL_TIMEOUT``, else the default.
 
     Raises:
-        ArgumentError: it is not a positive number of seconds.
+        ArgumentError: the value is not a positive number of seconds.
     """
     if value is None:
         text = os.environ.get("PROXYCCL_TIMEOUT")
@@ -32,7 +32,7 @@ def timeout_from(value: float | None) -> float:
 
 
 def as_seconds(value: Any, argument: str, expected: str, *, may_be_none: bool = False) -> float:
-    """A time that a caller passes, in seconds: above 0, or at least 0 if zero is allowed.
+    """Checks a time that a caller passes, in seconds: above 0, or at least 0 if zero is allowed.
 
     Raises:
         ArgumentError: it is not such a number, or above `LONGEST_TIME`. `expected` describes the valid values.

@@ -1,10 +1,10 @@
 """Windows: one-sided access to an array of every rank, by streams and without a kernel.
 
-A put or a get is a copy by the copy engine on the caller's stream. A signal is a word that the stream writes after it,
-and whoever waits for it has the stream wait for the word: neither takes a multiprocessor.
+A put or a get is a copy by the copy engine on the caller's stream. A signal is a word that the stream writes after the
+copy, and a wait makes the peer's stream wait for this word. Neither occupies a multiprocessor.
 
-The words that peers write are in each rank's pinned memory. So the processor releases waiting streams when a rank has
-failed, and sees when a stream has waited for too long: the stream stores the count that it waits for to another word.
+The words that peers write are in each rank's pinned memory. So the CPU can release waiting streams when a rank has
+failed, and notices a stream that waits too long, because the stream stores the count that it waits for to another word.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _RELEASED = (1 << 63) - 1
 class Window:
     """One-sided access to an array of every rank; made by `Communicator.window`.
 
-    A rank's calls take effect in their order, on whatever streams they are. Each peer's signals are counted by
-    themselves. Calls of different ranks are ordered by signals alone.
+    A rank's calls take effect in their order, on any streams. Each peer's signals are counted separately. Calls of
+    different ranks are ordered by signals alone.
 
     Args:
         group: the ranks.
-        array: this rank's, as for `Communicator.register`.
+        array: this rank's array, as for `Communicator.register`.
 
     Raises:
         ArgumentError: on all ranks, if peers can't map the array of one of them.
@@ -53,7 +53,8 @@ class Window:
                 self._memory.close()
             raise
         ranks = group.world_size
-        # By rank: the number of its signals, which it writes; and the number that this rank's streams wait for.
+        # By rank: the count of signals that the rank has sent, which it writes; and the count that this rank's streams
+        # wait for.
         self._words = group.runtime.allocate_pinned(2 * ranks * _WORD)
         self._values = ffi.cast("uint64_t *", self._words.host_ptr)
         self._sent, self._awaited = [0] * ranks, [0] * ranks
@@ -82,9 +83,9 @@ class Window:
 
         Args:
             x: any contiguous array of this rank's device.
-            peer: a rank whose memory this one's device reaches; this rank too.
+            peer: a rank whose memory this rank's device reaches; may be this rank.
             offset: bytes from the beginning of the peer's array.
-            signal: whether to signal the peer after it; see `signal`.
+            signal: whether to signal the peer after the copy; see `signal`.
             stream: as for `all_reduce`.
 
         Raises:
@@ -105,11 +106,11 @@ class Window:
         return out
 
     def signal(self, peer: int, *, stream: StreamLike = None) -> None:
-        """Signals a peer, on the stream: after it the peer sees all that this rank has put there before.
+        """Signals a peer, on the stream. When the signal has arrived, the peer sees all of this rank's earlier puts.
 
         Args:
             peer: as for `put`.
-            stream: as for `all_reduce`. It must not be captured into a graph, which could not count on.
+            stream: as for `all_reduce`. A graph must not capture this call, because a replay would not count further.
         """
         self._word(as_rank(self._group.world_size, peer, "peer"))
         self._issue([], peer, True, stream, self._memory.array)
@@ -117,12 +118,12 @@ class Window:
     def wait_signal(self, peer: int, *, count: int = 1, stream: StreamLike = None) -> None:
         """Makes the stream wait for further signals of a peer.
 
-        If they do not come within the communicator's time-out, from when the stream waits, this rank ends the
-        communicator.
+        If the signals do not arrive within the communicator's time-out, counted from the start of the stream's wait,
+        this rank ends the communicator.
 
         Args:
             peer: as for `put`.
-            count: how many, from 1 on.
+            count: the number of signals, from 1 on.
             stream: as for `signal`.
         """
         rank = as_rank(self._group.world_size, peer, "peer")
@@ -163,14 +164,14 @@ class Window:
             raise ArgumentError("stream", "is being captured into a graph, which can't count signals")
 
     def _word(self, rank: int) -> int:
-        """The word at a rank that counts this one's signals."""
+        """Returns the address of the word at a rank that counts this rank's signals."""
         if rank == self._group.rank:
             return self._words.ptr + rank * _WORD
         self._group.topology.require_accessible([rank], "peer")
         return self._peers[rank].ptr + self._group.rank * _WORD
 
     def _ranges(self, x: Any, argument: str, peer: int, offset: int) -> tuple[ArrayView, int]:
-        """This rank's array, and the address here of the peer's range."""
+        """Returns the view of this rank's array, and the local address of the peer's range."""
         self._require_open()
         view = as_view(x, argument, gpu=self._runtime.name)
         if view.device[0] != self._runtime.name:
@@ -184,7 +185,7 @@ class Window:
             )
         theirs = self._memory.peer_ptr(peer) + offset
         if view.ptr != theirs and view.ptr < theirs + view.nbytes and theirs < view.ptr + view.nbytes:
-            raise ArgumentError(argument, "overlaps the range of the window in part; it must be apart from it")
+            raise ArgumentError(argument, "overlaps the window's range in part; expected the same range or no overlap")
         return view, theirs
 
     def _require_open(self) -> None:
@@ -211,12 +212,12 @@ class Window:
                 return
 
     def release_streams(self) -> None:
-        """Lets all streams go on that wait for signals, now and later."""
+        """Releases all streams that wait for signals, now and later."""
         for rank in range(self._group.world_size):
             self._values[rank] = _RELEASED
 
     def close(self) -> None:
-        """Ends it, but not its array's registration. Its words live as long as streams use them."""
+        """Closes the window, but not its array's registration. The words live as long as streams use them."""
         if self._closed or self._group.failure.inherited:
             return
         self._closed = True

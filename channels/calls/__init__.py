@@ -1,1 +1,1 @@
-"""The one path of every call: its form is found or prepared, filled in, logged and launched."""
+"""The path of every call: the call's form is found or prepared, filled in, logged and launched."""

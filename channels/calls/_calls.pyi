@@ -1,4 +1,4 @@
-"""The extension of `module.c`: the forms of calls, transfers, and experts' calls (expert_parallel/*.c)."""
+"""The C extension of `module.c`: forms of calls, transfers, and experts' calls (expert_parallel/*.c)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,17 +7,17 @@ from typing import Any, Final, Protocol
 from proxyccl.device.base_runtime import StreamLike
 
 MOST_FORMS: Final[int]
-"""The most forms that a `Calls` keeps. Beyond them the one that was not used for longest goes."""
+"""The most forms that a `Calls` keeps. A further form evicts the least recently used one."""
 
 LEAST_LENT_BYTES: Final[int]
-"""The size from which `Calls.take_notes` has arrays."""
+"""`Calls.take_notes` reports arrays of at least this size."""
 
 MOST_DIMENSIONS: Final[int]
 """The most dimensions of an array that `Calls` reads."""
 
 NAMED_BY_PROXIES: Final[int]
 RECEIVED_BY_PROXIES: Final[int]
-"""Whether schedules may send from memory, and receive in it."""
+"""Flags of memory in which schedules may receive, and from which they may send."""
 
 class _Lock(Protocol):
     def acquire(self) -> object: ...
@@ -29,15 +29,15 @@ class Form:
     Args:
         prepared: addresses of the function that issues the call (proxyccl_calls_issue or one like it, calls.h), and of
             its arguments: the callers, the encoded fields, and the launch, which is 0 if the call launches nothing.
-        kept: what must live as long as these; `refuse` of `Calls` is given it.
+        kept: objects that must live as long as `prepared` is used; they are passed to `refuse` of `Calls`.
         relocations: the words of the launch's arguments that point into the call's arrays: address of the word, number
-            of the array, offset in it.
-        peers: address of the words that hold, by rank, the address of the call's last array for the kernels of that
-            rank, or 0 if there are none; the number of ranks; this rank.
+            of the array, offset in the array.
+        peers: three numbers. The address of the words that hold, by rank, the address of the call's last array for that
+            rank's kernels, 0 for no such words; the number of ranks; this rank.
         ranges: start and end of memory whose withdrawal ends the form.
         lent: the number of the array that peers should reach if the program uses it often; -1 for none.
-        names_memory: whether the launch names memory by numbers of the proxies. The form is then bound to the addresses
-            of a call, if proxies reach one of its arrays.
+        names_memory: whether the launch names memory by the proxies' ids. The form is then bound to the addresses of
+            one call, if proxies reach one of the call's arrays.
     """
 
     def __new__(
@@ -54,10 +54,10 @@ class Form:
 class Calls:
     """The calls of one group.
 
-    A call is found by its options and by the kinds of its arrays: type, element type, shape, alignment, whether it is
-    read-only, how peers reach it, and how it lies to the other array. If none is kept, the first option is called as
-    ``prepare(x, out, options, reached, logged)`` and returns the `Form`: `reached` tells whether kernels of all ranks
-    reach `out`, and `logged` whether `prepare` was called for this call before, and has logged it.
+    A call's form is found by its options and by the kinds of its arrays: type, element type, shape, alignment, whether
+    the array is read-only, how peers reach the array, and how the two arrays overlap. If no form is kept, the first
+    option is called as ``prepare(x, out, options, reached, logged)`` and returns the `Form`: `reached` tells whether
+    kernels of all ranks reach `out`, and `logged` whether an earlier `prepare` of this call has logged the call.
 
     Args:
         arrays: the types `Array` and `ArrayView`; a dict from each type of torch's tensors that have their own memory
@@ -65,7 +65,7 @@ class Calls:
             tensors lie, or -1 for the CPU.
         rank: this rank.
         lock: held while a call is issued, but not while it is prepared.
-        current_stream: the type of the handles of streams whose order tells when a call's arrays are free again.
+        current_stream: the type of stream handles for which the caller's allocator reuses arrays in stream order.
         functions: ``refuse(status, kept)`` raises the error for a nonzero status of a call; ``turn(stream)`` returns
             the handle of a stream, ordered after the latest call, and calls `set_stream`; ``context()`` makes the
             device current in a block; ``keep(objects, stream, handle)`` keeps objects until the stream has passed the
@@ -73,8 +73,8 @@ class Calls:
 
     Attributes:
         stream: the handle of the stream of the latest call; None if the next call must ask `turn`.
-        made: calls that were issued.
-        prepared: forms that were prepared.
+        made: the number of calls issued.
+        prepared: the number of forms prepared.
     """
 
     stream: int | None
@@ -98,18 +98,18 @@ class Calls:
         """Makes a call.
 
         Args:
-            x, out: its arrays, which may be the same object; an empty tuple for none.
-            options: at most ten. Texts, integers and tuples are known by value, other objects by identity.
+            x, out: the call's arrays, which may be the same object; an empty tuple for a missing array.
+            options: at most ten. Texts, integers and tuples are compared by value, other objects by identity.
             stream: None for the default stream.
 
         Returns:
-            False, with nothing done, if an array can't be read here; `as_view` may read it.
+            False, with nothing done, if C can't read an array; `as_view` may read that array.
 
         Raises what `prepare`, `refuse` and `turn` raise.
         """
     def call_kept(self, x: object, out: object, options: tuple[object, ...], stream: int, /) -> bool:
-        """Makes a call if its form is kept; otherwise returns False with nothing done. The caller keeps the arrays
-        until the stream has passed the call.
+        """Makes a call if its form is kept; otherwise does nothing and returns False. The caller keeps the arrays until
+        the stream has passed the call.
         """
     def clear(self) -> None:
         """Forgets all forms, including those that are being prepared."""
@@ -127,36 +127,38 @@ class Calls:
         kept: object,
         /,
     ) -> None:
-        """Makes known how peers reach a range of this rank's memory.
+        """Sets how peers reach a range of this rank's memory.
 
         Args:
             number: names the range.
             start, end: its addresses.
             bases: by rank, the address of `start` for the kernels of that rank; None unless all reach it.
-            proxies: the sum of `NAMED_BY_PROXIES` and `RECEIVED_BY_PROXIES`, where these hold.
-            holds, guard: addresses of a function, and of its first argument, that tells whether memory in the range is
-                still in the allocations that held it (allocation_guard.h); 0 if nothing need tell.
-            kept: what must live as long as the guard.
+            proxies: the sum of the flags `NAMED_BY_PROXIES` and `RECEIVED_BY_PROXIES` that apply.
+            holds, guard: addresses of a function, and of its first argument, that checks whether the range is still in
+                the allocations that held it (allocation_guard.h); 0 for no check.
+            kept: an object that must live as long as the guard.
         """
     def unset_reached(self, number: int, /) -> None:
-        """Forgets a range; one that is not known is ignored."""
+        """Forgets a range. An unknown range is ignored."""
     def reach_of(self, start: int, nbytes: int, /) -> int:
-        """How peers reach an array: 1 if the kernels of all ranks do, plus `NAMED_BY_PROXIES` and
-        `RECEIVED_BY_PROXIES` where these hold."""
+        """Returns how peers reach an array: 1 if the kernels of all ranks do, plus the flags `NAMED_BY_PROXIES` and
+        `RECEIVED_BY_PROXIES` that apply.
+        """
     def take_notes(self) -> list[tuple[int, int]]:
-        """Address and size of each `lent` array, from `LEAST_LENT_BYTES` on, that calls have met since the last time
-        and that peers do not reach. An array that was met repeatedly is there as often."""
+        """Returns address and size of each `lent` array of at least `LEAST_LENT_BYTES` that calls used since the last
+        `take_notes` and that peers do not reach. An array is listed once for each use.
+        """
     def want(self, start: int, nbytes: int, lend: Callable[[int, int], object], /) -> None:
-        """Has ``lend(start, nbytes)`` called in the next call with that array, after it was issued."""
+        """Requests that the next call with this array calls ``lend(start, nbytes)``, after the call was issued."""
     def set_stream(self, stream: int | None) -> None:
-        """The stream of the latest call, by its handle; with None the next call asks `turn`."""
+        """Sets the stream of the latest call, by its handle. After None the next call asks `turn`."""
     def order_by(self, order: int, event: int, thread_stream: int) -> None:
-        """Has calls on another stream than the last follow it without `turn`.
+        """Lets C order a call after the latest call on another stream, without `turn`.
 
         Args:
             order: address of a ProxycclStreamOrder (stream_order.h).
-            event: that nothing else uses.
-            thread_stream: the handle that means another stream in each thread, which stays with `turn`.
+            event: handle of an event that nothing else uses.
+            thread_stream: the handle that means a different stream in each thread; its calls still use `turn`.
         """
 
 class FlowCalls:
@@ -166,7 +168,7 @@ class FlowCalls:
         arrays: as for `Calls`.
         ndarray: numpy's type of arrays.
         current_stream: as for `Calls`.
-        runtime: of the arrays that are `Array`; the group's.
+        runtime: the group's runtime, which arrays of type `Array` must have.
         failure: the group's `FailureState`.
         lock: held while a call is issued.
         launch: the addresses of a ProxycclLaunch and of its argument, a ProxycclFlows; their owner; bytes of a lane.
@@ -175,7 +177,8 @@ class FlowCalls:
         functions: ``refuse(status)`` raises the error for a nonzero status of a call; ``handle_of(stream)`` returns a
             stream's handle; ``context()`` makes the device current in a block; ``keep(objects, stream, handle)`` keeps
             objects until the stream has passed the work that it has; ``make_event()`` returns the handle of an event;
-            ``take_stream()`` returns a stream for a call that waits; ``wait(stream)`` waits for it, and takes it back.
+            ``take_stream()`` returns a stream for a call that waits; ``wait(stream)`` waits for that stream, and takes
+            it back.
 
     Attributes:
         events: handles of the events that were made.
@@ -204,33 +207,33 @@ class FlowCalls:
         ],
     ) -> FlowCalls: ...
     def call(self, x: Any, out: Any, options: tuple[Any, Any, Any], stream: StreamLike, /) -> bool:
-        """Makes a call, and waits for it if there is no stream on the host runtime.
+        """Makes a call. On the host runtime, without a stream, waits for the call's end.
 
         Args:
-            x, out: the arrays to send, and those to receive in: one, or a list or tuple of them.
-            options: a function that compares the call with the other ranks, given (x, out), or the call's name if that
-                is not to be done; then the ranks of `x`, and those of `out`. For a list of arrays these are a list of a
-                rank for each. For one array they are a rank; or how many rows go to each rank, or come from it; or
-                "even" if these are as many for all; or "all" for an array that goes to all as a whole.
+            x, out: the arrays to send, and the arrays to receive in: one array, or a list or tuple of arrays.
+            options: three values. First a function that compares the call with the other ranks, given (x, out), or the
+                call's name for no comparison. Then the ranks for `x`, and the ranks for `out`: for a list of arrays, a
+                list with one rank each; for one array, a rank, or the number of rows for each rank, or "even" for equal
+                numbers of rows, or "all" for an array that goes to all ranks as a whole.
             stream: None for the default stream.
 
         Returns:
-            False, with nothing done, if Python must look at an argument: to take it in another way, or to refuse it.
+            False, with nothing done, if Python must handle an argument: convert it, or refuse it.
 
         Raises what the functions raise.
         """
     def call_borrowed(self, x: Any, out: Any, options: tuple[Any, Any, Any], stream: int, /) -> bool:
-        """As `call`, with arrays that the caller keeps until the stream has passed the call."""
+        """Makes a call like `call`, with arrays that the caller keeps until the stream has passed the call."""
     def takes(self, x: Any, received: bool, /) -> bool:
-        """Whether `call` can send an array, or receive in it; otherwise Python must look at it."""
+        """Whether `call` can send an array, or receive in the array; otherwise Python must handle the array."""
     def run(self, transfers: list[tuple[int, int, int, int]], stream: StreamLike, owners: object, /) -> None:
         """Makes a call of transfers that were checked.
 
         Args:
-            transfers: of each the peer, the address of the data to send, or 0, that for received data, or 0, and the
-                size. With both addresses it is a copy within this rank.
+            transfers: for each the peer, the address of the data to send or 0, the address for received data or 0, and
+                the size. A transfer with both addresses is a copy within this rank.
             stream: as for `call`.
-            owners: kept until the stream has passed the call.
+            owners: objects kept until the stream has passed the call.
         """
 
 class Descriptor:
@@ -239,8 +242,8 @@ class Descriptor:
     Attributes:
         like: an array of the library and device of the tables.
         missing: why there are no rows; None if they were received.
-        blocks: the arrays in which tables lie, their addresses, and the `Tables`.
-        table_owners: these arrays, which must be kept alive while kernels use them.
+        blocks: the arrays that hold tables, their addresses, and the `Tables`.
+        table_owners: the arrays of `blocks`, which must be kept alive while kernels use them.
     """
 
     owner: Any
@@ -257,23 +260,23 @@ class Descriptor:
     @property
     def table_owners(self) -> tuple[Any, ...]: ...
     def add_block(self, array: Any, address: int, tables: Any, offsets: int) -> None:
-        """Adds tables that lie in an array, with the address of their offsets. There can be two blocks."""
+        """Adds an array that holds tables, with the address of the tables' offsets. At most two blocks can be added."""
     def find(self, name: str, /) -> tuple[Any, Any, Any] | None:
-        """A table's array, its place there and its `Tables`; None if there is none of that name."""
+        """Returns a table's array, the table's place in the array and its `Tables`; None if no table has that name."""
 
 class FormList:
-    """The forms of one call whose arrays may have any first extent.
+    """The forms of one kind of call, whose arrays may have any first extent.
 
     Args:
-        calls: of the group.
-        widths: for each argument of the call that is an array, how many arrays it may have at most as a tuple; 1 for no
-            tuples; -n if a tuple must have n. An argument may be None, but not an array of a tuple.
-        further: how many other arguments follow.
-        view: called as view(argument, x) for an array that C can't read, with the argument's number. It returns a view
-            of the array, or raises ArgumentError.
-        prepare: called with the arguments of a call for whose arrays' kinds no form is listed. It returns a form, or
+        calls: the group's `Calls`.
+        widths: for each array argument of the call, the most arrays that it may hold as a tuple; 1 for no tuples; -n if
+            a tuple must have n arrays. An argument may be None, but an array in a tuple may not.
+        further: the number of other arguments that follow.
+        view: called as view(argument, x), with the argument's number, for an array that C can't read. Returns a view of
+            the array, or raises ArgumentError.
+        prepare: called with a call's arguments if no form is listed for the kinds of their arrays. Returns a form, or
             raises ArgumentError. A kind is the type, the element type, the shape without the first extent, and whether
-            the array is read-only. 16 forms are listed; beyond them the oldest goes.
+            the array is read-only. At most 16 forms are listed; a further form replaces the oldest.
     """
 
     def __new__(
@@ -286,7 +289,7 @@ class FormList:
         /,
     ) -> FormList: ...
     def call(self, *arguments: Any) -> Any:
-        """Makes a call. Returns what its form returns. If the form refuses the first extents of the arrays, `prepare`
+        """Makes a call, and returns its form's result. If the form refuses the first extents of the arrays, `prepare`
         raises ArgumentError.
         """
 
@@ -294,8 +297,8 @@ class DispatchForm:
     """The form of a dispatch, whose arguments stay packed (dispatch_form.py).
 
     A call is given the tokens or a pair of rows and scales, the ids, the weights, the indices, and a stream. A call by
-    an earlier routing is given the tokens, its descriptor, a stream and an array for the rows. A call without a stream
-    is on the one where torch works now. Where that is not the stream of C's calls, `queue` issues it.
+    an earlier routing is given the tokens, that routing's descriptor, a stream and an array for the rows. A call
+    without a stream runs on torch's current stream. If that is not the stream of C's calls, `queue` issues the call.
 
     Args:
         common: `CallForm.common`.
@@ -332,13 +335,13 @@ class DispatchForm:
         addresses: tuple[int, int, int],
         /,
     ) -> None:
-        """Issues phases of a call that was filled in, with room for rows and the addresses of rows, scales, weights."""
+        """Issues phases of a filled-in call, given the room for rows and the addresses of rows, scales, weights."""
 
 class CombineForm:
     """The form of a combine, whose arguments stay packed (combine_form.py); see `DispatchForm`.
 
-    A call is given the rows, their weights, the weights of slots, the ids that order sums, up to two arrays with which
-    sums begin, the descriptor, an array for the result and a stream. It returns the result, or a `SentCall`.
+    A call is given the rows, their weights, the weights of slots, the ids that order sums, up to two arrays of initial
+    sums, the descriptor, an array for the result and a stream. The call returns the result, or a `SentCall`.
 
     Args:
         common: `CallForm.common`.
@@ -364,11 +367,11 @@ class SentCall:
     """A dispatch or a combine whose first half is queued.
 
     Attributes:
-        desc: of the dispatch; filled when its rows are received.
-        stream: of the first half.
-        rows: a dispatch's output, None if its size is not known yet; or those that a combine was given.
+        desc: the dispatch's descriptor, filled when rows are received.
+        stream: the stream of the first half.
+        rows: a dispatch's output, None while its size is unknown; or the rows passed to a combine.
         owners: the arrays that kernels use.
-        recorded: the caller's tokens or rows and their weights, if a library records the call.
+        recorded: the caller's tokens or rows and their weights, if a library such as autograd records the call.
     """
 
     desc: Any
@@ -377,7 +380,7 @@ class SentCall:
     owners: tuple[Any, ...]
     recorded: tuple[Any, ...]
     def receive(self, stream: Any, out: Any = None, /) -> Any:
-        """Makes the second half on a stream. Returns the rows of a dispatch, their weights and the descriptor; or the
-        result of a combine, which is `out` or a new array. Raises ArgumentError, and does nothing, if `out` does not
-        fit.
+        """Issues the second half on a stream. Returns a dispatch's rows, their weights and the descriptor; or the
+        result of a combine, which is `out` or a new array. If `out` does not fit, raises ArgumentError and does
+        nothing.
         """

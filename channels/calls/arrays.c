@@ -10,7 +10,7 @@
 #define TEXT(name) #name,
 enum { NAMES_OF(NUMBER) NAMES };
 static const char* const kNames[NAMES] = {NAMES_OF(TEXT)};
-static PyObject* names[NAMES]; /* of the process's one module */
+static PyObject* names[NAMES]; /* shared, because a process loads the module once */
 
 int proxyccl_name_array_attributes(void) {
   for (int i = 0; i < NAMES; ++i)
@@ -40,7 +40,7 @@ void proxyccl_clear_array_types(ArrayTypes* self) { OF_TYPES(PROXYCCL_CLEAR) }
 
 static PyObject* call(PyObject* x, int name) { return PyObject_CallMethodObjArgs(x, names[name], NULL); }
 
-/* A number, whose reference this takes; -1 with an exception if `found` is NULL. */
+/* Converts a number, and drops its reference. Returns -1 with an exception if `found` is NULL. */
 static Py_ssize_t number(PyObject* found) {
   const Py_ssize_t value = found == NULL ? -1 : PyLong_AsSsize_t(found);
   Py_XDECREF(found);
@@ -59,7 +59,7 @@ static int is(PyObject* found, PyObject* expected) {
   return found == expected;
 }
 
-/* Reads the dtype and the shape, and computes the size. 1, or 0, perhaps with an exception: there may be symbols. */
+/* Reads dtype and shape, and computes the size. Returns 1, or 0, perhaps with an exception, as for symbolic shapes. */
 static int read_elements(PyObject* x, GivenArray* array) {
   ArrayKind* kind = &array->kind;
   PyObject* shape = PyObject_GetAttr(x, names[NAME_shape]);
@@ -152,7 +152,7 @@ static int read_of_array(const ArrayTypes* types, PyObject* x, GivenArray* array
   PyObject* known = array->kind.type == types->array ? PyObject_GetAttr(x, names[NAME_address]) : NULL;
   if (known == Py_None) Py_CLEAR(known);
   if (PyErr_Occurred() != NULL) return 0;
-  array->at = address(known != NULL ? known : PyObject_GetAttr(x, names[NAME_ptr])); /* an error if it was freed */
+  array->at = address(known != NULL ? known : PyObject_GetAttr(x, names[NAME_ptr])); /* raises if the array was freed */
   if (PyErr_Occurred() != NULL || !read_elements(x, array)) return 0;
   if (array->kind.type == types->array)
     return (array->kind.runtime = PyObject_GetAttr(x, names[NAME__runtime])) != NULL;
@@ -189,7 +189,7 @@ int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array)
   else if ((exchange = PyDict_GetItemWithError(types->tensors, (PyObject*)type)) != NULL)
     read = read_tensor(types, x, exchange, array);
   else
-    read = PyErr_Occurred() == NULL && read_buffer(x, array); /* an error of a type without a hash */
+    read = PyErr_Occurred() == NULL && read_buffer(x, array); /* fails for a type without a hash */
   array->kind.alignment = array->at % 16;
   if (read) return 1;
   proxyccl_release_array(array);
@@ -199,5 +199,5 @@ int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array)
 void proxyccl_release_array(GivenArray* array) {
   Py_CLEAR(array->kind.element);
   Py_CLEAR(array->kind.runtime);
-  PyBuffer_Release(&array->buffer); /* does nothing without an object */
+  PyBuffer_Release(&array->buffer); /* does nothing if there is no object */
 }

@@ -1,4 +1,4 @@
-/* The arrays of a call, as Python's objects of several libraries: where they lie, and what else a form depends on. */
+/* Reads the arrays of a call, which are Python objects of several libraries: their memory and their kinds. */
 #ifndef PROXYCCL_ARRAYS_H
 #define PROXYCCL_ARRAYS_H
 
@@ -14,7 +14,7 @@ typedef struct ArrayTypes {
   Py_ssize_t device;          /* the GPU of tensors; -1: the CPU */
 } ArrayTypes;
 
-/* What a form depends on of an array. It has no padding, because kinds are compared by memcmp. */
+/* The properties of an array on which a form depends. No padding, because kinds are compared by memcmp. */
 typedef struct ArrayKind {
   PyTypeObject* type;
   PyObject* element; /* the dtype of an Array, an ArrayView or a tensor of small integers; NULL of others … */
@@ -30,10 +30,10 @@ typedef struct GivenArray {
   ArrayKind kind;
   uintptr_t at;
   size_t bytes;
-  Py_buffer buffer; /* held until `proxyccl_release_array`; without an object for arrays that have none */
+  Py_buffer buffer; /* held until `proxyccl_release_array`; its object is NULL for arrays without buffers */
 } GivenArray;
 
-/* For a kind that is kept: its references. */
+/* Takes or drops the references of a kind that is kept. */
 static inline void proxyccl_keep_kind(const ArrayKind* kind) {
   Py_XINCREF((PyObject*)kind->type);
   Py_XINCREF(kind->element);
@@ -49,14 +49,14 @@ static inline void proxyccl_drop_kind(const ArrayKind* kind) {
   Py_VISIT((kind).element);         \
   Py_VISIT((kind).runtime);
 
-/* 0, or -1 with an exception. */
+/* Returns 0, or -1 with an exception. */
 int proxyccl_name_array_attributes(void);
-/* Reads the tuple of `array_types` (launches.py), with references. 0, or -1 with an exception. */
+/* Reads the tuple of `array_types` (launches.py), and takes references. Returns 0, or -1 with an exception. */
 int proxyccl_read_array_types(PyObject* given, ArrayTypes* types);
 int proxyccl_visit_array_types(const ArrayTypes* types, visitproc visit, void* arg);
 void proxyccl_clear_array_types(ArrayTypes* types);
-/* Reads an array whose memory holds its elements in order. Returns 1, with references to release; 0 if it can't be read
- * so: then `as_view` can, or tells why not; -1 with an exception of the program's (python_errors.h). */
+/* Reads an array whose memory holds its elements in order. Returns 1, with references to release; 0 if C can't read it,
+ * and `as_view` reads or refuses it; -1 with an exception of the program's (python_errors.h). */
 int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array);
 void proxyccl_release_array(GivenArray* array);
 

@@ -8,12 +8,12 @@
 int proxyccl_add_calls(PyObject* module);
 /* Whether an object is a Calls; if not, with an exception. */
 int proxyccl_require_calls(PyObject* object);
-/* The types of arrays that its calls take. */
+/* Returns the types of arrays that a Calls object takes. */
 const ArrayTypes* proxyccl_types_of(PyObject* calls);
-/* Counts a call that was made beside the table, or a form that was prepared for one. */
+/* Counts a call that was made without the table, or a form that was prepared for such a call. */
 void proxyccl_count(PyObject* calls, int made, int prepared);
 /* Issues a call on a stream, after the group's earlier ones; NULL: on the stream of the latest call. Returns 1 if it
- * was issued; 0 if nothing was done, as no call can be issued there now without Python; -1 with an exception. */
+ * was issued; 0, with nothing done, if Python must issue it; -1 with an exception. */
 int proxyccl_issue_prepared(PyObject* calls, const PreparedCall* call, PyObject* stream);
 
 #endif

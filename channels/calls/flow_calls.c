@@ -1,9 +1,8 @@
 /* A call's arrays and options give *moves*, which are checked against one another. Under the lock they are put in the
- * order of launches, and each launch is filled in and issued. Nothing is kept of a call but the event after it.
+ * order of launches, and each launch is filled in and issued. Only the event after a call outlives it.
  *
- * A flow is a direction of a pair of ranks. A launch follows the last launch of each of its flows, by an event after
- * that one. Waiting for the whole stream would not do: work that was queued later may wait for the peer.
- */
+ A flow is one direction between a pair of ranks. A launch follows the last launch of each of its flows, by an event
+ after that launch. Waiting for the whole stream would not do, because later work may wait for the peer. */
 #include "flow_calls.h"
 
 #include <stdlib.h>
@@ -15,7 +14,7 @@
 #include "stream_order.h"
 
 enum { FEW_MOVES = 32 };
-static const uintptr_t NO_STREAM = UINTPTR_MAX; /* one whose handle may mean another stream later */
+static const uintptr_t NO_STREAM = UINTPTR_MAX; /* a stream whose handle may later mean another stream */
 
 /* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
 typedef struct Move {
@@ -27,20 +26,20 @@ typedef struct Move {
 
 typedef struct Moves {
   size_t count, room; /* 0 at first */
-  Move* each;         /* `few`, or memory of its own */
+  Move* each;         /* points to `few`, or to allocated memory */
   Move few[FEW_MOVES];
 } Moves;
 
 /* The latest launch of a flow. */
 typedef struct LastOfFlow {
-  uint32_t event;   /* the number of the event after it, from 1; 0 if there was none */
+  uint32_t event;   /* number, from 1, of the event after the launch; 0 if there was no launch */
   uintptr_t stream; /* or NO_STREAM */
   int captured;     /* into a graph, so that nothing outside the graph can wait for the event */
 } LastOfFlow;
 
 typedef struct Event {
   uintptr_t handle;
-  uint32_t flows; /* whose latest launch it follows; 0: it may be recorded anew */
+  uint32_t flows; /* the flows whose latest launch it follows; 0: it can be reused */
 } Event;
 
 typedef struct FlowCalls {
@@ -58,7 +57,7 @@ typedef struct FlowCalls {
   uintptr_t thread_stream; /* the handle that means another stream in each thread; NO_STREAM if none does */
   LastOfFlow* last;        /* by flow: 2 * peer, and one more where this rank sends */
   uint32_t* turns;         /* by flow, while moves are ordered */
-  Event* events;           /* one more than flows suffice */
+  Event* events;           /* one more event than there are flows suffices */
   uint32_t event_count;
 } FlowCalls;
 
@@ -108,8 +107,8 @@ static int compare_used(const void* a, const void* b) {
   return (first->end > second->end) - (first->end < second->end);
 }
 
-/* Whether no array that is received shares memory with another one: 1 or 0, or -1 with an exception. Arrays that are
- * sent may overlap. */
+/* Whether no received array shares memory with another array: 1 or 0, or -1 with an exception. Sent arrays may overlap.
+ */
 static int are_apart(const Moves* moves) {
   if (moves->count == 1 && (moves->each[0].source == 0 || moves->each[0].target == 0)) return 1;
   Used few[2 * FEW_MOVES];
@@ -141,8 +140,8 @@ static int compare_moves(const void* a, const void* b) {
   return (first > second) - (first < second);
 }
 
-/* Puts moves in the order of launches, with the lock held: first those that are the first of their flows, then the
- * second ones; of these the nearest ranks first. So the launches of all ranks of a collective fit together. */
+/* Sorts moves into the order of launches, with the lock held: the first move of each flow, then the second moves, and
+ * so on, each time nearest ranks first. So the launches of all ranks of a collective match each other. */
 static void order_moves(FlowCalls* self, Moves* moves) {
   const uint32_t rank = self->flows->rank, ranks = self->flows->world_size;
   int in_order = 1;
@@ -159,7 +158,7 @@ static void order_moves(FlowCalls* self, Moves* moves) {
 
 /* -- issuing, with the lock held --- */
 
-/* Fills in the launch of the first moves. Returns their number. */
+/* Fills in the launch of the next moves. Returns the number of moves in the launch. */
 static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
   ProxycclFlows* flows = self->flows;
   size_t filled = 0;
@@ -167,7 +166,8 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
   for (; filled < count && filled < PROXYCCL_MAX_TRANSFERS && moves[filled].key >> 32 == moves[0].key >> 32; ++filled) {
     const Move* move = &moves[filled];
     const uint64_t wanted = (move->bytes + self->bytes_per_lane - 1) / self->bytes_per_lane;
-    const uint32_t lanes = wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* both sides compute the same */
+    const uint32_t lanes =
+        wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* both sides compute the same number */
     flows->transfers[filled] = (ProxycclTransfer){
         .src = (const char*)move->source,
         .dst = (char*)move->target,
@@ -217,12 +217,12 @@ static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t 
   const int captured = proxyccl_stream_captures(self->streams, stream);
   int status = follow_earlier(self, moves, stream, captured);
   if (status != 0) return status;
-  /* The last look before the driver is called: a kernel that begins after a failure must not use memory that a peer may
-   * have freed. */
+  /* Checked last before the driver call: a kernel that begins after a failure must not use memory that a peer may have
+   * freed. */
   if (failure_is_told(self->control)) return PROXYCCL_CALL_ABORTED;
   for (size_t done = 0; done < moves->count && status == 0;) {
     done += fill(self, moves->each + done, moves->count - done);
-    status = proxyccl_launch_current(self->launch, stream); /* it copies the argument */
+    status = proxyccl_launch_current(self->launch, stream); /* the driver copies the argument */
   }
   if (status == 0) status = self->streams->record((void*)self->events[event - 1].handle, (void*)stream);
   if (status != 0) return status;
@@ -230,7 +230,7 @@ static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t 
   return 0;
 }
 
-/* The number of an event that no flow needs; 0 with an exception. */
+/* Returns the number of an event that no flow needs; 0 with an exception. */
 static uint32_t take_event(FlowCalls* self) {
   for (uint32_t i = 0; i < self->event_count; ++i)
     if (self->events[i].flows == 0) return i + 1;
@@ -261,7 +261,7 @@ static int issue_without_gil(FlowCalls* self, const Moves* moves, uint32_t event
 
 /* 0, or -1 with an exception. */
 static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named) {
-  if (!is_open(self)) { /* C looks at the abort word itself */
+  if (!is_open(self)) { /* C checks the abort word itself */
     PyObject* usable = PyObject_CallMethod(self->failure, "require_usable", NULL);
     Py_XDECREF(usable);
   }
@@ -276,7 +276,7 @@ static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named
     if (proxyccl_leave_context(context) != 0) return -1;
   }
   if (status == 0) return 0;
-  Py_XDECREF(PyObject_CallFunction(self->refuse, "i", status)); /* it raises */
+  Py_XDECREF(PyObject_CallFunction(self->refuse, "i", status)); /* always raises */
   return -1;
 }
 
@@ -288,7 +288,7 @@ static int issue_locked(FlowCalls* self, Moves* moves, uintptr_t stream, int nam
   return proxyccl_leave_lock(self->release, issued);
 }
 
-/* Issues moves on a stream of their own and waits for them. 0, or -1 with an exception. */
+/* Issues moves on a separate stream and waits for them. Returns 0, or -1 with an exception. */
 static int issue_and_wait(FlowCalls* self, Moves* moves) {
   PyObject* stream = PyObject_CallNoArgs(self->take_stream);
   PyObject* handle = stream == NULL ? NULL : PyObject_GetAttrString(stream, "handle");
@@ -304,8 +304,8 @@ static int issue_and_wait(FlowCalls* self, Moves* moves) {
   return issued;
 }
 
-/* A stream's handle. A number that a program gives may be refused; `own`: the stream is not the program's choice. 0, or
- * -1 with an exception. */
+/* Stores a stream's handle. An invalid number from the program may be refused; `own`: the program did not choose the
+ * stream. Returns 0, or -1 with an exception. */
 static int find_handle(const FlowCalls* self, PyObject* stream, int own, uintptr_t* handle) {
   PyObject* found = (own && PyLong_Check(stream)) || Py_TYPE(stream) == self->current_stream
                         ? Py_NewRef(stream)
@@ -316,7 +316,7 @@ static int find_handle(const FlowCalls* self, PyObject* stream, int own, uintptr
 }
 
 /* Issues a call's moves. `owners` are kept until the stream has passed them; NULL: the caller does so. `agree` compares
- * the call with the other ranks; NULL if that is not to be done. 0, or -1 with an exception. */
+ * the call with the other ranks; NULL for no comparison. Returns 0, or -1 with an exception. */
 static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject* owners, PyObject* agree) {
   const int waits = stream == Py_None && self->types.device < 0;
   uintptr_t handle = 0;
@@ -327,7 +327,7 @@ static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject*
     if (agreed == NULL) return -1;
   }
   if (waits) return issue_and_wait(self, moves);
-  /* An object may be closed, and its handle become another stream's. */
+  /* A stream object may be closed, and another stream may get its handle. */
   if (issue_locked(self, moves, handle, PyLong_Check(stream)) != 0) return -1;
   if (owners == NULL || Py_TYPE(stream) == self->current_stream) return 0;
   PyObject* kept = PyObject_CallFunction(self->keep, "OOK", owners, stream, (unsigned long long)handle);
@@ -342,7 +342,7 @@ typedef struct Side {
   PyObject* arrays; /* one, or a list or tuple of them */
   PyObject* ranks;  /* see FlowCalls.call in _calls.pyi */
   int receives;
-  GivenArray array; /* where there is one; it was released except for a reference to its element type */
+  GivenArray array; /* of a single array; released except for a reference to its element type */
   int is_split;     /* 1: its rows go to all ranks, or come from them */
 } Side;
 
@@ -362,15 +362,15 @@ static int is_text(PyObject* object, const char* text) {
   return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, text) == 0;
 }
 
-/* Whether a buffer's elements are of a type that every call takes, in this machine's order of bytes. */
+/* Whether a buffer has an element type that every call takes, in this machine's byte order. */
 static int has_known_format(const ArrayKind* kind) {
   const char* format = kind->format;
   if (format[0] == 'Z') return (format[1] == 'f' || format[1] == 'd') && format[2] == 0;
   return format[0] != 0 && format[1] == 0 && strchr("?bBhHiIlLqQefd", format[0]) != NULL;
 }
 
-/* Reads an array that needs no other check: 1, with a reference to its element type; 0, or -1 with an exception
- * of the program's. */
+/* Reads an array that needs no other check. Returns 1, with a reference to its element type; 0 if C can't read it, or
+ * -1 with an exception of the program's. */
 static int read_array(const FlowCalls* self, PyObject* x, int receives, GivenArray* array) {
   const int read = proxyccl_read_array(&self->types, x, array);
   if (read <= 0) return read;
@@ -387,7 +387,7 @@ static int read_array(const FlowCalls* self, PyObject* x, int receives, GivenArr
   return usable;
 }
 
-/* The number of a rank, or of rows; -1, perhaps with an exception, for anything else. */
+/* Converts the number of a rank, or of rows. Returns -1, perhaps with an exception, for anything else. */
 static Py_ssize_t count_in(PyObject* number, Py_ssize_t end) {
   if (number == NULL || !PyLong_CheckExact(number)) return -1;
   const Py_ssize_t count = PyLong_AsSsize_t(number);
@@ -397,11 +397,11 @@ static Py_ssize_t count_in(PyObject* number, Py_ssize_t end) {
 /* The moves of a call while they are read. */
 typedef struct Reading {
   Moves moves;
-  Moves own;       /* those within this rank, of which each is one half: first all that send, then all that receive */
-  size_t sent_own; /* how many send */
+  Moves own;       /* halves of copies within this rank: first all sending halves, then all receiving ones */
+  size_t sent_own; /* the number of sending halves */
 } Reading;
 
-/* Adds what one array has for a rank, or from it. 1, or -1 with an exception. */
+/* Adds the move of an array's bytes to or from a rank. Returns 1, or -1 with an exception. */
 static int add_part(const FlowCalls* self, const Side* side, size_t rank, uintptr_t at, uint64_t bytes,
                     Reading* reading) {
   const Move part = {
@@ -411,7 +411,7 @@ static int add_part(const FlowCalls* self, const Side* side, size_t rank, uintpt
   return append(&reading->own, &part) == 0 ? 1 : -1;
 }
 
-/* Adds the copies within this rank. 1; 0 if their halves do not fit; -1 with an exception. */
+/* Adds the copies within this rank. Returns 1; 0 if their halves do not match; -1 with an exception. */
 static int pair_own(Reading* reading) {
   const size_t count = reading->sent_own;
   if (reading->own.count != 2 * count) return 0;
@@ -425,7 +425,7 @@ static int pair_own(Reading* reading) {
   return 1;
 }
 
-/* Adds the rows of an array by rank, `rows` of them each, or as the list says. 1, 0 or -1 as `add_side`. */
+/* Adds the rows of an array by rank: `rows` for each rank, or as the list says. Returns 1, 0 or -1 as `add_side`. */
 static int add_rows(const FlowCalls* self, const Side* side, Reading* reading) {
   const size_t ranks = self->flows->world_size;
   const GivenArray* array = &side->array;
@@ -468,7 +468,7 @@ static int add_list(const FlowCalls* self, Side* side, Reading* reading) {
     } else {
       if (array.kind.element != side->array.kind.element ||
           memcmp(array.kind.format, side->array.kind.format, PROXYCCL_LONGEST_FORMAT) != 0)
-        side->array.kind.type = NULL; /* not all are of one element type */
+        side->array.kind.type = NULL; /* the arrays may differ in element type */
       Py_XDECREF(array.kind.element);
     }
     if (add_part(self, side, (size_t)rank, array.at, array.bytes, reading) < 0) return -1;
@@ -476,7 +476,7 @@ static int add_list(const FlowCalls* self, Side* side, Reading* reading) {
   return 1;
 }
 
-/* Adds the moves of one side. 1; 0 if Python must look at them; -1 with an exception. */
+/* Adds the moves of one side. Returns 1; 0 if Python must handle them; -1 with an exception. */
 static int add_side(const FlowCalls* self, Side* side, Reading* reading) {
   if (is_sequence(side->arrays)) return add_list(self, side, reading);
   const int read = read_array(self, side->arrays, side->receives, &side->array);
@@ -500,8 +500,8 @@ static int overlap(const GivenArray* a, const GivenArray* b) {
 
 static int is_empty_list(PyObject* arrays) { return is_sequence(arrays) && size_of(arrays) == 0; }
 
-/* Whether two sides with arrays fit each other: where rows are split, both have rows of one shape and type; and an
- * array that goes to all ranks comes with others of its type. */
+/* Whether the two sides match: if rows are split, both have rows of one shape and type; an array that goes to all ranks
+ * is received in arrays of its type. */
 static int sides_fit(const Side* x, const Side* out) {
   const ArrayKind *sent = &x->array.kind, *received = &out->array.kind;
   if (sent->type == NULL || received->type == NULL) /* of lists */
@@ -514,10 +514,11 @@ static int sides_fit(const Side* x, const Side* out) {
   if (sent->dimensions == 0 || sent->dimensions != received->dimensions) return 0;
   for (Py_ssize_t i = 1; i < sent->dimensions; ++i)
     if (sent->shape[i] != received->shape[i]) return 0;
-  return !(x->is_split && out->is_split && overlap(&x->array, &out->array)); /* in place means something else */
+  return !(x->is_split && out->is_split &&
+           overlap(&x->array, &out->array)); /* in-place calls with splits are left to Python */
 }
 
-/* Reads a call's moves. 1; 0 if Python must look at them; -1 with an exception. */
+/* Reads a call's moves. Returns 1; 0 if Python must handle them; -1 with an exception. */
 static int read_moves(const FlowCalls* self, Side* x, Side* out, Reading* reading) {
   int read = add_side(self, x, reading);
   if (read > 0) read = add_side(self, out, reading);
@@ -527,7 +528,7 @@ static int read_moves(const FlowCalls* self, Side* x, Side* out, Reading* readin
   return reading->moves.count == 0 ? 0 : are_apart(&reading->moves);
 }
 
-/* Makes a call of Python's arguments. 1; 0 if Python must look at them; -1 with an exception. */
+/* Makes a call from Python's arguments. Returns 1; 0 if Python must handle them; -1 with an exception. */
 static int make_call(FlowCalls* self, PyObject* const* given, int keeps) {
   if (self->acquire == NULL || !is_open(self)) return proxyccl_clear_exception();
   PyObject* const options = given[2];

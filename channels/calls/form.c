@@ -15,7 +15,7 @@ void proxyccl_fill_form(const CallForm* form, const GivenArray* arrays, size_t c
     form->peers_words[rank] = rank == form->rank ? at : output->bases[rank] + (at - output->start);
 }
 
-/* Reads a list of tuples of numbers, `width` each. NULL with an exception; memory to free otherwise. */
+/* Reads a list of tuples of `width` numbers. Returns memory to free, or NULL with an exception. */
 static unsigned long long* read_rows(PyObject* list, size_t width, size_t* count) {
   const Py_ssize_t rows = PyList_Size(list);
   if (rows < 0) return NULL;
@@ -93,7 +93,7 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
 
 static int let_go(PyObject* object) {
   CallForm* self = (CallForm*)object;
-  self->prepared.launch = NULL; /* it may be gone */
+  self->prepared.launch = NULL; /* its owner may have been released */
   self->relocation_count = 0, self->peers_words = NULL;
   Py_CLEAR(self->prepared.kept);
   return 0;

@@ -1,4 +1,4 @@
-/* A form: a call without the addresses of its arrays, and how it is issued. */
+/* A form: a call without the addresses of its arrays, and the function that issues it. */
 #ifndef PROXYCCL_FORM_H
 #define PROXYCCL_FORM_H
 
@@ -11,7 +11,7 @@ typedef int (*Issue)(void* callers, void* call, void* launch, uintptr_t stream);
 typedef struct PreparedCall {
   Issue issue;
   void *callers, *call, *launch; /* its arguments */
-  PyObject* kept;                /* what must live as long as these; see Calls in _calls.pyi */
+  PyObject* kept;                /* objects that must live as long as these; see Form in _calls.pyi */
 } PreparedCall;
 
 /* A word of a launch's arguments that holds an address in an array of the call. */
@@ -35,21 +35,21 @@ typedef struct CallForm {
   size_t ranks, rank;
   AddressRange* ranges; /* memory whose change ends the form */
   size_t range_count;
-  Py_ssize_t lent;  /* number of the array that peers should reach if the program uses it often; -1: of none */
-  int names_memory; /* 1: memory that proxies reach is named by numbers, so that the form is of one address alone */
+  Py_ssize_t lent;  /* number of the array that peers should reach if the program uses it often; -1 for none */
+  int names_memory; /* 1: the launch names memory by proxies' ids, so the form is bound to one address */
 } CallForm;
 
 /* Fills in the addresses of a call's arrays, with the lock of its group held. `output` is the range in which kernels of
  * all ranks reach the last array, or NULL. */
 void proxyccl_fill_form(const CallForm* form, const GivenArray* arrays, size_t count, const ReachedRange* output);
 int proxyccl_is_form(PyObject* object);
-/* Adds the type Form to the module. 0, or -1 with an exception. */
+/* Adds the type Form to the module. Returns 0, or -1 with an exception. */
 int proxyccl_add_form(PyObject* module);
 
 /* Calls a function without arguments that releases a lock, also while an exception is set, which stays. Returns
  * `result`, or -1 with an exception. */
 int proxyccl_leave_lock(PyObject* release, int result);
-/* Enters a context that a function returns. NULL with an exception; otherwise for `proxyccl_leave_context`. */
+/* Enters the context that a function returns. Returns it for `proxyccl_leave_context`, or NULL with an exception. */
 PyObject* proxyccl_enter_context(PyObject* make);
 /* 0, or -1 with an exception. */
 int proxyccl_leave_context(PyObject* context);

@@ -4,7 +4,7 @@
 
 #include "calls.h"
 
-enum { MOST_FORMS = 16 }; /* beyond them the oldest goes */
+enum { MOST_FORMS = 16 }; /* a further form replaces the oldest */
 
 typedef struct Listed {
   PyObject* form;
@@ -21,7 +21,7 @@ typedef struct FormList {
   Listed listed[MOST_FORMS]; /* the oldest first */
 } FormList;
 
-/* Drops the references of an entry that was taken out of the list: this may run Python. */
+/* Drops the references of an entry that was removed from the list. This may run Python. */
 static void release(Listed listed) {
   for (int i = 0; i < PROXYCCL_MOST_GIVEN; ++i) proxyccl_drop_kind(&listed.kinds[i]);
   Py_XDECREF(listed.form);
@@ -48,7 +48,7 @@ int proxyccl_read_listed(const ArrayTypes* types, PyObject* x, ListedArray* list
   return 1;
 }
 
-/* Reads an array, or the view that Python makes of it. 1; 0 if neither can be read, or -1 with an exception. */
+/* Reads an array, or Python's view of it. Returns 1; 0 if neither can be read, or -1 with an exception. */
 static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, ListedArray* listed) {
   const ArrayTypes* const types = proxyccl_types_of(self->calls);
   int read = proxyccl_read_listed(types, x, listed);
@@ -57,15 +57,15 @@ static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, 
   if (known < 0) PyErr_Clear();
   PyObject* view = PyObject_CallFunction(self->view, "nO", argument, x);
   if (view == NULL) return -1;
-  if (known == 0 && PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)) > 0) /* now it is known */
+  if (known == 0 && PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)) > 0) /* `view` has registered the type */
     read = proxyccl_read_listed(types, x, listed);
   if (read == 0 && (read = proxyccl_read_listed(types, view, listed)) > 0)
     listed->object = x, listed->array.kind.type = Py_TYPE(x);
-  Py_DECREF(view); /* `x` has the memory */
+  Py_DECREF(view); /* `x` keeps the memory alive */
   return read;
 }
 
-/* Whether an argument of this width may be this tuple of arrays. */
+/* Whether an argument of this width accepts this tuple of arrays. */
 static int is_wide(PyObject* tuple, Py_ssize_t width) {
   const Py_ssize_t count = PyTuple_Size(tuple);
   for (Py_ssize_t i = 0; i < count; ++i)
@@ -73,7 +73,7 @@ static int is_wide(PyObject* tuple, Py_ssize_t width) {
   return width < 0 ? count == -width : count <= width;
 }
 
-/* Reads the arrays. 1; 0 if Python must refuse them, or -1 with an exception. `count` is how many were read. */
+/* Reads the arrays, and stores their `count`. Returns 1; 0 if Python must refuse them, or -1 with an exception. */
 static int read_all(const FormList* self, PyObject* const* arguments, ListedArray* given, int* count) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(self->widths); ++i) {
     const Py_ssize_t width = PyLong_AsSsize_t(PyTuple_GetItem(self->widths, i));
@@ -151,7 +151,8 @@ static PyObject* find_and_call(FormList* self, PyObject* const* arguments, const
 static PyObject* call(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
   FormList* self = (FormList*)object;
   if (self->widths == NULL || count != PyTuple_Size(self->widths) + self->further) {
-    PyErr_SetString(PyExc_TypeError, "call: another number of arguments than the list's arrays and further ones");
+    PyErr_SetString(PyExc_TypeError,
+                    "call: expected one argument for each array of the list and each further argument");
     return NULL;
   }
   ListedArray given[PROXYCCL_MOST_GIVEN];
@@ -224,7 +225,7 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-/* The types of forms have all else. */
+/* The types of forms add the other slots. */
 static PyType_Slot form_slots[] = {{0, NULL}};
 static PyType_Spec form_spec = {
     .name = "proxyccl.channels.calls._calls.ListedForm",

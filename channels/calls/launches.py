@@ -1,7 +1,8 @@
-"""The order of a group's launches: one collective after the other, on whatever streams the program uses.
+"""Orders a group's launches: collectives run one after the other, on any streams.
 
 Collectives of a group share scratch memory, so they never run at once: a launch on a different stream than the last
-waits for that one. The fields that must agree between ranks are compared through the call log before the launch.
+launch waits for the last launch. The fields that must agree between ranks are compared through the call log before the
+launch.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.device.stream_operations import StreamOperations
 
 Launchable = Launch | StreamOperations
-"""A prepared call that can be launched, again and again."""
+"""A prepared call that can be launched repeatedly."""
 
 
 class CurrentStream(int):
-    """The handle of the stream on which torch works now. It reuses memory that it gave out there in the stream's order,
-    so tensors need not be kept alive for a launch on this stream.
+    """The handle of torch's current stream. Torch's allocator reuses a stream's memory in the stream's order, so
+    tensors need not be kept alive for a launch on this stream.
     """
 
 
@@ -41,7 +42,7 @@ _NUMBERS = (int, CurrentStream)
 
 
 def array_types(runtime: Runtime) -> tuple[type, type, dict[type, object], tuple[str, int], int]:
-    """The types of arrays that C reads, as `Calls` takes them."""
+    """Returns the types of arrays that C reads, as `Calls` takes them."""
     device = -1 if runtime.name == "host" else runtime.device
     return Array, ArrayView, libraries.tensor_types, (runtime.name, runtime.device), device
 
@@ -52,13 +53,13 @@ class Launches:
     Args:
         failure: checked before a launch, and where a call waits.
         log: compares the ranks' calls.
-        rank, ranks: this rank's number, and how many there are.
+        rank, ranks: this rank's number, and the number of ranks.
 
     Attributes:
         log: the log of its calls.
-        locks: held by whoever checks whether the group has failed, and launches.
-        default_stream: the stream of calls without one on the host runtime.
-        calls: the forms of calls that were made before, by which every call is issued.
+        locks: held while a thread checks whether the group has failed, and launches.
+        default_stream: on the host runtime, the stream of calls that name no stream.
+        calls: issues every call, by the forms of earlier calls.
     """
 
     def __init__(self, runtime: Runtime, failure: FailureState, log: CallLog, rank: int, ranks: int) -> None:
@@ -71,7 +72,7 @@ class Launches:
         self._lock = threading.RLock()
         self.locks: list[AbstractContextManager[object]] = [self._lock]
         self._last: int | ThreadStream | None = None  # the stream of the latest launch
-        self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
+        self._last_stream_owner: StreamLike = None  # keeps the stream of the latest launch, and so its handle, alive
         self.default_stream: Stream = runtime.create_stream(in_caller=True)
         self._default_handle = self.default_stream.handle
         self.calls = Calls(
@@ -89,9 +90,8 @@ class Launches:
             log.wait_on(self._default_handle, synchronize)
 
     def stream_for(self, stream: StreamLike, x: Any, *others: Any) -> StreamLike:
-        """The stream that a call without one means: on a GPU the one where the library that owns `x` works now.
-
-        A `CurrentStream` if the call's other arrays are torch's too.
+        """Resolves `stream=None`: on a GPU to the current stream of the library that owns `x`. Returns a
+        `CurrentStream` if the call's other arrays are torch's too.
         """
         if stream is not None or self._on_host:
             return stream
@@ -101,20 +101,20 @@ class Launches:
         return found
 
     def number_object(self, name: str) -> int:
-        """The number of an object that all ranks make together, in the same order, and whose calls are then compared as
-        its own (`CollectiveCall.of`).
+        """Returns the number of an object that all ranks make together, in the same order. The call log compares the
+        object's calls apart from others (`CollectiveCall.of`).
 
         Args:
-            name: what mismatches call it, before "#" and the number.
+            name: the object's name in mismatches, before "#" and the number.
         """
         with self._lock:
             self._objects.append(f"{name} #{len(self._objects) + 1}")
             return len(self._objects)
 
     def agree(self, call: CollectiveCall) -> tuple[int, ...]:
-        """Logs a call and compares it with the peers' calls. Returns its encoded fields.
+        """Logs a call and compares it with the peers' calls. Returns the call's encoded fields.
 
-        The rank that comes later sees the difference. Nothing can complete before that, because every collective needs
+        The rank that makes its call later sees a difference. No collective can complete before that, because each needs
         every rank.
 
         Raises:
@@ -136,22 +136,23 @@ class Launches:
     ) -> None:
         """Launches on a stream, after the group's earlier launches on any stream.
 
-        Without a stream the call waits on the host runtime: plain numpy arrays have no streams. With one, `owners` are
-        kept alive until the stream has got past them, unless it is a `CurrentStream`; `kept` are in any case.
+        Without a stream, the call waits for its end on the host runtime, because numpy arrays have no streams. With a
+        stream, `kept` are kept alive until the stream has passed the launch, and so are `owners` unless it is a
+        `CurrentStream`.
         """
         with self._lock:
             handle = self._handle_of(stream)
-            # The last check before the driver call: since the call was agreed on, a module may have been loaded, and
-            # kernels that begin later must not use memory that peers free after a failure.
+            # Checked last before the driver call: loading a module may have taken long since the ranks agreed on the
+            # call, and kernels that begin after a failure must not use memory that peers then free.
             self._failure.require_usable()
             launchable(handle)
         self._launched(stream, handle, kept if isinstance(stream, CurrentStream) else (*owners, *kept))
 
     def issue(self, call: Any, launch: Launchable, stream: StreamLike, owners: tuple[object, ...] = ()) -> None:
-        """`agree` and `launch` for a call whose fields (`encode_fields`) are encoded, too.
+        """Does `agree` and `launch` for a call whose fields are encoded (`encode_fields`).
 
-        It is one call into C, the wait included. With NULL as the fields, the launch is part of a call that was agreed
-        on.
+        One call into C does all of this, including the wait. NULL fields mean that the ranks already agreed on the
+        call.
         """
         issue = self.log.issue if isinstance(launch, Launch) else self.log.ring
         with self._lock:
@@ -175,13 +176,13 @@ class Launches:
         ranges: Sequence[tuple[int, int]] = (),
         lent: int = -1,
     ) -> Form:
-        """The form of a call, whose fields are encoded.
+        """Returns the form of a call whose fields are encoded.
 
         Args:
-            fields: the fields that are compared with the other ranks.
+            fields: the fields to compare with the other ranks.
             launch: the launchable, for these arrays; None if the call launches nothing.
-            views: the call's arrays. Other arrays with the same signature may take their places.
-            ranges: start and end of memory whose withdrawal ends the form, besides that of the arrays.
+            views: the call's arrays. Later calls may use other arrays with the same signature.
+            ranges: start and end of further memory, besides the arrays' memory, whose withdrawal ends the form.
             lent: the number of the array that peers should reach if the program uses it often; -1 for none.
         """
         call = encode_fields(fields)
@@ -197,18 +198,20 @@ class Launches:
             (words, self._ranks, self._rank),
             list(ranges),
             lent,
-            operations,  # schedules name memory that proxies know by numbers, not by addresses
+            operations,  # schedules name memory by the proxies' ids, not by addresses
         )
 
     def issuer(self, launch: Launchable) -> tuple[int, int]:
-        """Addresses for C: of the function that issues a launchable as `issue` does, and of its first argument."""
+        """Returns two addresses for C: of the function that issues a launchable as `issue` does, and of the function's
+        first argument.
+        """
         return self.log.addresses(operations=not isinstance(launch, Launch))
 
     @property
     def last_stream(self) -> int | None:
-        """Handle of a stream whose end now comes after the latest launch, or None if there is none.
+        """Handle of a stream that is ordered after the latest launch, or None if there is none.
 
-        A program that gives a stream by its number keeps it until the next call.
+        A program that passes a stream by number must keep the stream until the next call.
         """
         self._see_turns()
         last = self._last
@@ -217,7 +220,9 @@ class Launches:
         return reachable_stream(self._runtime, last)
 
     def recent_calls(self, count: int) -> list[tuple[int, dict[str, str]]]:
-        """The last collective calls of this rank in order: each with its number, from 1, and its fields in words."""
+        """Returns the last collective calls of this rank in order: each with its number, from 1, and its fields in
+        words.
+        """
         return [(number, describe_call(fields)) for number, fields in self.log.recent(count)]
 
     def wait_for_launchers(self) -> None:
@@ -227,7 +232,7 @@ class Launches:
                 pass
 
     def recheck_next_call(self) -> None:
-        """Has the next call check that the group is still open, also if C could issue it without asking Python."""
+        """Makes the next call check that the group is still open, even if C could issue the call without Python."""
         self.calls.set_stream(None)
 
     def close(self) -> None:
@@ -235,7 +240,7 @@ class Launches:
         forget(self._default_handle)
 
     def _refuse(self, status: int, kept: tuple[Any, ...]) -> None:
-        """Raises the error for a nonzero status of a call, whose fields and launchable `kept` begins with."""
+        """Raises the error for a nonzero status of a call. `kept` begins with the call's fields and its launchable."""
         call, launch, *_ = kept
         if status > 0:
             assert launch is not None
@@ -281,12 +286,12 @@ class Launches:
         return self._failure.file_mismatch(peer, cause, field)
 
     def _object_of(self, fields: tuple[int, ...]) -> str:
-        """The object of a call in words that follow its name; "" for calls of the communicator."""
+        """Describes the object of a call, as text that follows the call's name; "" for calls of the communicator."""
         number = fields[OBJECT_FIELD]
         return f" of {self._objects[number - 1]}" if 0 < number <= len(self._objects) else ""
 
     def _handle_of(self, stream: StreamLike) -> int:
-        """The handle of a call's stream, ordered after the latest launch."""
+        """Orders a call's stream after the latest launch, and returns the stream's handle."""
         self._see_turns()
         if stream is None and self._on_host and self._last == self._default_handle:
             return self._default_handle
@@ -295,12 +300,12 @@ class Launches:
         return self._next_stream(stream)
 
     def _turn(self, stream: StreamLike) -> int:
-        """The handle of a stream for a call, ordered after the latest launch. For C, with the lock held."""
+        """Orders a stream after the latest launch, and returns its handle. C calls this with the lock held."""
         self._failure.require_usable()
         return self._next_stream(stream)
 
     def _see_turns(self) -> None:
-        """Reads on which stream C issued the latest call: C may have changed the stream without asking Python."""
+        """Reads on which stream C issued the latest call, because C may have changed the stream without Python."""
         if not self._on_host and (turned := self.calls.stream) is not None and turned != self._last:
             self._last = self._last_stream_owner = turned
 
@@ -319,10 +324,10 @@ class Launches:
             self._last, self._last_stream_owner = named, stream
         elif type(stream) is not int or not isinstance(self._last_stream_owner, OwnedStream):
             self._last_stream_owner = stream
-        # By its number a program names a stream that it keeps; an object might be closed, and its handle another's.
+        # A program keeps a stream that it names by number. A stream object might be closed, and its handle reused.
         is_number = not self._on_host and isinstance(self._last_stream_owner, int) and named == handle
         self.calls.set_stream(handle if on_default or is_number else None)
-        if self._failure.closed:  # since this call's check
+        if self._failure.closed:  # closed after this call's check
             self.recheck_next_call()
         return handle
 

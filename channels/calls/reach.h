@@ -1,5 +1,5 @@
-/* The ranges of this rank's memory that its peers reach, and where: looked up at each call. The caller holds the GIL.
- */
+/* The ranges of this rank's memory that its peers reach, with their addresses there. Looked up at each call, with the
+ * GIL held. */
 #ifndef PROXYCCL_REACH_H
 #define PROXYCCL_REACH_H
 
@@ -12,14 +12,14 @@ enum {
 };
 
 typedef struct ReachedRange {
-  long number; /* the owner's, by which it changes or removes the range */
+  long number; /* by which the owner changes or removes the range */
   uintptr_t start, end;
   unsigned reached;
   uintptr_t* bases; /* by rank, the address of `start` for its kernels; NULL unless all reach it */
   int (*holds)(const void*, uint64_t start,
                uint64_t end); /* whether memory is in the allocations that were announced … */
   const void* guard;          /* … by this; NULL if its owner keeps it */
-  PyObject* kept;             /* what must live as long as the guard */
+  PyObject* kept;             /* an object that must live as long as the guard */
 } ReachedRange;
 
 typedef struct Reach {
@@ -27,14 +27,14 @@ typedef struct Reach {
   size_t count, room;
 } Reach;
 
-/* Adds a range, or replaces the one with its number. Takes the range's references and memory. 0, or -1 with an
- * exception. */
+/* Adds a range, or replaces the one with its number. Takes over the range's references and memory. Returns 0, or -1
+ * with an exception. */
 int proxyccl_set_reached(Reach* reach, const ReachedRange* range);
 void proxyccl_unset_reached(Reach* reach, long number);
 void proxyccl_clear_reach(Reach* reach);
 int proxyccl_visit_reach(const Reach* reach, visitproc visit, void* arg);
-/* How peers reach an array: the sum of the above. Stores the range that kernels reach, or NULL. The range is valid
- * until the next change. */
+/* Returns how peers reach an array: the sum of the flags above. Stores the range that kernels reach, or NULL. The range
+ * is valid until the next change. */
 unsigned proxyccl_find_reached(const Reach* reach, uintptr_t at, size_t bytes, const ReachedRange** by_kernels);
 
 #endif

@@ -18,8 +18,8 @@
 enum { LEAST_LENT_BYTES = 1 << 20, MOST_NOTES = 256, MOST_WANTED = 16 };
 enum { CHAINS = 512, MOST_FORMS = 2048, MOST_OPTIONS = 10, MOST_ARRAYS = 2 };
 
-/* How the arrays of a call lie to each other: apart, beginning together, the smaller one as this rank's share of the
- * larger, or in a way that no call allows. */
+/* How the arrays of a call overlap: not at all, with a common beginning, with the smaller array as this rank's share of
+ * the larger, or in a way that no call allows. */
 typedef enum { APART, TOGETHER, SHARE, OVERLAPPING } Relation;
 
 typedef struct Signature {
@@ -30,7 +30,7 @@ typedef struct Signature {
   uint64_t hash;
 } Signature;
 
-/* A form that is kept: in the chain of its hash, and in the order of use. */
+/* A kept form, linked in the chain of its hash and in the order of use. */
 typedef struct Entry {
   struct Entry *next, *older, *newer;
   uint64_t hash;
@@ -43,7 +43,7 @@ typedef struct Entry {
   CallForm* form; /* NULL: forms with this signature are bound, and kept by address */
 } Entry;
 
-/* An array of a call that peers do not reach, although they would store to it or load from it. */
+/* An array of a call that peers do not reach, although the call would access it directly. */
 typedef struct Note {
   uintptr_t at;
   size_t bytes;
@@ -62,13 +62,13 @@ typedef struct Calls {
   uintptr_t event, thread_stream;
   Reach reach;
   Entry** chains;
-  Entry *oldest, *newest; /* by when they were used */
+  Entry *oldest, *newest; /* by time of last use */
   Py_ssize_t count;       /* of them */
-  uint64_t changes;       /* of what forms depend on */
+  uint64_t changes;       /* counts changes of state on which forms depend */
   unsigned long long made, prepared;
-  Note notes[MOST_NOTES]; /* since they were taken; later ones are dropped */
+  Note notes[MOST_NOTES]; /* since the last take_notes; further notes are dropped */
   size_t note_count;
-  Note wanted[MOST_WANTED]; /* arrays that `lend` is to be told of in their next call */
+  Note wanted[MOST_WANTED]; /* arrays that are passed to `lend` in their next call */
   size_t wanted_count;
   PyObject* lend;
 } Calls;
@@ -83,7 +83,7 @@ static Relation relation_of(const GivenArray* x, const GivenArray* out, size_t r
   return part->at < whole->at + whole->bytes && whole->at < part->at + part->bytes ? OVERLAPPING : APART;
 }
 
-/* Whether an option is known by its value. True is not taken for 1. */
+/* Whether an option is compared by value. True and 1 differ. */
 static int has_value(PyObject* option) {
   return PyUnicode_CheckExact(option) || PyLong_CheckExact(option) || PyTuple_CheckExact(option);
 }
@@ -100,7 +100,7 @@ static int same_option(PyObject* a, PyObject* b) {
 static uint64_t hash_of_option(PyObject* option) {
   const Py_hash_t hash = has_value(option) ? PyObject_Hash(option) : -1;
   if (hash != -1) return (uint64_t)hash;
-  PyErr_Clear(); /* of a tuple of something without a hash */
+  PyErr_Clear(); /* raised for a tuple with an unhashable item */
   return (uintptr_t)option;
 }
 
@@ -171,7 +171,7 @@ static void use(Calls* self, Entry* entry) {
   become_newest(self, entry);
 }
 
-/* The form for a signature, a new reference; NULL if none is kept. */
+/* Returns the form for a signature as a new reference; NULL if none is kept. */
 static CallForm* find(Calls* self, const Signature* signature) {
   Entry* entry = find_entry(self, signature, signature->hash, 0);
   if (entry != NULL && entry->form == NULL) {
@@ -183,7 +183,7 @@ static CallForm* find(Calls* self, const Signature* signature) {
   return (CallForm*)Py_NewRef((PyObject*)entry->form);
 }
 
-/* Takes an entry out, and only then frees it: releasing an object may run Python. */
+/* Unlinks an entry before freeing it, because releasing an object may run Python. */
 static void drop(Calls* self, Entry* entry) {
   Entry** at = chain_of(self, entry->hash);
   while (*at != entry) at = &(*at)->next;
@@ -196,7 +196,7 @@ static void drop(Calls* self, Entry* entry) {
   PyMem_Free(entry);
 }
 
-/* Adds an entry, with references of its own. 0, or -1 with an exception. */
+/* Adds an entry, which takes its own references. Returns 0, or -1 with an exception. */
 static int add(Calls* self, const Signature* signature, CallForm* form, int by_address) {
   Entry* entry = PyMem_Calloc(1, sizeof *entry);
   if (entry == NULL) {
@@ -254,7 +254,7 @@ static int call_turn(Calls* self, PyObject* stream, uintptr_t* handle) {
   return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-/* With the lock held: the handle of a call's stream, which is ordered after the latest call. 0, or -1 with an
+/* With the lock held: orders a call's stream after the latest call, and stores its handle. Returns 0, or -1 with an
  * exception. */
 static int turn_to(Calls* self, PyObject* stream, uintptr_t* handle) {
   if (stream == Py_None && self->on_host && self->direct) {
@@ -264,7 +264,7 @@ static int turn_to(Calls* self, PyObject* stream, uintptr_t* handle) {
   if (!PyLong_Check(stream) || PyBool_Check(stream)) return call_turn(self, stream, handle);
   *handle = (uintptr_t)PyLong_AsUnsignedLongLong(stream);
   if (PyErr_Occurred() != NULL) {
-    PyErr_Clear(); /* `turn` refuses it by name */
+    PyErr_Clear(); /* `turn` raises the proper error */
     return call_turn(self, stream, handle);
   }
   if (self->on_host || !self->direct) return call_turn(self, stream, handle);
@@ -279,7 +279,7 @@ static int turn_to(Calls* self, PyObject* stream, uintptr_t* handle) {
 
 /* -- issuing --- */
 
-/* With the lock held. A call that was `logged` is launched alone. Returns the driver's status, or one of calls.h. */
+/* With the lock held. A call that was `logged` is only launched. Returns the driver's status, or one of calls.h. */
 static int issue(const PreparedCall* prepared, int logged, uintptr_t stream) {
   int status;
   Py_BEGIN_ALLOW_THREADS;
@@ -288,7 +288,7 @@ static int issue(const PreparedCall* prepared, int logged, uintptr_t stream) {
   return status;
 }
 
-/* `issue` where the device's context is current. -1 with an exception, or 0 with the status stored. */
+/* Does `issue` with the device's context current. Returns -1 with an exception, or 0 with the status stored. */
 static int issue_in_context(Calls* self, const PreparedCall* prepared, int logged, uintptr_t stream, int* status) {
   *status = issue(prepared, logged, stream);
   if (*status != PROXYCCL_OTHER_CONTEXT) return 0;
@@ -322,8 +322,8 @@ typedef struct Making {
   int kept_alone, logged;
 } Making;
 
-/* Stores how peers reach the arrays, and the signature with that. Returns the range of the output that kernels reach,
- * or NULL, as for a call without an output. */
+/* Stores how peers reach the arrays, also in the signature. Returns the range of the output that all kernels reach, or
+ * NULL if there is none. */
 static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
   const ReachedRange* last = NULL;
   for (size_t i = 0; i < call->signature.count; ++i) {
@@ -335,7 +335,7 @@ static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
 }
 
 /* Prepares a form in Python, without the lock, and keeps it. `reached`: whether kernels of all ranks reach the output.
- * 0, or -1 with an exception. */
+ * Returns 0, or -1 with an exception. */
 static int prepare(Calls* self, Making* call, int reached) {
   const size_t count = call->signature.count;
   const uint64_t changes = self->changes; /* read first: it may miss changes that happen meanwhile */
@@ -357,16 +357,16 @@ static int prepare(Calls* self, Making* call, int reached) {
   return changes == self->changes ? keep_form(self, &call->signature, call->form) : 0;
 }
 
-/* Whether a form that was prepared without the lock can still be issued: what it relies on may have changed. */
+/* Whether a form that was prepared without the lock is still valid, although its assumptions may have changed. */
 static int still_fits(const Making* call, const ArrayKind* before, const ReachedRange* output) {
   for (size_t i = 0; i < call->signature.count; ++i)
     if (before[i].reach & ~call->arrays[i].kind.reach) return 0;
   return call->form->peers_words == NULL || output != NULL;
 }
 
-/* After a call was issued, and its arrays are kept as long as its stream needs them, whatever happens here: notes the
- * array that peers should reach if the program uses it often, or tells `lend` of it, as it can't be freed meanwhile. 0,
- * or -1 with an exception. */
+/* Notes the array that peers should reach if the program uses it often, or passes it to `lend`. Called after the call
+ * was issued, while the array can't be freed: arrays are kept as long as the stream needs them, even if this fails.
+ * Returns 0, or -1 with an exception. */
 static int note_lent(Calls* self, const Making* call) {
   if (call->form->lent < 0) return 0;
   const size_t last = call->signature.count - 1, lent = (size_t)call->form->lent;
@@ -385,8 +385,8 @@ static int note_lent(Calls* self, const Making* call) {
   return 0;
 }
 
-/* Finds the form, or has it prepared, and issues the call. 1; 0 if it is not kept and is not to be prepared; -1 with an
- * exception. */
+/* Finds or prepares the form, and issues the call. Returns 1; 0 if no form is kept and none is to be prepared; -1 with
+ * an exception. */
 static int find_and_issue(Calls* self, Making* call) {
   if (take_lock(self) != 0) return -1;
   if (turn_to(self, call->stream, &call->handle) != 0) return proxyccl_leave_lock(self->release, -1);
@@ -411,12 +411,12 @@ static int find_and_issue(Calls* self, Making* call) {
   return proxyccl_leave_lock(self->release, 1);
 }
 
-/* Reads the arrays. 1; 0 if one can't be read, or -1 with an exception of the program's. */
+/* Reads the arrays. Returns 1; 0 if an array can't be read, or -1 with an exception of the program's. */
 static int read_arrays(const Calls* self, Making* call) {
   PyObject* const given[] = {call->x, call->out};
   Signature* signature = &call->signature;
   for (int i = 0; i < MOST_ARRAYS; ++i) {
-    if (PyTuple_Check(given[i])) continue; /* none */
+    if (PyTuple_Check(given[i])) continue; /* no array */
     if (i > 0 && given[i] == given[0]) {   /* one array, read once */
       signature->relation = TOGETHER;
       continue;
@@ -435,7 +435,7 @@ static int make_call(Calls* self, Making* call) {
     return -1;
   }
   if (self->acquire == NULL) { /* the garbage collector has cleared them */
-    PyErr_SetString(PyExc_RuntimeError, "the calls of a group that is gone");
+    PyErr_SetString(PyExc_RuntimeError, "the group of these calls was closed and collected");
     return -1;
   }
   call->signature = (Signature){.options = call->options, .arrays = call->arrays};
@@ -447,7 +447,7 @@ static int make_call(Calls* self, Making* call) {
   return made;
 }
 
-/* Begins a call with x, out, options and a stream. The arrays are not set: they are large. */
+/* Begins a call with x, out, options and a stream. Leaves the large arrays uninitialized. */
 static void begin(Making* call, PyObject* const* arguments, int kept_alone) {
   call->x = arguments[0], call->out = arguments[1], call->options = arguments[2], call->stream = arguments[3];
   call->form = NULL, call->logged = 0, call->kept_alone = kept_alone;
@@ -509,7 +509,7 @@ static PyObject* forget(PyObject* object, PyObject* arguments) {
   unsigned long long start, end;
   if (!PyArg_ParseTuple(arguments, "KK", &start, &end)) return NULL;
   self->changes += 1;
-  for (int dropped = 1; dropped;) { /* from the beginning: dropping one may run Python */
+  for (int dropped = 1; dropped;) { /* restarts from the beginning, because dropping a form may run Python */
     dropped = 0;
     for (Entry* entry = self->oldest; entry != NULL && !dropped; entry = entry->newer)
       if (touches(entry, (uintptr_t)start, (uintptr_t)end)) drop(self, entry), dropped = 1;
@@ -576,7 +576,7 @@ static PyObject* want(PyObject* object, PyObject* arguments) {
   PyObject* before = self->lend;
   self->lend = Py_NewRef(lend);
   Py_XDECREF(before);
-  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* none of them was met for long */
+  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* none of them was used for long */
   self->wanted[self->wanted_count++] = (Note){(uintptr_t)at, (size_t)bytes};
   Py_RETURN_NONE;
 }

@@ -1,7 +1,8 @@
-"""Collectives that the proxies run on the arrays themselves, rung in by a stream. See channels/schedules/DESIGN.md.
+"""Collectives that the proxies run directly on the arrays when a stream rings a schedule. See
+channels/schedules/DESIGN.md.
 
 An array that peers' proxies can't reach is staged: the stream copies to and from memory that they reach. Each rank
-decides that by itself, because peers send to the place that the rank posts.
+decides by itself whether to stage, because peers send to the address that the rank posts.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ class ByProxy:
         memories: finds the memory of arrays.
         links: the channels of schedules.
         rings: gives schedules to the proxy.
-        in_turn: whether the proxy copies to one peer after the other, because one call issues the copies to all.
+        in_turn: whether the proxy copies to one peer after the other, because a single call issues all copies.
         awaits_data: whether the kernel of a short reduction is launched when all ranks have joined, and waits for their
-            data itself. Only within a host, where data takes little longer than the launch.
-        one_crossing_bytes: bytes that a rank receives up to which a reduction takes one crossing.
-        longest_round: most bytes that one schedule stages. A longer call takes several, the same number on all ranks.
+            data itself. True only within a host, where data takes little longer than the launch.
+        one_crossing_bytes: a reduction takes one crossing if a rank receives at most this many bytes.
+        longest_round: most bytes that one schedule stages. A longer call takes several schedules, the same number on
+            all ranks.
     """
 
     def __init__(self, group: Group) -> None:
@@ -46,10 +48,10 @@ class ByProxy:
 
 
 def others(group: Group, members: Sequence[int] | None = None) -> list[int]:
-    """All other ranks, beginning with the next one, so that not all ranks begin with the same one.
+    """Returns all other ranks, beginning with the next one, so that ranks begin with different peers.
 
     Args:
-        members: those of them that take part, this rank included; None for all.
+        members: the ranks that take part, this rank included; None for all.
     """
     ranks = range(group.world_size) if members is None else members
     own = ranks.index(group.rank)
@@ -57,6 +59,6 @@ def others(group: Group, members: Sequence[int] | None = None) -> list[int]:
 
 
 def rounds(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cuts a count into pieces of at most `most`: the offset and the length of each."""
+    """Cuts a count into pieces of at most `most`, and returns the offset and the length of each."""
     for begin in range(0, count, most):
         yield begin, min(most, count - begin)

@@ -1,4 +1,4 @@
-"""The description of a collective: its checks, the shape of its result, and its launches; and that of one which an
+"""The description of a collective: its checks, the shape of its result, and its launches; also of a collective that an
 execution plan runs. `run.py` makes the calls.
 """
 
@@ -33,7 +33,8 @@ class Options(NamedTuple):
         op: the operator; None if the collective does not reduce.
         root: the rank; None if the collective has no root.
         algorithm, cta_policy, symmetric: the caller's arguments.
-        flat: whether shapes and, unless it reduces, element types do not count, as for torch.distributed.
+        flat: whether calls are compared by bytes alone, without shapes and, unless the collective reduces, without
+            element types, as torch.distributed does.
         registered_x, registered_out: the arrays of an execution plan's call that are registered memory, or None.
     """
 
@@ -53,7 +54,7 @@ class Call(Struct, frozen=True):
 
     Attributes:
         x, result: the caller's input, and the array that holds the result.
-        source, target: their views.
+        source, target: views of `x` and `result`.
         op: the operator; None if the collective does not reduce.
         root: the rank; None if the collective has no root.
         request: the callers' request for an algorithm.
@@ -71,20 +72,20 @@ class Call(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Size of the larger of input and output, by which algorithms are chosen."""
+        """Size in bytes of the larger of input and output; algorithms are chosen by this size."""
         return max(self.source.nbytes, self.target.nbytes)
 
 
 class Collective(ABC):
-    """A collective. A new one has a name, `shape` and `launch`, and a row in `table.py`.
+    """A collective. A new collective needs a name, `shape`, `launch`, and a row in `table.py`.
 
     Attributes:
-        name: registered for the call log.
+        name: the name that the call log shows.
         reduces: whether callers give an operator.
         rooted: whether callers name a root.
         in_place: whether a call without an output overwrites its input.
         copies_alone: whether a single rank only copies the input to the output.
-        ranges: start and end of registered memory whose end also ends the forms.
+        ranges: start and end of registered memory; forms end when this memory is deregistered.
     """
 
     name: str
@@ -96,7 +97,7 @@ class Collective(ABC):
 
     @property
     def table(self) -> str:
-        """The name of the collective whose algorithms it uses."""
+        """The name of the collective whose algorithms this one uses."""
         return self.name
 
     def shape(self, group: Group, source: ArrayView) -> tuple[int, ...]:
@@ -133,15 +134,15 @@ class Collective(ABC):
         return Call(x, out, source, target, op, options.root, request)
 
     def lent(self, launchable: Launchable) -> int:
-        """The number of the array that peers store to or load from; -1 if there is none."""
+        """Returns the number of the array that peers store to or load from; -1 if there is none."""
         return 1
 
     def share(self, ranks: int, call: Call) -> int:
-        """Elements that each rank contributes, or that each gets; the same on all ranks."""
+        """Returns the number of elements that each rank contributes or gets; the same on all ranks."""
         return min(call.source.size, call.target.size)
 
     def entry(self, ranks: int, call: Call) -> CollectiveCall:
-        """The fields on which the ranks must agree."""
+        """Returns the fields on which the ranks must agree."""
         smaller = call.target if call.target.nbytes < call.source.nbytes else call.source
         return CollectiveCall(
             self.name,
@@ -155,7 +156,7 @@ class Collective(ABC):
 
 
 class Planned(Collective):
-    """A collective that a plan runs. Arrays may be registered memory, which peers reach in place.
+    """A collective that an execution plan runs. Arrays may be registered memory, which peers reach in place.
 
     Args:
         registered_x, registered_out: the caller's input and output where these are registered memory.
@@ -216,10 +217,9 @@ class Planned(Collective):
         return collectives.execution_plans.prepare(self._plan, call.source, call.target, self._reached(call))
 
     def _reached(self, call: Call) -> Reached:
-        """The registered arrays that peers reach in place; the same on all ranks, because the call log compares them.
-
-        Where a plan works in place, that is one array which holds input and output. Where it does not, an input inside
-        the output is not one of them: the plan would overwrite it.
+        """Returns the registered arrays that peers reach in place; the same on all ranks, because the call log compares
+        them. For an in-place plan this is the one array that holds input and output. For other plans an input inside
+        the output is excluded, because the plan would overwrite it.
         """
         plan, (x, out) = self._plan, self._registered
         if plan.in_place:
@@ -234,7 +234,7 @@ class Planned(Collective):
 
 
 def plain_arrays(x: Any, out: Any) -> tuple[tuple[Any, Any], tuple[RegisteredMemory | None, RegisteredMemory | None]]:
-    """The arrays of a plan's call, and the registered memory among them, whose arrays take its places.
+    """Returns the arrays of a plan's call, with registered memory replaced by its array, and that registered memory.
 
     Raises as `RegisteredMemory.require_current`.
     """
@@ -243,11 +243,11 @@ def plain_arrays(x: Any, out: Any) -> tuple[tuple[Any, Any], tuple[RegisteredMem
         if memory is not None:
             memory.require_current()
     arrays = (each if memory is None else memory.array for each, memory in zip((x, out), registered, strict=True))
-    return tuple(arrays), registered  # type: ignore[return-value]  # of two each
+    return tuple(arrays), registered  # type: ignore[return-value]  # both have two items
 
 
 class _Execute(Collective):
-    """A plan's own program, which is not one of the collectives."""
+    """An execution plan that is called by itself, and not as one of the collectives."""
 
     name = "execute"
 

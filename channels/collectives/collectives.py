@@ -35,10 +35,10 @@ class _Start(Message, frozen=True):
     """A rank's message to the others before the first collective.
 
     Attributes:
-        cta_policy: its standing policy, if the program named one.
+        cta_policy: the rank's standing policy, if the program named one.
         reaches_all: whether its kernels reach all ranks' memory.
         whole_lines: whether its links carry lines of 128 bytes in one piece.
-        tables: of rank 0, if it has measured ones.
+        tables: rank 0's measured tables, if it has any.
     """
 
     cta_policy: CtaPolicy | None
@@ -53,21 +53,21 @@ _START = Codec(_Start, 1 << 20, "start of collectives")
 
 
 class Collectives:
-    """The state of one group's collectives, with which `run` runs them.
+    """The state of one group's collectives, which `run` uses.
 
     Args:
         group: the ranks.
-        cta_policy: of calls that name neither a policy nor an algorithm; the same on all ranks. None if the program
-            named none.
+        cta_policy: the policy of calls that name neither a policy nor an algorithm; the same on all ranks. None if the
+            program named none.
 
     Attributes:
         group: the ranks.
-        defaults: the tables before any are measured or set; the same on all ranks.
+        defaults: the tables used until others are measured or set; the same on all ranks.
         execution_plans: the executor of MSCCL++'s plans.
         on_host: whether the runtime is the host's.
         preparing: by collective, the function that prepares its forms.
         call: makes a call: see `Calls` (_calls.pyi).
-        cta_policy: as above.
+        cta_policy: the argument.
         made_by_proxy, made_flows: the results of `by_proxy` and `flows`; None until the ranks have made them.
     """
 
@@ -91,8 +91,8 @@ class Collectives:
         group.keep(self)
 
     def start(self) -> None:
-        """Compares the ranks' policies and links, and takes the tables that rank 0 finds measured. All ranks call this
-        together.
+        """Compares the ranks' policies and links, and adopts rank 0's measured tables if it has any. All ranks call
+        this together.
 
         Raises:
             ArgumentError: the policies differ.
@@ -116,23 +116,22 @@ class Collectives:
             self.selector = tuned.selector_of(starts[0].tables)
 
     def team(self) -> Team:
-        """The team of all ranks. All ranks make it together when it is first used."""
+        """The team of all ranks, made on first use by all ranks together."""
         if self._team is None:
             with self.group.exchange.telling():
                 self._team = Team(self.group, whole_lines=self._whole_lines)
         return self._team
 
     def by_proxy(self) -> ByProxy:
-        """The parts of this rank's schedules. All ranks make it together when it is first used."""
+        """The parts of this rank's schedules, made on first use by all ranks together."""
         if self.made_by_proxy is None:
             with self.group.exchange.telling():
                 self.made_by_proxy = ByProxy(self.group)
         return self.made_by_proxy
 
     def levels(self) -> tuple[Team, Team]:
-        """Two teams of this rank: the ranks of its node, and those with its number on every node.
-
-        All ranks make them together when they are first used.
+        """Two teams of this rank: the ranks of its node, and the ranks with its local number on every node. All ranks
+        make them together on first use.
         """
         if self._levels is None:
             topology = self.group.topology
@@ -143,14 +142,14 @@ class Collectives:
         return self._levels
 
     def flows(self) -> Flows:
-        """The state of transfers between pairs of ranks. All ranks make it together when it is first used."""
+        """The state of transfers between pairs of ranks, made on first use by all ranks together."""
         if self.made_flows is None:
             with self.group.exchange.telling():
                 self.made_flows = Flows(self.group)
         return self.made_flows
 
     def scratch(self, nbytes: int) -> Memory:
-        """At least this many bytes of scratch memory of this rank, which its next collective may overwrite."""
+        """Returns at least this many bytes of this rank's scratch memory, which its next collective may overwrite."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._calls.clear()  # calls hold the address of the previous memory
             # That is freed with the last queued call that uses it.
@@ -158,7 +157,9 @@ class Collectives:
         return self._scratch
 
     def wide_parts(self) -> Memory:
-        """Memory of WIDE_PARTS_BYTES for an all_reduce in a wider type. The next one overwrites it."""
+        """Returns WIDE_PARTS_BYTES of memory for an all_reduce in a wider type. The next such all_reduce overwrites
+        it.
+        """
         if self._wide_parts is None:
             self._wide_parts = self.group.runtime.allocate(WIDE_PARTS_BYTES)
         return self._wide_parts
@@ -180,7 +181,7 @@ class Collectives:
         ranges: tuple[tuple[int, int], ...] = (),
         lent: Callable[[Launchable], int] = lambda _: -1,
     ) -> Form:
-        """Compares a call with the other ranks' calls, and makes its form.
+        """Compares a call with the other ranks' calls, and returns the call's form.
 
         Args:
             call: the fields on which the ranks must agree.
@@ -188,7 +189,7 @@ class Collectives:
             launch: makes the launchable; not called for a call without elements.
             logged: whether the call was compared before.
             ranges: as for `Launches.form`.
-            lent: the number of the array to lend, of a call with this launchable, as for `Launches.form`.
+            lent: given the launchable, returns the number of the array to lend, as for `Launches.form`.
         """
         launches = self.group.launches
         fields = call.encode() if logged else launches.agree(call)
@@ -202,7 +203,7 @@ class Collectives:
         return launches.form(fields, launchable, views, ranges, lent(launchable))
 
     def choose(self, collective: str, request: Request, dtype: DType, nbytes: int) -> str:
-        """The algorithm for a call; the same on all ranks if their calls are.
+        """Returns the algorithm for a call; the same on all ranks if their calls are the same.
 
         Args:
             collective: its name.
@@ -211,7 +212,7 @@ class Collectives:
             nbytes: size of the larger of a rank's input and output.
 
         Raises:
-            ArgumentError: the callers name one that does not work between these ranks.
+            ArgumentError: the callers name an algorithm that does not work between these ranks.
         """
         if request.algorithm is not None:
             works = self.algorithms(collective)
@@ -224,7 +225,7 @@ class Collectives:
         if request.cta_policy == "zero":
             return "proxy"
         chosen = self._selector.choose(collective, dtype, nbytes, symmetric=request.symmetric)
-        if isinstance(chosen, ExecutionPlan):  # one that can't execute the call
+        if isinstance(chosen, ExecutionPlan):  # the plan can't execute this call
             chosen = self.defaults.choose(collective, dtype, nbytes, symmetric=request.symmetric)
         assert isinstance(chosen, str)
         return chosen
@@ -232,8 +233,8 @@ class Collectives:
     def execution_plan(
         self, collective: str, request: Request, source: ArrayView, target: ArrayView, op: str | None = None
     ) -> ExecutionPlan | None:
-        """The execution plan that the tables name for a call; None if `choose` tells the algorithm. Like that, the same
-        on all ranks if their calls are.
+        """Returns the execution plan that the tables name for a call; None if `choose` gives the algorithm. The result
+        is the same on all ranks if their calls are the same.
 
         Args:
             collective, request: as for `choose`.
@@ -249,21 +250,21 @@ class Collectives:
         return chosen
 
     def goes_by_schedule(self, algorithm: str) -> bool:
-        """Whether the proxies run a call without a kernel: they do if the callers ask for it, or if a peer is not
-        mapped and kernels don't move data through the proxy.
+        """Whether the proxies run a call without a kernel: if the callers ask for that, or if a peer is not mapped and
+        kernels don't move data through the proxy.
         """
         return algorithm == "proxy" or not self._kernels_reach_all()
 
     def _kernels_reach_all(self) -> bool:
-        """Whether kernels move data to every peer, through the proxy where it is not mapped."""
+        """Whether kernels move data to every peer: directly, or through the proxy to a peer that is not mapped."""
         return self._all_mapped or proxied_kernel_bytes(self.group) > 0
 
     @property
     def selector(self) -> Selector:
         """The tables that choose each call's algorithm; the same on all ranks.
 
-        Setting it raises ArgumentError for anything but a `Selector`, and for one with an execution plan that these
-        ranks can't execute.
+        Setting it raises ArgumentError for anything but a `Selector`, and for a selector with an execution plan that
+        these ranks can't execute.
         """
         return self._selector
 

@@ -30,8 +30,9 @@ MOST_TRANSFERS: int = lib.PROXYCCL_MAX_TRANSFERS
 """The most transfers of one launch."""
 _MOST_LANES = 8
 _THREADS = 256
-"""Per block: with this number all blocks of a launch are resident at once on any GPU with at least 132
-multiprocessors."""
+"""Threads of a block: with this number all blocks of a launch are resident at once on any GPU with at least 132
+multiprocessors.
+"""
 _LEAST_SLOT_BYTES = 1024
 _NO_STREAM = 2**64 - 1
 
@@ -56,28 +57,28 @@ class Transfer(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size of the data in bytes."""
         view = self.target if self.source is None else self.source
         assert view is not None
         return view.nbytes
 
     @property
     def in_place(self) -> bool:
-        """Whether it is a copy of an array to itself."""
+        """Whether the transfer copies an array to itself."""
         return self.source is not None and self.target is not None and self.source.ptr == self.target.ptr
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:
-        """As `FlowCalls.run` takes it."""
+        """The transfer as `FlowCalls.run` takes it: peer, addresses and size."""
         source, target = (0 if view is None else view.ptr for view in (self.source, self.target))
         return self.peer, source, target, self.nbytes
 
 
 class Flows:
-    """All ranks make them together.
+    """The state of transfers between pairs of ranks. All ranks make it together.
 
     Attributes:
-        calls: issues them.
+        calls: issues the transfers.
     """
 
     def __init__(self, group: Group) -> None:
@@ -95,7 +96,7 @@ class Flows:
         self._scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8")
         memory = register(group, self._scratch)
         self._kept = memory
-        ends = 2 * lanes  # of each peer: a lane's two flows
+        ends = 2 * lanes  # of each peer: two flows a lane
         self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
         counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
         self._memory = self._links.on_device(runtime, counters_bytes)
@@ -141,7 +142,7 @@ class Flows:
         )
 
     def _take_stream(self) -> Stream:
-        """A stream of a call's own, because other streams may depend on other calls."""
+        """Returns a stream for one call alone, because other streams may depend on other calls."""
         try:
             return self._idle_streams.pop()
         except IndexError:
@@ -153,7 +154,7 @@ class Flows:
         except KernelError:
             self._failure.check()
             raise
-        except BaseException as error:  # from a signal handler, after which the caller's arrays may go away
+        except BaseException as error:  # from a signal handler: the caller may free the arrays after it
             self._failure.abort(f"interrupted by {type(error).__name__}")
             with contextlib.suppress(KernelError):
                 own.synchronize()
@@ -163,7 +164,7 @@ class Flows:
         self._failure.check()
 
     def _refuse(self, status: int) -> None:
-        """Raises the error for a nonzero status of a call."""
+        """Raises the error that belongs to a call's nonzero status."""
         if status == engine_lib.PROXYCCL_CALL_ABORTED:
             raise self._failure.exception()
         self._launch.check(status)

@@ -1,8 +1,8 @@
 """Moving bytes by proxy: all_gather, all_to_all and broadcast as schedules, without a kernel.
 
 Between nodes of several ranks, each share of an all_gather crosses to a node once, and is sent on inside it. A rank's
-*rails* are the ranks with its number on the other nodes. They exchange shares in pieces, and a rank's schedule sends
-each piece that has come to the other ranks of its node, while the next one crosses.
+*rails* are the ranks with its number on the other nodes. They exchange shares in pieces. A rank's schedule forwards
+each arrived piece to the other ranks of its node, while the next piece crosses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Transfer(Struct, frozen=True):
     Attributes:
         peer: the other rank.
         offset: in the input, or in the output, in bytes.
-        nbytes: its size.
+        nbytes: size in bytes.
     """
 
     peer: int
@@ -42,8 +42,8 @@ class Exchange(Struct, frozen=True):
     Attributes:
         sends: from its input, at most one to each peer.
         receives: to its output, at most one from each peer.
-        kept: the bytes that stay on the rank, at their place in its output; None if none do.
-        kept_from: their offset in the input, in bytes.
+        kept: the bytes that stay on the rank, at their place in the output; None if none stay.
+        kept_from: the offset of the kept bytes in the input.
     """
 
     sends: tuple[Transfer, ...] = ()
@@ -53,14 +53,15 @@ class Exchange(Struct, frozen=True):
 
 
 Part = Callable[[int, int], Exchange]
-"""A rank's part in moving some bytes of each share, by the offset of the first and their number."""
+"""Returns a rank's part in moving some bytes of each share, given the offset of the first byte and the number of bytes.
+"""
 
 
 def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share: int, part: Part) -> StreamOperations:
-    """The stream operations of a collective that moves bytes.
+    """Returns the stream operations of a collective that moves bytes.
 
     Args:
-        share: bytes that one rank sends to one other.
+        share: bytes that one rank sends to one other rank.
         part: this rank's part.
     """
     ranks = by_proxy.group.world_size
@@ -71,8 +72,8 @@ def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share:
 
 
 def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchange, room: int) -> list[Step]:
-    """The steps of one schedule of a call. The stream copies the bytes that stay on the rank while the proxy moves the
-    rest. Each side may be staged, in `room` bytes at most, the same on all ranks.
+    """Returns the steps of one schedule of a call. The stream copies the bytes that stay on the rank while the proxy
+    moves the rest. Each side may be staged, in at most `room` bytes, the same number on all ranks.
     """
     memories, links = by_proxy.memories, by_proxy.links
 
@@ -80,20 +81,24 @@ def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchan
         return memories.source(source.ptr, source.nbytes)
 
     def find_target() -> ScheduleSpan | None:
-        """None also if received data would overwrite data that has not been sent."""
+        """Returns the memory to receive in; None if it must be staged, or if received data would overwrite unsent
+        data.
+        """
         sends = [(source.ptr + send.offset, send.nbytes) for send in part.sends]
         receives = [(target.ptr + receive.offset, receive.nbytes) for receive in part.receives]
         if any(a < b + b_bytes and b < a + a_bytes for a, a_bytes in sends for b, b_bytes in receives):
             return None
         return memories.target(target.ptr, target.nbytes)
 
-    # Of either side of any rank: where one side were pinned and the other not, a driver would copy between them.
+    # The longest side of any rank: if only one side were pinned, a driver would copy between the two.
     longest = max(sum({each.offset: each.nbytes for each in side}.values()) for side in (part.sends, part.receives))
 
     def places(
         side: Side, transfers: Sequence[Transfer], find: Callable[[], ScheduleSpan | None]
     ) -> list[tuple[Transfer, ScheduleSpan]]:
-        """Where each transfer begins: in the array, whose memory `find` gives; else staged, one after the other."""
+        """Returns where each transfer begins: in the array, if `find` gives its memory; else staged, one after the
+        other.
+        """
         if not transfers and not memories.staged_together:
             return []
         packed: dict[int, int] = {}
@@ -131,7 +136,9 @@ def crosses_once(by_proxy: ByProxy, share: int) -> bool:
 
 
 def prepare_all_gather(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share: int) -> StreamOperations:
-    """The stream operations of an all_gather of shares of this size in bytes, where each crosses to a node once."""
+    """Returns the stream operations of an all_gather of shares of this size in bytes, each of which crosses to a node
+    once.
+    """
     group, memories, links = by_proxy.group, by_proxy.memories, by_proxy.links
     pinned, output = memories.pinned("source", target.nbytes), memories.pinned("target", target.nbytes)
     sent = pinned or memories.found_or_staged(memories.source(source.ptr, share), "source", share)
@@ -165,7 +172,7 @@ def prepare_all_gather(by_proxy: ByProxy, source: ArrayView, target: ArrayView, 
     )
     return by_proxy.rings.prepare(
         [
-            CopyBytes(sent.ptr, source.ptr, share),  # none in place, as all of these
+            CopyBytes(sent.ptr, source.ptr, share),  # becomes no copy in place, like the next copies
             schedule,
             *memories.own_copy(target.ptr + own, source.ptr, share),
             *by_proxy.rings.end(range(len(rails))),

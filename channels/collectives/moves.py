@@ -26,20 +26,21 @@ from proxyccl.device.stream_operations import StreamOperations
 class Move(Collective):
     """A collective whose kernel takes (team, source, target, share in bytes[, root]).
 
-    The proxies do it instead, by each rank's `part`, where `Collectives.goes_by_schedule`.
+    If `Collectives.goes_by_schedule`, the proxies move the bytes instead, by each rank's `part`.
 
     Attributes:
-        rereads_output: whether a rank in place reads what peers would overwrite, so nobody may store to its output.
+        rereads_output: whether a rank that works in place still reads data that peers would overwrite, so no peer may
+            store to its output.
     """
 
     rereads_output = False
 
     @abstractmethod
     def part(self, group: Group, root: int | None, share: int, begin: int, nbytes: int) -> Exchange:
-        """This rank's part in moving `nbytes` bytes, from `begin` on, of each share of `share` bytes."""
+        """Returns this rank's part in moving `nbytes` bytes, from `begin` on, of each share of `share` bytes."""
 
     def schedule(self, collectives: Collectives, call: Call, share: int) -> StreamOperations:
-        """The stream operations of a call by schedule, with shares of this size in bytes."""
+        """Returns the stream operations of a call by schedule, with shares of this size in bytes."""
         part = functools.partial(self.part, collectives.group, call.root, share)
         return prepare_move(collectives.by_proxy(), call.source, call.target, share, part)
 

@@ -1,7 +1,7 @@
 """The scratch memory through which the packet algorithms work, and the shape of each call.
 
-Every peer's is mapped, so the kernels need no links and no semaphores: a packet is its own signal. A kernel gets
-everything that it must know as one parameter (packet_team.h).
+Every peer's scratch memory is mapped, so the kernels need no links and no semaphores: a packet is its own signal. A
+kernel gets all of this state as one parameter (packet_team.h).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from proxyccl.device.arrays.dtypes import DType
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""
 SLOT_PACKETS = 2048
-"""Packets that a block may take from a rank in one epoch: 16 KiB of data. Fewer if SCRATCH_BYTES are not enough."""
+"""Most packets that a block takes from a rank in one epoch: 16 KiB of data. Fewer if SCRATCH_BYTES are not enough."""
 SCRATCH_BYTES = 32 * 1024 * 1024
-"""Of packets, and of lines."""
+"""Size of the scratch memory of packets, and likewise of lines."""
 
 PACKET_BYTES = 16
 _PAYLOAD_BYTES = 8
-_WARP = 64  # lanes of a warp, on the target with the widest one
-_LINE_WARP = 32  # the same on the targets that have lines
-_LINE_THREADS, _LINE_UNITS, _UNIT_BYTES = 8, 15, 16  # of lines.h: threads that share two lines, and their units
-_LINE_PACKETS = 2  # the room that a thread's part of two lines takes
+_WARP = 64  # lanes of the widest warp of any target
+_LINE_WARP = 32  # lanes of a warp on the targets that have lines
+_LINE_THREADS, _LINE_UNITS, _UNIT_BYTES = 8, 15, 16  # as in lines.h
+_LINE_PACKETS = 2  # packets' room that a thread's part of two lines takes
 
 
 def carries_whole_lines(group: Group) -> bool:
     """Whether this rank's runtime has lines, and its links to all others carry them whole.
 
-    Links that add atomically do, as NVLink. Others may deliver the parts of a line one by one.
+    Links with atomic adds, such as NVLink, carry lines whole. Other links may deliver the parts of a line one by one.
     """
     runtime = group.runtime
     return runtime.launch_defaults.line_bytes > 0 and all(
@@ -45,10 +45,10 @@ class PacketLaunch(Struct, frozen=True):
     """The launch of a packet kernel.
 
     Attributes:
-        lines: whether it is the kernel whose packets are lines.
-        blocks: of the grid.
-        threads: of a block.
-        parameter: the kernel's first, a ProxycclPacketTeam.
+        lines: whether the kernel's packets are lines.
+        blocks: blocks of the grid.
+        threads: threads of a block.
+        parameter: the kernel's first parameter, a ProxycclPacketTeam.
     """
 
     lines: bool
@@ -58,14 +58,14 @@ class PacketLaunch(Struct, frozen=True):
 
 
 class PacketTeam:
-    """All ranks make it together; each must have mapped every other.
+    """The state of packet algorithms. All ranks make it together; each must have mapped every other rank's memory.
 
     Args:
         whole_lines: whether all ranks' links carry lines of 128 bytes in one piece, so that packets may be lines.
 
     Attributes:
         move_bytes: the longest share that an all_gather or an all_to_all moves in packets.
-        scratch: the memory of packets, and that of lines if there are any.
+        scratch: the memory of packets, and the memory of lines if links carry lines.
     """
 
     def __init__(self, group: Group, *, whole_lines: bool) -> None:
@@ -89,7 +89,7 @@ class PacketTeam:
         return self.move(share * dtype.itemsize, policy)
 
     def move(self, share: int, policy: CtaPolicy) -> PacketLaunch:
-        """The launch of a call in which ranks send each other shares of this many bytes."""
+        """Returns the launch of a call in which ranks send each other shares of this many bytes."""
         if len(self.scratch) == 1 or share < self._line_bytes:
             return self._packets(share)
         blocks = self.scratch[1].blocks
@@ -123,11 +123,11 @@ class PacketTeam:
 
 
 class PacketScratch:
-    """Memory for packets on each rank, and its blocks' epochs. All ranks make it together.
+    """Memory for packets on each rank, and the epochs of its kernels' blocks. All ranks make it together.
 
     Args:
         blocks: the most blocks of a kernel.
-        most: packets of a slot, where SCRATCH_BYTES suffice.
+        most: the most packets of a slot; SCRATCH_BYTES may allow fewer.
 
     Attributes:
         blocks: the most blocks of a kernel.
@@ -154,7 +154,7 @@ class PacketScratch:
                 team.remote[peer] = ffi.cast("char *", self._memory.peer_ptr(peer))
 
     def parameter(self, share: int, epochs: int, epoch_packets: int) -> bytes:
-        """A kernel's ProxycclPacketTeam (packet_team.h)."""
+        """Returns a kernel's ProxycclPacketTeam (packet_team.h)."""
         team = ffi.new("ProxycclPacketTeam *", self._team[0])
         team.share, team.call_epochs, team.epoch_packets = share, epochs, epoch_packets
         return bytes(ffi.buffer(team))

@@ -1,4 +1,6 @@
-"""Gathers of several ranges of an array at once, in place: one schedule, whose ranks meet once for all of them."""
+"""Gathers of several ranges of an array at once, in place: one schedule, in which ranks synchronize once for all
+ranges.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ from proxyccl.device.stream_operations import StreamOperations
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 
 Range = tuple[int, int]
-"""Where a range begins in the array, and the size of one rank's part of it. Rank r's part is the r-th."""
+"""A range's offset in the array, and the size of one rank's part of the range. Rank r's part is the r-th."""
 
 
 class RangeGathers:
     """Gathers in an array that all ranks have registered. All ranks make it together.
 
     Args:
-        collectives: of the ranks.
-        view: this rank's array, of as many bytes as those of the others.
+        collectives: the group's collectives.
+        view: this rank's array, of the same size on all ranks.
 
     Attributes:
         are_possible: whether the proxies of all ranks reach the arrays; otherwise `gather` can't be called.
@@ -34,14 +36,14 @@ class RangeGathers:
     def __init__(self, collectives: Collectives, view: ArrayView) -> None:
         self._collectives, self._view = collectives, view
         self._by_proxy = collectives.by_proxy()
-        self._prepare = self._form  # one object, which names this array and no later one at its address
+        self._prepare = self._form  # one object, whose identity tells this array from a later array at the same address
         self._span: ScheduleSpan | None = self._by_proxy.memories.target(view.ptr, view.nbytes)
         reached = bytes([self._span is not None])
         answers = collectives.group.exchange.all_gather_bytes(reached, "gathers of ranges")
         self.are_possible = all(answer == b"\1" for answer in answers)
 
     def gather(self, ranges: Sequence[Range], stream: StreamLike) -> None:
-        """Brings each rank's part of each range to all ranks. All ranks call it together, with the same ranges.
+        """Gathers each rank's part of each range on all ranks. All ranks call this together, with the same ranges.
 
         Raises as `Communicator.all_gather`.
         """

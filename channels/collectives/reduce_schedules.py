@@ -1,8 +1,8 @@
 """Reductions by proxy: schedules move the data, and a small kernel reduces each piece when it has arrived.
 
-Each rank reduces one share of the elements. The share is cut into pieces: one is reduced while the next is in flight,
-and in an all_reduce its result goes back to all ranks while the next is reduced. A short all_reduce takes one crossing:
-each rank sends all its elements to every other, and all reduce the same values in the same order.
+Each rank reduces one share of the elements. The share is cut into pieces: one piece is reduced while the next is in
+flight, and in an all_reduce its result goes back to all ranks while the next piece is reduced. A short all_reduce takes
+one crossing: each rank sends all its elements to every other, and all reduce the same values in the same order.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, Sch
 _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
 _CHUNK_ALIGNMENT = 32  # elements, 16 bytes or more
-_FEW_BLOCKS = 16  # for the elements of each rank, up to _MOST_RANKS
-_MOST_RANKS = 4  # as were measured
+_FEW_BLOCKS = 16  # blocks for each rank's elements, up to _MOST_RANKS ranks
+_MOST_RANKS = 4  # the ranks that were measured
 _LONGEST_CHUNK = 8
-"""Times the shortest, of up to _MOST_RANKS ranks: so blocks that begin late leave little to wait for. Those of more
-ranks are shorter, as each block fetches its chunk of all ranks into the device's cache.
+"""Longest chunk for up to _MOST_RANKS ranks, as a multiple of the shortest. The limit keeps the wait for late blocks
+short. Chunks of more ranks are shorter, because each block fetches its chunk of all ranks into the device's cache.
 """
 _MOST_PER_BLOCK = 32
-"""Times the shortest chunk, of all ranks: until each block has more, there are few, as a busy GPU has few places."""
+"""Data of all ranks for one block, as a multiple of the shortest chunk, up to which a kernel has few blocks, because a
+busy GPU has room for few.
+"""
 _SHORTEST_PIECE = 2 << 20
 _MOST_PIECES = 3
-"""The link is busy without a pause from two pieces on; each more is another pause between copies."""
-_JOINED = _MOST_PIECES  # the stage that counts posts: those before it count pieces
+"""Most pieces of a share. Two pieces keep the link busy; each further piece adds a pause between copies."""
+_JOINED = _MOST_PIECES  # the stage that counts posts; earlier stages count pieces
 _MOST_AWAITED = 16 << 20
-"""Most bytes of values from peers that a kernel waits for, instead of its stream: they take some 40 µs."""
+"""Most bytes of peers' values for which the kernel waits, instead of its stream: they take some 40 µs to arrive."""
 
 
 class _Shares(Struct, frozen=True):
@@ -48,8 +50,8 @@ class _Shares(Struct, frozen=True):
     Attributes:
         members: the ranks that take part, in order.
         first: number of the first member's first element.
-        stride: elements from the first of one member to the first of the next.
-        lengths: elements of each member's share; the first one's is the longest.
+        stride: elements from the start of one member's share to the next.
+        lengths: elements of each member's share; the first member's share is the longest.
     """
 
     members: Sequence[int]
@@ -64,26 +66,26 @@ class _Shares(Struct, frozen=True):
         return self.lengths[self.members.index(rank)]
 
     def length(self, rank: int, begin: int, most: int) -> int:
-        """The number of elements that a rank's share has from its element `begin` on, at most `most`."""
+        """Returns the number of elements, at most `most`, that a rank's share has from element `begin` on."""
         return max(0, min(most, self.whole(rank) - begin))
 
 
 class _Pieces:
     """The pieces of a share, and the order in which a rank sends them to its peers.
 
-    Where links lead to one peer each, all peers get the first piece, then all get the second, and so on. Where the
-    proxy copies to one peer after the other, each peer gets a whole share, so that all ranks go on to the next peer at
-    about the same time and no two of them share a link. Only the last peer gets values in pieces: one is reduced while
-    the next is in flight. And only the first peer gets results in pieces, as they are made.
+    If each link leads to one peer, all peers get the first piece, then all get the second, and so on. If the proxy
+    copies to one peer after the other, each peer gets a whole share, so that all ranks go on to the next peer at about
+    the same time and no two of them share a link. Only the last peer gets values in pieces, so that one is reduced
+    while the next is in flight. Only the first peer gets results in pieces, as soon as each is ready.
 
     Args:
         longest: elements of the longest share.
-        itemsize: of an element, in bytes.
-        peers: in the order in which this rank sends.
+        itemsize: bytes of an element.
+        peers: the peers in the order in which this rank sends.
         in_turn: whether the proxy copies to one peer after the other.
 
     Attributes:
-        bounds: the offset and the most elements of each.
+        bounds: the offset and the most elements of each piece.
     """
 
     def __init__(self, longest: int, itemsize: int, peers: Sequence[int], *, in_turn: bool) -> None:
@@ -93,19 +95,19 @@ class _Pieces:
         self._peers, self._in_turn = peers, in_turn
 
     def values(self) -> list[tuple[int, int, int]]:
-        """The sends of values: a peer, and the offset and the most elements of each."""
+        """Returns the sends of values: for each a peer, the offset, and the most elements."""
         return [(peer, *bounds) for peer, _, bounds in self._sends(self._peers[-1:])]
 
     def results(self) -> list[tuple[int, int, int, int]]:
-        """The same of results, and the number of the last piece that each needs."""
+        """Returns the sends of results like `values`, each with the number of the last piece that the send needs."""
         return [(peer, *bounds, number) for peer, number, bounds in self._sends(self._peers[:1])]
 
     def values_from(self, peer: int) -> range:
-        """The pieces in which values come from a peer; a whole share comes with the first."""
+        """Returns the pieces in which values come from a peer; a whole share comes with the first piece."""
         return range(len(self.bounds) if not self._in_turn or peer in self._peers[:1] else 1)
 
     def results_from(self, peer: int) -> int:
-        """The number of sends in which results come from a peer."""
+        """Returns the number of sends in which results come from a peer."""
         return len(self.bounds) if not self._in_turn or peer in self._peers[-1:] else 1
 
     def _sends(self, cut: Sequence[int]) -> list[tuple[int, int, tuple[int, int]]]:
@@ -120,7 +122,9 @@ class _Pieces:
 
 
 def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
-    """The stream operations of a reduce_scatter: `source` holds as many elements for each rank as `target`."""
+    """Returns the stream operations of a reduce_scatter: `source` holds as many elements for each rank as `target`
+    has.
+    """
     ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
     steps: list[Step] = []
     for begin, count in rounds(target.size, by_proxy.longest_round // (ranks * itemsize)):
@@ -134,8 +138,8 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
 def all_reduce_steps(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, members: Sequence[int], divisor: int
 ) -> list[Step]:
-    """A stream's steps of an all_reduce among some ranks; `target` may be `source`. All ranks make such steps together,
-    side by side, for arrays of one size. `divisor` is that of an average.
+    """Returns a stream's steps of an all_reduce among some ranks; `target` may be `source`. All ranks call this at the
+    same time, each for its own set of ranks, with arrays of one size. `divisor` is the divisor of an average.
     """
     ranks, itemsize = len(members), source.dtype.itemsize
     if source.nbytes * (ranks - 1) <= by_proxy.one_crossing_bytes:
@@ -152,7 +156,7 @@ def all_reduce_steps(
 def _all_reduce_round(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares, divisor: int
 ) -> list[Step]:
-    """The steps of one schedule. A rank's reduced share goes from its output to its peers' outputs."""
+    """Returns the steps of one schedule. A rank's reduced share goes from its output to its peers' outputs."""
     links, memories, rank = by_proxy.links, by_proxy.memories, by_proxy.group.rank
     peers = others(by_proxy.group, shares.members)
     itemsize, nbytes = source.dtype.itemsize, sum(shares.lengths) * source.dtype.itemsize
@@ -206,9 +210,9 @@ class _Slots:
     """This rank's memory for the data that it reduces: a slot for each peer.
 
     Args:
-        nbytes: most bytes that a peer sends.
+        nbytes: the most bytes that a peer sends.
         members: the ranks that take part, in order.
-        may_be_pinned: whether short data may go through pinned memory, as it then does on the senders' side too.
+        may_be_pinned: whether short data may go through pinned memory, as it then also does on the senders' side.
 
     Attributes:
         nbytes: size of all slots.
@@ -237,11 +241,11 @@ class _Slots:
         self._kernel = self._group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
 
     def offset(self, peer: int) -> int:
-        """The offset of a peer's slot in bytes: slots are in the order of ranks."""
+        """Returns the offset of a peer's slot in bytes; slots are in the order of ranks."""
         return (self._members.index(peer) - (peer > self._group.rank)) * self._slot_bytes
 
     def posts(self, channels: Mapping[int, int]) -> tuple[SchedulePost, ...]:
-        """Lets each peer write to its slot, by a channel to that peer."""
+        """Returns posts that let each peer write to its slot, by a channel to that peer."""
         memory, offset = self._memory.memory, self._memory.offset
         return tuple(
             SchedulePost(channels[peer], memory.id_at(peer), offset + self.offset(peer)) for peer in self._peers
@@ -258,16 +262,17 @@ class _Slots:
         transfers: int = 0,
         gated: bool = False,
     ) -> Launch:
-        """The kernel that reduces each piece, and resets its stage. It waits for all but the first piece, and if it is
-        told to for that one too: then all ranks have joined when it is launched, and it resets the stage of these.
+        """Returns the kernel that reduces each piece and resets the piece's stage. It waits for all pieces except the
+        first. With `first`, the kernel is launched when all ranks have joined, waits for the first piece too, and
+        resets the stage of the posts.
 
         Args:
             own: this rank's elements.
-            result: where the reduced ones go.
-            pieces: the offset and the most elements of each; number n is stage n of the schedule.
-            first: transfers of the first stage; 0: they are complete when the kernel is launched.
-            transfers: of each other stage.
-            gated: whether it opens the gate after each piece.
+            result: where the reduced elements go.
+            pieces: the offset and the most elements of each piece; piece n is stage n of the schedule.
+            first: transfers of the first stage; 0 if they are complete when the kernel is launched.
+            transfers: transfers of each other stage.
+            gated: whether the kernel opens the gate after each piece.
         """
         group, words, defaults = self._group, self._words, self._group.runtime.launch_defaults
         arrived = ffi.new("ProxycclArrived *")
@@ -275,7 +280,7 @@ class _Slots:
         arrived.rank, arrived.world_size = self._members.index(group.rank), len(self._members)
         arrived.divisor = self._divisor
         piece, shortest = pieces[0][1], -(-defaults.small_bytes // self._dtype.itemsize)
-        ranks = len(self._members)  # blocks grow with what is read
+        ranks = len(self._members)  # the number of blocks grows with the data read
         few = min(_FEW_BLOCKS * min(ranks, _MOST_RANKS), -(-piece // shortest))
         many = -(-piece * ranks // (_MOST_PER_BLOCK * shortest))
         blocks = min(defaults.small_blocks, max(few, many))
@@ -324,7 +329,7 @@ class _Reduction:
         return self._slots.posts(self._by_proxy.links.scratch_posts)
 
     def sends(self) -> tuple[ScheduleSend, ...]:
-        """Sends every peer the part that it reduces, piece by piece."""
+        """Returns sends that give every peer the part that the peer reduces, piece by piece."""
         links = self._by_proxy.links
         return tuple(
             links.send(
@@ -338,7 +343,7 @@ class _Reduction:
         )
 
     def receives(self) -> tuple[ScheduleReceive, ...]:
-        """Receives the peers' data, a stage for each piece."""
+        """Returns the receives of the peers' data, a stage for each piece."""
         channels = self._by_proxy.links.sends
         return tuple(
             ScheduleReceive(channels[peer], stage=number)
@@ -347,14 +352,14 @@ class _Reduction:
         )
 
     def reduce(self, result: int, *, posts: int, gated: bool) -> list[Step]:
-        """The kernel that reduces this rank's share, the wait before it, and the end of the schedule. Few bytes are
-        awaited by the kernel, which is launched when all ranks have joined; otherwise the stream waits for the first
-        piece.
+        """Returns the wait before the kernel, the kernel that reduces this rank's share, and the end of the schedule.
+        For few bytes the kernel is launched when all ranks have joined, and waits for the data; otherwise the stream
+        waits for the first piece.
 
         Args:
             result: where the reduced share goes.
-            posts: that the schedule's sends wait for.
-            gated: whether its pieces are sent on.
+            posts: the posts that the schedule's sends wait for.
+            gated: whether reduced pieces are sent on.
         """
         rank = self._by_proxy.group.rank
         own, count = self._source.ptr + self._shares.start(rank) * self._itemsize, self._shares.whole(rank)

@@ -36,7 +36,8 @@ from proxyccl.device.stream_operations import StreamOperations
 
 _BetweenStep = TypeVar("_BetweenStep")
 _MOST_SCHEDULED_RANKS = 128
-"""Schedules have channels to all ranks and ids of their memory, of which a proxy has enough for some 170 ranks."""
+"""Schedules need channels to all ranks and ids for all ranks' memory; a proxy has enough of these for some 170 ranks.
+"""
 
 
 class _AllReduce(Collective):
@@ -95,7 +96,7 @@ def _prepare_two_shot(
 def _one_round(
     group: Group, team: Team, op: str, source: ArrayView, target: ArrayView, divisor: int | None = None
 ) -> Launch:
-    """The launch that reduces an array among a team's ranks in one crossing."""
+    """Returns the launch that reduces an array among a team's ranks in one crossing."""
     kernel = ALL_REDUCE_KERNELS["proxy"]
     shipped = group.runtime.shipped(kernel.file, kernel.name, target.dtype.name, op)
     return shipped.prepare(1, team.threads, team.parameter(divisor=divisor), source.ptr, target.ptr, target.size)
@@ -155,16 +156,16 @@ def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
 
 class _Levels(Struct, Generic[_BetweenStep], frozen=True):
     """The levels of a hierarchy. Each share is reduced inside the node, then between the ranks with the same number on
-    all nodes, then gathered inside the node, so a node's data crosses to the others once.
+    all nodes, then gathered inside the node, so a node's data crosses to the other nodes once.
 
     Data that fits one round is reduced whole by every rank, inside the node and then between nodes. That saves a
-    crossing, and such short shares are not worth one. So are the elements that do not divide into even shares.
+    crossing, which such short shares are not worth. Elements that do not divide into even shares are reduced whole too.
 
     Attributes:
         partial: the operator inside a node.
-        is_short: whether some bytes fit one round between the nodes.
+        is_short: tells whether some bytes fit one round between the nodes.
         reduce_whole: the steps that reduce, in place, an array that each rank of a node has, between the nodes.
-        reduce_share: the same for the rank's share.
+        reduce_share: the steps that reduce the rank's share in place between the nodes.
     """
 
     collectives: Collectives
@@ -175,7 +176,7 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
     reduce_share: Callable[[ArrayView], Sequence[_BetweenStep]]
 
     def steps(self, source: ArrayView, target: ArrayView, *, wide: bool) -> list[Launch | _BetweenStep]:
-        """The steps for a call's elements; if `wide`, piece by piece in float32, from which they are rounded once."""
+        """Returns the steps for a call's elements. If `wide`, pieces are reduced in float32 and rounded once."""
         if not wide:
             return self._steps(source, target)
         shipped, (inside, _) = self.collectives.group.runtime.shipped, self.collectives.levels()
@@ -198,7 +199,7 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
         inside, _ = self.collectives.levels()
 
         def whole(begin: int) -> list[Launch | _BetweenStep]:
-            """The steps that reduce the elements from `begin` on in one round."""
+            """Returns the steps that reduce the elements from `begin` on in one round."""
             count = source.size - begin
             part = _part(target, begin, count)
             return [
@@ -226,7 +227,7 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
 
 
 DROPPED = ()
-"""In place of the output, on the ranks that drop the result."""
+"""Passed as the output on the ranks that drop the result."""
 
 
 class _Reduce(_AllReduce):
@@ -261,7 +262,7 @@ def reduce(
     root = as_rank(group.world_size, root, "root")
     if group.rank == root:
         if isinstance(out, tuple):
-            input_view(group, out, "out")  # refuses it, which `check` would take for DROPPED
+            input_view(group, out, "out")  # refuses an empty tuple, which `check` would take for DROPPED
         return run(collectives, REDUCE, x, out, op, root, algorithm, stream=stream)
     run(collectives, REDUCE, x, DROPPED, op, root, algorithm, stream=stream)
     return None
@@ -275,7 +276,7 @@ class _ReduceScatter(Collective):
         return share_shape(group, source)
 
     def lent(self, launchable: Launchable) -> int:
-        # Kernels of other ranks touch neither array; proxies send from the input.
+        # Other ranks' kernels access neither array; proxies send from the input.
         return 0 if isinstance(launchable, StreamOperations) else -1
 
     def launch(self, collectives: Collectives, call: Call) -> Launchable:

@@ -11,8 +11,9 @@ from proxyccl.channels.segment.calls import ANY_ALGORITHM, register_names
 from proxyccl.device.errors import ArgumentError
 
 CtaPolicy = Literal["default", "efficiency", "zero"]
-"""How many multiprocessors (of NCCL's blocks, the CTAs) a collective may occupy: as many as are best for it alone; few,
-with which it takes little longer; or none. These are NCCL_CTA_POLICY_DEFAULT, _EFFICIENCY and _ZERO."""
+"""How many multiprocessors (of NCCL's blocks, the CTAs) a collective may occupy: as many as are fastest; few, with
+which the collective takes little longer; or none. These are NCCL_CTA_POLICY_DEFAULT, _EFFICIENCY and _ZERO.
+"""
 CTA_POLICIES: tuple[CtaPolicy, ...] = ("default", "efficiency", "zero")
 
 _ZERO, _SYMMETRIC = f"{ANY_ALGORITHM}, cta_policy zero", f"{ANY_ALGORITHM}, symmetric"
@@ -24,9 +25,11 @@ class Request(NamedTuple):
 
     Attributes:
         name: describes the rest in words; registered for the call log.
-        algorithm: the one that they chose, or the name of an execution plan; None leaves it to the library.
+        algorithm: the algorithm that the callers chose, or the name of an execution plan; None for the library's
+            choice.
         cta_policy: limits the library's choice.
-        symmetric: they promise that all ranks' arrays are symmetric memory. Only the choice relies on that.
+        symmetric: the callers promise that all ranks' arrays are symmetric memory. Only the choice relies on this
+            promise.
     """
 
     name: str = ANY_ALGORITHM
@@ -40,7 +43,7 @@ def request_for(plan: ExecutionPlan) -> Request:
 
 
 def requested_policy(argument: str | None) -> CtaPolicy | None:
-    """The policy that the caller or ``PROXYCCL_CTA_POLICY`` names; None if neither does.
+    """Returns the policy that the caller or ``PROXYCCL_CTA_POLICY`` names; None if neither names one.
 
     Raises:
         ArgumentError: there is no such policy.
@@ -61,7 +64,7 @@ def _policy(argument: str, value: object) -> CtaPolicy:
 def request_of(
     collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool, standing: CtaPolicy | None
 ) -> Request:
-    """The request of a call.
+    """Returns the request of a call.
 
     Args:
         algorithm, cta_policy, symmetric: the caller's arguments.
@@ -89,7 +92,7 @@ def request_of(
 
 
 def _with_policy(request: Request, policy: CtaPolicy) -> Request:
-    """The request with few multiprocessors, if that is the policy: any algorithm can have few."""
+    """Returns the request limited to few multiprocessors, if the policy asks for that: any algorithm works with few."""
     return request._replace(name=_efficient(request.name), cta_policy=policy) if policy == "efficiency" else request
 
 

@@ -1,4 +1,4 @@
-"""How a collective is called, and how the form of its calls is prepared."""
+"""The path of a collective's call, and the preparation of its form."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def run(
 
 
 def issue(collectives: Collectives, x: Any, out: Any, options: tuple[Any, ...], stream: StreamLike) -> None:
-    """Makes a call with these arrays, or empty tuples, and options for `Calls` (_calls.pyi)."""
+    """Makes a call with arrays, or empty tuples for missing ones, and options for `Calls` (_calls.pyi)."""
     if not collectives.on_host:
         runtime = collectives.group.runtime
         if stream is None:
             stream = collectives.group.launches.stream_for(None, x, out)
         elif type(stream) is int and other_streams(runtime.device, stream):
-            runtime.stream_handle(stream)  # C does not look at the number of the latest call's stream
+            runtime.stream_handle(stream)  # C does not check the number of the latest call's stream
     if not collectives.call(x, out, options, stream):
         group = collectives.group
         source = x if isinstance(x, tuple) else readable_view(group, x, "x")
@@ -89,7 +89,7 @@ def issue(collectives: Collectives, x: Any, out: Any, options: tuple[Any, ...], 
 
 
 def preparing(collectives: Collectives, collective: Collective) -> Callable[..., Form]:
-    """The function that prepares the forms of a collective: the first of its `Options`."""
+    """Returns the function that prepares the forms of a collective, which is the first field of its `Options`."""
     found = collectives.preparing.get(collective)
     if found is None:
         made = functools.partial(_prepare, collectives, collective)
@@ -135,9 +135,8 @@ def _prepare(
 
 
 def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bool = False) -> None:
-    """See `Communicator.barrier`. With `intra_node_only` only the ranks of the same node wait for one another.
-
-    It has no arrays, so it does not use `run`.
+    """See `Communicator.barrier`. With `intra_node_only` only ranks of the same node wait for one another. A barrier
+    has no arrays, so this does not use `run`.
     """
     group = collectives.group
     inside = as_flag(intra_node_only, "intra_node_only") and group.topology.node_count > 1
@@ -145,7 +144,7 @@ def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bo
 
 
 def options_of_barrier(collectives: Collectives, *, inside: bool) -> tuple[Callable[..., Form], bool]:
-    """The options of barriers for `Calls` (_calls.pyi): of a node's ranks if `inside`, else of all."""
+    """Returns the options of barriers for `Calls` (_calls.pyi): for a node's ranks if `inside`, else for all."""
     found = collectives.preparing.get(barrier)
     if found is None:
         found = collectives.preparing.setdefault(barrier, functools.partial(_prepare_barrier, collectives))
@@ -164,8 +163,8 @@ def _prepare_barrier(
         if inside:
             teams: Sequence[Team] = collectives.levels()[:1]
         elif group.topology.has_levels():
-            # The ranks across whom a rank waits next have been told that all of their nodes' ranks have arrived. So a
-            # rank signals no other rank of another node.
+            # The ranks on other nodes that a rank waits for next know that all ranks of their nodes have arrived. So a
+            # rank signals only one rank of each other node.
             teams = collectives.levels()
         else:
             teams = (collectives.team(),)

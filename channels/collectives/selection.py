@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from proxyccl.channels.group import Group
 
 ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy", "hierarchical")
-"""Of all_reduce."""
+"""The algorithms of all_reduce."""
 PACKET_ALGORITHMS = frozenset({"one_shot", "recursive_doubling", "two_shot_packets"})
 ALGORITHMS_BY_COLLECTIVE: dict[str, tuple[str, ...]] = {
     "all_reduce": ALGORITHMS,
@@ -29,7 +29,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _KNOWN = frozenset(name for names in ALGORITHMS_BY_COLLECTIVE.values() for name in names)
 
 Algorithm = str | ExecutionPlan
-"""The choice of a table: an algorithm of the library by name, or a program's own plan."""
+"""An entry of a table: an algorithm of the library by name, or a program's own plan."""
 
 Elements = Literal["16-bit floats", "other types", "all types"]
 """A class of element types: sums of 16-bit floats travel in float32; collectives that move bytes do not distinguish
@@ -47,7 +47,7 @@ def require_algorithm(name: str, collective: str = "all_reduce") -> None:
 
 
 def require_collective(name: str) -> str:
-    """The name, of a collective with several algorithms. Raises ArgumentError for any other."""
+    """Returns the name of a collective with several algorithms. Raises ArgumentError for any other name."""
     if not isinstance(name, str) or name not in _ELEMENTS:
         raise ArgumentError("collective", f"unknown collective {name!r}; expected one of {', '.join(_ELEMENTS)}")
     return name
@@ -68,7 +68,7 @@ class Case(Message, frozen=True):
 
     @classmethod
     def of(cls, collective: str, dtype: DType, *, symmetric: bool) -> Case:
-        """The case of a call."""
+        """Returns the case of a call."""
         elements = _ELEMENTS[require_collective(collective)]
         sums_are_longer = dtype.accumulator_itemsize > dtype.itemsize
         return cls(collective, elements[0] if sums_are_longer else elements[-1], symmetric)
@@ -96,7 +96,8 @@ class SizeTable:
         beyond: the algorithm for larger sizes.
 
     Raises:
-        ArgumentError: no collective has such an algorithm, or the limits are not pairs, not numbers of bytes, or fall.
+        ArgumentError: no collective has such an algorithm, or the limits are not pairs, not numbers of bytes, or in
+            falling order.
     """
 
     limits: tuple[tuple[int, Algorithm], ...] = ()
@@ -119,16 +120,16 @@ class SizeTable:
 
     @property
     def algorithms(self) -> tuple[Algorithm, ...]:
-        """All that it may choose."""
+        """All algorithms that the table may choose."""
         return (*(algorithm for _, algorithm in self.limits), self.beyond)
 
     @property
     def plans(self) -> tuple[ExecutionPlan, ...]:
-        """The plans among them, each once."""
+        """The execution plans in the table, each once."""
         return tuple(dict.fromkeys(each for each in self.algorithms if isinstance(each, ExecutionPlan)))
 
     def ranges(self) -> Iterator[tuple[int, int | None, Algorithm]]:
-        """For each algorithm the least and the most bytes; None for no limit."""
+        """Returns, for each algorithm, the least and the most bytes; None for no limit."""
         least = 0
         for limit, algorithm in self.limits:
             yield least, limit, algorithm
@@ -136,7 +137,7 @@ class SizeTable:
         yield least, None, self.beyond
 
     def choose(self, nbytes: int) -> Algorithm:
-        """The algorithm for a message of `nbytes` bytes."""
+        """Returns the algorithm for a message of `nbytes` bytes."""
         for limit, algorithm in self.limits:
             if nbytes <= limit:
                 return algorithm
@@ -147,14 +148,14 @@ class SizeTable:
 class Selector:
     """The tables of all cases. `Communicator.tune` replaces the defaults by measurements on the machine.
 
-    A table's plan runs the calls of its sizes that it can execute. The built-in choice serves the others: those with
-    another operator, or an array that its chunks don't divide.
+    A table's plan runs the calls of its sizes that it can execute. The built-in choice serves the other calls: those
+    with another operator, or with an array that the plan's chunks don't divide.
 
-    Raises ArgumentError unless there is a table for each of `CASES` and no other, with algorithms of its collective,
-    and for each plan if it can execute none of the calls that the table gives it.
+    Raises ArgumentError unless there is exactly one table for each of `CASES`, with algorithms of its collective; also
+    for a plan that can execute none of the calls that its table gives it.
 
     Attributes:
-        tables: by case.
+        tables: the table of each case.
     """
 
     tables: Mapping[Case, SizeTable]
@@ -181,12 +182,12 @@ class Selector:
     def for_ranks(
         cls, ranks: int, runtime: str, *, levels: bool = False, lines: bool = False, proxied_kernel_bytes: int = 0
     ) -> Selector:
-        """Defaults: kernels for all collectives.
+        """Returns the default tables, which choose kernels for all collectives.
 
         Args:
             ranks: the world size.
             runtime: "host", "cuda" or "hip".
-            levels: whether there are several nodes, each with the same number of ranks, and more than one.
+            levels: whether there are several nodes, all with the same number of ranks, which is more than one.
             lines: whether long packets are lines (lines.h).
             proxied_kernel_bytes: the largest share that kernels move to other nodes. Longer ones go by proxy, except
                 those of an all_reduce with levels. 0: kernels serve all.
@@ -217,12 +218,14 @@ class Selector:
         return tuple(dict.fromkeys(plan for table in self.tables.values() for plan in table.plans))
 
     def with_table(self, collective: str, table: SizeTable) -> Selector:
-        """The same with one table for all cases of a collective. Raises ArgumentError for an unknown collective."""
+        """Returns a copy of this selector with one table for all cases of a collective. Raises ArgumentError for an
+        unknown collective.
+        """
         require_collective(collective)
         return Selector({case: table if case.collective == collective else old for case, old in self.tables.items()})
 
     def choose(self, collective: str, dtype: DType, nbytes: int, *, symmetric: bool = False) -> Algorithm:
-        """The algorithm of a call.
+        """Returns the algorithm of a call.
 
         Args:
             collective: its name.
@@ -239,8 +242,8 @@ def sends_through_pinned_memory(group: Group) -> bool:
 
 
 def proxied_kernel_bytes(group: Group) -> int:
-    """The longest share that kernels move to peers of other nodes, by default, through the proxy; the same on all
-    ranks. 0: they move none.
+    """Returns the longest share that kernels move, by default, through the proxy to peers on other nodes; the same on
+    all ranks. 0 if kernels move none.
     """
     defaults = group.runtime.launch_defaults
     if defaults.proxied_kernel_bytes > 0 or not sends_through_pinned_memory(group):
@@ -249,10 +252,10 @@ def proxied_kernel_bytes(group: Group) -> int:
 
 
 def default_selector(group: Group, *, lines: bool = False) -> Selector:
-    """The tables for a group's ranks before any are measured or set; the same on all ranks.
+    """Returns the tables that a group uses until others are measured or set; the same on all ranks.
 
     Args:
-        lines: whether their long packets are lines.
+        lines: whether the ranks' long packets are lines.
     """
     topology = group.topology
     return Selector.for_ranks(
@@ -282,8 +285,8 @@ def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None)
 
 
 def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
-    """The limits for all_reduce within a node whose long packets are lines; the same for all types, as no partial sums
-    travel. From measurements on 2, 3 and 4 H200 (benchmarks/results).
+    """Returns the limits for all_reduce within a node whose long packets are lines; the same for all types, as no
+    partial sums travel. They come from measurements on 2, 3 and 4 H200 (benchmarks/results).
 
     Args:
         symmetric: whether the callers promise symmetric arrays.
@@ -297,15 +300,15 @@ def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
 
 
 def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tuple[tuple[int, str], ...]:
-    """The limits for all_reduce within a node, up to which packets are better than stores.
+    """Returns the limits for all_reduce within a node, up to which packets are faster than stores.
 
     For GPUs they come from measurements on 2 and 4 H200 (benchmarks/results). The data that a one-shot sends grows with
     the number of ranks, so its limit shrinks. Recursive doubling needs no extra steps if that is a power of two. On
-    symmetric memory a two-shot in place loads, which is soon better than packets.
+    symmetric memory a two-shot loads peers' data in place, which beats packets from a smaller size on.
 
     Args:
         symmetric: whether the callers promise symmetric arrays.
-        short: whether partial sums are longer than the values, so that none are sent.
+        short: whether partial sums are longer than the values, so that algorithms that send them are not used.
     """
     if runtime == "host" or ranks == 1:  # on the host a packet costs more than the crossing that it saves
         return ()
@@ -320,9 +323,8 @@ def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tu
 
 
 def sending_no_sums(algorithm: str, ranks: int) -> str:
-    """The algorithm that replaces one that sends partial sums, for types whose sums are twice as long as their values.
-
-    Those are the 16-bit floats. The other algorithms send original values, or rounded sums.
+    """Returns the replacement for an algorithm that sends partial sums, for the 16-bit floats, whose sums are twice as
+    long as their values. The other algorithms send original values, or rounded sums.
     """
     if algorithm == "recursive_doubling":
         return "one_shot" if ranks == 2 else "two_shot_packets"

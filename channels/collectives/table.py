@@ -13,7 +13,7 @@ from proxyccl.device.build.ahead_of_time import Shipped
 from proxyccl.device.errors import ArgumentError
 
 BITWISE_OPS = ("band", "bor", "bxor")
-"""Only for integers."""
+"""Operators that take only integers."""
 OPS = ("sum", "prod", "min", "max", "avg", *BITWISE_OPS)
 
 
@@ -35,8 +35,8 @@ class CollectiveKernel(Struct, frozen=True):
     """A shipped kernel.
 
     Attributes:
-        name: its name there.
-        reduces: whether there is one for each element type and operator.
+        name: the kernel's name in `file`.
+        reduces: whether there is a kernel for each element type and operator.
     """
 
     file: str
@@ -54,7 +54,9 @@ ALL_REDUCE_KERNELS: dict[str, CollectiveKernel] = {
     "ring": CollectiveKernel("all_reduce_ring.h", "all_reduce_ring", reduces=True),
     "proxy": CollectiveKernel("all_reduce_by_proxy.h", "all_reduce_by_proxy", reduces=True),
 }
-"""By algorithm. `hierarchical` is made of other kernels; `two_shot` is `proxy` where a peer is not mapped."""
+"""The kernels of all_reduce by algorithm. `hierarchical` consists of other kernels; `two_shot` is `proxy` where a peer
+is not mapped.
+"""
 
 REDUCTION_OF_SCHEDULES = CollectiveKernel("reduce_arrived.h", "reduce_arrived", reduces=True)
 """The kernel that reduces data that the proxies have moved."""
@@ -104,6 +106,6 @@ KERNELS_OF_STEPS: tuple[Shipped, ...] = tuple(
     for dtype in (("bfloat16", "float32") if kernel.reduces else (None,))
     for op in (("avg", "sum") if kernel.name == "reduce_scatter" else ("sum",) if kernel.reduces else (None,))
 )
-"""The kernels that training steps and forward passes use, in the order of need. FSDP2 averages, others sum."""
+"""The kernels that training steps and forward passes use, in the order of use. FSDP2 averages, others sum."""
 
 register_names(*OPS, *COLLECTIVES)

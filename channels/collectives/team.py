@@ -22,23 +22,26 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.device.sleepers import ProxiedStruct
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclTeamPointer  # the stub's; cffi has no such name
+    from proxyccl.device._native import ProxycclTeamPointer  # a name of the stub alone; cffi lacks it
 
 _SHORTEST_PROXIED_PIECE = 512 * 1024
-"""Bytes below which a piece that the proxy sends is not worth its signal: as much as a copy engine moves during the
-next two driver calls."""
+"""Least bytes of a piece that the proxy sends: shorter pieces are not worth a signal, because a copy engine moves this
+much during the next two driver calls.
+"""
 _ONE_CROSSING_BYTES = 32 * 1024
-"""Up to here at most an all_reduce by proxy takes one crossing. A team of two that are not mapped always does: two
-crossings send as much."""
+"""An all_reduce by proxy takes one crossing up to at most this many bytes. Two ranks that are not mapped always take
+one crossing, because two crossings would send as much.
+"""
 _NO_LIMIT = (1 << 64) - 1
 _REACHED_AT: int = ffi.offsetof("ProxycclTeam", "reached_at")
 _PINNED_BUFFER_BYTES = 1 << 20
-"""Of each buffer of scratch memory that is pinned."""
+"""Size of each buffer of pinned scratch memory."""
 _PINNED_BYTES_PER_BLOCK = 64 * 1024
-"""A kernel that sends through pinned memory takes one more block for each of these numbers of bytes: more blocks would
-read it faster, but must meet."""
+"""A kernel that sends through pinned memory takes one more block for each multiple of this size: more blocks would read
+faster, but cost synchronization.
+"""
 _PROXIED_PARTS = 4
-"""The least number of pieces into which data for the proxy is cut."""
+"""The least number of pieces into which data for the proxy is cut"""
 
 
 class Links:
@@ -46,16 +49,16 @@ class Links:
 
     Args:
         memory: the scratch memory that peers write to.
-        proxied: the same, for proxies.
+        proxied: the scratch memory that peers' proxies write to.
         members: the ranks of the table's columns.
-        via_proxy: those that are reached through the proxy; all others except this rank are mapped.
+        via_proxy: members reached through the proxy; all others except this rank are mapped.
         lanes: links to each peer.
         proxied_anywhere: whether any rank of the group reaches a peer through the proxy.
 
     Attributes:
         table: the links.
         proxy_channels: by peer, the channels of its lanes.
-        sleepers: of the proxy that they go through; None if there are none.
+        sleepers: sleepers of the proxy that the channels use; None if there are none.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Links:
                     link.remote = ffi.cast("char *", memory.peer_ptr(peer))
 
     def on_device(self, runtime: Runtime, before: int) -> Memory:
-        """Device memory of `before` bytes and, after them, the table."""
+        """Returns device memory that holds `before` bytes and then the table."""
         raw = bytes(ffi.buffer(self.table))
         memory = runtime.allocate(before + len(raw))
         runtime.copy(memory.ptr + before, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
@@ -106,13 +109,13 @@ class Team:
     Raises ResourceError for more members than a block of the shipped kernels has threads.
 
     Args:
-        members: the ranks of this rank's team, itself included; None for all. The kernels' ranks are indices into this
-            list.
+        members: the ranks of this rank's team, including this rank; None for all. The kernels' ranks are indices into
+            this list.
         whole_lines: whether all ranks' links carry lines of 128 bytes in one piece (lines.h).
 
     Attributes:
-        pinned: whether data for proxies is in pinned memory: no copy engine moves it.
-        all_mapped: whether every member's memory is mapped by all: then each block has its own lane.
+        pinned: whether data for proxies is in pinned memory, which no copy engine moves.
+        all_mapped: whether every member maps the memory of all members; then each block has its own lane.
         blocks: the most blocks of a kernel of this team.
         packets: the state of the packet algorithms; None if a peer is not mapped, or there are too many.
     """
@@ -125,13 +128,13 @@ class Team:
             raise ResourceError(f"collectives serve at most {lib.PROXYCCL_MAX_BLOCK_THREADS} ranks, not {ranks}")
         accessible = group.topology.accessible
         via_proxy = [peer for peer in members if peer != rank and not accessible[peer]]
-        # All ranks of the team use one grid, and lanes of one kind (team.h).
+        # All ranks of the team use the same grid and the same kind of lanes (team.h).
         flags = group.exchange.all_gather(not via_proxy, FLAG, "the first collective")
         self.all_mapped = self.all_mapped_of(ranks, [flags[peer] for peer in members])
         defaults = runtime.launch_defaults
         self.blocks = defaults.blocks if self.all_mapped else defaults.copy_blocks
         self._efficient_blocks = min(self.blocks, defaults.efficient_blocks)
-        # Decided alike by all ranks of the group, which make the memory together.
+        # All ranks of the group decide alike, because they make the memory together.
         self.pinned = not all(flags) and sends_through_pinned_memory(group)
         self._bytes_per_block = _PINNED_BYTES_PER_BLOCK if self.pinned else defaults.bytes_per_block
         self._meeting_bytes, self._offered_bytes = defaults.meeting_bytes, defaults.offered_bytes
@@ -164,7 +167,7 @@ class Team:
         team.proxied = ffi.cast("char *", proxied.ptr)
         team.exchange_bytes, team.pipeline_bytes = exchange_bytes, pipeline_bytes
         most = min(_ONE_CROSSING_BYTES, exchange_bytes // ranks // 128 * 128)
-        if self.pinned:  # a rank sends as much to each other one
+        if self.pinned:  # a rank sends as much to each peer
             most = min(most, defaults.pinned_kernel_bytes // max(1, ranks - 1))
         team.one_crossing_bytes = most if self.all_mapped or ranks > 2 else _NO_LIMIT
         team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes
@@ -175,11 +178,13 @@ class Team:
 
     @staticmethod
     def all_mapped_of(ranks: int, reaching: Iterable[bool]) -> bool:
-        """`all_mapped` of a team of some ranks, by whether each one's kernels reach all of them."""
+        """Computes `all_mapped` for a team of some ranks, given whether each rank's kernels reach all of them."""
         return ranks <= lib.PROXYCCL_MAX_MAPPED_RANKS and all(reaching)
 
     def grid(self, nbytes: int, policy: CtaPolicy) -> int:
-        """Blocks for a collective of `nbytes` bytes a rank: few for a short one, which is then fastest."""
+        """Returns the blocks for a collective of `nbytes` bytes a rank. Short collectives are fastest with few
+        blocks.
+        """
         most = self._efficient_blocks if policy == "efficiency" else self.blocks
         return max(1, min(most, -(-nbytes // self._bytes_per_block)))
 
@@ -187,10 +192,11 @@ class Team:
         """A kernel's ProxycclTeam.
 
         Args:
-            divisor: of an average; None for the number of the team's ranks.
-            nbytes: bytes of a share, for kernels that learn of peers' outputs before they send, which pays from
+            divisor: the divisor of an average; None for the number of the team's ranks.
+            nbytes: bytes of a share, for kernels that exchange output addresses before they send, which pays from
                 `meeting_bytes` on.
-            reached: whether the kernels of all ranks reach this rank's output; a form then has their addresses.
+            reached: whether the kernels of all ranks reach this rank's output; a form then has the peers' addresses of
+                the output.
         """
         return self._struct(self._call(nbytes, divisor), reached=reached)
 
@@ -204,24 +210,24 @@ class Team:
         loadable: bool = False,
         divisor: int | None = None,
     ) -> tuple[int, bytes]:
-        """Blocks of a two-shot kernel for `count` elements a rank, and its ProxycclTeam.
+        """Returns the blocks of a two-shot kernel for `count` elements a rank, and the kernel's ProxycclTeam.
 
         Args:
-            loadable: whether the input lies where the output does, at a multiple of 16 bytes.
+            loadable: whether input and output are the same memory, at a multiple of 16 bytes.
             reached, divisor: as for `parameter`.
         """
         team = self._call(0, divisor)
         team.offers = self._writes_outputs and reached and loadable and count * itemsize <= self._offered_bytes
-        aligned = 16 // itemsize  # shares and pieces start on 16 bytes where the array does
+        aligned = 16 // itemsize  # shares and pieces are aligned to 16 bytes if the array is
         most = share = round_up(-(-count // team.world_size), aligned)
-        if not self.all_mapped:  # even a message that fits at once is cut, so that its transfers overlap
+        if not self.all_mapped:  # a message that fits in one piece is cut too, so that its transfers overlap
             most = max(round_up(-(-share // _PROXIED_PARTS), aligned), _SHORTEST_PROXIED_PIECE // itemsize)
         self._cut(team, share, itemsize, most)
         return self.grid(count * itemsize, policy), self._struct(team, reached=reached)
 
     def scatter(self, count: int, itemsize: int, policy: CtaPolicy) -> tuple[int, bytes]:
-        """Blocks of a reduce_scatter kernel for `count` elements of each rank, and its ProxycclTeam: in pieces if it
-        would take several rounds.
+        """Returns the blocks of a reduce_scatter kernel for `count` elements of each rank, and its ProxycclTeam. The
+        data is cut into pieces if it would take several rounds.
         """
         nbytes = count * itemsize
         team = self._call(0)

@@ -1,4 +1,6 @@
-"""Collectives of torch's tensors on a GPU, for torch's backend: shapes and types of bytes that move do not count."""
+"""Collectives of torch's tensors on a GPU, for torch's backend, which ignores the shapes and types of arrays that only
+move.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
 nothing done, if Python must make the call. The caller keeps the tensors until the stream has passed the call."""
 
 _LONG_BYTES = 16 << 20
-"""The least size of a call by proxy beside which the program computes: DDP's buckets have 25 MiB or more."""
+"""The least size of calls that go by proxy while the program computes. DDP's buckets have 25 MiB or more."""
 _COLLECTIVES = {each.name: each for each in (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, REDUCE_SCATTER)}
 
 
@@ -25,7 +27,7 @@ class TensorCalls:
     """The calls that torch's backend makes on one communicator.
 
     Attributes:
-        call_kept: makes a call whose form is kept: see `Calls` (_calls.pyi). Raises the collective's errors.
+        call_kept: makes a call whose form exists: see `Calls` (_calls.pyi). Raises the collective's errors.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -36,7 +38,7 @@ class TensorCalls:
     def options(
         self, collective: str, op: str | None = None, root: int | None = None, cta_policy: CtaPolicy | None = None
     ) -> tuple[Any, ...]:
-        """The options of calls for `make` and `call_kept`.
+        """Returns the options of calls for `make` and `call_kept`.
 
         Args:
             collective: its name, "barrier" included.
@@ -50,33 +52,35 @@ class TensorCalls:
         return prepare, op, root, None, cta_policy or self._usual, False, True, None, None
 
     def make(self, options: tuple[Any, ...], x: Any, out: Any) -> None:
-        """Makes a call on the stream where torch works now. Raises as `Communicator.all_reduce`.
+        """Makes a call on torch's current stream. Raises as `Communicator.all_reduce`.
 
         Args:
-            options: of `options`.
+            options: the result of `options`.
             x, out: contiguous tensors; an empty tuple for the result of a reduction that this rank drops.
         """
         issue(self._collectives, x, out, options, None)
 
     @property
     def chooses(self) -> bool:
-        """Whether the ranks choose a policy for each long call: the program has named none, and they share a node."""
+        """Whether the ranks choose a policy for each long call: they share a node, and the program has named no
+        policy.
+        """
         group = self._collectives.group
         return self._collectives.cta_policy is None and group.topology.node_count == 1 < group.world_size
 
     def choose_policy(self, collective: str, nbytes: int, *, beside: bool, output: Callable[[], int]) -> CtaPolicy:
-        """The policy of the next call, which is the same on all ranks: that of the first one to come to it. All ranks
-        ask for the policy of the same calls, where `chooses` is true.
+        """Returns the policy of the next call, the same on all ranks: the first rank to reach the call decides. If
+        `chooses`, all ranks ask for the policies of the same calls.
 
         The choice may differ from run to run. It does not change results: under all policies the reductions add in the
-        order of ranks. Kernels on all multiprocessors leave no room for another communicator's, and ranks may come to
-        two communicators' calls in different orders. So they are chosen only where no rank has another communicator on
-        its device.
+        order of ranks. Kernels on all multiprocessors leave no room for another communicator's kernels, and ranks may
+        reach two communicators' calls in different orders. So such kernels are chosen only if no rank has another
+        communicator on its device.
 
         Args:
             collective: its name.
             nbytes: size of the larger of a rank's input and output.
-            beside: whether this rank's program is expected to compute beside the call.
+            beside: whether this rank's program is expected to compute during the call.
             output: tells where the output lies.
         """
         log = self._collectives.group.launches.log
@@ -84,15 +88,17 @@ class TensorCalls:
         if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
             wish = "zero"
         chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
-        if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:  # on no rank
-            self._collectives.by_proxy()  # so that peers' proxies get the next output
+        # All ranks make the parts of schedules together, so none has made them.
+        if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:
+            self._collectives.by_proxy()  # lets peers' proxies map the next output
             return "efficiency"
         return chosen
 
     def _may_go_by_proxy(self, collective: str, output: Callable[[], int], nbytes: int) -> bool:
-        """Whether a call goes by proxy if the program computes beside it: not while the proxies' process starts, nor
-        where tables were measured or set. A gather does so only in memory that peers' proxies have: a copy of all
-        results would cost more than it saves."""
+        """Whether a call goes by proxy if the program computes during the call: not while the proxies' process starts,
+        nor if tables were measured or set. A gather goes by proxy only if peers' proxies can access its output, because
+        a copy of all results would cost more than the proxy saves.
+        """
         collectives = self._collectives
         if collectives.selector is not collectives.defaults or not collectives.group.links.proxy_is_ready:
             return False
@@ -102,8 +108,8 @@ class TensorCalls:
         return collective == "all_reduce"
 
     def exchange(self, x: Any, out: Any, options: tuple[str, Any, Any]) -> bool:
-        """Makes transfers on the stream where torch works now, unless Python must look at the tensors. Returns whether
-        they were made. Raises as `Communicator.transfers`.
+        """Makes transfers on torch's current stream, unless Python must check the tensors. Returns whether it made the
+        transfers. Raises as `Communicator.transfers`.
 
         Args:
             x, out, options: as for `FlowCalls.call` (_calls.pyi).
@@ -112,7 +118,7 @@ class TensorCalls:
 
     @property
     def call_transfers(self) -> CallInC | None:
-        """Makes calls of transfers: `FlowCalls.call_borrowed`. None until the ranks have made what transfers need."""
+        """Makes calls of transfers: `FlowCalls.call_borrowed`. None until the ranks have set up transfers."""
         flows = self._collectives.made_flows
         if flows is None:
             return None

@@ -1,4 +1,4 @@
-"""Transfers between pairs of ranks: send and recv, grouped or alone, and the collectives that consist of them."""
+"""Transfers between pairs of ranks: send and recv, grouped or alone, and the collectives that consist of transfers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Transfers:
     None of them waits for another, so the order of sends and receives within the block does not matter, except with the
     same peer: a rank's sends to a peer match that peer's receives from it in order. An array that is received must not
     overlap another one of the block, except where this rank sends itself an array in place: the end of the block raises
-    ArgumentError, and issues nothing. Nor does an exception in the block. Made by `Communicator.transfers`.
+        ArgumentError, and issues nothing. An exception in the block also issues nothing. Made by
+        `Communicator.transfers`.
     """
 
     def __init__(self, collectives: Collectives, stream: StreamLike) -> None:
@@ -69,7 +70,7 @@ class Transfers:
         self._received.append(out)
 
     def _array(self, x: Any, argument: str, *, received: bool) -> Any:
-        """The array itself, or its view if C does not take it."""
+        """Returns the array itself, or a view of the array if C does not take the array."""
         self._group.failure.require_usable()
         flows = self._collectives.made_flows
         if flows is not None and flows.calls.takes(x, received):
@@ -91,7 +92,7 @@ class Transfers:
         try:
             if error is None:
                 self._issue()
-        finally:  # another block collects anew
+        finally:  # another block starts an empty collection
             for collected in (self._sent, self._received, self._to, self._of):
                 collected.clear()
 
@@ -116,13 +117,13 @@ class Transfers:
 
 
 Agree = Callable[[tuple[Any, Any]], object]
-"""Compares a call with the other ranks, given its input and output."""
+"""Compares a call with the other ranks' calls, given its input and output."""
 
 
 def issue(
     collectives: Collectives, x: Any, out: Any, options: tuple[Agree | str, Any, Any], stream: StreamLike
 ) -> bool:
-    """Makes a call by one call into C, if Python need not look at its arguments. Returns whether it was made.
+    """Makes a call by one call into C, unless Python must check the arguments. Returns whether the call was made.
 
     Args:
         x, out, options, stream: as for `FlowCalls.call`.
@@ -141,7 +142,7 @@ def issue(
 def run_transfers(
     collectives: Collectives, transfers: Sequence[Transfer], stream: StreamLike, call: CollectiveCall | None = None
 ) -> None:
-    """Issues transfers; `call` is what all ranks must agree on, if it is a collective."""
+    """Issues transfers. For a collective, `call` has the fields on which all ranks must agree."""
     group = collectives.group
     group.failure.require_usable()
     transfers = [transfer for transfer in transfers if transfer.nbytes and not transfer.in_place]
@@ -150,7 +151,7 @@ def run_transfers(
     if owners:
         stream = group.launches.stream_for(stream, *owners)
     if stream is not None or (owners and group.runtime.name != "host"):
-        group.runtime.stream_handle(stream)  # refuses an invalid stream before anything is agreed
+        group.runtime.stream_handle(stream)  # refuses an invalid stream before ranks compare the call
     if len(transfers) > 1 or any(transfer.peer == group.rank for transfer in transfers):
         _require_apart(transfers)
     if call is None:
@@ -173,10 +174,12 @@ def _require_apart(transfers: Sequence[Transfer]) -> None:
     """
     ranges = [(view.ptr, view.nbytes, False) for each in transfers if (view := each.source) is not None]
     ranges += [(view.ptr, view.nbytes, True) for each in transfers if (view := each.target) is not None]
-    sent_to = received_to = 0  # ends of the ranges so far
+    sent_to = received_to = 0  # where the ranges so far end
     for begin, nbytes, received in sorted(ranges):
         if begin < received_to or (received and begin < sent_to):
-            raise ArgumentError("out", "overlaps another array of the same transfers; it must be apart from all others")
+            raise ArgumentError(
+                "out", "overlaps another array of the same transfers; received arrays must not overlap any other array"
+            )
         if received:
             received_to = begin + nbytes
         else:
@@ -308,8 +311,8 @@ def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: Strea
 
 
 def _agree(group: Group, name: str, root: int, whole: int | None, arrays: tuple[Any, Any]) -> None:
-    """Compares a collective's call with the other ranks. `whole`: which of its arrays has the count and the shape that
-    all ranks give; None for input rows alone.
+    """Compares a collective's call with the other ranks' calls. `whole` is the index of the array whose count and shape
+    all ranks must agree on; None if they agree on the shape of the input's rows alone.
     """
     array = arrays[whole or 0]
     dtype, shape = as_dtype(array.dtype), tuple(array.shape)
@@ -322,11 +325,11 @@ def _agree(group: Group, name: str, root: int, whole: int | None, arrays: tuple[
 
 def _refuse_overlap(a: ArrayView, b: ArrayView) -> None:
     if a.nbytes and b.nbytes and overlap(a, b):
-        raise ArgumentError("out", "overlaps x; it must be apart from it")
+        raise ArgumentError("out", "overlaps x; the output must not overlap the input")
 
 
 def _counts(ranks: int, counts: Sequence[int], argument: str) -> list[int]:
-    expected = f"expected {ranks} numbers of rows, one a rank"
+    expected = f"expected {ranks} numbers of rows, one for each rank"
     values = find_items(counts) or []
     if len(values) != ranks:
         raise ArgumentError(argument, f"{expected}, not {counts!r}")

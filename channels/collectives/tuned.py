@@ -33,7 +33,7 @@ class Machine(Message, frozen=True):
 
     Attributes:
         cpu: the CPU's name.
-        cores: of the machine.
+        cores: number of the machine's cores.
         device: the name of rank 0's device, which usually implies the kind of links ("H100 PCIe").
         nodes: ranks of each node.
         links: how many of rank 0's peers are reached by each kind of link: "mapped", or a transport's name.
@@ -50,7 +50,7 @@ class Machine(Message, frozen=True):
 
     @classmethod
     def of(cls, group: Group) -> Machine:
-        """The machine of a group; called by its rank 0."""
+        """Returns the machine of a group; called by the group's rank 0."""
         topology, runtime = group.topology, group.runtime
         transports = topology.transports()
         links = Counter("mapped" if topology.accessible[peer] else name for peer, name in transports.items())
@@ -77,7 +77,7 @@ class NamedTable(Message, frozen=True):
     beyond: str
 
     def __post_init__(self) -> None:
-        self.table()  # refuses an invalid one when it is decoded
+        self.table()  # refuses an invalid table on decoding
 
     def table(self) -> SizeTable:
         return SizeTable(self.limits, self.beyond)
@@ -110,10 +110,10 @@ _CODEC = Codec(Tuned, 1 << 20, "tuning file")
 
 
 def rows_of(selector: Selector) -> tuple[TableOfCase, ...]:
-    """A selector's tables as rows.
+    """Returns a selector's tables as rows.
 
     Raises:
-        ArgumentError: it holds execution plans. Those belong to the program that loads them.
+        ArgumentError: the selector holds execution plans, which belong to the program that loads them.
     """
     if selector.plans:
         raise ArgumentError("selector", f"holds {selector.plans[0]!r}; plans are not kept in files")
@@ -124,23 +124,25 @@ def rows_of(selector: Selector) -> tuple[TableOfCase, ...]:
 
 
 def selector_of(rows: tuple[TableOfCase, ...]) -> Selector:
-    """The inverse of `rows_of`. Raises the ArgumentError of `Selector`."""
+    """Returns the selector of rows, the inverse of `rows_of`. Raises ArgumentError as `Selector` does."""
     return Selector({row.case: row.table.table() for row in rows})
 
 
 def directory() -> Path:
-    """The directory of the files: ``tuning`` in the directory of compiled kernels."""
+    """Returns the directory of the files: ``tuning`` in the directory of compiled kernels."""
     return cache_dir() / "tuning"
 
 
 def path_of(machine: Machine) -> Path:
-    """The file for a kind of machine. The version is not in its name: a new measurement replaces an old one."""
+    """Returns the path of the file for a kind of machine. The name lacks the version, so a new measurement replaces an
+    old one.
+    """
     digest = hashlib.sha256(msgspec.json.encode(machine)).hexdigest()[:20]
     return directory() / f"{digest}.json"
 
 
 def files() -> list[Path]:
-    """All complete files, sorted by name. Raises OSError."""
+    """Returns all complete files, sorted by name. Raises OSError."""
     where = directory()
     found = where.iterdir() if where.is_dir() else ()
     return sorted(path for path in found if path.suffix == ".json" and not path.name.startswith("."))

@@ -1,4 +1,4 @@
-"""Chooses the algorithms of all collectives by their times on this machine, now."""
+"""Measures the algorithms of all collectives on this machine, and chooses the fastest."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from proxyccl.proxy.codec import Codec
 _TIMES = Codec[list[list[float]]](list[list[float]], 1 << 24, name="times")
 _GOES_ON = Codec(bool, 16, "flag")
 _LARGEST_BY_PACKETS = 4 << 20
-"""Bytes beyond which packet algorithms, which send twice the data, are not tried."""
+"""Most bytes for which packet algorithms, which send twice the data, are tried."""
 _COLLECTIVES = {each.name: each for each in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST)}
-_SMALLEST = 10  # powers of two
+_SMALLEST = 10  # the exponent of two
 _LARGEST = {"host": 22, "cuda": 26, "hip": 26}
 
 Times = Mapping[int, Mapping[Algorithm, float]]
@@ -45,14 +45,14 @@ Times = Mapping[int, Mapping[Algorithm, float]]
 
 
 def default_sizes(runtime: str) -> tuple[int, ...]:
-    """The sizes to measure unless the caller names some: 1 KiB to 4 MiB on the host runtime, to 64 MiB on GPUs, in
-    steps of four.
+    """Returns the sizes to measure by default: 1 KiB to 4 MiB on the host runtime, to 64 MiB on GPUs, each four times
+    the last.
     """
     return tuple(1 << shift for shift in range(_SMALLEST, _LARGEST[runtime] + 1, 2))
 
 
 def checked_arguments(sizes: Any, iterations: Any, seconds: Any) -> tuple[tuple[int, ...], int, float]:
-    """The arguments of `tune`. Raises ArgumentError unless it can measure these."""
+    """Returns the arguments of `tune`, checked. Raises ArgumentError for invalid arguments."""
     expected = "must be positive numbers of bytes in rising order"
     given = find_items(sizes)
     if given is None:
@@ -71,7 +71,7 @@ class _Trial(Struct):
         case: the calls.
         algorithm: the algorithm.
         call: makes the call.
-        seconds: its times on this rank.
+        seconds: the call's times on this rank.
     """
 
     case: Case
@@ -81,7 +81,9 @@ class _Trial(Struct):
 
 
 class _Arrays:
-    """Input and output for all cases: a symmetric pair, and one that is not. All ranks make it together."""
+    """Input and output for all cases: a symmetric pair, and a pair that is not symmetric. All ranks make it
+    together.
+    """
 
     def __init__(self, collectives: Collectives, nbytes: int) -> None:
         self._group = group = collectives.group
@@ -93,12 +95,12 @@ class _Arrays:
             register(group, array, symmetric=True)  # waits until all peers have mapped it
 
     def part(self, number: int, count: int, dtype: str, *, symmetric: bool) -> Array:
-        """The first elements of the input (0) or the output (1)."""
+        """Returns the first elements of the input (0) or the output (1)."""
         memory = self._pairs[symmetric][number].memory
         return Array(self._group.runtime, memory, (count,), as_dtype(dtype))
 
     def close(self) -> None:
-        """Frees them. Not collective; no queued work of any rank may use them."""
+        """Frees the arrays. Not collective; no queued work of any rank may use the arrays."""
         for array in self._pairs[True]:
             deregister(self._group, array)
         for pair in self._pairs.values():
@@ -109,14 +111,14 @@ class _Arrays:
 def measure(
     collectives: Collectives, sizes: Sequence[int], iterations: int, seconds: float
 ) -> dict[Case, dict[int, dict[Algorithm, float]]]:
-    """The time of each algorithm for each case: the median of the slowest rank's times, in seconds.
+    """Returns the time of each algorithm for each case: the median of the slowest rank's times, in seconds.
 
     When the time is up, it ends after the calls in progress. Sizes for which there was no time are missing, except the
-    first. All ranks call this together, and all get the same numbers. A single rank measures nothing: its calls are
-    copies, whatever the choice.
+    first. All ranks call this together, and all get the same numbers. A single rank measures nothing, because all its
+    algorithms are copies.
 
     Args:
-        collectives: the ranks'. The plans of its tables are measured too, for the cases that have them.
+        collectives: the group's collectives. The plans in its tables are measured too, for the cases that have plans.
         sizes: bytes of the larger of a rank's input and output, in rising order.
         iterations: calls of each algorithm at each size.
         seconds: approximate limit of the total time.
@@ -144,16 +146,17 @@ def measure(
 def _take_turns(
     collectives: Collectives, trials: Sequence[_Trial], iterations: int, ends: float, *, at_least: int
 ) -> bool:
-    """Times each trial `iterations` times, in turn. Returns whether there was time for that, by the clock of rank 0.
+    """Times each trial `iterations` times, in turn. Returns whether the time sufficed, by the clock of rank 0.
 
     Args:
         collectives, iterations: as for `measure`.
-        trials: the calls to time. ends: the time at which it ends. at_least: iterations that are made even after that.
+        trials: the calls to time. ends: the time at which measuring stops. at_least: iterations that are made even
+            after that time.
     """
     for iteration in range(iterations + 1):
         for trial in trials:
             taken = _timed(collectives, trial.call)
-            if iteration > 0:  # the first prepares the call, compiles kernels and touches memory
+            if iteration > 0:  # the first iteration prepares the call, compiles kernels and touches memory
                 trial.seconds.append(taken)
         goes_on = collectives.group.exchange.all_gather(time.monotonic() < ends, _GOES_ON, "tune: time left")[0]
         if not goes_on and at_least <= iteration < iterations:
@@ -188,7 +191,7 @@ def _trials(collectives: Collectives, arrays: _Arrays, size: int) -> Iterator[_T
 
 
 def _in_and_out(arrays: _Arrays, case: Case, share: int, ranks: int) -> tuple[Array, Array]:
-    """Input and output of a call with this many elements per share."""
+    """Returns input and output of a call with this many elements a share."""
     shares = {"all_gather": (1, ranks), "reduce_scatter": (ranks, 1)}.get(case.collective, (ranks, ranks))
     x, out = (
         arrays.part(number, count * share, _dtype(case).name, symmetric=case.symmetric)
@@ -216,7 +219,9 @@ def _run(collectives: Collectives, case: Case, x: Array, out: Array, algorithm: 
 def _execution(
     collectives: Collectives, arrays: _Arrays, case: Case, plan: ExecutionPlan, size: int
 ) -> Callable[[], object] | None:
-    """The call of a plan, of the nearest size below that its chunks divide; None if it can't execute it."""
+    """Returns the call of a plan, of the nearest size below that the plan's chunks divide; None if the plan can't
+    execute the call.
+    """
     ranks, dtype = collectives.group.world_size, _dtype(case)
     unit = plan.document.buffer_alignment * plan.document.gpus[0].input_chunks * ranks
     x, out = _in_and_out(arrays, case, size // unit * unit // dtype.itemsize // ranks, ranks)
@@ -227,11 +232,12 @@ def _execution(
 
 
 def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
-    """The table that chooses the fastest algorithm for each measured size; it switches halfway between two sizes.
+    """Returns the table that chooses the fastest algorithm for each measured size, and switches halfway between two
+    sizes.
 
     Args:
         times: the measurements. beyond: the table for sizes above the largest one measured; None to continue with the
-        fastest there.
+            fastest for that size.
     """
     sizes = sorted(times)
     best = [min(times[size], key=lambda name: times[size][name]) for size in sizes]
@@ -246,10 +252,10 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
 
 
 def selector_from(collectives: Collectives, measured: Mapping[Case, Times]) -> Selector:
-    """The tables for the ranks, from measurements.
+    """Returns the tables for the ranks, from measurements.
 
-    If the largest measured size is the largest of `default_sizes`, the fastest algorithm there is used beyond it too.
-    Otherwise the defaults are.
+    If the largest measured size is the largest of `default_sizes`, the fastest algorithm of that size serves larger
+    sizes too. Otherwise the defaults serve larger sizes.
     """
     defaults = collectives.defaults
     if not measured:
@@ -261,7 +267,7 @@ def selector_from(collectives: Collectives, measured: Mapping[Case, Times]) -> S
 
 
 def of_library(measured: Mapping[Case, Times]) -> dict[Case, Times]:
-    """The measurements of the library's own algorithms, without plans."""
+    """Returns the measurements of the library's own algorithms, without plans."""
     return {
         case: {
             size: {name: took for name, took in of_size.items() if isinstance(name, str)}

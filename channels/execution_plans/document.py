@@ -1,4 +1,4 @@
-"""The JSON of an execution plan, as MSCCL++'s language writes it since 2025: its fields, not their meaning.
+"""The JSON of an execution plan, as MSCCL++'s language writes it since 2025: the fields without their meaning.
 
 An unknown field is refused: it might change the plan's meaning.
 """
@@ -21,11 +21,11 @@ class Chunks(Message, frozen=True):
     """Consecutive chunks of a buffer: of this rank's by `type`, or of a peer's by `buffer_id`.
 
     Attributes:
-        index: the first.
-        size: how many.
+        index: the first chunk.
+        size: the number of chunks.
         type: a buffer of this rank.
-        buffer_id: number among the threadblock's references to remote buffers.
-        switch_channel_id: number among its switch channels.
+        buffer_id: index into the threadblock's references to remote buffers.
+        switch_channel_id: index into its switch channels.
     """
 
     index: Uint32
@@ -36,21 +36,21 @@ class Chunks(Message, frozen=True):
 
 
 class ThreadblockGroup(Message, frozen=True):
-    """Which part of an operation's bytes a threadblock works on: number `tb_id` of `tbg_size`."""
+    """The part of an operation's bytes that a threadblock works on: part `tb_id` of `tbg_size`."""
 
     tb_id: Uint32
     tbg_size: Positive
 
 
 class IterationContext(Message, frozen=True):
-    """How a pipeline goes through its chunks: `unit_size` bytes at a time."""
+    """How a pipeline iterates over its chunks: `unit_size` bytes at a time."""
 
     unit_size: Positive
     num_chunks: Positive
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. Its fields depend on `name`; the last four are those of switches alone."""
+    """An operation of a threadblock. Its fields depend on `name`; only switches use the last four."""
 
     name: str
     channel_type: ChannelType = "none"
@@ -71,14 +71,18 @@ class Op(Message, frozen=True):
 
 
 class ThreadblockChannels(Message, frozen=True):
-    """Channels of the rank that a threadblock uses. Its operations name them by their place in the list."""
+    """The rank's channels that a threadblock uses. The threadblock's operations name a channel by its index in this
+    list.
+    """
 
     channel_type: ChannelType
     channel_ids: tuple[Uint32, ...]
 
 
 class RemoteBufferRefs(Message, frozen=True):
-    """Remote buffers of the rank that a threadblock uses by channels of a type, named as its channels."""
+    """The rank's remote buffers that a threadblock uses by channels of one type. Operations name a buffer by its index
+    here.
+    """
 
     access_channel_type: ChannelType
     remote_buffer_ids: tuple[Uint32, ...]
@@ -137,10 +141,10 @@ class Document(Message, frozen=True):
         collective: "allreduce", "allgather", …, as its author names it.
         protocol: "LL" if scratch memory holds packets.
         inplace: whether input and output are one array.
-        reuse_resources: MSCCL++'s choice of scratch memory; it means nothing here.
+        reuse_resources: MSCCL++'s choice of scratch memory, which ProxyCCL ignores.
         use_double_scratch_buffer: executions use the halves of the scratch memory in turn.
         buffer_alignment: bytes to which parts of chunks are aligned.
-        min_message_size, max_message_size: bytes that the plan is meant for.
+        min_message_size, max_message_size: the range of message sizes in bytes that the plan is meant for.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Executes plans: what a plan needs on this rank, and its launches.
+"""Executes plans: makes a plan's resources on this rank, and its launches.
 
-A plan's channels, barriers and counters are made at its first execution, by all ranks together, and its scratch memory
-when a larger size comes. Ranks do so alike, since the call log has compared plan and size before.
+All ranks make a plan's channels, barriers and counters together at its first execution, and its scratch memory when a
+larger size comes. All ranks do so in the same call, because the call log has compared plan and size before.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ Reached = dict[BufferName, RegisteredMemory]
 _ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
 _ARRAY_POINTERS = tuple(ffi.offsetof("ProxycclExecution", name) for name in ("input", "output"))
 _Key = tuple[int, tuple[tuple[BufferName, RegisteredMemory], ...]]
-"""Bytes of the input, and the registered arrays that peers reach. Their digests would not do: two arrays that can't be
-shared may have the same one."""
+"""Bytes of the input, and the registered arrays that peers reach. Digests of the arrays would not do: two arrays that
+can't be shared may have the same digest.
+"""
 
 
 class ExecutionPlans:
     """The plans that one group has executed.
 
     Args:
-        forget: called when memory of a plan has moved. Results of earlier calls of `prepare` must not be launched then.
+        forget: called when memory of a plan has moved. Results of earlier `prepare` calls must not be launched after
+            that.
     """
 
     def __init__(self, group: Group, forget: Callable[[], None]) -> None:
@@ -56,8 +58,8 @@ class ExecutionPlans:
         group.keep(self)
 
     def require_executable(self, plan: ExecutionPlan) -> None:
-        """Raises ArgumentError for a plan of another number of ranks, or one whose kernels touch memory that they
-        can't reach: that of another node, or of a device that is not a peer.
+        """Raises ArgumentError for a plan of another number of ranks, or a plan whose kernels access memory out of
+        their reach: on another node, or of a device that is not a peer.
         """
         if plan.digest in self._resources:
             return
@@ -73,11 +75,11 @@ class ExecutionPlans:
                     )
 
     def prepare(self, plan: ExecutionPlan, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
-        """Prepares a plan on arrays that are apart, or lie as those of a call in place. All ranks call it.
+        """Prepares a plan for arrays that do not overlap, or that overlap as in an in-place call. All ranks call this.
 
         Args:
-            plan: one that executes such a call.
-            given: the registered arrays that peers reach where they lie, the same on all ranks.
+            plan: a plan that can execute the call.
+            given: the registered arrays that peers reach in place, the same on all ranks.
 
         Raises:
             ArgumentError: the plan is not executable here.
@@ -88,14 +90,14 @@ class ExecutionPlans:
         return resources.prepare(source, target, given)
 
     def close(self) -> None:
-        """Frees what the plans use. No kernel of any rank may still use it."""
+        """Frees the plans' resources. No kernel of any rank may still use them."""
         for resources in self._resources.values():
             resources.close()
         self._resources.clear()
 
 
 class _Buffer:
-    """A buffer of this rank and its peers that grows: "i", "o" or "s"."""
+    """A growing buffer of this rank and its peers: "i", "o" or "s"."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -103,7 +105,7 @@ class _Buffer:
         self.memory: RegisteredMemory | None = None
 
     def reserve(self, nbytes: int) -> bool:
-        """Makes room, by all ranks together. Whether it was moved."""
+        """Enlarges the buffer if necessary; all ranks call this together. Returns whether the buffer was moved."""
         if self.memory is not None and nbytes <= self.memory.nbytes:
             return False
         room = 1 << max(12, (nbytes - 1).bit_length())
@@ -120,7 +122,7 @@ class _Sized(Struct, frozen=True):
     """The kernel's tables for one size, in device memory."""
 
     memory: Memory
-    operands_at: int  # after the steps
+    operands_at: int  # where operands begin, after the steps
     blocks: int
     block_steps: int
     block_operands: int
@@ -140,7 +142,7 @@ class _Resources:
         for buffer in _ARRAYS:
             if buffer in plan.reached:
                 self._buffers[buffer] = _Buffer(group)
-        if plan.in_place and len(self._buffers) > 1:  # they are one array
+        if plan.in_place and len(self._buffers) > 1:  # input and output are one array
             self._buffers["i"] = self._buffers["o"] = next(b for name, b in self._buffers.items() if name != "s")
         self._buffers["s"].reserve(1)
         self._sizes: dict[_Key, _Sized] = {}
@@ -148,7 +150,7 @@ class _Resources:
         self._privates: list[Memory] = []
         self._kept: list[object] = []
         self._semaphores: dict[ChannelEnd, Any] = {}
-        self._ports: dict[ChannelEnd, int] = {}  # numbers in the table
+        self._ports: dict[ChannelEnd, int] = {}  # indices in the kernel's table
         self._connect_memory_channels()
         self._port_table = self._connect_ports()
         self._words = self._start_words()
@@ -190,7 +192,7 @@ class _Resources:
         return self._upload(b"".join(raw))
 
     def _start_words(self) -> tuple[Memory, int, int]:
-        """Counters, barriers and semaphores; and where the barriers and the semaphores begin."""
+        """Returns the initial counters, barriers and semaphores, and where the barriers and the semaphores begin."""
         counters = ffi.sizeof("ProxycclExecutionCounters")
         numbers = [
             operation.numbers[0]
@@ -230,25 +232,25 @@ class _Resources:
         reached = {**self._registered(), **given}
         sized = self._sizes.get(key)
         if sized is None:
-            # Neither queued work nor graphs use those of an array that is no longer registered.
+            # Queued work and graphs no longer use the tables of an array that was deregistered.
             for old in [old for old in self._sizes if any(memory.closed for _, memory in old[1])]:
                 del self._sizes[old]
             sized = self._sizes[key] = self._tables(source, target, reached)
         before, own_in, own_out, after = self._places(source, target, reached)
-        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # one that combines nothing moves bytes
+        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # a plan that combines nothing moves bytes
         shipped = runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
         kernel = shipped.prepare(sized.blocks, self._threads, self._parameter(sized, own_in, own_out))
         return StreamOperations(runtime, (*before, kernel, *after)) if before or after else kernel
 
     def _scratch_bytes(self, chunk: int) -> int:
-        """Bytes of scratch memory for one execution; the same on all ranks."""
+        """Returns the bytes of scratch memory for one execution; the same on all ranks."""
         document = self._plan.document
         chunks = max(gpu.scratch_chunks for gpu in document.gpus)
         nbytes = chunk * chunks * (2 if document.protocol == "LL" else 1)
         return round_up(nbytes, _LINE)
 
     def _share(self, rank: int, buffer: BufferName, source: ArrayView, target: ArrayView) -> int:
-        """Where a rank's input or output begins in the buffer that peers reach.
+        """Returns where a rank's input or output begins in the buffer that peers reach.
 
         In place the smaller of the two is the rank's share of the larger, as in MSCCL++.
         """
@@ -258,7 +260,7 @@ class _Resources:
         return rank * own.nbytes if own.nbytes < other.nbytes else 0
 
     def _registered(self) -> Reached:
-        """The buffers of the plan's own that there are."""
+        """Returns the plan's own buffers that have been made."""
         return {name: buffer.memory for name, buffer in self._buffers.items() if buffer.memory is not None}
 
     def _tables(self, source: ArrayView, target: ArrayView, reached: Reached) -> _Sized:
@@ -293,15 +295,14 @@ class _Resources:
     def _places(
         self, source: ArrayView, target: ArrayView, reached: Reached
     ) -> tuple[list[CopyBytes], int, int, list[CopyBytes]]:
-        """Copies before the kernel, where it finds input and output, and copies after it.
-
-        What the plan does not write of an output keeps what it held.
+        """Returns the copies before the kernel, the places of input and output for the kernel, and the copies after it.
+        Parts of an output that the plan does not write keep their contents.
         """
         rank = self._group.rank
         if not self._plan.in_place:
             if "i" in reached:
                 own_in = reached["i"].ptr
-            else:  # the plan would overwrite an input that lies in the output, so it reads a copy of that
+            else:  # the plan would overwrite an input inside the output, so it reads a copy of the input
                 own_in = self._private(source.nbytes) if overlap(source, target) else source.ptr
             own_out = reached["o"].ptr if "o" in reached else target.ptr
         else:
@@ -311,14 +312,15 @@ class _Resources:
                 whole = source.ptr if source.ptr + out_share == target.ptr else self._private(source.nbytes)
             own_in, own_out = whole + in_share, whole + out_share
         before = [] if own_in == source.ptr else [CopyBytes(own_in, source.ptr, source.nbytes)]
-        of_larger = self._plan.in_place and source.nbytes >= target.nbytes  # then the input's copy is the output's too
+        # Then the copy of the input serves as the output.
+        of_larger = self._plan.in_place and source.nbytes >= target.nbytes
         if own_out != target.ptr and not of_larger and not self._plan.writes_whole_outputs:
             before.insert(0, CopyBytes(own_out, target.ptr, target.nbytes))
         after = [] if own_out == target.ptr else [CopyBytes(target.ptr, own_out, target.nbytes)]
         return before, own_in, own_out, after
 
     def _private(self, nbytes: int) -> int:
-        """Memory of this rank's own, in which an input is that the plan overwrites and the caller keeps."""
+        """Returns private memory for a copy of an input that the plan overwrites but the caller keeps."""
         if not self._privates or self._privates[-1].nbytes < nbytes:
             self._privates.append(self._group.runtime.allocate(nbytes))
         return self._privates[-1].ptr
@@ -336,8 +338,8 @@ class _Resources:
         execution.counters = ffi.cast("ProxycclExecutionCounters *", words.ptr)
         execution.barriers = ffi.cast("uint32_t *", words.ptr + barriers_at)
         execution.semaphores = ffi.cast("int32_t *", words.ptr + semaphores_at)
-        # The second half begins at one place for all sizes: a rank that is ahead with a short call must not write into
-        # what another has yet to read of a long one.
+        # The second half begins at the same offset for all sizes: a rank that is ahead with a short call must not
+        # overwrite data of a long call that another rank has yet to read.
         scratch = self._buffers["s"].memory
         assert scratch is not None
         execution.alternate_bytes = scratch.nbytes // 2 if self._plan.document.use_double_scratch_buffer else 0

@@ -1,4 +1,6 @@
-"""The operations of execution plans by name, with their operands. A new one is a row here and a step of the kernel."""
+"""The operations of execution plans by name, with their operands. A new operation needs a row here and a step of the
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,16 @@ from msgspec import Struct
 from proxyccl.channels.execution_plans.document import ChannelType
 
 COMBINATIONS = ("sum", "prod", "min", "max")
-"""How an operation reduces, in the order of ProxycclCombination (execution.h)."""
+"""The operators with which operations reduce, in the order of ProxycclCombination (execution.h)."""
 
 
 class Operand(Struct, frozen=True):
     """The operands that an operation takes in some places of `src_buff` or `dst_buff`.
 
     Attributes:
-        remote: a peer's buffer instead of this rank's.
-        packets: as packets, in scratch memory.
-        most: how many at most; at least one.
+        remote: whether the operands are in a peer's buffer instead of this rank's.
+        packets: whether they are packets, in scratch memory.
+        most: the most operands; at least one is required.
     """
 
     remote: bool = False
@@ -32,10 +34,10 @@ class Moving(Struct, frozen=True):
 
     Attributes:
         sources, destinations: its operands, in order.
-        channels: the types that reach its remote buffers; () if it has none.
+        channels: the channel types that reach its remote buffers; () if it has no remote buffers.
         pairs: source i goes to destination i. Otherwise all sources are combined, and the result goes to all
             destinations.
-        signals, flushes: after its data, on a port channel.
+        signals, flushes: whether it signals and flushes after its data, on a port channel.
     """
 
     sources: tuple[Operand, ...]
@@ -78,7 +80,7 @@ MOVING: dict[str, Moving] = {
     "recpkt": Moving((_OWN, _OWNS_PACKETS), (_OWN, _OWN_PACKETS)),
     "recspkt": Moving((_OWN, _OWNS_PACKETS), (_OWN, _OWN_PACKETS, _PEERS_PACKETS), _MEMORY),
 }
-"""By MSCCL++'s name."""
+"""The operations that move data, by MSCCL++'s name."""
 
 MOVING_PACKETS_BY_PORT = Moving((_OWNS_PACKETS,), (_PEERS_PACKETS,), _PORT, pairs=True)
 """`ppkt` on a port channel: its source holds packets already."""
@@ -94,4 +96,4 @@ CHANNELLED: dict[str, tuple[ChannelType, ...]] = {
 
 OTHERS = frozenset({"nop", "barrier", "sem_acquire", "sem_release", "pipeline"})
 SWITCHED = frozenset({"glre", "glres", "gstore", "gstorepkt"})
-"""Refused: they need a switch that multicasts."""
+"""Operations that are refused, because they need a switch that multicasts."""

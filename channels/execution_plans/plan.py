@@ -31,7 +31,7 @@ COLLECTIVES = {
     "all_gather": "allgather",
     "all_to_all": "alltoall",
 }
-"""The names in plans of the collectives that a plan can stand for."""
+"""For each collective that a plan can implement, the collective's name in plans."""
 
 
 class ExecutionPlan:
@@ -40,12 +40,12 @@ class ExecutionPlan:
     Use `load`.
 
     Attributes:
-        name: as its author names it.
-        collective: "allreduce", "allgather", …, as its author names it.
-        world_size: ranks that it is for.
+        name: the author's name for the plan.
+        collective: "allreduce", "allgather", …, as the author wrote it.
+        world_size: the number of ranks that the plan is for.
         in_place: whether input and output are one array.
-        digest: of its text. Plans of the same text are equal.
-        call_name: name and digest, by which ranks compare the plans that they execute.
+        digest: the digest of the plan's text. Plans of the same text are equal.
+        call_name: name and digest; ranks compare the plans that they execute by this name.
     """
 
     def __init__(self, document: Document, digest: str) -> None:
@@ -100,7 +100,7 @@ class ExecutionPlan:
                 or the result of ``json.load``.
 
         Raises:
-            ArgumentError: it is not a plan, or can't be executed: the text names rank, threadblock and operation.
+            ArgumentError: `plan` is not a plan, or can't be executed; the text names rank, threadblock and operation.
             OSError: the file can't be read.
         """
         if isinstance(plan, ExecutionPlan):
@@ -148,12 +148,12 @@ class ExecutionPlan:
     def refusal(
         self, source_count: int, target_count: int, dtype: DType, op: str | None = None
     ) -> ArgumentError | None:
-        """The reason why the plan can't execute a call; None if it can.
+        """Returns the reason why the plan can't execute a call; None if it can.
 
         Args:
             source_count, target_count: elements of input and output.
-            dtype: of the elements.
-            op: the requested operator; None for that of the plan.
+            dtype: the element type.
+            op: the requested operator; None for the plan's operator.
         """
         document, gpu = self.document, self.document.gpus[0]
         if op is not None and self.combinations != {op}:
@@ -187,18 +187,20 @@ class ExecutionPlan:
 
     @property
     def most_channels(self) -> dict[ChannelType, int]:
-        """By type, the most channels that a rank has to one peer."""
+        """Returns, by channel type, the most channels that a rank has to one peer."""
         return {
             kind: max((end.number + 1 for ends in self._ends for end in ends[kind]), default=0)
             for kind in ("memory", "port")
         }
 
     def peers(self, rank: int, kind: ChannelType) -> tuple[int, ...]:
-        """The ranks to which a rank has channels of a type, or that have channels to it."""
+        """Returns the ranks to which a rank has channels of a type, or which have channels to that rank."""
         return self._peers[kind][rank]
 
     def operations(self, rank: int) -> Iterator[tuple[Operation, tuple[int, int]]]:
-        """A rank's operations, those of pipelines included, each with its pipeline's chunks and unit, or (0, 0)."""
+        """Returns a rank's operations, including those inside pipelines, each with its pipeline's chunks and unit, or
+        (0, 0).
+        """
         for block in self.programs[rank]:
             for operation in block:
                 yield operation, (0, 0)
@@ -207,7 +209,9 @@ class ExecutionPlan:
 
     @functools.cached_property
     def touched(self) -> list[dict[int, Place]]:
-        """By rank, the peers whose memory its kernels touch, each with the first operation that does."""
+        """Returns, by rank, the peers whose memory the rank's kernels access, each with the first operation that does
+        so.
+        """
         found: list[dict[int, Place]] = [{} for _ in range(self.world_size)]
         for rank in range(self.world_size):
             for operation, _ in self.operations(rank):
@@ -220,7 +224,9 @@ class ExecutionPlan:
 
     @functools.cached_property
     def combinations(self) -> set[str]:
-        """How its operations combine values; empty if the plan only moves them, so that their type does not matter."""
+        """The operators with which the plan combines values; empty if the plan only moves data, so that the element
+        type does not matter.
+        """
         return {
             operation.combination
             for rank in range(self.world_size)
@@ -230,7 +236,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def reached(self) -> set[BufferName]:
-        """Those of inputs ("i") and outputs ("o") that must be memory that peers or the proxies reach."""
+        """Which of inputs ("i") and outputs ("o") must be memory that peers or proxies reach."""
         return {
             each.buffer
             for rank in range(self.world_size)
@@ -258,9 +264,8 @@ class ExecutionPlan:
         return [tuple(sorted(peer for one, peer in both if one == rank)) for rank in range(self.world_size)]
 
     def _check_signals(self) -> None:
-        """As many signals as waits on every channel: a leftover would be taken for the next execution's.
-
-        A channel that the peer's program does not name has a counterpart all the same, which nobody signals or awaits.
+        """Requires as many signals as waits on every channel: the next execution would take a leftover signal for its
+        own. A channel that the peer's program does not name still has a counterpart, on which nobody signals or waits.
         """
         sent: dict[tuple[int, int, str, int], _Times] = {}
         awaited: dict[tuple[int, int, str, int], _Times] = {}
@@ -282,7 +287,9 @@ class ExecutionPlan:
                 )
 
     def _check_inside(self, rank: int) -> None:
-        """Barriers meet, and semaphores end where they began."""
+        """Requires that all threadblocks of a barrier reach it equally often, and that each semaphore is released as
+        often as acquired.
+        """
         barriers: dict[int, dict[int, _Times]] = {}
         sizes: dict[int, int] = {}
         semaphores: dict[int, list[_Times]] = {}

@@ -1,6 +1,7 @@
 """The programs of a plan's threadblocks, checked, with every name resolved: channels to peers, buffers to ranks.
 
-Any invalid operation is refused here, with its place. Ranks read the whole plan, so all refuse it.
+An invalid operation is refused here, by an error that names its place. Each rank reads the whole plan, so all ranks
+refuse it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BUFFERS: dict[BufferName, str] = {"i": "input", "o": "output", "s": "scratch mem
 
 
 class Place(Struct, frozen=True):
-    """The place of an operation: pipelines and the operations in them count one after the other."""
+    """The place of an operation. The numbering counts a pipeline first, then the operations inside."""
 
     rank: int
     threadblock: int
@@ -58,7 +59,7 @@ class Range(Struct, frozen=True):
 
 
 class ChannelEnd(Struct, frozen=True):
-    """A rank's side of a channel: number `number` of its channels of this type to the peer."""
+    """A rank's end of a channel: number `number` of the rank's channels of this type to the peer."""
 
     type: ChannelType
     peer: int
@@ -69,15 +70,15 @@ class Operation(Struct, frozen=True):
     """An operation of one threadblock.
 
     Attributes:
-        place: where it stands.
-        moving: how it moves data; None if it does not.
-        channels: those that it uses, in order.
+        place: the operation's place in the plan.
+        moving: how it moves data; None if it moves none.
+        channels: the channels that it uses, in order.
         sources, destinations: the data; in pairs if `moving.pairs`.
         combination: how sources are combined.
         part, parts: this threadblock's part of the bytes.
-        numbers: of a barrier and its blocks, or of semaphores.
-        unit, chunks: of a pipeline.
-        body: of a pipeline.
+        numbers: a barrier's number and its number of blocks; or semaphores' numbers.
+        unit, chunks: of a pipeline, the bytes of an iteration and the chunks.
+        body: a pipeline's operations.
     """
 
     place: Place
@@ -99,7 +100,7 @@ Program = tuple[tuple[Operation, ...], ...]
 
 
 def channel_ends(gpu: Gpu, ranks: int) -> dict[ChannelType, list[ChannelEnd]]:
-    """A rank's channels by type, in the order of their ids. Raises ArgumentError."""
+    """Returns a rank's channels by type, in the order of their ids. Raises ArgumentError."""
     ends: dict[ChannelType, list[ChannelEnd]] = {"memory": [], "port": []}
     for channels in gpu.channels:
         kind = channels.channel_type
@@ -136,7 +137,7 @@ class Reader:
         self._ends = channel_ends(gpu, len(document.gpus))
 
     def program(self) -> Program:
-        """The threadblocks, in the order of their ids. Raises ArgumentError for an invalid operation."""
+        """Returns the threadblocks, in the order of their ids. Raises ArgumentError for an invalid operation."""
         blocks = self._gpu.threadblocks
         if [block.id for block in blocks] != list(range(len(blocks))):
             raise ArgumentError("plan", f"rank {self._gpu.id}: threadblocks must be numbered from 0, in order")
@@ -264,7 +265,7 @@ class Reader:
         ranges: list[Range] = []
         at = 0
         for i, operand in enumerate(wanted):
-            later = len(wanted) - 1 - i  # each takes one at least
+            later = len(wanted) - 1 - i  # each later operand takes at least one
             first = at
             while at < len(given) - later and at - first < operand.most:
                 if operand.most > 1 and at > first and (given[at].buffer_id is not None) != operand.remote:

@@ -1,4 +1,4 @@
-"""From a rank's program to the tables that its kernel reads (execution.h), for one size of chunks."""
+"""Translates a rank's program to the tables that its kernel reads (execution.h), for one size of chunks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Tables(Struct):
     """The kernel's tables, as bytes.
 
     Attributes:
-        steps: ProxycclStep, `block_steps` of each block.
-        operands: ProxycclOperand, `block_operands` of each block.
+        steps: the ProxycclStep structs, `block_steps` for each block.
+        operands: the ProxycclOperand structs, `block_operands` for each block.
     """
 
     steps: bytes
@@ -54,15 +54,17 @@ class Writer(Struct, frozen=True):
     """Writes the tables of one rank, for one size of chunks.
 
     Attributes:
-        rank: whose tables.
-        threads: of a block.
+        rank: the rank that the tables are for.
+        threads: threads of a block.
         chunk_bytes: size of a chunk, in every buffer.
         alignment: bytes to which the parts of several threadblocks are aligned.
         double_scratch: whether scratch memory has two halves.
-        address: of a rank's buffer, as this rank's kernels reach it; not of its own input and output.
-        memory_id: of a rank's buffer in this rank's proxy, for triggers to a peer; and where the buffer begins there.
-        port: number of a port channel in the kernel's table.
-        semaphore: a ProxycclSemaphore, of a channel.
+        address: returns the address of a rank's buffer for this rank's kernels; not used for this rank's input and
+            output.
+        memory_id: returns the id of a rank's buffer in this rank's proxy, for triggers to a peer, and the buffer's
+            offset in that memory.
+        port: returns the index of a port channel in the kernel's table.
+        semaphore: returns the ProxycclSemaphore of a channel.
     """
 
     rank: int
@@ -76,7 +78,7 @@ class Writer(Struct, frozen=True):
     semaphore: Callable[[ChannelEnd], Any]
 
     def tables(self, program: Program) -> Tables:
-        """The tables of a program, which has one threadblock at least."""
+        """Returns the tables of a program, which has at least one threadblock."""
         blocks = [_Block() for _ in program]
         for block, operations in zip(blocks, program, strict=True):
             for operation in operations:
@@ -95,8 +97,9 @@ class Writer(Struct, frozen=True):
     # -- steps ---
 
     def _step(self, block: _Block, operation: Operation, code: int, *, by_all: bool | None) -> ProxycclStepPointer:
-        """A new step. The block meets between a step of all threads and a step of one, even if the plan does not say
-        so."""
+        """Adds a step. The block's threads synchronize between a step of all threads and a step of one thread, even if
+        the plan does not ask for that.
+        """
         if by_all is not None and block.by_all is not None and by_all != block.by_all:
             self._sync(block, operation)
         step = ffi.new("ProxycclStep *")
@@ -154,7 +157,7 @@ class Writer(Struct, frozen=True):
         begin = len(block.steps)
         for inner in operation.body:
             self._operation(block, inner)
-        if block.by_all is not None:  # the next turn may begin after the kind of step with which this one ended
+        if block.by_all is not None:  # the next iteration begins after the kind of step with which this one ends
             self._sync(block, operation)
         loop.option, loop.unit, loop.iterations = len(block.steps) - begin, operation.unit, iterations
 
@@ -202,7 +205,7 @@ class Writer(Struct, frozen=True):
             block.operands.append(bytes(ffi.buffer(operand)))
 
     def _put(self, block: _Block, operation: Operation) -> None:
-        """Puts by the proxy, after the packets if the operation is to wait for them."""
+        """Adds puts by the proxy, after the packets if the operation must wait for packets."""
         moving = operation.moving
         assert moving is not None
         sources = operation.sources
@@ -229,7 +232,7 @@ class Writer(Struct, frozen=True):
         return self.double_scratch and each.buffer == "s"
 
     def _part(self, operation: Operation, each: Range) -> tuple[int, int]:
-        """Where this threadblock's part of a range begins in its buffer, and its bytes of data."""
+        """Returns where this threadblock's part of a range begins in its buffer, and the part's bytes of data."""
         units = each.size * self.chunk_bytes // self.alignment
 
         def before(part: int) -> int:

@@ -1,8 +1,8 @@
-"""Every rank's bytes to every rank over a board: over files, a store, MPI's messages or the memory of threads.
+"""All-gathers over a board, which may be files, a store, MPI messages or the memory of threads.
 
-Each round a rank puts its message on the board and gets those of the others. On a board without an all_gather of its
-own, each of n ranks would get n messages. From COLLECTED_FROM ranks on, the first rank gets them and offers the others
-one bundle: 3 n requests in all. With fewer ranks the bundle would only add a step.
+In each round a rank puts its message on the board and gets the other ranks' messages. If each of n ranks got n
+messages, the number of requests would be quadratic. From COLLECTED_FROM ranks on, the first rank gets all messages and
+offers them as one bundle: 3 n requests in all. With fewer ranks the bundle would only add a step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class MessageBoard(Protocol):
     """Where ranks leave messages, each under the number of its round and its rank's number, or `BUNDLE`.
 
     Attributes:
-        where: it, in words; "" if that goes without saying.
-        is_shared: whether each rank can get any message; otherwise only those of which it is a reader.
-        longest_pause: seconds between two looks of a rank that waits.
+        where: the board in words; "" to omit it in errors.
+        is_shared: whether each rank can get any message; otherwise only messages addressed to it.
+        longest_pause: most seconds between two polls of a waiting rank.
     """
 
     where: str
@@ -36,11 +36,11 @@ class MessageBoard(Protocol):
     longest_pause: float
 
     def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
-        """Leaves a message of this rank. Does not wait for its readers."""
+        """Leaves a message of this rank. Does not wait for readers."""
         ...
 
     def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        """The messages of a round that are there, or none of them while one is missing."""
+        """Returns the messages of a round; none of them while one is missing."""
         ...
 
     def remove(self, number: int, of: str) -> None:
@@ -59,7 +59,7 @@ class BoardBootstrap:
         self._lock = threading.Lock()
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. Also raises the board's errors, and ExchangeError if a bundle is not one."""
+        """See `Bootstrap.all_gather`. Also raises the board's errors, and ExchangeError for an invalid bundle."""
         deadline = time.monotonic() + timeout
         with self._lock:
             number, self._round = self._round, self._round + 1
@@ -75,7 +75,7 @@ class BoardBootstrap:
             if collected:
                 board.put(number, BUNDLE, bundle(everyone), others)
                 board.remove(number - 2, BUNDLE)
-        # All ranks have reached the round before this one, so they have read the one before that.
+        # All ranks have reached the previous round, so they have read all messages of the round before it.
         board.remove(number - 2, own)
         return everyone
 
@@ -92,7 +92,7 @@ class BoardBootstrap:
             sought = self._others if self._board.is_shared or BUNDLE not in names else [0]
             missing = [r for r in sought if str(r) not in found and not self._board.get(number, [str(r)])]
             over = f" over {self._board.where}" if self._board.where else ""
-            # If none is missing, the first rank has made no bundle.
+            # If no message is missing, the bundle of the first rank is.
             raise ranks_missing(f"the bootstrap's all_gather{over}", missing or [0], self.rank)
         return found
 
@@ -108,12 +108,12 @@ class BoardBootstrap:
 
 
 def bundle(messages: Sequence[bytes]) -> bytes:
-    """The messages of all ranks as one."""
+    """Packs the messages of all ranks into one."""
     return struct.pack(f"<{len(messages)}Q", *map(len, messages)) + b"".join(messages)
 
 
 def unbundle(data: bytes, world_size: int, where: str, rank: int) -> list[bytes]:
-    """The messages of that many ranks.
+    """Unpacks the messages of `world_size` ranks.
 
     Args:
         data: the bundle.

@@ -1,4 +1,4 @@
-"""How ranks find each other: a few bytes from everyone to everyone, before and between the fast paths.
+"""Bootstraps: all-gathers of a few bytes, with which ranks find each other and set up the fast paths.
 
 The protocol is small on purpose, so that any launcher can offer it. Every call is bounded.
 """
@@ -26,7 +26,8 @@ from proxyccl.device.errors import ArgumentError, ExchangeError, PeerLostError, 
 
 _logger = logging.getLogger("proxyccl")
 MOST_RANKS = 1 << 20
-"""Of a communicator: more than any machine has GPUs, and few enough that a list of them fits in memory."""
+"""The most ranks of a communicator: more than any machine has GPUs, and few enough that a list of ranks fits in memory.
+"""
 _abandoned: list[tuple[Any, object]] = []
 """Abandoned requests to MPI, and their buffers, to which MPI may still write."""
 
@@ -34,12 +35,12 @@ _abandoned: list[tuple[Any, object]] = []
 class Bootstrap(Protocol):
     """Joins `world_size` ranks. All of them make the same calls in the same order.
 
-    One that can also join some of its ranks has `subset(members, key)`, which only they call. It returns the bootstrap
-    of these ranks, numbered by their places in the list. `key` is a number that no other subset has. After a time-out
-    the same subset may be made again: before that, a rank that did come takes back its messages by the old one's
-    `withdraw()`, if it has that, so that a rank that comes later waits for new ones. Communicators whose ranks are on
-    several hosts are split over it. One that has `board()` too, a `survivors.Board` that outlives each of the ranks,
-    can shrink them.
+    A bootstrap that can also join some of its ranks has `subset(members, key)`, which only these members call. It
+    returns the bootstrap of the members, numbered by their places in the list. `key` is a number that no other subset
+    has. After a time-out the members may make the same subset again. Before that, a rank that did arrive takes back its
+    messages by the old subset's `withdraw()`, if there is such a method, so that late ranks wait for new messages.
+    Splitting a communicator across hosts needs `subset`. Shrinking one also needs `board()`, which returns a
+    `survivors.Board` that outlives each of the ranks.
     """
 
     @property
@@ -53,10 +54,10 @@ class Bootstrap(Protocol):
         ...
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """Every rank's bytes, in rank order; lengths may differ.
+        """Returns every rank's bytes, in rank order; lengths may differ.
 
         Args:
-            data: this rank's.
+            data: this rank's bytes.
             timeout: seconds.
             give_up: called while waiting; it raises to end the wait early.
 
@@ -71,7 +72,7 @@ class Bootstrap(Protocol):
 
 
 def require_place(rank: object, world_size: object) -> tuple[int, int]:
-    """A rank's number and the number of ranks, as plain integers; also from numpy's.
+    """Returns a rank's number and the number of ranks as plain integers; numpy's integers are accepted.
 
     Raises:
         ArgumentError: one is not an integer, `world_size` is not from 1 to `MOST_RANKS`, or there is no rank of that
@@ -93,21 +94,21 @@ def require_mpi(comm: Any) -> None:
 class MpiBootstrap:
     """Ranks of an MPI communicator, by default all of them.
 
-    Its context is a duplicate, so the program's own messages never mix with ours. The first `all_gather` makes it,
-    within its own time-out.
+    It uses a duplicate of the communicator, so its messages never mix with the program's. The first `all_gather` makes
+    the duplicate, within that call's time-out.
     """
 
     def __init__(self, comm: Any = None) -> None:
         from mpi4py import MPI
 
         require_mpi(comm)
-        if hasattr(MPI, "_set_abort_status"):  # of mpi4py's runner
+        if hasattr(MPI, "_set_abort_status"):  # a function for mpi4py's runner
             watch_mpi(MPI)
         parent = MPI.COMM_WORLD if comm is None else comm
         self._mpi = MPI
         self._parent = parent
         self._comm: Any = None
-        self._out_of_step = False  # an all_gather has begun, and not ended
+        self._out_of_step = False  # an all_gather was abandoned
         self._post = _MpiPost(self)
         self.rank: int = parent.Get_rank()
         self.world_size: int = parent.Get_size()
@@ -117,12 +118,12 @@ class MpiBootstrap:
 
         Raises:
             PeerLostError: MPI reports that a rank died.
-            ExchangeError: an earlier call was abandoned. MPI would match this one with the others' earlier one.
+            ExchangeError: an earlier call was abandoned. MPI would match this call with the other ranks' earlier call.
         """
         if self._out_of_step:
             raise ExchangeError(
-                "the bootstrap's all_gather over MPI: an earlier one was abandoned, and MPI still expects the other "
-                "ranks in it; expected a new MpiBootstrap on all ranks",
+                "the bootstrap's all_gather over MPI: an earlier call was abandoned, and MPI still matches the "
+                "other ranks' messages with that call; make a new MpiBootstrap on all ranks",
                 rank=self.rank,
                 operation="bootstrap",
             )
@@ -164,7 +165,7 @@ class MpiBootstrap:
         )
 
     def subset(self, members: Sequence[int], key: int) -> MpiSubset:
-        """The bootstrap of some ranks. See `Bootstrap`. An `all_gather` comes first."""
+        """Returns the bootstrap of some ranks. See `Bootstrap`. An `all_gather` must come first."""
         return MpiSubset(self._post, members, key)
 
     def close(self) -> None:
@@ -180,7 +181,7 @@ class _MpiPost:
     HEADER = struct.Struct("<QQ")
     _TAG = 1
     _WITHDRAWN = 2**64 - 1
-    """As the round: the sender takes back its messages to the subset."""
+    """In place of a round's number: the sender takes back its messages to the subset."""
 
     def __init__(self, bootstrap: MpiBootstrap) -> None:
         self._bootstrap = bootstrap
@@ -202,7 +203,7 @@ class _MpiPost:
             self._sent.append((request, message))
 
     def take(self, sender: int, key: int, number: int) -> bytes | None:
-        """A message, if it has arrived."""
+        """Returns a message, if it has arrived."""
         mpi, status = self._bootstrap._mpi, self._bootstrap._mpi.Status()
         with self._lock:
             while (message := self._bootstrap._comm.Improbe(tag=self._TAG, status=status)) is not None:
@@ -242,7 +243,9 @@ class _MpiBoard:
 
 
 class MpiSubset(BoardBootstrap):
-    """Some ranks of an `MpiBootstrap`. They exchange messages, because a communicator would need all ranks."""
+    """Some ranks of an `MpiBootstrap`. They exchange messages, because making an MPI communicator would need all
+    ranks.
+    """
 
     def __init__(self, post: _MpiPost, members: Sequence[int], key: int) -> None:
         super().__init__(_MpiBoard(post, members, key), members.index(post.rank), len(members))
@@ -278,14 +281,14 @@ class ThreadBootstrap(BoardBootstrap):
 
     @classmethod
     def create(cls, world_size: int) -> list[ThreadBootstrap]:
-        """One bootstrap for each of `world_size` threads."""
+        """Makes one bootstrap for each of `world_size` threads."""
         _, size = require_place(0, world_size)
         board = _ThreadBoard()
         return [cls(board, rank, size) for rank in range(size)]
 
 
 def of_process_group(group: Any = None) -> Bootstrap:
-    """A bootstrap of the ranks of a torch process group (None: the world)."""
+    """Returns a bootstrap of the ranks of a torch process group (None: the world)."""
     made: Bootstrap = array_libraries.load("torch: bootstrap").TorchBootstrap(group)
     return made
 
@@ -296,16 +299,17 @@ _SIZES = {
     "MPICH's mpiexec": "PMI_SIZE",
     "Open MPI's mpiexec": "OMPI_COMM_WORLD_SIZE",
 }
-"""The variables in which launchers tell a process how many they start."""
+"""The variables in which launchers pass the number of processes that they start."""
 
 
 def _traces_of_others() -> str:
-    """The launcher that started this process beside others that may be ranks, in words; empty if there is none."""
+    """Describes the launcher that started this process and others that may be ranks; empty if there is none."""
     for launcher, name in _SIZES.items():
         size = os.environ.get(name, "")
         if size.isdecimal() and int(size) > 1:
             return f"{launcher} started {size} processes ({name})"
-    multiprocessing = sys.modules.get("multiprocessing.process")  # a process that it started has imported it
+    # Processes that multiprocessing starts have imported it.
+    multiprocessing = sys.modules.get("multiprocessing.process")
     if multiprocessing is not None and multiprocessing.parent_process() is not None:
         return "multiprocessing started this process"
     return ""
@@ -324,14 +328,14 @@ def _warn_of_one_rank(others: str) -> None:
 def library_of_group(value: Any) -> str | None:
     """The library of a caller's group of ranks, "torch" or "mpi4py"; None for any other object.
 
-    All bases count: before torch 2.15 a backend in Python is a process group of a class of its own.
+    It checks all base classes, because before torch 2.15 each backend in Python is a process group with its own class.
     """
     packages = {base.__module__.split(".")[0] for base in type(value).__mro__}
     return next((name for name in ("torch", "mpi4py") if name in packages), None)
 
 
 def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
-    """A bootstrap from a caller's argument.
+    """Makes a bootstrap from a caller's argument.
 
     The argument is a `Bootstrap`, an MPI communicator, a torch process group, or None for MPI's world.
 
@@ -352,5 +356,5 @@ def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
     if library == "torch":
         return of_process_group(value), True
     raise ArgumentError(
-        "bootstrap", f"a Bootstrap, an MPI communicator or a torch process group is wanted, not {type(value).__name__}"
+        "bootstrap", f"must be a Bootstrap, an MPI communicator or a torch process group, not {type(value).__name__}"
     )

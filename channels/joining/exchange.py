@@ -1,7 +1,7 @@
-"""Exchanges: every rank's value to every rank, over the bootstrap, or over mailboxes where all ranks share a host.
+"""Exchanges: all-gathers of values, over the bootstrap, or over mailboxes if all ranks share a host.
 
 Exchanges set things up; no collective and no transfer waits for one. Each message names its purpose, so ranks whose
-programs differ find out at once, and a received message is checked before it is used.
+programs differ notice at once. A received message is checked before use.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ HANDLE = Codec(bytes, 64 << 10, "memory handle")
 FLAG = Codec(bool, 16, "flag")
 
 _FAILED = b"\0failed\0"
-"""The first byte of the message of a rank that can't take part; a purpose never begins with it."""
+"""The beginning of the message of a rank that can't take part; no purpose begins with these bytes."""
 _LONGEST_REASON = 2000
 _TELLING_SECONDS = 10.0
 _TELLING_OPEN_SECONDS = 1.0
-"""Once the group is open its failure tells all ranks too, wherever they are."""
+"""Seconds to wait in `telling` once the group is open, when a failure also reaches all ranks by other ways."""
 _LOOK_SECONDS = 0.02
-"""While a rank waits it looks this often whether another has left: a look costs as much as a letter of each."""
+"""A waiting rank checks this often whether another has left: a check costs as much as a letter to each rank."""
 _RAN_OUT = (ResourceError, OSError, MemoryError)
 
 
@@ -49,8 +49,8 @@ class Exchange:
     """The exchanges of one rank. All ranks make the same ones in the same order.
 
     Args:
-        bootstrap: carries them.
-        timeout: bound of each, in seconds.
+        bootstrap: carries the exchanges.
+        timeout: bound of each exchange, in seconds.
         give_up: called while waiting until the group is open; it raises to end the wait early.
 
     Attributes:
@@ -65,13 +65,13 @@ class Exchange:
         self._guard: tuple[FailureState, Watcher] | None = None
         self._give_up = give_up
         self._one_caller = OneCaller()
-        self._inside = 0  # `telling` within another
+        self._inside = 0  # the depth of nested `telling` contexts
         self._ended = False
         self._next_look = 0.0
         self.made = 0
 
     def carry_over(self, bootstrap: Bootstrap) -> None:
-        """From now on this bootstrap carries them; on all ranks."""
+        """Moves all further exchanges to another bootstrap; all ranks do so."""
         self._bootstrap = bootstrap
 
     def guard(self, failure: FailureState, watcher: Watcher) -> None:
@@ -82,9 +82,9 @@ class Exchange:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Around what this rank does between exchanges: where that fails, the next exchange of its peers ends with the
-        reason. An exchange's own failure is known to all. Once the group is open, peers are told where this rank has
-        run out of something. It goes on only if all of them tell so.
+        """A context for this rank's work between exchanges: if the work fails, the peers' next exchange ends with the
+        reason. An exchange's own failure is not told, since all ranks know it. Once the group is open, only exhausted
+        resources are told, and the group continues only if all ranks tell such an error.
 
         Raises:
             ResourceError: there are too few descriptors.
@@ -103,17 +103,18 @@ class Exchange:
             self._inside -= 1
 
     def end(self) -> None:
-        """The group has ended: the bootstrap that carries the exchanges may be gone."""
+        """Refuses further exchanges, because the group has ended and its bootstrap may be gone."""
         self._ended = True
 
     def _tell(self, error: Exception) -> None:
-        if self._ended or (self._guard is not None and self._guard[0].inherited):  # its peers learned of it by its end
+        # Peers have learned of the failure by the group's end.
+        if self._ended or (self._guard is not None and self._guard[0].inherited):
             return
         reason = f"{type(error).__name__}: {error}"
         longest = _TELLING_SECONDS if self._guard is None else _TELLING_OPEN_SECONDS
         everyone: list[bytes] = []
         self.made += 1
-        with contextlib.suppress(ProxyCCLError, OSError):  # a peer that misses it notices the absence
+        with contextlib.suppress(ProxyCCLError, OSError):  # a peer that misses the message notices the absence
             message = _FAILED + reason.encode()[:_LONGEST_REASON]
             everyone = self._bootstrap.all_gather(message, min(self.timeout, longest), self._give_up_wait)
         in_step = bool(everyone) and all(theirs.startswith(_FAILED) for theirs in everyone)
@@ -127,11 +128,11 @@ class Exchange:
             self._guard[0].check()
 
     def all_gather(self, value: T, codec: Codec[T], purpose: str) -> list[T]:
-        """Every rank's value, in rank order.
+        """Returns every rank's value, in rank order.
 
         Args:
-            value: this rank's.
-            codec: for values of its type.
+            value: this rank's value.
+            codec: encodes values of this type.
             purpose: what the exchange is for, in words; the same on all ranks.
 
         Raises:
@@ -156,9 +157,8 @@ class Exchange:
         self.all_gather_bytes(b"", purpose)
 
     def all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
-        """Every rank's bytes.
-
-        Raises as `all_gather`, ConcurrentCallError if another thread is in it, and ClosedError in a fork's child.
+        """Returns every rank's bytes. Raises as `all_gather`, ConcurrentCallError if another thread is in an exchange,
+        and ClosedError in a fork's child.
         """
         if self._guard is not None:
             self._guard[0].require_own_process()
@@ -175,7 +175,7 @@ class Exchange:
                 self._require_purpose(everyone, purpose, tag)
         except CommunicatorError as error:
             raise_in_place_of(error, self._file(error))
-        except BaseException as error:  # of a signal's handler: this rank is out of step with the others from now on
+        except BaseException as error:  # raised by a signal handler: this rank is then out of step with the others
             if self._guard is not None:
                 self._guard[0].abort(f"{purpose} was interrupted by {type(error).__name__}")
             raise
@@ -210,7 +210,7 @@ class Exchange:
         )
 
     def _mismatch(self, peer: int, purpose: str, there: str | None) -> CommunicatorError:
-        """The error where a peer is in another exchange, or, with None, has closed the communicator."""
+        """Returns the error for a peer that is in another exchange, or, with None, has closed the communicator."""
 
         def cause(this_rank: str, here: str) -> str:
             if there is None:

@@ -26,14 +26,14 @@ class FileBootstrap(BoardBootstrap):
     example because the disk is full, and ExchangeError if a rank's message can't be read.
 
     Args:
-        directory: fresh for each job, because ranks leave their files in it. If it is missing, it is created, with
-            its parents.
+        directory: a fresh directory for each job, because ranks leave their files in it. A missing directory is
+            created, with its parents.
         rank: this rank's number.
         world_size: number of ranks.
 
     Raises:
-        ArgumentError: the rank does not fit, the directory can't be used, or another rank or job of that number has
-            used it.
+        ArgumentError: the rank is not one of `world_size`, the directory can't be used, or another rank or job with
+            this rank's number has used it.
         ResourceError: there are too few descriptors.
         UntrustedPathError: the directory belongs to another user, or other users can read it, or it is a link.
     """
@@ -47,7 +47,9 @@ class FileBootstrap(BoardBootstrap):
         except ResourceError as error:
             raise ArgumentError("directory", str(error)) from error
         if not fresh:
-            raise ArgumentError("directory", f"{directory} was used by a rank {rank} before; expected a fresh one")
+            raise ArgumentError(
+                "directory", f"{directory} was used by a rank {rank} before; expected a fresh directory"
+            )
 
     def subset(self, members: Sequence[int], key: int) -> FileBootstrap:
         """The bootstrap of some ranks. See `Bootstrap`."""
@@ -55,12 +57,12 @@ class FileBootstrap(BoardBootstrap):
         return FileBootstrap(place, list(members).index(self.rank), len(members))
 
     def withdraw(self) -> None:
-        """See `Bootstrap`. Another object of this rank may use the directory then."""
+        """See `Bootstrap`. After that, another object of this rank may use the directory."""
         super().withdraw()
         self._directory.remove(f"rank-{self.rank}")
 
     def board(self) -> Board:
-        """A board in the directory. See `Bootstrap`."""
+        """Returns a board in the directory. See `Bootstrap`."""
         return NoteBoard(self._directory, self.rank)
 
 
@@ -111,13 +113,13 @@ class _Messages:
 class _Directory:
     """A directory that only this user can access, held open: nobody can replace it.
 
-    It holds a descriptor more, and gives that up for a file while one is open. So a rank that has too few descriptors
-    can still say so.
+    It holds a spare descriptor, and gives that up while a file is open. So a rank that has run out of descriptors can
+    still say so.
 
     Raises:
-        ArgumentError: it can't be used.
+        ArgumentError: the directory can't be used.
         ResourceError: there are too few descriptors.
-        UntrustedPathError: it belongs to another user, or other users can read it, or it is a link.
+        UntrustedPathError: the directory belongs to another user, or other users can read it, or it is a link.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -134,19 +136,20 @@ class _Directory:
             raise ArgumentError("directory", f"expected a path, not {path!r}: {error}") from None
         except OSError as error:
             raise ArgumentError("directory", f"{path} can't be used: {error}") from None
-        self._lock = threading.Lock()  # of `_room`
+        self._lock = threading.Lock()  # guards `_room`
 
     def __str__(self) -> str:
         return str(self.path)
 
     def read(self, name: str) -> bytes | None:
-        """A file's contents; None if there is no such file. Raises OSError and UntrustedPathError."""
+        """Returns a file's contents; None if there is no such file. Raises OSError and UntrustedPathError."""
         with self._room(), contextlib.suppress(FileNotFoundError):
             return read_private(self._descriptor, self.path / name, secret=True)
         return None
 
     def write_once(self, name: str, data: bytes) -> bool:
-        """Makes a file with all of its contents at once, on network file systems too. False if it is there already.
+        """Makes a file atomically with all of its contents, on network file systems too. Returns False if the file
+        exists.
 
         Raises ResourceError.
         """
@@ -171,14 +174,15 @@ class _Directory:
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
-        """Around code that has one file open."""
+        """A context in which one file may be open."""
         with self._lock:
             if len(self._held) > 1:
                 os.close(self._held.pop())
             try:
                 yield
             finally:
-                with contextlib.suppress(OSError):  # another thread has taken it; later it may be there again
+                # Another thread has taken the spare descriptor; a later call may reserve one again.
+                with contextlib.suppress(OSError):
                     self._held.append(os.dup(self._descriptor))
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Meetings: how ranks become a group.
 
-New ranks meet over a bootstrap. Some ranks of a group that become a group meet in the segments that they have mapped,
-and so do the remaining ranks when others have failed.
+New ranks meet over a bootstrap. Ranks that leave a group to form another meet in the control segments that they have
+mapped, and so do the remaining ranks when others have failed.
 """
 
 from __future__ import annotations
@@ -61,26 +61,26 @@ _PART = Codec[tuple[list[int], str]](tuple[list[int], str], 1 << 20, name="split
 
 
 class Meeting(Struct, frozen=True):
-    """One rank's state when the ranks of a group have met.
+    """One rank's state after the ranks of a group have met.
 
     Attributes:
-        runtime: this rank's.
+        runtime: this rank's runtime.
         exchange: exchanges between all ranks.
         control: this rank's control segment.
-        segments: those of the host's other ranks, mapped.
-        processes: by rank, the processes of those ranks, if they are not this one; empty for a part of a group.
+        segments: the mapped segments of the host's other ranks.
+        processes: by rank, those ranks' processes, except this process; empty for a part of a group.
         topology: the placement of the ranks.
         job: the group's name, the same on all ranks.
         place: where this rank's proxy runs.
-        proxy_options: of the proxy.
-        transport_options: of transports between hosts.
+        proxy_options: options of the proxy.
+        transport_options: options of transports between hosts.
         bootstrap: the bootstrap over which the ranks met.
         owns_bootstrap: whether it is closed with the group.
         linger: how long the process waits for peers at its end, in seconds; None for the time-out.
-        ways: by rank of the host, the kind of socket over which it and this rank pass each other descriptors of memory;
-            only those that don't see each other's in /proc.
+        ways: by rank of the host, the kind of socket over which that rank and this one pass descriptors of memory; only
+            ranks whose descriptors this rank can't open in /proc.
         crosses_namespaces: whether there are such ranks, or this rank's daemon is in another PID namespace.
-        members: for a group made from another one, its ranks' numbers there.
+        members: for a group made from another group, its ranks' numbers in that group.
     """
 
     runtime: Runtime
@@ -114,12 +114,11 @@ def meet(
     proxy_options: ProxyOptions,
     linger: float | None = None,
 ) -> Meeting:
-    """The ranks of a bootstrap meet; all of them call this together. Arguments and errors as for `Communicator`.
-
-    With `owns_bootstrap`, the bootstrap is closed where they don't meet.
+    """Lets the ranks of a bootstrap meet; all of them call this together. Arguments and errors as for `Communicator`.
+    With `owns_bootstrap`, the bootstrap is closed if the meeting fails.
     """
     exchange = Exchange(bootstrap, timeout)
-    # The others are told before what is undone.
+    # Other ranks learn of a failure before this rank undoes its part.
     with contextlib.ExitStack() as undo, exchange.telling():
         if owns_bootstrap:
             undo.callback(bootstrap.close)
@@ -157,8 +156,8 @@ def meet(
             segments[peer] = ControlSegment(runtime.open_pinned(handles[peer]))
             undo.callback(segments[peer].close)
         control.introduce(segments)
-        # All ranks have mapped all segments before any continues, so none can be gone by then. A rank that could not
-        # map one says so over the bootstrap.
+        # All ranks map all segments before any rank continues, so no segment can be gone. A rank that could not map a
+        # segment says so over the bootstrap.
         job = exchange.all_gather(os.urandom(4).hex(), _NAME, "job")[0]
         if not topology.spans_hosts:
             exchange.carry_over(_mailboxes(rank, control, segments))
@@ -188,7 +187,7 @@ def _processes(topology: Topology, segments: Mapping[int, ControlSegment]) -> di
 
 
 def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:
-    """The ranks of a bootstrap meet; one of a group brings its runtime and options. See `meet`."""
+    """Lets the ranks of a bootstrap meet; this rank brings its group's runtime and options. See `meet`."""
     topology = whole.topology
     return meet(
         bootstrap,
@@ -214,25 +213,25 @@ def meet_apart(
     mapping_of: Callable[[int], AbstractContextManager[None]],
     own: Bootstrap | None,
 ) -> Meeting:
-    """Some ranks of a group meet to form a group, in the order of `members`. Only they call this.
+    """Lets some ranks of a group form another group, in the order of `members`. Only the members call this.
 
     Args:
-        whole: the meeting of all.
-        topology: of all.
-        members: the ranks, this one among them; the same on all of them.
-        meetings: by ranks in their order, how often they have met so before without `own`; this one is counted.
+        whole: the meeting of all ranks.
+        topology: the topology of all ranks.
+        members: the ranks, including this one; the same list on all members.
+        meetings: by list of members, how often these have met without `own`; this call counts one more.
         timeout: bound of every wait of the new group, in seconds.
         give_up: called while waiting; it raises to end the wait early.
-        mapping_of: around the mapping of a rank's memory; it raises the cause of a failure (`Group.mapping_of`).
-        own: a bootstrap of the members, in their order, which tells this meeting from others of the same ranks; the
-            caller keeps it. With None, the meeting is told by the ranks and by how often they have met before.
+        mapping_of: a context for mapping a rank's memory, which raises the cause of a failure (`Group.mapping_of`).
+        own: a bootstrap of the members, in their order, which distinguishes this meeting from others of the same ranks;
+            the caller keeps it. With None, the ranks and the count of their earlier meetings identify the meeting.
 
     Raises:
         WaitTimeoutError: not all members arrived within the time.
         AbortedError: a member can't take part.
-        ResourceError: this rank can't, as there are too few descriptors.
-        MismatchError: they passed different lists.
-        RuntimeUnavailableError: they are on several hosts, and the bootstrap can't join some ranks alone.
+        ResourceError: this rank can't take part, because there are too few descriptors.
+        MismatchError: members passed different lists.
+        RuntimeUnavailableError: the members are on several hosts, and the bootstrap can't join some ranks alone.
     """
     whole.runtime.activate()
     part = topology.part(members)
@@ -249,7 +248,7 @@ def meet_apart(
         exchange = Exchange(bootstrap, timeout, give_up)
         telling, explaining = exchange.telling(), contextlib.nullcontext
     counting = _counted(meetings, ranks, bootstrap) if own is None else contextlib.nullcontext()
-    # The others are told before they miss what is undone.
+    # Other members learn of a failure before this rank undoes its part.
     with contextlib.ExitStack() as undo, telling, counting:
         control = create_segment(whole.runtime, part.rank, timeout, len(members))
         undo.callback(control.close)
@@ -272,7 +271,7 @@ def meet_apart(
         if bootstrap is None:
             bootstrap = _mailboxes(part.rank, control, segments)
             exchange = Exchange(bootstrap, timeout, refusals.check)
-        # All have found and mapped all: the invitation is withdrawn, and none of the segments can be gone.
+        # All members have mapped all segments, so the invitation can be withdrawn, and no segment can be gone.
         with _naming_as_in_whole(members, give_up):
             answers = exchange.all_gather((list(members), os.urandom(4).hex()), _PART, "split")
         for peer, (theirs, _) in enumerate(answers):
@@ -306,18 +305,18 @@ def meet_apart(
 
 @contextlib.contextmanager
 def _naming_as_in_whole(members: Sequence[int], give_up: Callable[[], None]) -> Iterator[None]:
-    """Around an exchange of a part: its errors name the ranks by their numbers in the whole."""
+    """A context for an exchange of a part: the exchange's errors name ranks by their numbers in the whole group."""
     try:
         yield
     except CommunicatorError as error:
-        give_up()  # if the whole has failed, by the failure, which names them so already
+        give_up()  # raises the whole group's failure, which uses those numbers already
         raise_in_place_of(error, renumbered(error, members))
 
 
 @contextlib.contextmanager
 def _counted(meetings: Counter[tuple[int, ...]], ranks: tuple[int, ...], bootstrap: Bootstrap | None) -> Iterator[None]:
-    """Around a meeting of some ranks, which counts if all of them have met, or hear that one can't take part. Whoever
-    did not come in time still may: the next attempt has the same number.
+    """A context for a meeting of some ranks. The meeting counts if all of them have met, or learn that a rank can't
+    take part. After a time-out it does not count, so late ranks can join the next attempt, which has the same number.
 
     Args:
         meetings, ranks: the counter and the meeting's place in it.
@@ -339,7 +338,7 @@ def _counted(meetings: Counter[tuple[int, ...]], ranks: tuple[int, ...], bootstr
 def meet_survivors(
     whole: Meeting, topology: Topology, excluded: Collection[int], has_ended: Callable[[int], bool], timeout: float
 ) -> Meeting:
-    """The remaining ranks of a group meet to form a group, in their order. Only they call this, once.
+    """Lets the remaining ranks of a group form a group, in their order. Only these ranks call this, once.
 
     Args:
         whole: the meeting of all.
@@ -374,7 +373,7 @@ def meet_survivors(
                         segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
                         undo.callback(segments[peer].close)
                 joined = True
-            except ResourceError:  # of this rank's own: the others go on without it
+            except ResourceError:  # this rank's own error: the others continue without this rank
                 raise
             except ProxyCCLError:  # a member has ended meanwhile
                 joined = False
@@ -432,8 +431,8 @@ def _board(whole: Meeting, topology: Topology) -> Board:
 
 
 class _Refusals:
-    """By which members of a part on one host learn that one of them can't take part. It leaves the reason in its
-    rendezvous, where the others look while they wait for it.
+    """Tells members of a part on one host that a member can't take part. That member leaves the reason in its
+    rendezvous, which the others check while they wait.
 
     Args:
         whole, members, number, give_up: as for `meet_apart`.
@@ -446,7 +445,8 @@ class _Refusals:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Around this rank's part: where that fails, the others are told. What they know already is not repeated.
+        """A context for this rank's part: if it fails, the other members are told the reason, unless they know it
+        already.
 
         Raises:
             ResourceError: there are too few descriptors.
@@ -474,7 +474,7 @@ class _Refusals:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Around the mapping of a member's segment, which is gone if that member can't take part."""
+        """A context for mapping a member's segment, which is gone if that member can't take part."""
         try:
             yield
         except ArgumentError:
@@ -490,7 +490,7 @@ def _find_handles(
     timeout: float,
     give_up: Callable[[], None],
 ) -> None:
-    """Fills in, by number among the members, the segment that each of the others offers under the key."""
+    """Fills in, by number among the members, the segment that each other member offers under the key."""
     own = whole.exchange.rank
     missing = {peer: number for number, peer in enumerate(members) if peer != own}
 

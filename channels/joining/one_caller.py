@@ -1,4 +1,6 @@
-"""Calls that only one thread of a rank may make at a time, because ranks make them together and in the same order."""
+"""Calls that only one thread of a rank may make at a time, because all ranks make these calls together, in the same
+order.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from proxyccl.device.errors import ConcurrentCallError
 
 
 class OneCaller:
-    """Refuses a call that another thread is in."""
+    """Refuses a call while another thread is in such a call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,14 +20,14 @@ class OneCaller:
 
     @contextlib.contextmanager
     def only(self, call: str, about: Hashable = None) -> Iterator[None]:
-        """Around a call.
+        """A context for a call.
 
         Args:
-            call: its name.
-            about: its subject: calls about different subjects may run concurrently.
+            call: the call's name.
+            about: the call's subject: calls about different subjects may run concurrently.
 
         Raises:
-            ConcurrentCallError: a thread is in a call about the same.
+            ConcurrentCallError: another thread is in a call about the same subject.
         """
         with self._lock:
             caller = self._callers.get(about)

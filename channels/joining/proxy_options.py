@@ -26,7 +26,7 @@ class ProxyOptions(Struct, frozen=True):
     def __post_init__(self) -> None:
         require_rings(self.threads if self._by_peer else self.fifos, self.threads)
         require_ring_size(self.fifo_size)
-        for name in ("fifos", "threads", "fifo_size"):  # messages to a daemon take Python's own integers
+        for name in ("fifos", "threads", "fifo_size"):  # messages to a daemon can encode only Python's integers
             if (number := find_integer(getattr(self, name))) is not None:
                 structs.force_setattr(self, name, number)
 
@@ -35,7 +35,7 @@ class ProxyOptions(Struct, frozen=True):
         return isinstance(self.fifos, str) and self.fifos == "peer"
 
     def rings(self, world_size: int) -> dict[str, Any]:
-        """The options of a proxy of a communicator of that size that concern rings and threads."""
+        """Returns the rings and threads of the proxy of a communicator of this size."""
         fifos = min(MAX_RINGS, max(self.threads, world_size)) if self._by_peer else self.fifos
         return {
             "fifos": fifos,

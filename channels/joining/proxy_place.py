@@ -45,7 +45,7 @@ class Wish(Message, frozen=True):
         where: the requested place, or None.
         default: the place that it would choose.
         name: its proposal for the name of the job's own daemon.
-        view: the `proc_view` of its process: each container has a daemon of its own.
+        view: the `proc_view` of its process, because each container has its own daemon.
     """
 
     host: str
@@ -59,7 +59,7 @@ _WISH = Codec(Wish, 4096, "proxy")
 
 
 def requested_place(argument: str | None) -> Where | None:
-    """The place that the caller or ``PROXYCCL_PROXY`` names; None if neither does.
+    """Returns the place that the caller or ``PROXYCCL_PROXY`` names; None if neither names one.
 
     Raises:
         ArgumentError: there is no such place.
@@ -76,14 +76,15 @@ def requested_place(argument: str | None) -> Where | None:
 
 
 def default_place(runtime: str) -> Where:
-    """The default place of a proxy, as far as this rank can tell.
+    """Returns the default place of a proxy, as far as this rank can tell.
 
     Args:
         runtime: the name of the rank's runtime.
     """
     if runtime == "host":
         return "thread"
-    from proxyccl.proxy.daemon.connection import daemon_process  # here: it takes longer to import than all of this
+    # Imported here, because the import takes longer than this function.
+    from proxyccl.proxy.daemon.connection import daemon_process
     from proxyccl.proxy.daemon.protocol import socket_path
 
     try:
@@ -94,7 +95,9 @@ def default_place(runtime: str) -> Where:
 
 
 def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
-    """The place of a rank's proxy, from all ranks' messages; the same for all ranks of a host without a request."""
+    """Returns the place of a rank's proxy, from all ranks' messages; the same for all ranks of a host that request
+    none.
+    """
     own = wishes[rank]
     of_host = [wish for wish in wishes if wish.host == own.host]
     defaults = {wish.default for wish in of_host if wish.where is None}
@@ -104,7 +107,7 @@ def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
 
 
 def choose_place(where: Where | None, runtime: str, host: str, exchange: Exchange) -> ProxyPlace:
-    """Where this rank's proxy runs. All ranks call this together.
+    """Returns where this rank's proxy runs. All ranks call this together.
 
     Args:
         where: the result of `requested_place`.
@@ -122,7 +125,7 @@ def choose_place(where: Where | None, runtime: str, host: str, exchange: Exchang
 
 
 def _remember(name: str) -> None:
-    """Has this process use the name for all further communicators, unless it knows one already."""
-    global _known_name  # noqa: PLW0603  the daemon is for the process, whatever it has as communicators
+    """Makes this process use the daemon's name for all further communicators, unless it knows one already."""
+    global _known_name  # noqa: PLW0603  one daemon serves all communicators of the process
     with _lock:
         _known_name = _known_name or name

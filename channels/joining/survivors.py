@@ -1,14 +1,13 @@
 """Survivors: how the remaining ranks of a group agree on their list, though any of them may end meanwhile.
 
-They can't exchange messages, because an exchange needs every rank. They leave notes on a board that outlives them, and
-settle questions on it: the first answer to a question stands, for all. So all ranks that get an answer get
-the same one, and a rank is either one of the survivors for all of them or for none.
-tests/models/protocols/survivors.pml is the model.
+They can't use exchanges, which need every rank. They leave notes on a board that outlives them, and settle questions on
+the board: the first answer to a question stands for all ranks. So all ranks that get an answer get the same answer, and
+all of them agree on whether a rank is a survivor. tests/models/protocols/survivors.pml is the model.
 
 In each attempt a rank posts that it has arrived, and waits until each of the others has, or has ended, or is late.
-The first rank that has finished waiting decides the members. Each member maps the others' segments, says so, and waits
-until all have, or one has ended. The first that has finished waiting decides whether the attempt succeeded. If it did
-not, the remaining members try again.
+The first rank that has finished waiting decides the members. Each member maps the others' segments, posts that it has,
+and waits until all members have, or one has ended. The first member that has finished waiting decides whether the
+attempt succeeded. If the attempt failed, the remaining members try again.
 """
 
 from __future__ import annotations
@@ -25,28 +24,30 @@ from proxyccl.channels.segment.rendezvous import MOST_DECISIONS, Rendezvous, key
 from proxyccl.device.errors import ExcludedError, MismatchError
 
 MOST_ATTEMPTS = 12
-"""As many as the board in the segments has room for. Each attempt but the last has lost a rank."""
+"""The most attempts, for which the board in the segments has room. Each attempt but the last has lost a rank."""
 _TOKEN_BYTES = 4
 _SUCCEEDED, _FAILED = b"succeeded", b"failed"
 
 
 class Board(Protocol):
-    """Where ranks leave notes by number, and settle questions by number. It outlives each of them."""
+    """A place where ranks leave numbered notes and settle numbered questions. The board outlives each of the ranks."""
 
     def post(self, number: int, note: bytes) -> None:
-        """Leaves a note of this rank, of at most 244 bytes. It stays."""
+        """Leaves a permanent note of this rank, of at most 244 bytes."""
         ...
 
     def read(self, rank: int, number: int) -> bytes | None:
-        """A rank's note; None if there is none yet."""
+        """Returns a rank's note; None if there is none yet."""
         ...
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """Gives a question an answer, of at most 244 bytes, unless it has one. Returns the answer that it has."""
+        """Answers a question, in at most 244 bytes, unless the question is answered already. Returns the answer that
+        stands.
+        """
         ...
 
     def settled(self, number: int) -> bytes | None:
-        """The answer to a question; None if there is none yet."""
+        """Returns the answer to a question; None if there is none yet."""
         ...
 
 
@@ -54,16 +55,16 @@ class NotePlace(Protocol):
     """A place for small texts by name, which outlives each of the ranks."""
 
     def write_once(self, name: str, data: bytes) -> object:
-        """Keeps a text, unless there is one of that name."""
+        """Stores a text, unless that name has a text."""
         ...
 
     def read(self, name: str) -> bytes | None:
-        """The text of a name; None if there is none."""
+        """Returns the text of a name; None if there is none."""
         ...
 
 
 class NoteBoard:
-    """A `Board` in such a place."""
+    """A `Board` in a `NotePlace`."""
 
     def __init__(self, place: NotePlace, rank: int) -> None:
         self._place, self._rank = place, rank
@@ -93,7 +94,7 @@ class SegmentBoard:
 
     Args:
         rank: this rank.
-        rendezvous: of all ranks, by rank.
+        rendezvous: the rendezvous of all ranks, by rank.
     """
 
     def __init__(self, rank: int, rendezvous: Mapping[int, Rendezvous]) -> None:
@@ -110,7 +111,7 @@ class SegmentBoard:
         return self._rendezvous[rank].find(key_of("survivors", "note", number))
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """See `Board`. It settles whose answer stands; the answers lie in the ranks' own segments."""
+        """See `Board`. The ranks decide whose answer stands; the answers are in the ranks' own segments."""
         self._own.invite(key_of("survivors", "answer", number), answer)
         return self._answer(self._first.decide(number, self._rank + 1), number)
 
@@ -146,10 +147,10 @@ class Assembly(Struct, frozen=True):
     """Ranks that have agreed to continue together, if all of them can join.
 
     Attributes:
-        attempt: its number, from 0.
+        attempt: the attempt's number, from 0.
         members: the ranks' numbers in the group, in order.
-        notes: by member, its note.
-        token: a text that is the same on all of them, and differs between attempts.
+        notes: each member's note.
+        token: a text that is the same on all members, and differs between attempts.
     """
 
     attempt: int
@@ -162,9 +163,9 @@ class Survivors:
     """One rank's part in the agreement.
 
     Args:
-        board: of the group.
+        board: the group's board.
         rank: this rank.
-        world_size: of the group.
+        world_size: the group's number of ranks.
         excluded: ranks that must not be members; the same on all participants.
         has_ended: whether a rank can no longer take part. Once true, it stays true.
         timeout: bound of each wait for the others, in seconds. Ranks that arrive later are excluded.
@@ -185,8 +186,8 @@ class Survivors:
         self._candidates = [peer for peer in range(world_size) if peer != rank and peer not in excluded]
 
     def assemble(self, attempt: int, note: bytes) -> Assembly:
-        """Arrives, with a note, and waits for the others. The first attempt is 0; each must be followed by
-        `all_joined`.
+        """Posts this rank's arrival, with a note, and waits for the others. The first attempt is 0; each call must be
+        followed by `all_joined`.
 
         Raises:
             ExcludedError: the others continue without this rank.
@@ -199,7 +200,7 @@ class Survivors:
 
         def all_came() -> bool:
             for peer in sorted(missing):
-                ended = self._has_ended(peer)  # first: it may arrive and end between the two
+                ended = self._has_ended(peer)  # checked first: the peer may arrive and end between the two checks
                 if board.read(peer, _Subject.ARRIVED.of(attempt)) is not None:
                     self._compare(peer, attempt)
                     missing.discard(peer)
@@ -220,7 +221,7 @@ class Survivors:
         return Assembly(attempt, members, notes, answer[:_TOKEN_BYTES].hex())
 
     def all_joined(self, assembly: Assembly, *, joined: bool) -> bool:
-        """Waits for the other members. True on all of them if all have joined, else False on all of them.
+        """Waits for the other members. Returns True on all members if all have joined, else False on all.
 
         Args:
             assembly: the result of `assemble`.
@@ -261,7 +262,7 @@ class Survivors:
 
 
 def _encode(ranks: Collection[int]) -> bytes:
-    """A set of ranks, a bit for each."""
+    """Encodes a set of ranks, a bit for each rank."""
     bits = sum(1 << rank for rank in ranks)
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 

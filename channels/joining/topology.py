@@ -1,4 +1,4 @@
-"""Placement: the ranks that share a host, those that count as one node, and how a rank reaches another's memory."""
+"""Placement: which ranks share a host, which count as one node, and how a rank reaches another rank's memory."""
 
 from __future__ import annotations
 
@@ -31,22 +31,24 @@ _REHEARSING = [
 ]
 
 TransportChoice = str | Mapping[tuple[int, int], str] | None
-"""A transport for all pairs of ranks, or for some of them; None, and pairs that are not named, leave it open."""
+"""A transport for all pairs of ranks, or for some pairs. None, and pairs that are not named, leave the choice to the
+library.
+"""
 
 
 class RankInfo(Message, frozen=True):
     """A rank's description of itself for the others.
 
     Attributes:
-        started: when its process started (`proxyccl.proxy.processes.start_of`).
+        started: start time of its process (`proxyccl.proxy.processes.start_of`).
         view: the `proc_view` of its process, in which `pid` is the process's number.
-        token: of its process (`proxyccl.device.process.forks.Process`), in hexadecimal.
-        cores: those that it may run on (`encode_cores`).
+        token: the token of its process (`proxyccl.device.process.forks.Process`), in hexadecimal.
+        cores: the cores that it may run on (`encode_cores`).
         missing: by remote transport, the missing requirements, in words; empty if there are none.
-        transport: the transports that its caller chose, in one form (`encode_choice`).
+        transport: the transports that its caller chose, in canonical form (`encode_choice`).
         local_world_size: the number of consecutive ranks that its caller counts as a node; None for real hosts.
         unsupported: by remote transport, the reason why its network device can't register its device's memory;
-            empty if it can, or was not asked.
+            empty if it can, or was not tested.
         daemon_missing: the reason why it can't use the node daemon; empty if it can, or did not ask for it.
     """
 
@@ -74,7 +76,9 @@ class RankInfo(Message, frozen=True):
         daemon_missing: str = "",
         host: str | None = None,
     ) -> RankInfo:
-        """This process on this machine; `host` is the name of it that the ranks agree on (`find_hosts`)."""
+        """Describes this process on this machine; `host` is the name of the machine that the ranks agree on
+        (`find_hosts`).
+        """
         pid = os.getpid()
         return cls(
             host or host_name(),
@@ -93,16 +97,18 @@ class RankInfo(Message, frozen=True):
 
     @property
     def process(self) -> PeerProcess:
-        """Its process, as other processes of its host name it."""
+        """The rank's process, as other processes of its host name it."""
         return PeerProcess(self.pid, self.view, bytes.fromhex(self.token), self.started)
 
     def missing_for(self, transport: str) -> str:
-        """Its missing requirements for a remote transport; empty if there are none."""
+        """Returns the rank's missing requirements for a remote transport; empty if there are none."""
         return self.missing.get(transport, "not asked for")
 
     @property
     def abilities(self) -> tuple[tuple[bool, bool], ...]:
-        """By transport, whether requirements are missing, and whether its device's memory can't be registered."""
+        """Returns, by transport, whether requirements are missing, and whether the device's memory can't be
+        registered.
+        """
         return tuple((bool(self.missing_for(name)), bool(self.unsupported.get(name))) for name in TRANSPORTS)
 
 
@@ -114,11 +120,12 @@ class Topology(Struct, frozen=True, dict=True):
     """The ranks of a communicator, as seen from one of them.
 
     Attributes:
-        rank: the rank that it is seen from.
-        ranks: all of them.
+        rank: the rank that the topology is seen from.
+        ranks: all ranks.
         nodes: for each rank the number of its node. Nodes are hosts, or groups of consecutive ranks where
             ``PROXYCCL_LOCAL_WORLD_SIZE`` rehearses several on one machine.
-        accessible: for each rank whether kernels here can touch its memory: same node, and the devices are peers.
+        accessible: for each rank whether this rank's kernels can access its memory: both are on one node, and the
+            devices are peers.
         forced: transports that the caller chose for pairs of ranks, the lower rank first.
         forced_for_all: the transport that the caller chose for all pairs; empty if there is none.
     """
@@ -168,7 +175,9 @@ class Topology(Struct, frozen=True, dict=True):
         return cls(rank, tuple(ranks), nodes, accessible, forced, forced_for_all)
 
     def require_accessible(self, peers: Sequence[int], argument: str) -> None:
-        """Raises ArgumentError, with each rank and the reason, if kernels here can't touch the memory of some ranks."""
+        """Raises ArgumentError, with each rank and the reason, if this rank's kernels can't access the memory of some
+        ranks.
+        """
         apart = [f"rank {peer}, {self._why_apart(peer)}" for peer in peers if not self.accessible[peer]]
         if apart:
             raise ArgumentError(
@@ -185,7 +194,7 @@ class Topology(Struct, frozen=True, dict=True):
         return f"whose device {self.ranks[peer].device_id} is not a peer of {self.ranks[self.rank].device_id}"
 
     def part(self, members: Sequence[int]) -> Topology:
-        """The topology of some ranks, this one among them, by their numbers in the list."""
+        """Returns the topology of some ranks, including this rank, numbered by their places in the list."""
         number = {member: i for i, member in enumerate(members)}
         pairs = {pair: name for pair, name in self.forced.items() if set(pair) <= number.keys()}
         return Topology(
@@ -215,7 +224,7 @@ class Topology(Struct, frozen=True, dict=True):
         return list(members.values())
 
     def has_levels(self) -> bool:
-        """Whether there are several nodes with as many ranks each, and more than one."""
+        """Whether there are several nodes, all with the same number of ranks, which is more than one."""
         sizes = {len(members) for members in self.node_members()}
         return self.node_count > 1 and len(sizes) == 1 and sizes != {1}
 
@@ -240,8 +249,8 @@ class Topology(Struct, frozen=True, dict=True):
         return len({info.host for info in self.ranks}) > 1
 
     def may_touch(self, first: int, second: int) -> bool:
-        """Whether kernels of a rank may reach another's memory: they are on one node and their devices are peers, which
-        a rank knows only about its own pairs.
+        """Whether kernels of a rank may access another rank's memory: both are on one node and their devices are peers,
+        which a rank knows only about its own pairs.
         """
         if first == self.rank:
             return self.accessible[second]
@@ -250,16 +259,16 @@ class Topology(Struct, frozen=True, dict=True):
         return self.nodes[first] == self.nodes[second] and self.ranks[first].host == self.ranks[second].host
 
     def same_host(self, peer: int) -> bool:
-        """Whether the peer runs under the same kernel, whatever node it counts to."""
+        """Whether the peer runs under the same operating system kernel, even if it counts to another node."""
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:
-        """The transport between two ranks: copies within a node, a remote transport between nodes, by the first
-        transport of the table whose device can register both ranks' memory. Nodes that are rehearsed on one host
-        without RDMA devices use copies too.
+        """Returns the transport between two ranks: copies within a node; between nodes the first remote transport of
+        the table whose devices can register both ranks' memory. Nodes that are rehearsed on one host without RDMA
+        devices use copies too.
 
         Raises:
-            RuntimeUnavailableError: there is none.
+            RuntimeUnavailableError: no transport connects the two.
         """
         pair = (self.ranks[first], self.ranks[second])
         same_host = pair[0].host == pair[1].host
@@ -289,31 +298,34 @@ class Topology(Struct, frozen=True, dict=True):
         return {peer: self.transport(self.rank, peer) for peer in range(self.world_size) if peer != self.rank}
 
     def has_remote_pairs(self) -> bool:
-        """Whether any two ranks need a remote transport; the same on all ranks, and an error on all of them if one
-        lacks it.
+        """Whether any two ranks need a remote transport; the same on all ranks. Raises on all ranks if one lacks such a
+        transport.
         """
         return any(TRANSPORTS[transport].is_remote for transport in self.all_transports)
 
     def stages_remote_pairs(self) -> bool:
-        """Whether there are remote pairs, and the data of all of them is staged; the same on all ranks."""
+        """Whether there are remote pairs, and all of them stage their data; the same on all ranks."""
         remote = [functions for name in self.all_transports if (functions := TRANSPORTS[name].remote) is not None]
         return bool(remote) and all(functions.expose_pinned is not None for functions in remote)
 
     @functools.cached_property
     def all_transports(self) -> frozenset[str]:
-        """The transports of all pairs of ranks. Raises RuntimeUnavailableError if a pair has none; on all ranks."""
+        """Returns the transports that pairs of ranks use. Raises RuntimeUnavailableError, on all ranks, if a pair has
+        none.
+        """
         return frozenset(self.transport(a, b) for a, b in self._pairs_of_each_kind())
 
     def _pairs_of_each_kind(self) -> Iterator[tuple[int, int]]:
-        """Pairs of ranks among which each transport occurs that any pair has. All pairs where the caller has chosen for
-        some; otherwise few, because a pair's transport depends on the pair's hosts and nodes, and on what both can do.
+        """Yields pairs of ranks among which each transport occurs that any pair has. If the caller chose transports for
+        some pairs, these are all pairs. Otherwise few suffice, because a pair's transport depends only on the two
+        ranks' hosts, nodes and abilities.
         """
         if self.forced:
             yield from ((a, b) for a in range(self.world_size) for b in range(a))
             return
         first_of_node: dict[int, int] = {}
         beside: tuple[int, int] | None = None
-        on_host: dict[str, dict[object, dict[int, int]]] = {}  # by host, abilities and node: the first rank
+        on_host: dict[str, dict[object, dict[int, int]]] = {}  # the first rank by host, abilities and node
         for rank, (info, node) in enumerate(zip(self.ranks, self.nodes, strict=True)):
             first = first_of_node.setdefault(node, rank)
             beside = (rank, first) if beside is None and rank != first else beside
@@ -328,7 +340,7 @@ class Topology(Struct, frozen=True, dict=True):
         yield from _pairs_of(ranks for by_host in on_hosts.values() for ranks in by_host.values())
 
     def with_unsupported_reasons(self, unsupported: Sequence[Mapping[str, str]]) -> Topology:
-        """The same with every rank's `RankInfo.unsupported`."""
+        """Returns a copy of this topology with every rank's `RankInfo.unsupported`."""
         ranks = tuple(
             structs.replace(info, unsupported=dict(reasons))
             for info, reasons in zip(self.ranks, unsupported, strict=True)
@@ -336,13 +348,13 @@ class Topology(Struct, frozen=True, dict=True):
         return replace(self, ranks=ranks)
 
     def all_accessible(self) -> bool:
-        """Whether every rank's memory can be touched from here."""
+        """Whether this rank's kernels can access every rank's memory."""
         return all(self.accessible)
 
 
 def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
-    # Some driver calls, such as loading a kernel, wait for everything that runs in a context; with another rank's
-    # kernel in it, which waits for this one's, they never return.
+    # Some driver calls, such as loading a kernel, wait for all kernels of a context. If two ranks shared a context,
+    # such a call would never return while the other rank's kernel waits for this rank's.
     first: dict[tuple[str, str], int] = {}
     for rank, info in enumerate(ranks):
         other = first.setdefault((info.token, info.device_id), rank)
@@ -359,18 +371,20 @@ V = TypeVar("V")
 
 
 def _keep_two(kept: dict[P, V], place: P, value: V) -> None:
-    """Adds the first value of a place, unless there are two: of two places, one differs from any other."""
+    """Keeps the first value of each key, for at most two keys: of two different keys, one differs from any other
+    key.
+    """
     if len(kept) < 2:
         kept.setdefault(place, value)
 
 
 def _pairs_of(ranks: Iterable[Mapping[int, int]]) -> Iterator[tuple[int, int]]:
-    """The pairs of the ranks that are the values, the higher one first."""
+    """Returns the pairs of the ranks that are the values, the higher rank first."""
     yield from itertools.combinations(sorted((rank for each in ranks for rank in each.values()), reverse=True), 2)
 
 
 def encode_choice(choice: TransportChoice, world_size: int) -> str:
-    """A choice of transports in one form, which all ranks compare; None for ``PROXYCCL_TRANSPORT``.
+    """Encodes a choice of transports in a canonical form that ranks compare; None for ``PROXYCCL_TRANSPORT``.
 
     Raises:
         ArgumentError: a transport or a pair of ranks is invalid.
@@ -407,10 +421,11 @@ def _require_same_choice(ranks: Sequence[RankInfo], option: str) -> None:
 
 
 def chosen_local_world_size(choice: int | None, world_size: int) -> int | None:
-    """The number of consecutive ranks that count as a node: a caller's, else ``PROXYCCL_LOCAL_WORLD_SIZE``, else None.
+    """Returns the number of consecutive ranks that count as a node: the caller's, else ``PROXYCCL_LOCAL_WORLD_SIZE``,
+    else None.
 
     Raises:
-        ArgumentError: it does not divide the number of ranks, or the variable is not a positive integer.
+        ArgumentError: the number does not divide the number of ranks, or the variable is not a positive integer.
     """
     if choice is None:
         text = os.environ.get("PROXYCCL_LOCAL_WORLD_SIZE")

@@ -1,7 +1,7 @@
 """Each rank's host, and how the ranks of a host reach each other's memory.
 
-Memory is reached by a descriptor of it. Processes of one PID namespace open each other's in /proc; containers pass them
-over a socket that both see.
+A process maps another's memory by a descriptor. Processes of one PID namespace open each other's descriptors in /proc;
+containers pass descriptors over a socket that both see.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from proxyccl.proxy.hosts import host_name, same_host, told_apart_by
 
 
 class Whereabouts(Message, frozen=True):
-    """Where a rank is.
+    """A rank's place among hosts and namespaces.
 
     Attributes:
         host: `host_name`.
         view: `proc_view`.
         process: the token of its process, in hexadecimal.
-        sockets: what it shares with the ranks that see the same sockets, by kind, the best first.
-        lacking: why it offers no socket of the other kinds, in words.
+        sockets: by kind of socket, the best first, a mark that is equal on ranks that see the same sockets.
+        lacking: why the rank offers no socket of the other kinds, in words.
     """
 
     host: str
@@ -42,7 +42,7 @@ class Whereabouts(Message, frozen=True):
 
     @classmethod
     def own(cls) -> Whereabouts:
-        """Those of this process."""
+        """Returns the whereabouts of this process."""
         directory, no_directory = sockets.usable_directory()
         daemon, no_daemon = _daemon()
         found = (sockets.shared_network(), directory, daemon)
@@ -52,11 +52,13 @@ class Whereabouts(Message, frozen=True):
         )
 
     def sees(self, other: Whereabouts) -> bool:
-        """Whether the ranks may open each other's descriptors in /proc, or are one process."""
+        """Whether the two ranks may open each other's descriptors in /proc, or share a process."""
         return self.view == other.view if self.view else bool(self.process) and self.process == other.process
 
     def way(self, other: Whereabouts) -> str | None:
-        """How descriptors get from one rank to the other: "" in /proc, else the kind of socket. None: not at all."""
+        """Returns how descriptors get from one rank to the other: "" for /proc, else the kind of socket; None if they
+        can't.
+        """
         if self.sees(other):
             return ""
         return next((kind.partition(" ")[0] for kind in self.sockets if kind in other.sockets), None)
@@ -68,7 +70,9 @@ _DAEMON_SECONDS = 1.0
 
 
 def _daemon() -> tuple[str, str]:
-    """The mark of processes that use one node daemon, and why this one does not use any; one is ""."""
+    """Returns the mark of processes that use the same node daemon, and the reason why this process uses none; one of
+    the two is "".
+    """
     try:
         path = socket_path()
     except ArgumentError as error:
@@ -82,12 +86,12 @@ def _daemon() -> tuple[str, str]:
 
 
 def find_hosts(ranks: Sequence[Whereabouts]) -> list[str]:
-    """By rank, the name of its host: that of the first rank there.
+    """Returns, by rank, the name of its host, which is the host name of the first rank there.
 
     Raises:
         ArgumentError: ``PROXYCCL_HOSTS`` differs between ranks; on all ranks alike.
-        RuntimeUnavailableError: ranks of one host share neither /proc nor a socket; on all ranks alike. It names them,
-            and says how to start them.
+        RuntimeUnavailableError: ranks of one host share neither /proc nor a socket; on all ranks alike. The error names
+            these ranks, and says how to start them.
     """
     _require_one_choice([told_apart_by(place.host) for place in ranks])
     first: dict[str, str] = {}
@@ -105,20 +109,20 @@ def _require_one_choice(choices: Sequence[str]) -> None:
 
 
 def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int, timeout: float) -> dict[int, str]:
-    """Lets ranks of this rank's host fetch descriptors that they don't see in /proc.
+    """Lets ranks of this rank's host fetch descriptors that they can't open in /proc.
 
     Args:
-        ranks: all of them.
+        ranks: all ranks.
         hosts: their hosts (`find_hosts`).
-        rank: this one.
-        timeout: for each answer of the node daemon, in seconds.
+        rank: this rank.
+        timeout: bound of each answer of the node daemon, in seconds.
 
     Returns:
         By rank, the kind of socket over which the two pass each other descriptors.
 
     Raises:
         ResourceError: there are too few descriptors or threads.
-        RuntimeUnavailableError: the directory of sockets takes none, or the node daemon does not answer.
+        RuntimeUnavailableError: no socket can be made in the directory of sockets, or the node daemon does not answer.
     """
     of_host = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
     ways = {peer: way for peer in of_host if (way := ranks[rank].way(ranks[peer]))}

@@ -1,7 +1,7 @@
 """The time after a failure in which kernels of other ranks may still run, and use memory of this rank.
 
-A rank that closes a failed communicator waits for its own kernels and its proxy, and says so in its control segment.
-Until all ranks of the host have, or their processes have ended, no allocation of this process is freed
+A rank that closes a failed communicator waits for its own kernels and its proxy, and records their end in its control
+segment. Until all ranks of the host have done so, or their processes have ended, no allocation of this process is freed
 (device/gpu/unused_memory.py), and memory that peers reach is kept even if nothing else refers to it.
 """
 
@@ -24,18 +24,17 @@ _POLL_SECONDS, _LATE_POLL_SECONDS = 0.02, 0.5
 
 
 class Aftermath:
-    """One rank's view of it. Any thread of the process may ask.
-
-    It has a bound: a rank that never closes its failed communicator would keep all memory from being freed. After the
-    bound, memory held then is never freed, and memory released later is freed again. Memory that peers reach is still
-    kept until they have ended.
+    """One rank's state in the aftermath of a failure. Any thread of the process may query it. The hold is bounded,
+    because a rank that never closes its failed communicator would keep all memory from being freed. Memory held at the
+    bound is never freed; memory released later is freed normally. Memory that peers reach is still kept until the peers
+    have ended.
 
     Args:
-        processes: of the host's other ranks.
+        processes: the processes of the host's other ranks.
         patience: the bound in seconds, from the first query after a failure.
 
     Attributes:
-        over: whether it has ended: no peer reaches this rank's memory.
+        over: whether the aftermath has ended, so that no peer reaches this rank's memory.
     """
 
     def __init__(
@@ -58,11 +57,11 @@ class Aftermath:
         self._lock = threading.RLock()  # garbage may be collected, and memory freed, anywhere
 
     def begin(self) -> None:
-        """From now on a failure of the group holds memory."""
+        """Starts watching: from now on a failure of the group holds memory."""
         add_hold(self)
 
     def end(self) -> None:
-        """The group has ended without a failure."""
+        """Ends the watch, because the group has ended without a failure."""
         with self._lock:
             self._end()
 
@@ -72,21 +71,21 @@ class Aftermath:
                 self._kept += kept
 
     def watch_processes(self) -> None:
-        """Notices peers' process ends from now on. The watcher still has their descriptors open."""
+        """Starts noticing when peers' processes end. The watcher must still have their descriptors open."""
         with self._lock:
             for peer in self._running.keys() & self._peers.keys():
                 try:
                     self._processes[peer] = process_descriptors.acquire(self._peers[peer])
                 except ProcessLookupError:
                     del self._running[peer]
-                except (OSError, ResourceError):  # without descriptors, only the peer's own word counts
+                except (OSError, ResourceError):  # without descriptors, only the peer's own record counts
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:
-        """This rank's kernels and proxy have ended, after a failure, and it has said so.
+        """Follows a failure's aftermath, after this rank's kernels and proxy have ended and the rank has recorded that.
 
         Args:
-            kept: memory that peers reach; released when they have ended too.
+            kept: memory that peers reach; released when the peers have ended too.
         """
         with self._lock:
             self._kept += kept
@@ -99,7 +98,7 @@ class Aftermath:
                 _logger.warning("rank %d: memory that peers reach is released at the next free: %s", self._rank, error)
 
     def _await_end(self) -> None:
-        while self.holds() or not self.over:  # after the bound nothing is held, but peers may still reach the memory
+        while self.holds() or not self.over:  # after the bound no memory is held, but peers may still reach kept memory
             time.sleep(_LATE_POLL_SECONDS if self._late else _POLL_SECONDS)
 
     def holds(self) -> bool:
@@ -120,7 +119,7 @@ class Aftermath:
             return not self._late
 
     def _look(self) -> None:
-        """Strikes off the peers that have ended."""
+        """Removes peers that have closed the group or whose processes have exited."""
         for peer, segment in list(self._running.items()):
             ended = segment.presence in (Presence.LEFT, Presence.STOPPED)
             if not ended and peer in self._processes:

@@ -21,7 +21,7 @@ _OWNED = "the communicator"
 
 
 class Observer:
-    """An observer of a group's failures and exchanges, to report them. This one does nothing."""
+    """An observer of a group's failures and exchanges, to report them. This base class does nothing."""
 
     def failed(self) -> None:
         """Called in the watcher's thread when the group has failed."""
@@ -33,7 +33,7 @@ class Observer:
         """Adds the report's path to a failure's exception."""
 
     def exchanging(self, purpose: str) -> AbstractContextManager[None]:
-        """Around an exchange of the bootstrap. A failed one remains visible."""
+        """A context for an exchange of the bootstrap. A failed exchange remains visible."""
         return nullcontext()
 
     def close(self) -> None:
@@ -41,24 +41,26 @@ class Observer:
 
 
 def _copied(error: CommunicatorError) -> CommunicatorError:
-    """A copy to keep or to raise: an exception collects the frames of all that it is raised in, with their arrays."""
+    """Copies an exception to keep or to raise, because an exception collects the frames, and their arrays, wherever it
+    is raised.
+    """
     copied = copy.copy(error)
-    if error.__cause__ is not None:  # to assign None would hide what is being handled where the copy is raised
+    if error.__cause__ is not None:  # assigning None would hide the exception being handled where the copy is raised
         copied.__cause__ = error.__cause__
     return copied
 
 
 class FailureState:
-    """Opening, open, then closed; and failed, from the first failure of any rank on.
+    """The state of a rank's group: opening, open, then closed; and failed, from the first failure of any rank on.
 
     Args:
-        control: its control segment, whose abort word says that a rank has failed.
-        parent: of the communicator that this one was split from.
+        control: the rank's control segment, whose abort word tells that a rank has failed.
+        parent: the failure state of the communicator that this one was split from.
 
     Attributes:
         state: "opening", "open" or "closed".
-        cause: details of this rank's own failure, in words, as this rank is told them.
-        observer: told of failures; one that does nothing until `open`.
+        cause: details of this rank's own failure, in words, for this rank's exception.
+        observer: notified of failures; does nothing until `open`.
     """
 
     def __init__(self, rank: int, control: ControlSegment, parent: FailureState | None = None) -> None:
@@ -70,7 +72,7 @@ class FailureState:
         self._watcher: Watcher | None = None
         self._stopped_proxy: Callable[[], str] = str
         self._exception: CommunicatorError | None = None
-        self._lock = threading.RLock()  # a signal's handler may ask while it is held
+        self._lock = threading.RLock()  # reentrant: a signal handler may ask while the lock is held
         self.cause = ""
         self.observer = Observer()
 
@@ -78,18 +80,18 @@ class FailureState:
         return self.state
 
     def watch(self, watcher: Watcher, observer: Observer, stopped_proxy: Callable[[], str]) -> None:
-        """Begins: from now on failures are passed on to the peers and reported.
+        """Starts passing failures on to the peers and reporting them.
 
         Args:
             watcher: passes failures on.
             observer: reports them.
-            stopped_proxy: says that the process of this rank's proxy is stopped; empty if it is not.
+            stopped_proxy: returns a description if the process of this rank's proxy is stopped; otherwise "".
         """
         self._watcher, self.observer, self._stopped_proxy = watcher, observer, stopped_proxy
         self.state = "open"
 
     def close(self) -> None:
-        """Ends: from now on everything is refused with ClosedError."""
+        """Closes the group: from now on every call is refused with ClosedError."""
         self.state = "closed"
 
     def require_own_process(self) -> None:
@@ -98,12 +100,13 @@ class FailureState:
 
     @property
     def inherited(self) -> bool:
-        """Whether this process is a fork's child, and the group the parent's."""
+        """Whether this process is a fork's child, so that the group belongs to the parent."""
         return not self._process.is_here
 
     def leave_to_parent(self) -> None:
-        """In a fork's child: ends, because the group is the parent's. From now on everything is refused by that
-        name."""
+        """In a fork's child: closes this copy, because the group belongs to the parent. Every later call is refused
+        with that reason.
+        """
         self.state = "closed"
 
     @property
@@ -139,9 +142,8 @@ class FailureState:
             raise self.exception()
 
     def exception(self) -> CommunicatorError:
-        """The exception that ended the group, a new one for each call. A rank must have failed.
-
-        Raises the exception of a signal's handler, if that ended it.
+        """Returns a new copy of the exception that ended the group. A rank must have failed. If a signal handler's
+        exception ended the group, raises that exception.
         """
         raise_interrupt()
         with self._lock:
@@ -155,20 +157,20 @@ class FailureState:
         return error
 
     def _of_parent(self) -> CommunicatorError | None:
-        """The parent's exception, if its end was this one's, and it is known here."""
+        """Returns the parent's exception, if the parent's end ended this group and the exception is known here."""
         if self._parent is None or self._control.record().code != lib.PROXYCCL_ERROR_PARENT:
             return None
         return self._parent.exception() if self._parent.aborted else None
 
     def find_cause(self) -> None:
-        """Finds out now, after a failure, what can no longer be seen when the exception is asked for."""
+        """Determines the cause right after a failure, from state that may be gone when the exception is raised."""
         with self._lock:
             if self._exception is None and self._control.record().code == lib.PROXYCCL_ERROR_TIMEOUT:
                 self._exception = self._of_stopped_proxy(exception_from(self._control.record(), self._rank, self.cause))
 
     def _of_stopped_proxy(self, error: CommunicatorError) -> CommunicatorError:
-        """The exception for an error. A time-out while this rank's proxy is stopped is the proxy's, for which kernels
-        wait, or for a rank that does.
+        """Returns the exception for an error. A time-out while this rank's proxy is stopped is blamed on the proxy:
+        kernels wait for the proxy, or for a rank that waits for it.
         """
         if not isinstance(error, WaitTimeoutError) or not (stopped := self._stopped_proxy()):
             return error
@@ -185,7 +187,7 @@ class FailureState:
             self._pass_on()
 
     def file_lost_context(self, status: int) -> None:
-        """Ends the group because an error has ended this rank's context on its GPU. `status` is the driver's."""
+        """Ends the group because an error destroyed this rank's context on its GPU. `status` is the driver's status."""
         if self.state == "open":
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_CONTEXT_LOST, self._rank, status=status))
 
@@ -195,8 +197,8 @@ class FailureState:
         """Ends the group because a peer's call differs from this rank's. Returns the exception to raise.
 
         Args:
-            cause: the calls of the two in words, given this rank as a subject and as a place: "this rank" and "here",
-                or for the other ranks its number.
+            cause: returns the two ranks' calls in words, given this rank's name as a subject and as a place: "this
+                rank" and "here", or for the other ranks its number.
             field: number in CALL_FIELDS of the argument that differs.
         """
         self.note_mismatch(peer, cause, field)
@@ -205,7 +207,9 @@ class FailureState:
     def note_mismatch(
         self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
     ) -> None:
-        """As `file_mismatch`, for the watcher's thread, which writes the report that `exception` waits for."""
+        """Does the same as `file_mismatch`, for the watcher's thread, which writes the report that `exception` waits
+        for.
+        """
         name = f"rank {self._rank}"
         self.cause, elsewhere = cause("this rank", "here"), bounded(cause(name, f"on {name}"))
         self._control.raise_abort(
@@ -215,7 +219,7 @@ class FailureState:
     def file_exchange_failure(self, error: CommunicatorError) -> CommunicatorError:
         """Ends the group because an exchange of the bootstrap failed here, unless a rank has failed already.
 
-        Returns the exception to raise: that of a stopped proxy, if that explains why nobody came.
+        Returns the exception to raise: a stopped proxy's, if that explains why ranks did not arrive.
         """
         if self._control.aborted:
             return self._of_stopped_proxy(error)
@@ -262,6 +266,6 @@ class FailureState:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        # While the group opens, the other ranks learn of a failure in the exchange in progress.
+        # While the group opens, other ranks learn of a failure by the exchange in progress.
         if self._watcher is not None:
             self._watcher.pass_on()

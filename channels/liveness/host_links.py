@@ -1,6 +1,5 @@
-"""Sockets between ranks of different hosts: how they learn that a communicator was ended, or that a process is gone.
-
-The ranks of one host learn it from shared memory (control.py).
+"""Sockets between ranks of different hosts, which tell that a communicator was ended, or that a process is gone. The
+ranks of one host learn this from shared memory (control.py).
 """
 
 from __future__ import annotations
@@ -27,12 +26,13 @@ from proxyccl.proxy.codec import Codec, Message, ProtocolError
 from proxyccl.proxy.hosts import host_addresses
 
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # what sends it back has not answered: the answer is the token alone
+_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # an echo of the hello is not a valid answer, which is the token alone
 _INTERVAL_SECONDS = 0.1
 _WHILE_JOINING = 4
-"""Descriptors, beside the links': of what waits for calls, of calls, and of one that asks for this host's addresses."""
+"""Descriptors needed besides those of the links: for the listener, for calls, and for querying this host's addresses.
+"""
 _CALLED_AGAIN = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, *EXHAUSTED)
-"""The errors after which a call is repeated: a link comes back after a moment, and so do descriptors of other calls."""
+"""The errors after which a call is repeated, because networks recover and other calls release descriptors."""
 _KEEP_ALIVE = {
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,
@@ -41,10 +41,12 @@ _KEEP_ALIVE = {
 }
 
 GREETING_SECONDS = 2.0
-"""Seconds that a connection may take to identify itself. Ranks do so at once."""
+"""Seconds that a connection may take to send its hello. Ranks send it at once."""
 MOST_GREETED = 256
-"""Connections that are greeted at once; one more replaces the one that has been silent for longest."""
-_MOST_ACCEPTED = 64  # in one turn, so that a flood does not keep the clock from being read
+"""The most connections whose hello is awaited at once; a further connection replaces the one that has been silent for
+longest.
+"""
+_MOST_ACCEPTED = 64  # connections accepted in one turn, so that deadlines are checked even under a flood
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _GONE = (errno.ECONNABORTED, errno.EPROTO)
 
@@ -56,12 +58,12 @@ class _Stranger(Struct):
 
 
 class Greetings:
-    """Accepts connections, and returns those that have sent their hello. It greets all callers of a socket at once: a
-    silent or slow one does not hold up the others.
+    """Accepts connections, and returns those that have sent their hello. It serves all callers of a socket
+    concurrently, so a silent or slow caller does not hold up the others.
 
     Args:
         listener: the listening socket, which it makes non-blocking. The caller closes it.
-        nbytes: of a hello.
+        nbytes: size of a hello.
     """
 
     def __init__(self, listener: socket.socket, nbytes: int) -> None:
@@ -70,16 +72,17 @@ class Greetings:
         self._nbytes = nbytes
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest comes first
+        self._strangers: dict[socket.socket, _Stranger] = {}  # in order of arrival
 
     def wait(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
-        """The (non-blocking) connections that have sent a complete hello, and the hello. The caller closes them.
+        """Returns the (non-blocking) connections that have sent a complete hello, each with its hello. The caller
+        closes them.
 
         Args:
-            seconds: to wait for anything to happen.
+            seconds: how long to wait for any event.
 
         Raises:
-            OSError: no descriptor is left for a connection, and none is held by one that is being greeted.
+            OSError: no descriptor is left for a connection, and no connection that awaits its hello holds one.
         """
         greeted = []
         for key, _ in self._selector.select(seconds):
@@ -118,7 +121,7 @@ class Greetings:
             self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _hear(self, stranger: _Stranger) -> bool:
-        """Reads on. Returns whether the hello is whole; the connection is then the caller's."""
+        """Reads further bytes. Returns whether the hello is complete; the caller then owns the connection."""
         try:
             data = stranger.connection.recv(self._nbytes - len(stranger.received))
         except BlockingIOError:
@@ -147,7 +150,7 @@ class Greetings:
 
 
 class Offer(Message, frozen=True):
-    """Where a rank listens, and the secret that proves who calls."""
+    """The address where a rank listens, and the secret by which callers identify themselves."""
 
     addresses: Annotated[list[str], Meta(max_length=256)]
     port: Annotated[int, Meta(ge=1, le=65535)]
@@ -159,7 +162,9 @@ _MESSAGE = Codec[ErrorRecord | Presence](ErrorRecord | Presence, 16 << 10, name=
 
 
 class HostLink:
-    """A connection to one rank of another host. It carries presence, and the reason for the communicator's end."""
+    """A connection to one rank of another host. It carries the ranks' presence, and the reason for the communicator's
+    end.
+    """
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         self.peer = peer
@@ -174,7 +179,7 @@ class HostLink:
         return self._socket.fileno()
 
     def send(self, message: ErrorRecord | Presence) -> None:
-        """Sends the record of an abort, or whether this rank may still touch the peer's memory. Never blocks.
+        """Sends the record of an abort, or whether this rank may still access the peer's memory. Never blocks.
 
         A peer that can't be reached has ended, or finds out by its own time-out.
         """
@@ -182,7 +187,7 @@ class HostLink:
             self._socket.send(_MESSAGE.encode(message) + b"\n")
 
     def receive(self) -> ErrorRecord | Presence | str | None:
-        """The peer's next message, "lost" if there can be none, or None if there is none yet.
+        """Returns the peer's next message, "lost" if there can be none, or None if there is none yet.
 
         A peer that sends an invalid message is lost.
         """
@@ -203,7 +208,7 @@ class HostLink:
             return "lost"
 
     def close(self) -> None:
-        """Lets the peer know that this rank has left, and closes the connection."""
+        """Tells the peer that this rank has left, and closes the connection."""
         self.send(Presence.LEFT)
         self._socket.close()
 
@@ -220,13 +225,14 @@ class Listener:
             self._socket = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual)
 
     def offer(self, peers: int) -> Offer:
-        """Where the others find this rank.
+        """Returns this rank's addresses and secret for the other ranks.
 
         Args:
-            peers: how many ranks it will be linked to.
+            peers: the number of ranks to link to.
 
         Raises:
-            ResourceError: there are too few descriptors for that. While a peer waits for calls it can't be told.
+            ResourceError: there are too few descriptors for the links. This is checked here, because it can't be told
+                to a peer that already waits for calls.
         """
         with naming_exhaustion(f"links to {peers} ranks of other hosts"):
             require_descriptors(peers + _WHILE_JOINING)
@@ -235,7 +241,7 @@ class Listener:
     def join(
         self, peers: list[int], offers: list[Offer], timeout: float, give_up: Callable[[], None]
     ) -> dict[int, HostLink]:
-        """Links to ranks of other hosts: this rank calls those below it, and those above call here.
+        """Connects to ranks of other hosts: this rank calls lower ranks, and higher ranks call this rank.
 
         Raises:
             PeerLostError: a peer can't be reached, or did not call in time.
@@ -281,7 +287,7 @@ class Listener:
                 for key, _ in calls.select(_INTERVAL_SECONDS):
                     connection, address = key.data
                     try:
-                        if key.events == selectors.EVENT_WRITE:  # connected; or not, as sending will show
+                        if key.events == selectors.EVENT_WRITE:  # connected or failed, which sending will show
                             connection.send(_HELLO.pack(self._rank, offer.token))
                             calls.modify(connection, selectors.EVENT_READ, key.data)
                             continue
@@ -304,12 +310,12 @@ class Listener:
         )
 
     def _answered(self, connection: socket.socket, hello: bytes, awaited: set[int]) -> int | None:
-        """The rank that calls, which is answered if this rank waits for it; None for a stranger."""
+        """Returns the calling rank, and answers it if this rank waits for it; None for a stranger."""
         caller, token = _HELLO.unpack(hello)
         if caller not in awaited or not compare_digest(token, self._token):
             return None
         try:
-            connection.sendall(self._token)  # which has room: nothing was sent before
+            connection.sendall(self._token)  # does not block, since nothing was sent before
         except OSError:
             return None
         return int(caller)
@@ -319,7 +325,7 @@ class Listener:
 
 
 def _begin_call(calls: selectors.BaseSelector, address: str, port: int) -> int:
-    """Returns 0, or the status of a call that can't even begin."""
+    """Begins a non-blocking call. Returns 0, or the error of a call that can't begin."""
     try:
         connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:

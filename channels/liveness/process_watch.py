@@ -1,8 +1,8 @@
-"""The ends of the processes of a host's other ranks, of which a rank watches few.
+"""Notices when processes of a host's other ranks end. Each rank watches only a few processes.
 
-Whoever notices an end tells all ranks of the host through their segments. So it is enough that each process is watched
-by some others, and a rank's descriptors do not grow with the number of ranks. A rank watches the next one, and those
-that are 2, 4, 8, … places on: a rank whose watcher's thread is held up is still watched by others.
+A rank that notices an end tells all ranks of the host through their segments. So it suffices that a few ranks watch
+each process, and the number of a rank's descriptors grows only logarithmically. A rank watches the ranks that are 1, 2,
+4, 8, … places on, so that a process is still watched if one watcher's thread is held up.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from proxyccl.device.memory.descriptors import naming_exhaustion
 
 
 class ProcessWatch:
-    """See above. `follow` is called by one thread at a time.
+    """A rank's watch of other processes (see the module). One thread at a time calls `follow`.
 
     Args:
-        processes: those of the host's other ranks, by rank.
-        has_left: whether a rank has left: its process may end in any way, and no longer watches others.
+        processes: the processes of the host's other ranks, by rank.
+        has_left: returns whether a rank has left; its process then may end in any way, and no longer watches others.
 
     Attributes:
         watched: the ranks whose processes are watched, by descriptor, which becomes readable when the process ends.
@@ -33,17 +33,17 @@ class ProcessWatch:
         self._has_left = has_left
         self.watched: dict[int, int] = {}
         self._asked: dict[int, int] = {}  # descriptors, by rank
-        self._lock = threading.Lock()  # of `_asked`
+        self._lock = threading.Lock()  # guards `_asked`
 
     def follow(self) -> tuple[list[int], list[int], list[int]]:
-        """Watches others in the place of those that have left.
+        """Watches other processes in place of those whose ranks have left.
 
         Returns:
-            The descriptors that are watched from now on; those that no longer are, for `release`; and the ranks whose
+            The descriptors to watch from now on; the descriptors no longer watched, for `release`; and the ranks whose
             processes have ended meanwhile.
 
         Raises:
-            ResourceError: no descriptor is left, or the system forbids it. Those that were watched still are.
+            ResourceError: no descriptor is left, or the system forbids pidfds. Earlier descriptors are still watched.
         """
         if self.watched and not any(self._has_left(peer) for peer in self.watched.values()):
             return [], [], []
@@ -67,7 +67,9 @@ class ProcessWatch:
         return list(new), old, lost
 
     def _wanted(self) -> set[int]:
-        """The first rank that has not left, from each of the places 1, 2, 4, … after this rank's on."""
+        """Returns, for each of the places 1, 2, 4, … after this rank's, the first rank from there on that has not
+        left.
+        """
         present = [peer for peer in self._order if not self._has_left(peer)]
         if not present:
             return set()

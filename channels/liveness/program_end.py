@@ -1,9 +1,9 @@
 """Whether the program ends by a failure: by an exception, or by an exit with a nonzero status.
 
-Python does not pass the status to exit handlers. So `sys.exit` and `exit` raise a SystemExit here that notes when it
-has left the program: then Python asks it for its code, and no frame of the program is left. mpi4py's runner says how
-the program ended, whatever it raised. A SystemExit that is raised without `sys.exit` and without that runner is not
-noticed here: to the peers it is a normal end, and a call that they make afterwards is refused, as this rank makes none.
+Python does not pass the status to exit handlers. So `sys.exit` and `exit` are replaced to raise a SystemExit that notes
+when it has left the program: Python then asks the exception for its code while no frame of the program is left.
+mpi4py's runner reports how the program ended, whatever was raised. A SystemExit raised without `sys.exit` and without
+that runner is not noticed: peers see a normal end, and their later calls are refused, because this rank makes none.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 
 from proxyccl.channels.segment.error_record import raised
 
-_CODE: Any = SystemExit.__dict__["code"]  # the descriptor of a field of C
+_CODE: Any = SystemExit.__dict__["code"]  # the descriptor of a field of the C struct
 _status = 0
 
 
 def failure() -> str:
-    """How the program, which has ended, failed, in words; empty if it did not."""
+    """Returns in words how the ended program failed; empty if it did not fail."""
     if (error := getattr(sys, "last_value", None)) is not None:
         return raised(error)
     return f"its program exited with status {_status}" if _status else ""
@@ -49,8 +49,9 @@ class _ProgramExit(SystemExit):
 
 
 def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
-    """A function that raises SystemExit, made to raise one that notes the end. In other threads it ends the thread, as
-    before."""
+    """Wraps a function that raises SystemExit, so that the exception notes the program's end. In threads other than the
+    main thread it only ends the thread, as usual.
+    """
 
     @functools.wraps(leave)
     def raise_noting(*arguments: Any) -> NoReturn:
@@ -77,13 +78,13 @@ def _runs_thread() -> bool:
 def watch() -> None:
     """Notes the program's end from now on."""
     sys.exit = _noting(sys.exit)
-    if (site := sys.modules.get("_sitebuiltins")) is not None:  # of `exit` and `quit`
+    if (site := sys.modules.get("_sitebuiltins")) is not None:  # defines `exit` and `quit`
         site.Quitter.__call__ = _noting(site.Quitter.__call__)
 
 
 @functools.cache
 def watch_mpi(mpi: Any) -> None:
-    """The same for programs that mpi4py's runner runs. `mpi` is the module mpi4py.MPI."""
+    """Like `watch`, for programs that mpi4py's runner runs. `mpi` is the module mpi4py.MPI."""
     tell = mpi._set_abort_status
 
     def note(status: int) -> None:

@@ -1,10 +1,10 @@
-"""The thread that notices when a peer's process ends (process_watch.py) or a rank of another host fails, and passes
-failures on.
+"""The watcher's thread, which notices when a peer's process ends (process_watch.py) or a rank of another host fails,
+and passes failures on.
 
-It also maps what peers announce: within INTERVAL_MS while this rank makes calls, and within IDLE_INTERVAL_MS otherwise,
-so that a rank without work costs no measurable CPU time. A communicator and those that were split from it share the
-thread. After a failure it ends the waits of streams for the proxy. This thread, which already exists, handles failures:
-once memory has run out, no other can be started.
+It also maps memory that peers announce: within INTERVAL_MS while this rank makes calls, and within IDLE_INTERVAL_MS
+otherwise, so that a rank without work costs no measurable CPU time. A communicator and those that were split from it
+share the thread. After a failure the thread releases streams that wait for the proxy. Failures are handled in this
+existing thread, because no other can be started once memory has run out.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ _logger = logging.getLogger("proxyccl")
 
 
 class WatchThread:
-    """The thread of a communicator and of those that were split from it: it runs each of their watchers in turn.
-
-    Otherwise it sleeps in poll().
+    """The thread of a communicator and of those that were split from it. It runs each of their watchers in turn, and
+    otherwise sleeps in poll().
 
     Raises:
         ResourceError: there is no memory for a thread.
@@ -42,7 +41,7 @@ class WatchThread:
 
     INTERVAL_MS = 20
     IDLE_INTERVAL_MS = 200
-    BUSY_SECONDS = 1.0  # after a call
+    BUSY_SECONDS = 1.0  # how long after a call the thread runs often
     RELEASING_MS = 1
 
     def __init__(self, name: str) -> None:
@@ -75,7 +74,7 @@ class WatchThread:
             self._poll.register(descriptor, select.POLLIN)
 
     def remove(self, watcher: Watcher) -> None:
-        """Ends `add`. The watcher's descriptors are still open."""
+        """Stops running a watcher. The watcher's descriptors must still be open."""
         with self._lock:
             self._watchers.remove(watcher)
             for descriptor in [known for known, whose in self._by_descriptor.items() if whose is watcher]:
@@ -110,8 +109,8 @@ class WatchThread:
         try:
             watcher.look(readable)
         except MemoryError:
-            return  # the next turn finds the same, and tries again
-        except Exception as error:  # it ends this watcher's communicator, and the others continue
+            return  # the next turn sees the same events, and tries again
+        except Exception as error:  # the error ends this watcher's communicator, and the others continue
             watcher.fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -121,7 +120,7 @@ class WatchThread:
             watcher.fail(error)
 
     def end(self) -> None:
-        """Ends the thread. Its watchers are closed."""
+        """Ends the thread. Its watchers must be closed."""
         os.write(self._stop_write, b"x")
         self._thread.join()
         self._close_descriptors()
@@ -137,15 +136,16 @@ class Watcher:
 
     Args:
         segments: the segments of the host's other ranks.
-        processes: theirs, if they are not this one; empty with a parent, which watches them.
+        processes: the processes of these ranks, except this process; empty with a parent, which watches the processes.
         links: to the ranks of other hosts; the watcher closes them.
         on_abort: called in a separate thread after the abort was passed on.
         each_turn: called in the thread at each turn, until the abort. Returns the number of calls that this rank made.
-        on_error: called in the thread with an error that keeps it from watching, once; it ends the communicator.
-        end_waits: ends the waits of streams for the proxy. It is called in the thread every RELEASING_MS once the abort
-            was passed on: a caller that checks after a stream must learn of it.
-        parent: of the communicator that this one's was split from, whose abort is this one's. Its thread is used.
-        members: the ranks' numbers in that communicator.
+        on_error: called once, in the thread, with an error that prevents watching; ends the communicator.
+        end_waits: releases streams that wait for the proxy. Called in the thread every RELEASING_MS once the abort was
+            passed on, so that a caller that checks after a stream's wait sees the failure.
+        parent: the watcher of the communicator that this one was split from, whose abort also ends this communicator,
+            and whose thread is used.
+        members: the ranks' numbers in the parent's communicator.
     """
 
     INTERVAL_MS = WatchThread.INTERVAL_MS
@@ -202,7 +202,7 @@ class Watcher:
         """One turn of the thread: checks for events.
 
         Args:
-            readable: those of `descriptors` that are.
+            readable: the readable ones of `descriptors`.
         """
         with self._looking:
             if self._closed:
@@ -248,7 +248,8 @@ class Watcher:
                 self._peer_ended(peer)
 
     def _report(self) -> None:
-        # It may take long, and the thread's other watchers do not wait for it. A failure is still passed on.
+        # `on_abort` may take long, so it runs in its own thread: other watchers need not wait, and failures are still
+        # passed on.
         with contextlib.suppress(ResourceError, MemoryError):
             thread = Thread(self._on_abort, f"proxyccl-abort-{self._rank}")
             thread.start()
@@ -267,7 +268,7 @@ class Watcher:
 
     def _receive(self, descriptor: int) -> None:
         peer, link = self._links[descriptor]
-        if self._remote_presence[peer] is Presence.LEFT:  # check_for_end has read it since it became readable
+        if self._remote_presence[peer] is Presence.LEFT:  # check_for_end has read the message meanwhile
             return
         while (message := link.receive()) is not None:
             if isinstance(message, Presence):
@@ -291,9 +292,11 @@ class Watcher:
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
 
     def check_for_end(self, peer: int) -> None:
-        """Files that a peer is lost if, within ENDING_MS, its process or its link from another host ends or begins to.
+        """Files that a peer is lost if its process or its link from another host ends, or begins to end, within
+        ENDING_MS.
 
-        For a rank that could not reach that peer: the kernel tears down a dying process's files, verbs objects and
+        Called by a rank that could not reach that peer: the operating system tears down a dying process's files, verbs
+            objects and
         libfabric connections before it makes the process's descriptor readable, and possibly before it closes the link.
         """
         if self._parent is not None:
@@ -307,7 +310,7 @@ class Watcher:
                 ended = _is_readable(descriptor, self.ENDING_MS) or self._processes.is_ending(peer)
             except ProcessLookupError:
                 ended = True
-            except (ResourceError, OSError):  # it can't be told; the ranks that watch it will
+            except (ResourceError, OSError):  # this rank can't tell; the ranks that watch the peer will notice
                 return
             with self._looking:
                 if ended and not (self._closed or self._own.aborted):
@@ -345,8 +348,8 @@ class Watcher:
         return self._parent is not None and self._parent.has_ended(self._members[peer])
 
     def pass_on(self) -> None:
-        """Sends the record of this rank's failure to all other ranks. Ranks of its host are told too: the rank that
-        told this one may have been killed before it told the others.
+        """Sends the record of this rank's failure to all other ranks. Ranks of its host are told too, because the rank
+        that told this one may have been killed before it told the others.
         """
         record = self._own.record()
         self._own.raise_abort(record)
@@ -354,8 +357,9 @@ class Watcher:
             link.send(record)
 
     def announce(self, presence: Presence, exchanges: int = 0) -> None:
-        """Lets all peers know whether this rank may still touch their memory; with LEFT, after this number of
-        exchanges."""
+        """Tells all peers whether this rank may still access their memory; with LEFT also the number of exchanges that
+        it made.
+        """
         self._own.set_presence(presence, exchanges)
         for _, link in self._links.values():
             link.send(presence)
@@ -366,7 +370,7 @@ class Watcher:
         return self._remote_presence[peer]
 
     def left_before(self, exchange: int) -> int | None:
-        """A peer of this host that left before the exchange of this number, from 1; None if there is none."""
+        """Returns a peer of this host that left before the exchange with this number, from 1; None if there is none."""
         for peer, segment in self._segments.items():
             if segment.presence is Presence.LEFT and segment.exchanges < exchange:
                 return peer
@@ -377,7 +381,7 @@ class Watcher:
         self.releasing = True
 
     def finish(self) -> None:
-        """Stops watching for failures. If a rank has failed, returns when `on_abort` has."""
+        """Stops watching for failures. If a rank has failed, waits until `on_abort` has returned."""
         with self._looking:
             unseen, self._passed_on = self._own.aborted and not self._passed_on, True
         if unseen:  # the abort came after the thread's last turn
@@ -387,7 +391,7 @@ class Watcher:
             self._reporting.join()
 
     def close(self) -> None:
-        """Ends it. The communicator that was not split from another also ends the thread."""
+        """Closes the watcher. The watcher of a communicator that was not split from another also ends the thread."""
         self.finish()
         with self._looking:
             self._closed = True

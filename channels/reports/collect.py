@@ -53,8 +53,8 @@ from proxyccl.proxy.trigger import Operation
 CALLS = 16
 FRAMES = 64
 ANSWER_SECONDS = 0.3
-"""How long kernels have to describe their waits. They check every few thousand spins, on the host when they get a
-core.
+"""Seconds that kernels have to describe their waits. Kernels check for a question every few thousand spins; on the
+host, when they get a core.
 """
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _SETTLED_SECONDS = 0.05
@@ -69,7 +69,7 @@ class DeviceReader:
     It allocates everything when it is made, because a driver may wait for kernels when it allocates.
 
     Args:
-        runtime: whose memory is read.
+        runtime: the runtime whose memory is read.
         readback_buffer: addresses, for the device and for the CPU, of READBACK_BYTES of pinned memory.
     """
 
@@ -80,7 +80,7 @@ class DeviceReader:
         self._late = False
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> bytes:
-        """The bytes of some ranges (address, nbytes), concatenated.
+        """Reads ranges (address, nbytes), and returns their bytes, concatenated.
 
         Raises:
             TimeoutError: the device does not copy them in time.
@@ -99,7 +99,7 @@ class DeviceReader:
         while not self._stream.query():
             if time.monotonic() > deadline:
                 self._late = True
-                raise TimeoutError(f"the device did not copy it within {_COPY_SECONDS} s")
+                raise TimeoutError(f"the device did not copy the ranges within {_COPY_SECONDS} s")
             time.sleep(0.001)
         return ctypes.string_at(self._host, offset)
 
@@ -116,7 +116,7 @@ def collect(
     exchange: Exchange | None,
     beside: list[str],
 ) -> Report:
-    """This rank's report.
+    """Collects this rank's report.
 
     Args:
         group: this rank's group.
@@ -137,8 +137,8 @@ def collect(
             unread.append(f"{what}: {type(error).__name__}: {error}")
             return otherwise
 
-    # State that may change soonest is read first: the program continues after its exception and frees its memory.
-    # Meanwhile kernels answer.
+    # State that may change soonest is read first, because the program continues after its exception and frees its
+    # memory. Meanwhile kernels answer.
     with _asking(group, question) as answers:
         threads: list[Thread] = part("the threads", lambda: _threads(group.thread), [])
         proxy = group.links.proxy_if_started
@@ -284,7 +284,8 @@ def _channels(
                 **asdict(proxy.counters(channel.id)),
                 outstanding=proxy.outstanding(channel.id),
                 signals_in=signals,
-                signals_used=None if taken is None else min(taken, signals),  # a thread takes the number it waits for
+                # A thread claims a signal before it arrives.
+                signals_used=None if taken is None else min(taken, signals),
                 completed=proxy.completed(channel.id),
                 flushed=proxy.flushed(channel.id),
                 flush_asked=max(asked, default=None),
@@ -326,7 +327,7 @@ _CALLERS = ("f_back",) * (FRAMES - 1)
 
 
 def _walks() -> Iterator[tuple[int, list[FrameType]]]:
-    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # requested by the first step
+    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # evaluated when first iterated
     idents, frames = itertools.tee(itertools.chain.from_iterable(map(dict.items, innermost)))
     chains = map(itertools.chain, map(operator.itemgetter(slice(1, 2)), frames), itertools.repeat(_CALLERS))
     walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))

@@ -1,4 +1,4 @@
-"""Reports of node daemons: as text for people, and their statements about a rank."""
+"""Reports of node daemons: their text for people, and their statements about a rank."""
 
 from __future__ import annotations
 

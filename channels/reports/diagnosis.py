@@ -1,8 +1,8 @@
 """The graph of waits between ranks, with reasons: from the reports of all ranks.
 
-Ranks are the nodes of a graph. An edge leads from a rank to one that it waits for: a peer that its kernel waits for, or
-its proxy in a schedule, or a rank that has not reached the same call of the bootstrap. The root cause is a strongly
-connected component without an outgoing edge: one rank, or ranks that wait for each other in a circle.
+Ranks are the nodes of a graph. An edge leads from a rank to each rank that it waits for: a peer that its kernel, or its
+proxy in a schedule, waits for, or a rank that has not reached the same call of the bootstrap. The root cause is a
+strongly connected component without an outgoing edge: one rank, or ranks that wait for each other in a circle.
 
 Communicators that one process had open at the same time share one graph, since a rank that waits in one communicator
 keeps the ranks of the other waiting.
@@ -37,7 +37,7 @@ SCHEDULE_PEER_WAITS = (lib.PROXYCCL_WAIT_SCHEDULE_POST, lib.PROXYCCL_WAIT_SCHEDU
 _SHOWN = 8
 """The most waits for one rank that are shown."""
 _LONG_APART = 10.0
-"""Reports that are further apart, in seconds, hardly show the same moment."""
+"""Reports written further apart than this, in seconds, may not show the same moment."""
 
 Node = tuple[str, int, int | str]
 """The executor of a rank: host, process, and the thread if ranks are threads of one process."""
@@ -48,7 +48,7 @@ class Finding(Message, frozen=True):
 
     Attributes:
         kind: "lost", "missing", "mismatch", "waits_for", "circle", "proxy" or "failed".
-        about: names of the ranks that it is about.
+        about: names of the ranks concerned.
         waiting: names of the ranks that wait for them.
         text: the conclusion, a sentence.
         reasons: the evidence, a sentence each.
@@ -65,8 +65,8 @@ class Diagnosis(Message, frozen=True):
     """Why ranks wait, in a group of communicators that shared processes.
 
     Attributes:
-        communicators: their names.
-        world_sizes: their numbers of ranks.
+        communicators: the communicators' names.
+        world_sizes: the communicators' numbers of ranks.
         reported: for each communicator the ranks that wrote reports.
         daemons: the node daemons that wrote reports.
         written: when the newest of these reports was written.
@@ -84,7 +84,7 @@ class Diagnosis(Message, frozen=True):
 
 
 def diagnose(reports: Iterable[Report], of_daemons: Sequence[DaemonReport] = ()) -> list[Diagnosis]:
-    """A diagnosis for each group of communicators that shared processes; the newest group first.
+    """Diagnoses each group of communicators that shared processes; the newest group comes first.
 
     Args:
         reports: of ranks.
@@ -121,7 +121,7 @@ class _Edge:
     communicator: str
     rank: int
     peer: int
-    wait: Wait | None  # of a kernel
+    wait: Wait | None  # a kernel's wait
     text: str
 
 
@@ -129,13 +129,13 @@ class _WaitGraph:
     def __init__(self, reports: dict[str, dict[int, Report]], of_daemons: Sequence[DaemonReport]) -> None:
         self._reports = reports
         newest = max(datetime.fromisoformat(report.written) for report in _all(reports))
-        self._served: dict[Member, list[Report]] = {}  # by the node daemon that runs their proxies
+        self._served: dict[Member, list[Report]] = {}  # reports by the node daemon that runs the ranks' proxies
         for report in _all(reports):
             if report.daemon is not None:
                 self._served.setdefault(report.daemon, []).append(report)
         self._daemons = daemons.of_jobs(of_daemons, reports, self._served, newest)
         self._members = {name: next(iter(by_rank.values())).members for name, by_rank in reports.items()}
-        self._ranks: dict[Node, dict[str, int]] = {}  # of each node: its rank in each communicator
+        self._ranks: dict[Node, dict[str, int]] = {}  # each node's rank in each communicator
         for name, members in self._members.items():
             for rank in range(len(members)):
                 self._ranks.setdefault(self._node(name, rank), {})[name] = rank
@@ -191,7 +191,7 @@ class _WaitGraph:
         return edges
 
     def _find_reach(self) -> dict[Node, set[Node]]:
-        """For each node the nodes that it waits for, directly or through others."""
+        """Finds, for each node, the nodes that it waits for, directly or through others."""
         direct: dict[Node, set[Node]] = {}
         for edge in self._edges:
             direct.setdefault(edge.waiter, set()).add(edge.target)
@@ -239,7 +239,7 @@ class _WaitGraph:
         return findings
 
     def _mismatches(self) -> list[Finding]:
-        """The first call of each communicator in which the ranks' arguments differ."""
+        """Finds the first call of each communicator in which the ranks' arguments differ."""
         findings = []
         for name, by_rank in self._reports.items():
             calls: dict[int, dict[int, Call]] = {}
@@ -270,7 +270,7 @@ class _WaitGraph:
         failures = []
         for name, by_rank in self._reports.items():
             failed = [(report.rank, report.failure) for report in by_rank.values() if report.failure is not None]
-            failed.sort(key=lambda each: each[0] != each[1].rank)  # the words of the rank itself first
+            failed.sort(key=lambda each: each[0] != each[1].rank)  # the failing rank's own report comes first
             if not failed or failed[0][1].kind in explained:
                 continue
             rank, failure = failed[0]
@@ -324,7 +324,7 @@ class _WaitGraph:
         return findings
 
     def _explain(self, node: Node, edges: Sequence[_Edge]) -> list[str]:
-        """Why others wait for a rank that does not wait itself."""
+        """Returns reasons why others wait for a rank that does not wait itself."""
         name = self._name(node)
         reasons: list[str] = []
         for communicator in dict.fromkeys(edge.communicator for edge in edges):
@@ -346,7 +346,7 @@ class _WaitGraph:
         return reasons
 
     def _at_daemon(self, communicator: str, rank: int, *, idle: bool = True) -> list[str]:
-        """The statements of node daemons' reports about a rank.
+        """Returns the statements of node daemons' reports about a rank.
 
         Args:
             communicator: name of the communicator.
@@ -376,7 +376,7 @@ class _WaitGraph:
         return self._lost.get(node) or _absence(self._members[name][rank])
 
     def _calls_behind(self, report: Report, edges: Sequence[_Edge]) -> list[str]:
-        """The last call of the waiting ranks, if this rank has not made it."""
+        """Returns, in words, the last call of the waiting ranks that this rank has not made."""
         own = report.calls[-1] if report.calls else None
         theirs = [self._reports[report.communicator][edge.rank].calls for edge in edges]
         furthest = max((calls[-1] for calls in theirs if calls), key=lambda call: call.number, default=None)
@@ -387,7 +387,9 @@ class _WaitGraph:
         return [f"{name} has not called {with_arguments(call_text(furthest), furthest)}; {last}"]
 
     def _signals(self, report: Report, edge: _Edge) -> list[str]:
-        """How many signals this rank's proxy has sent to the channel on which the other rank waits for one."""
+        """Returns, in words, how many signals this rank's proxy has sent to the channel on which the other rank
+        waits.
+        """
         if edge.communicator != report.communicator or edge.wait is None:
             return []
         if edge.wait.kind != lib.PROXYCCL_WAIT_PROXY_SIGNAL:
@@ -420,7 +422,7 @@ class _WaitGraph:
         )
 
     def _weight(self, finding: Finding) -> int:
-        """Smaller for findings that explain others.
+        """Returns a sort key, which is smaller for findings that explain others.
 
         Waits alone may mislead. A rank that learned of a failure early has not made later calls. A rank that gave up
         does not send the signals that others wait for.
@@ -454,9 +456,8 @@ class _WaitGraph:
 
 
 def _absence(member: Member) -> str:
-    """Why a process may have written no report, as far as this machine shows.
-
-    It advises SIGUSR1 only if the same process still runs and handles the signal: otherwise the signal would kill it.
+    """Returns why a process may have written no report, as far as this machine shows. The text advises SIGUSR1 only if
+    the same process still runs and handles the signal: otherwise the signal would kill it.
     """
     pid = member.pid
     if not member.is_visible:

@@ -1,4 +1,4 @@
-"""The reports of the peers of failed communicators, for which a program waits briefly at its end.
+"""Waits briefly at a program's end for the reports of failed communicators' peers.
 
 The end of one rank's process may end the whole job: mpi4py's runner aborts it, and launchers end the other ranks. A
 rank that sleeps meanwhile would not have written its report, which says where it is.
@@ -18,7 +18,7 @@ from proxyccl.proxy.reports.document import Member
 _SECONDS = 3.0
 """How long after a failure a program's end waits: reports are written within a second, on a busy machine later."""
 _ELSEWHERE_SECONDS = 1.0
-"""The same for reports of processes that this one can't see: those of other hosts and PID namespaces."""
+"""How long it waits for reports of processes that this one can't see, on other hosts or in other PID namespaces."""
 _POLL_SECONDS = 0.02
 
 
@@ -30,7 +30,7 @@ class _Awaited:
     deadline: float
 
     def is_due(self) -> bool:
-        """Whether its report may still come, and has not."""
+        """Whether the process's report is missing and may still come."""
         if time.monotonic() > self.deadline:
             return False
         if not self.process.is_visible:
@@ -46,11 +46,11 @@ _lock = threading.Lock()
 
 
 def expect(group: Group) -> None:
-    """From now on the program's end waits for the reports of a group's other processes, which were asked for one."""
+    """Makes the program's end wait for the reports of a group's other processes, which were asked to write one."""
     now, own = time.monotonic(), group.topology.ranks[group.rank]
     with _lock:
         _awaited[:] = [awaited for awaited in _awaited if awaited.deadline > now]
-        for peer, info in enumerate(group.topology.ranks):  # also those that have left: they wait for the others
+        for peer, info in enumerate(group.topology.ranks):  # including ranks that have left, which wait for the others
             if info.token != own.token:
                 process = Member(info.host, info.pid, info.started, info.view)
                 seconds = _SECONDS if process.is_visible else _ELSEWHERE_SECONDS
@@ -58,7 +58,7 @@ def expect(group: Group) -> None:
 
 
 def await_reports() -> None:
-    """At the program's end: waits until all of these reports are written or, for each, until its time is over."""
+    """At the program's end: waits until each expected report is written or its time is over."""
     with _lock:
         awaited = list(_awaited)
     for report in awaited:

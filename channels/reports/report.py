@@ -15,8 +15,8 @@ class Failure(Message, frozen=True):
     Attributes:
         kind: name of the exception.
         message: its text.
-        rank: the rank that found it.
-        peer: the rank that it concerns, or None.
+        rank: the rank that noticed the error.
+        peer: the rank that the error concerns, or None.
     """
 
     kind: str
@@ -29,10 +29,10 @@ class Wait(Message, frozen=True):
     """A wait of some threads of a kernel.
 
     Attributes:
-        what: in words.
+        what: the object of the wait in words.
         kind: ProxycclWaitKind.
         peer: the rank waited for; None for the rank's own proxy, or its kernel's other blocks.
-        channel: channel id where there is one.
+        channel: channel id, if a channel is involved.
         expected: the ticket, semaphore value or packet flag waited for.
         seen: the value last seen.
     """
@@ -49,10 +49,11 @@ class ProxyWait(Message, frozen=True):
     """The proxy's wait in a schedule that makes no progress, or that a failure stopped.
 
     Attributes:
-        what: in words.
+        what: the object of the wait in words.
         kind: ProxycclWaitKind.
-        peer: the rank that it waits for, or whose sends do not end; None if this rank's own stream must come first.
-        schedule: its number.
+        peer: the rank that the proxy waits for, or to which sends do not end; None if this rank's own stream must act
+            first.
+        schedule: the schedule's number.
     """
 
     what: str
@@ -65,8 +66,8 @@ class Exchange(Message, frozen=True):
     """A call of the bootstrap that was in progress. All ranks make such a call together.
 
     Attributes:
-        purpose: in words.
-        seconds: since it began.
+        purpose: the call's purpose in words.
+        seconds: time since the call began.
     """
 
     purpose: str
@@ -94,12 +95,12 @@ class ProxiedChannel(Message, frozen=True):
         peer_channel: the peer's channel that receives this one's signals; None if there is none.
         transport: its transport; "handler" if a Python function gets the triggers.
         ring: number of the ring that its triggers go through.
-        triggers, puts, gets, bytes, signals, flushes: the proxy's counters of it.
+        triggers, puts, gets, bytes, signals, flushes: the proxy's counters of this channel.
         outstanding: triggers of all channels to this peer, and sends of schedules, that are issued but not known to be
             complete; None for a handler, and if the node daemon's memory cannot be opened.
         signals_in: signals received.
-        signals_used: those of them that kernels have waited for; None if that could not be read.
-        completed: one more than the ticket up to which all of the channel is known to be complete.
+        signals_used: received signals that kernels have waited for; None if unreadable.
+        completed: one more than the ticket up to which all operations of the channel are known to be complete.
         flushed: one more than the ticket of the last flush that is complete.
         flush_asked: one more than the ticket of the last flush that the ring still shows; None if it shows none.
     """
@@ -135,9 +136,9 @@ class Semaphore(Message, frozen=True):
 
     Attributes:
         peer: the rank at the other end.
-        lane: its number among those to the peer.
+        lane: the semaphore's number among those to the peer.
         signals_in: signals received.
-        signals_used: those of them that kernels have waited for.
+        signals_used: received signals that kernels have waited for.
         signals_out: signals sent to the peer.
     """
 
@@ -153,7 +154,7 @@ class Thread(Message, frozen=True):
 
     Attributes:
         name: its name.
-        own: whether it made the communicator; most often it also uses it.
+        own: whether the thread made the communicator, which it mostly also uses.
         stack: "file:line in function", the outermost call first.
         program: the innermost call of `stack` in the program's own code, else in another package than this one.
     """
@@ -182,17 +183,17 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
         runtime: the device.
         timeout: bound of the communicator's waits, in seconds.
         written: date and time in UTC.
-        cause: the reason why it was written, in words.
+        cause: why the report was written, in words.
         failure: the failure that ended the communicator, or None.
         waits: the waits of kernels; at most one for each peer.
         proxy_waits: this rank's proxy's waits in schedules; at most one for each peer.
         exchange: the call of the bootstrap that the CPU was in, or None.
         calls: the last collective calls in order.
-        rings: of this rank's proxy; empty if nothing has used it.
-        channels: through the proxy.
+        rings: the rings of this rank's proxy; empty if the proxy was not used.
+        channels: the channels through the proxy.
         handling: Python handlers that were running.
-        semaphores: in device memory.
-        threads: of the process.
+        semaphores: the semaphores in device memory.
+        threads: the process's threads.
         unread: the parts that could not be read, with the reason.
     """
 
@@ -226,7 +227,7 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
         require_moment(self.written)
 
     def encode(self) -> str:
-        """As text for a file."""
+        """Encodes the report as text for a file."""
         return _REPORTS.encode(self, indent=1).decode() + "\n"
 
     def require_ranks(self) -> None:

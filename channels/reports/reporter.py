@@ -1,7 +1,7 @@
 """Writes reports: when a communicator fails, and when a signal asks for one.
 
 A communicator writes at most one report for each failure and each signal, in a thread for which the program waits only
-briefly. An error while a report is written does not change the failure that it is about.
+briefly. An error while writing a report does not change the failure that is reported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.reports import files, on_signal
 
 _UNREPORTED = (lib.PROXYCCL_ERROR_LOCAL, lib.PROXYCCL_ERROR_PARENT)
-"""A program that ends a communicator itself needs no report; and a split communicator is in its parent's report."""
+"""Failures without a report: a program that ends a communicator itself needs none, and a split communicator appears in
+its parent's report.
+"""
 _ASKED_SECONDS = 1.0
 _NOTE_SECONDS = 5.0
 """How long an exception waits for its report, to name the file. Reading the device and the stacks takes 20 ms; on a
@@ -97,7 +99,7 @@ class Reporter(Observer):
                 others = [other for other in _open_reporters() if other.job != name]
                 others = [other for other in others if name not in other._reported_failures]
                 peers.expect(self._group)
-                _requests.take()  # a peer that asks for the same failure's sake gets these
+                _requests.take()  # a peer that asks because of the same failure gets these reports
                 for other in others:
                     other._ask_peers(name)
                 self._path = self.write("the communicator failed")
@@ -115,9 +117,9 @@ class Reporter(Observer):
                 self._group.request_reports()
 
     def asked(self) -> None:
-        """Reports this process's communicators, in a thread of its own, because a peer has asked for it."""
+        """Reports this process's communicators, in a separate thread, because a peer has asked for reports."""
         if self._enabled and _requests.take():
-            with contextlib.suppress(ResourceError, MemoryError):  # then there is none
+            with contextlib.suppress(ResourceError, MemoryError):  # then no report is written
                 Thread(report_all, "proxyccl-report", "another communicator of a peer failed").start()
 
     @property
@@ -156,14 +158,14 @@ class Reporter(Observer):
 
 
 class _Requests:
-    """The requests of peers. Those that come within _ASKED_SECONDS, by other communicators, are one."""
+    """Peers' requests for reports. Requests by several communicators within _ASKED_SECONDS count as one."""
 
     def __init__(self) -> None:
         self._last = -_ASKED_SECONDS
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Whether this is a new one."""
+        """Takes a request. Returns whether it is a new one."""
         with self._lock:
             now = time.monotonic()
             if now < self._last + _ASKED_SECONDS:

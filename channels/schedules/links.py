@@ -1,5 +1,5 @@
-"""The channels that schedules use: those of collectives are three to each peer, as posts and sends overwrite only words
-of their kind.
+"""The channels that schedules use. Collectives have three to each peer, because posts and sends need separate
+semaphores.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ class ScheduleLinks:
     """Channels of this rank's proxy for schedules. All ranks make them together.
 
     Attributes:
-        posts: by peer, the channel whose posts tell the peer where this rank's output lies, and on which the peer's
-            come in.
+        posts: by peer, the channel on which both post to each other where their outputs lie.
         scratch_posts: the same for scratch memory.
-        sends: by peer, the channel whose sends go there, and whose counterpart's sends come in.
+        sends: by peer, the channel on which both send data to each other.
 
     Raises:
         ResourceError: channel ids ran out.
@@ -33,7 +32,7 @@ class ScheduleLinks:
         self.posts, self.scratch_posts, self.sends = schedule_channels(group, peers, _KINDS)
 
     def post(self, peer: int, place: ScheduleSpan) -> SchedulePost:
-        """Lets a peer write to its part of this rank's output, which lies at `place`."""
+        """Lets a peer write its part of this rank's output at `place`."""
         return SchedulePost(self.posts[peer], place.memory.id_at(peer), place.offset)
 
     def send(
@@ -67,8 +66,8 @@ def schedule_channels(group: Group, peers: Sequence[int], kinds: int) -> list[di
     """Channels to each of some peers, by kind and peer. All ranks make them together.
 
     Args:
-        peers: others, each of which names this rank too.
-        kinds: how many there are to each.
+        peers: other ranks, each of which names this rank among its peers.
+        kinds: the number of channels to each peer.
 
     Raises:
         ResourceError: channel ids ran out.

@@ -1,7 +1,8 @@
-"""Memory that schedules name: where it lies, and the ids by which this rank's proxy and the peers' know it.
+"""Memory that schedules name: its addresses, and its ids in this rank's proxy and in the peers' proxies.
 
-On one host it is what the rank has announced (symmetric.py): peers' proxies get it when the rank first receives there.
-Between hosts it is what all ranks have registered together, as only that can tell the peers addresses and keys.
+On one host schedules use the memory that the rank has announced (symmetric.py): peers' proxies map it when the rank
+first receives there. Between hosts they use memory that all ranks registered together, because only registration tells
+peers addresses and keys.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.schedule import STAGES
 
 Side = Literal["source", "target", "scratch"]
-"""The purpose of memory: to send from, to receive results in, or to receive data in that is then reduced."""
+"""The purpose of memory: to send from, to receive results in, or to receive data that is then reduced."""
 
 _POLL_SECONDS = 0.0001
 _SMALLEST_STAGE = 1 << 20
@@ -34,21 +35,23 @@ _BOX_IDS = Codec[dict[int, int]](dict[int, int], 1 << 20, name="memory ids of pi
 _BOX_BYTES = 256 << 10
 _BOX_OFFSETS: dict[Side, int] = {"source": 0, "target": _BOX_BYTES, "scratch": _BOX_BYTES}
 CHUNKS_DONE, HERE, TAKEN, BLOCKS_DONE, OPENED = 0, STAGES, 2 * STAGES, 2 * STAGES + 1, 2 * STAGES + 2
-"""Places of the words in which the blocks of a reduction meet (ProxycclArrived); of the first two, one a stage."""
+"""Offsets of the words by which the blocks of a reduction synchronize (ProxycclArrived). The first two are one word a
+stage.
+"""
 
 
 class ScheduleMemory(Protocol):
     def source_id(self, peer: int) -> int:
-        """Its first id in this rank's proxy, for sends to a peer."""
+        """The memory's first id in this rank's proxy, for sends to a peer."""
         ...
 
     def id_at(self, peer: int) -> int:
-        """Its first id in a peer's proxy, for posts to that peer."""
+        """The memory's first id in a peer's proxy, for posts to that peer."""
         ...
 
 
 class ScheduleSpan(Struct, frozen=True):
-    """Bytes of a `ScheduleMemory` from `offset` on; their first one lies at `ptr`."""
+    """The bytes of a `ScheduleMemory` from `offset` on; `ptr` is the address of the first."""
 
     memory: ScheduleMemory
     offset: int
@@ -70,8 +73,9 @@ class _AnnouncedMemory(Struct, frozen=True):
 
 
 class _PinnedBoxes:
-    """Pinned memory of each rank through which its schedules send and receive little: the proxies' CPUs copy it. One
-    box is to send from and one to receive in: of a schedule's sides one receives. All ranks make them together.
+    """Pinned memory of each rank through which its schedules send and receive short data, which the proxies' CPUs copy.
+    One box is to send from and one to receive in, since only one side of a schedule receives. All ranks make them
+    together.
     """
 
     def __init__(self, group: Group) -> None:
@@ -86,13 +90,13 @@ class _PinnedBoxes:
 
 
 class ScheduleMemories:
-    """Finds the memory of arrays, and memory to stage those in which have none. All ranks make it together.
+    """Finds memory that schedules can name for arrays, and stages the other arrays. All ranks make this together.
 
     Attributes:
-        staged_together: whether all ranks make stages together, also those that need none.
-        pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them. Where transports
-            stage data, few bytes from or to each peer.
-        own_box_bytes: most bytes that a stream copies within the device by way of the next rank's memory.
+        staged_together: whether all ranks make staging memory together, including ranks that need none.
+        pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them. If transports
+            stage data, a limit for each peer.
+        own_box_bytes: most bytes that a stream copies within the device through the next rank's memory.
         reduction_words: device memory for the words from `CHUNKS_DONE` to `OPENED`; zero between kernels.
     """
 
@@ -104,7 +108,7 @@ class ScheduleMemories:
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
         own_box = group.world_size > 1 and not self.staged_together  # one host: all ranks have the same driver
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
-        # Here and not when it is first used, which may be in a capture. This rank's is the one before's.
+        # Opened here because its first use may be in a capture. This rank's own box serves the rank before.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
@@ -116,17 +120,17 @@ class ScheduleMemories:
             self._boxes = _PinnedBoxes(group)
 
     def source(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
-        """Memory to send from, or None: then it is staged."""
+        """Returns memory to send an array from; None if the array must be staged."""
         if self.staged_together:
             return self._registered(ptr, nbytes)
         announced = self._find(ptr, nbytes)
         return None if announced is None else self._announced(announced, ptr, {})
 
     def target(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
-        """Memory to receive in, or None: then it is staged.
+        """Returns memory to receive an array in; None if the array must be staged.
 
         Raises:
-            CommunicatorError: what ended the group, before a peer's proxy had the memory.
+            CommunicatorError: the group ended before a peer's proxy had the memory.
             WaitTimeoutError: a peer's proxy did not have it within the time-out.
         """
         if self.staged_together:
@@ -135,25 +139,27 @@ class ScheduleMemories:
         return None if announced is None else self._received(announced, ptr)
 
     def pinned(self, side: Side, nbytes: int) -> ScheduleSpan | None:
-        """Pinned memory for so few bytes that the CPU moves them sooner than the driver; None where they are more.
+        """Returns pinned memory for data so short that the CPU moves it sooner than the driver; None for longer data.
 
         Args:
             side: its purpose.
-            nbytes: the most that a side of any rank has, so that all ranks find pinned memory or none does.
+            nbytes: the longest side of any rank, so that all ranks find pinned memory or none does.
         """
         if self._boxes is None or nbytes > min(self.pinned_bytes, _BOX_BYTES):
             return None
         return ScheduleSpan(self._boxes, _BOX_OFFSETS[side], self._boxes.ptr + _BOX_OFFSETS[side])
 
     def own_copy(self, dst: int, src: int, nbytes: int) -> list[CopyBytes]:
-        """A stream's copies within the device: short ones to the next rank's device and back, by copy engines, where a
-        direct copy would be a kernel that waits for a multiprocessor. One stream at a time has them."""
+        """Returns a stream's copies within the device. Short ones go to the next rank's device and back, by copy
+        engines, because a direct copy would be a kernel that waits for a multiprocessor. One stream at a time may use
+        these.
+        """
         if self._own_box is None or dst == src or not 0 < nbytes <= self.own_box_bytes:
             return [CopyBytes(dst, src, nbytes)]
         return [CopyBytes(self._own_box, src, nbytes), CopyBytes(dst, self._own_box, nbytes)]
 
     def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
-        """The span that `source` or `target` found, else memory to stage this many bytes in.
+        """Returns the span that `source` or `target` found, else memory to stage this many bytes in.
 
         Where `staged_together`, all ranks call this together, each with what it has found. Raises as `stage` does.
         """
@@ -163,12 +169,12 @@ class ScheduleMemories:
         return found or stage
 
     def stage(self, side: Side, nbytes: int) -> ScheduleSpan:
-        """Device memory of at least this many bytes that peers' proxies reach, the same one at each call.
+        """Returns device memory of at least this many bytes that peers' proxies reach, the same memory at each call.
 
         Where `staged_together`, all ranks call this together with the same arguments.
 
         Raises:
-            ResourceError: the device has no room, or a proxy has none for more memory.
+            ResourceError: the device has no room, or a proxy has no ids left for memory.
         """
         stages = self._stages.setdefault(side, [])
         found = next((stage for stage in stages if stage.nbytes >= nbytes), None)
@@ -189,7 +195,7 @@ class ScheduleMemories:
         return span
 
     def close(self) -> None:
-        """Frees what it made. No schedule of any rank may still use it."""
+        """Frees the memory made here. No schedule of any rank may still use it."""
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()
@@ -208,9 +214,10 @@ class ScheduleMemories:
         return None
 
     def _find(self, ptr: int, nbytes: int) -> Announced | None:
-        """The announced range of an array, unless arrays have taken as many memory ids as they may.
+        """Returns the announced range of an array; None if arrays have taken their limit of memory ids.
 
-        None where `Calls` takes the array for memory that schedules don't name: its form is kept for all such arrays.
+        Also None if `Calls` treats the array as memory that schedules don't name, since one form serves all such
+        arrays.
         """
         if not self._group.launches.calls.reach_of(ptr, nbytes) & NAMED_BY_PROXIES:
             return None
@@ -219,7 +226,7 @@ class ScheduleMemories:
         return announced if may else None
 
     def _received(self, announced: Announced, ptr: int) -> ScheduleSpan | None:
-        if announced.lent:  # a call whose program did not ask for it does not wait: peers may come to it much later
+        if announced.lent:  # the program did not register it, so the call must not wait: peers may reply much later
             found = self._group.symmetric.memories_at_peers(announced) if announced.for_proxies else None
         else:
             found = self._memories_at_peers(announced)
@@ -235,7 +242,9 @@ class ScheduleMemories:
         return ScheduleSpan(_AnnouncedMemory(own, at_peers), ptr - announced.start, ptr)
 
     def _memories_at_peers(self, announced: Announced) -> dict[int, int]:
-        """Waits for the peers' watchers, or for the calls that they are in: not for anything that they wait for."""
+        """Waits for the peers' watchers, or for the calls that peers are in, but not for anything that peers wait
+        for.
+        """
         symmetric, failure = self._group.symmetric, self._group.failure
         deadline = time.monotonic() + self._group.timeout
         while (found := symmetric.memories_at_peers(announced)) is None:
@@ -248,13 +257,13 @@ class ScheduleMemories:
                         operation="map for schedules",
                     )
                 )
-            symmetric.update()  # peers may wait for this rank alike
+            symmetric.update()  # peers may be waiting for this rank's replies
             time.sleep(_POLL_SECONDS)
         return found
 
 
 def _at_next(group: Group, box: Array | None) -> int | None:
-    """The address of the next rank's box, which this rank alone uses; None if there is none that it reaches."""
+    """The address of the next rank's box, which this rank alone uses; None if this rank can't reach that box."""
     if box is None:
         return None
     memory, following = register(group, box), (group.rank + 1) % group.world_size

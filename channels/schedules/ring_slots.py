@@ -1,8 +1,8 @@
-"""Sends between neighbours in the ring of ranks that wait for no receive, as long as the neighbour has a free slot.
+"""Sends between neighbours in the ring of ranks. A send waits for no receive while the neighbour has a free slot.
 
-Each rank has some slots for each neighbour, to send from and to receive in, which are filled in turn. A send copies to
-a slot of this rank, on the caller's stream, and the proxy moves it to the neighbour's. A receive copies it out of
-there and frees the slot by a signal. See DESIGN.md.
+Each rank has send slots and receive slots for each neighbour, and fills them in turn. A send copies the array to a slot
+of this rank, on the caller's stream, and the proxy moves the data to the neighbour's slot. A receive copies the data
+out of that slot and frees the slot by a signal. See DESIGN.md.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class _Flow:
     """The data that goes from one rank to a neighbour.
 
     Attributes:
-        channel: its data go one way on it, and signals for free slots the other.
-        count: of the sends, or of the receives, that this rank has made.
-        begin: where this rank's slots for it begin in its memory.
-        sent: by slot, the end of its latest send; only on GPUs.
+        channel: carries the data one way, and the signals for free slots the other way.
+        count: the number of sends, or of receives, that this rank has made.
+        begin: offset of the flow's slots in this rank's memory.
+        sent: by slot, the event at the end of the slot's latest send; only on GPUs.
     """
 
     def __init__(self, channel: int, begin: int) -> None:
@@ -46,15 +46,15 @@ class RingSlots:
     holds up its stream only until its data are copied to a slot of this rank.
 
     Args:
-        group: at least two ranks, and used for nothing else. The slots live until it ends.
+        group: at least two ranks, and used for nothing else. The slots live until the group ends.
         slot_bytes: most bytes of a send.
         slots: how many sends of a rank to a neighbour may have no receive yet. The next one waits for a receive.
 
     Attributes:
-        neighbours: the ranks before and after this one, which may be one and the same.
+        neighbours: the ranks before and after this one; with two ranks both are the same rank.
 
     Raises:
-        ResourceError: the device has no room, or a proxy has none for more memory or channels.
+        ResourceError: the device has no room, or a proxy has no ids left for memory or channels.
         ArgumentError: a neighbour's memory can't be reached.
     """
 
@@ -80,7 +80,7 @@ class RingSlots:
         group.exchange.barrier("slots: all have made them")
 
     def send(self, view: ArrayView, peer: int, stream: StreamLike) -> None:
-        """Sends an array to a neighbour. It may be changed by later work of the stream.
+        """Sends an array to a neighbour. Later work of the stream may change the array.
 
         Args:
             view: at most `slot_bytes`.
@@ -133,7 +133,7 @@ class RingSlots:
         return number * self._slots * self._slot_bytes
 
     def _ring(self, peer: int, slot: int, nbytes: int, *, sends: bool) -> StreamOperations:
-        """A stream's operations for a send or a receive; kept for the next one like it."""
+        """Returns a stream's operations for a send or a receive, from a cache if an equal one was made before."""
         waits = sends and self._sends[peer].count >= self._slots
         key = peer, sends, slot, nbytes << 1 | waits
         if key not in self._prepared:
@@ -161,7 +161,9 @@ class RingSlots:
         return [Schedule(sends=(send,), receives=(freed,)), *self._turn(), *rings.end([0], gated=True)]
 
     def _turn(self) -> tuple[WaitValue, WriteValue]:
-        """A stream's operations around its turn within a schedule: waits for the receive, and opens the gate."""
+        """Returns a stream's operations within a schedule: the stream waits for the receive, works, and opens the
+        gate.
+        """
         words = self._rings.words
         return WaitValue(words.stages[0], 1), WriteValue(words.gate, 1)
 

@@ -1,4 +1,4 @@
-"""Schedules as streams ring them: what a stream does for one call, the numbers of its schedules, and when they go."""
+"""Schedules as streams ring them: a stream's operations for one call, the schedules' numbers, and their removal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proxyccl.device.stream_operations import Operation, StreamOperations, WaitV
 from proxyccl.proxy.schedule import Schedule
 
 Step = Operation | Schedule
-"""The next step of a stream; a schedule is rung."""
+"""The next step of a stream, which rings a `Schedule` and carries out an `Operation`."""
 
 _MOST_DROPPED = 1024
 
@@ -20,10 +20,11 @@ _MOST_DROPPED = 1024
 class ScheduleRings:
     """Gives schedules to the proxy, and takes back those that streams can no longer ring.
 
-    A graph that was captured may ring its schedules as long as it lives, which nobody can know: those schedules stay.
+    A captured graph may ring its schedules as long as the graph lives, which the library can't know: these schedules
+    stay.
 
     Attributes:
-        words: through which streams, kernels and the proxy meet.
+        words: the memory words by which streams, kernels and the proxy wait for one another.
     """
 
     def __init__(self, group: Group) -> None:
@@ -32,14 +33,15 @@ class ScheduleRings:
         self._dropped: list[tuple[Any, list[int]]] = []  # what was issued in C, and its schedules
 
     def stage(self, number: int, least: int) -> Operation:
-        """Waits, within a schedule, until the word of a stage is at least this."""
+        """Returns an operation that waits, within a schedule, until the word of a stage is at least the value."""
         return WaitValue(self.words.stages[number], least)
 
     def end(self, stages: Collection[int] = (), *, gated: bool = False) -> list[Operation]:
-        """Waits for the end of the schedule, and resets the words that it and the stream have written.
+        """Returns operations that wait for the end of the schedule, and reset the words that the schedule and the
+        stream wrote.
 
         Args:
-            stages: numbers of the stages that no kernel resets. Each is a write of the stream, which takes time.
+            stages: numbers of the stages that no kernel resets. Each costs a write by the stream, which takes time.
             gated: whether the gate was used.
         """
         words = self.words
@@ -47,7 +49,7 @@ class ScheduleRings:
         return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:
-        """The operations of a stream, with schedules' numbers in place of the schedules.
+        """Returns the operations of a stream, with schedules' numbers in place of the schedules.
 
         Raises:
             ResourceError: no numbers are left.
@@ -68,7 +70,7 @@ class ScheduleRings:
         return ring
 
     def _remove_dropped(self) -> None:
-        """Removes schedules once there are many, as it waits for all that was rung."""
+        """Removes dropped schedules once there are many, because removal waits for all schedules that were rung."""
         last = self._group.launches.last_stream
         if len(self._dropped) < _MOST_DROPPED or last is None or self._group.runtime.is_capturing(last):
             return

@@ -1,6 +1,6 @@
 """Announcements: a rank offers memory to the ranks of its host through shared memory, and learns where they map it.
-
-One table a rank, in its control segment (announcements.h). No rank waits: a peer maps new entries when it next looks.
+Each rank has one table, in its control segment (announcements.h). No rank waits: a peer maps new entries when it next
+checks the table.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ ENTRIES: int = lib.PROXYCCL_ANNOUNCEMENTS
 MOST_RANKS: int = lib.PROXYCCL_ANNOUNCEMENT_PEERS
 LONGEST_HANDLE: int = lib.PROXYCCL_ANNOUNCED_HANDLE_BYTES
 UNREACHED: int = lib.PROXYCCL_UNREACHED
-"""A reply's address where the peer's kernels can't reach the memory."""
+"""The address in a reply if the peer's kernels can't reach the memory."""
 NO_MEMORY: int = lib.PROXYCCL_NO_MEMORY
-"""A reply's memory id where the peer's proxy can't have the memory."""
+"""The memory id in a reply if the peer's proxy can't use the memory."""
 
 
 class Announcement(Struct, frozen=True):
@@ -24,8 +24,8 @@ class Announcement(Struct, frozen=True):
 
     Attributes:
         version: counts the entry's changes.
-        handle: opens the memory; no bytes if it was withdrawn.
-        proxies_version: the last version that its owner wanted peers' proxies to have.
+        handle: opens the memory; empty if it was withdrawn.
+        proxies_version: the last version that the owner announced to peers' proxies.
     """
 
     version: int
@@ -41,28 +41,32 @@ class Announcements:
     """A rank's table of TABLE_BYTES, this rank's or a peer's.
 
     Args:
-        address: where it lies, for the CPU. Fresh memory is an empty table.
+        address: the table's CPU address. Zeroed memory is an empty table.
     """
 
     def __init__(self, address: int) -> None:
         self._table = ffi.cast("ProxycclAnnouncements *", address)
         self._copy = ffi.new("ProxycclAnnouncement *")
-        self._handled = ffi.new("uint64_t[]", ENTRIES)  # by a peer
+        self._handled = ffi.new("uint64_t[]", ENTRIES)  # the versions that a peer has handled
 
     @property
     def changes(self) -> int:
         return lib.proxyccl_announcement_changes(self._table)
 
     def announce(self, entry: int, handle: bytes) -> None:
-        """By the owner: offers the memory that a handle names, in an entry that is free. No bytes withdraw it."""
+        """For the owner: offers the memory that a handle names, in a free entry. An empty handle withdraws the
+        memory.
+        """
         lib.proxyccl_announce(self._table, entry, handle, len(handle))
 
     def announce_to_proxies(self, entry: int) -> None:
-        """By the owner: makes the entry's memory known to peers' proxies."""
+        """For the owner: offers the entry's memory to peers' proxies."""
         lib.proxyccl_announce_to_proxies(self._table, entry)
 
     def changed(self) -> list[tuple[int, Announcement]]:
-        """By a peer: the entries that differ from what was handled, without those that are being written."""
+        """For a peer: returns the entries that changed since they were handled, except entries that are being
+        written.
+        """
         found, copy, entry = [], self._copy, 0
         while (entry := lib.proxyccl_announcement_changed(self._table, entry, self._handled)) < ENTRIES:
             version = lib.proxyccl_announcement_read(self._table, entry, copy)
@@ -73,24 +77,29 @@ class Announcements:
         return found
 
     def handle(self, entry: int, announcement: Announcement) -> None:
-        """By a peer: `changed` does not return this announcement again."""
+        """For a peer: marks an announcement as handled, so that `changed` does not return it again."""
         self._handled[entry] = announcement.proxies_version << 32 | announcement.version
 
     def handle_again(self) -> None:
-        """By a peer: `changed` returns all entries again."""
+        """For a peer: makes `changed` return all entries again."""
         self._handled = ffi.new("uint64_t[]", ENTRIES)
 
     def reply(self, entry: int, peer: int, version: int, address: int) -> None:
-        """By a peer, by its number on the host: the address at which it reaches a version, or 0 if that was
-        withdrawn."""
+        """For the peer with this number on the host: replies with the address at which it reaches a version, or 0 if
+        that was withdrawn.
+        """
         lib.proxyccl_announcement_reply(self._table, entry, peer, version, address)
 
     def reply_memory(self, entry: int, peer: int, version: int, memory: int) -> None:
-        """By a peer, by its number on the host: the id by which its proxy knows a version, or NO_MEMORY."""
+        """For the peer with this number on the host: replies with the memory id that its proxy assigned to a version,
+        or NO_MEMORY.
+        """
         lib.proxyccl_announcement_reply_memory(self._table, entry, peer, version, memory)
 
     def memories(self, entry: int, peers: list[int]) -> list[int] | None:
-        """By the owner: the ids of the entry's present memory in the peers' proxies; None while one has not replied."""
+        """For the owner: returns the ids of the entry's memory in the peers' proxies; None while a peer has not
+        replied.
+        """
         memory, found = ffi.new("uint32_t *"), []
         for peer in peers:
             if not lib.proxyccl_announcement_memory(self._table, entry, peer, memory):
@@ -99,7 +108,7 @@ class Announcements:
         return found
 
     def replies(self, entry: int, peers: list[int]) -> list[int] | None:
-        """By the owner: the peers' addresses of the entry's present memory; None while one has not replied."""
+        """For the owner: returns the peers' addresses of the entry's memory; None while a peer has not replied."""
         address, found = ffi.new("uint64_t *"), []
         for peer in peers:
             if not lib.proxyccl_announcement_reached(self._table, entry, peer, address):

@@ -31,10 +31,10 @@ LOG_ENTRIES: int = lib.PROXYCCL_CALL_LOG_ENTRIES
 
 
 class CallLog:
-    """This rank's log of collective calls, and those of the peers of its host (calls.h).
+    """This rank's log of collective calls, and the logs of the peers on its host (calls.h).
 
     Args:
-        peers: the segments of the others, by rank.
+        peers: the segments of the other ranks, by rank.
     """
 
     def __init__(self, own: ControlSegment, peers: dict[int, ControlSegment], rank: int) -> None:
@@ -60,36 +60,40 @@ class CallLog:
         """ring(call, operations, stream): the same with prepared operations of the stream."""
 
     def addresses(self, *, operations: bool) -> tuple[int, int]:
-        """Addresses for C: of the function of `ring` if `operations`, else of `issue`, and of its first argument."""
+        """Returns two addresses for C: of the function of `ring` if `operations`, else of `issue`, and of the
+        function's first argument.
+        """
         function = ffi.addressof(lib, "proxyccl_calls_ring" if operations else "proxyccl_calls_issue")
         return int(ffi.cast("uintptr_t", function)), int(ffi.cast("uintptr_t", self._callers))
 
     def wait_on(self, stream: int, synchronize: int) -> None:
-        """From now on, `issue` and `ring` return when the call has ended, if they are given this stream.
+        """Makes `issue` and `ring` wait for the call's end if they are given this stream.
 
         Args:
-            stream: its handle.
+            stream: the stream's handle.
             synchronize: address of the driver's call that waits for a stream.
         """
         lib.proxyccl_calls_wait_on(self._callers, stream, synchronize)
 
     def choose(self, wish: int) -> int:
-        """The way of this rank's next call, from 0 to 3: the wish of the first rank of the host that came to it. The
-        program's other threads make no call meanwhile."""
+        """Returns the agreed choice for this rank's next call, from 0 to 3, which is the wish of the first rank of the
+        host to reach the call. The program's other threads must make no call meanwhile.
+        """
         return int(lib.proxyccl_calls_choose(self._callers, wish))
 
     @property
     def shares_device(self) -> bool:
-        """Whether a rank of the host has another communicator on its device, or has had one. Its kernels may wait
-        for those of this one."""
+        """Whether a rank of the host has, or had, another communicator on its device, whose kernels may wait for this
+        communicator's.
+        """
         return bool(self._sharing.value)
 
     def share_device(self) -> None:
-        """By a rank that makes another communicator on its device, before that makes a call."""
+        """Records that this rank makes another communicator on its device; called before that makes a call."""
         self._sharing.value = 1
 
     def agree(self, call: ProxycclCallPointer) -> int:
-        """Logs a call and compares it. 0, or one of CALL_ABORTED, CALL_DIFFERS and CALL_DIFFERED."""
+        """Logs a call and compares it with the peers'. Returns 0, CALL_ABORTED, CALL_DIFFERS or CALL_DIFFERED."""
         return int(lib.proxyccl_calls_agree(self._callers, call))
 
     @property
@@ -102,22 +106,23 @@ class CallLog:
         return _read(self._callers.own, self.count, count)
 
     def difference(self) -> tuple[int, tuple[int, ...]]:
-        """After CALL_DIFFERS or CALL_DIFFERED: the rank that made another call, and the fields of its last."""
+        """After CALL_DIFFERS or CALL_DIFFERED: returns the rank whose call differs, and the fields of its last call."""
         return self._ranks[self._callers.differing], tuple(self._callers.different.fields)
 
 
 def calls_in(segment: ControlSegment, count: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Like `recent`, of the rank of a segment. Some may be missing: it goes on meanwhile."""
+    """Returns the last calls of a segment's rank, like `recent`. Some may be missing, because the rank continues
+    meanwhile.
+    """
     last = sum(counts_in(segment).values())
-    if last > _LAST_NUMBER:  # of a segment that is not a rank's
+    if last > _LAST_NUMBER:  # the segment is not a rank's
         return []
     return _read(ffi.cast("ProxycclCallEntry *", segment.host_address(CALLS_OFFSET)), last, count)
 
 
 def counts_in(segment: ControlSegment) -> dict[int, int]:
-    """The calls that the rank of a segment has made, by the first of a call's fields; 0 for those of many kinds.
-
-    A graph's calls count when they are captured, and not when it is replayed.
+    """Returns the numbers of calls of a segment's rank by collective (a call's first field); 0 collects the rest. A
+    graph's calls count when they are captured, and not on replays.
     """
     counts = ffi.cast("ProxycclCallCount *", segment.host_address(COUNTS_OFFSET))
     found = {each.collective: each.calls for each in (counts + i for i in range(lib.PROXYCCL_CALL_KINDS + 1))}

@@ -16,14 +16,16 @@ from msgspec import Struct
 from proxyccl.device.arrays.dtypes import DTYPES
 
 CALL_FIELDS = ("collective", "dtype", "op", "algorithm", "root", "count", "shape")
-"""The fields of a ProxycclCall (calls.h), in order. `shape` stands for registered arrays and for the call's object too:
-see `CollectiveCall`."""
+"""The fields of a ProxycclCall (calls.h), in order. `shape` also encodes registered arrays and the call's object: see
+`CollectiveCall`.
+"""
 ROOT_FIELD = CALL_FIELDS.index("root")
 OBJECT_FIELD = CALL_FIELDS.index("shape")
 _NAMED = frozenset({"collective", "dtype", "op", "algorithm"})
 SHAPED = frozenset({"all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "reduce_scatter", "scatter"})
-"""Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: a rank gets rows that others passed.
-Other collectives take an array's elements in order."""
+"""Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: a rank gets rows that other ranks
+passed. Other collectives take an array's elements in order.
+"""
 ANY_ALGORITHM = "any"
 """Logged where the caller leaves the algorithm to the library."""
 
@@ -58,8 +60,8 @@ class CollectiveCall(Struct, frozen=True):
         count: elements that each rank contributes, or that each gets.
         shape: of the array that all ranks pass or get; for `SHAPED` collectives the same on all ranks.
         registered: numbers of the registered arrays that peers reach directly; the same on all ranks.
-        of: number of the object whose call it is, by `Launches.number_object`; 0 for calls of the communicator. Calls
-            of objects have neither shape nor registered arrays.
+        of: number of the object that the call belongs to, by `Launches.number_object`; 0 for calls of the communicator.
+            Calls of objects have neither shape nor registered arrays.
     """
 
     collective: str
@@ -78,7 +80,7 @@ class CollectiveCall(Struct, frozen=True):
         digests = [_digest(name) for name in names]
         for digest in digests:
             _texts[digest]
-        # The count tells all of a vector's shape.
+        # The count determines a vector's shape.
         shape = self.shape if self.collective in SHAPED and len(self.shape) > 1 else ()
         return (*digests, self.root, self.count, self.of or _arrays_digest(shape, self.registered))
 

@@ -34,7 +34,7 @@ LAST_QUESTION: int = lib.PROXYCCL_LAST_QUESTION
 
 
 class Presence(IntEnum):
-    """Whether a rank may still touch its peers' memory (ProxycclPresence of control.h)."""
+    """Whether a rank may still access its peers' memory (ProxycclPresence of control.h)."""
 
     PRESENT = lib.PROXYCCL_PRESENT
     CLOSING_ANOTHER = lib.PROXYCCL_CLOSING_ANOTHER
@@ -43,7 +43,7 @@ class Presence(IntEnum):
 
 
 class KernelWait(Struct, frozen=True):
-    """A ProxycclWait of control.h, read: the wait of some threads of a kernel when they were asked."""
+    """The contents of a ProxycclWait (control.h): a wait of threads of a kernel, at the time of a question."""
 
     kind: int
     peer: int | None
@@ -64,8 +64,9 @@ CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
 COUNTS_OFFSET = CALLS_OFFSET + engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES
 CHOICES_OFFSET = COUNTS_OFFSET + engine.sizeof("ProxycclCallCount") * (engine_lib.PROXYCCL_CALL_KINDS + 1)
 SHARING_OFFSET = CHOICES_OFFSET + 8 * engine_lib.PROXYCCL_CALL_CHOICES
-"""Of the log of collective calls, their numbers by collective, the words by which the ranks choose alike, and a word
-that is not 0 if a rank has more than one communicator on its device."""
+"""Offsets of the call log, the numbers of calls by collective, the words by which ranks choose alike, and a word that
+is not 0 if a rank has more than one communicator on its device.
+"""
 _SERVICE_OFFSET = _round(SHARING_OFFSET + 8)
 _READBACK_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
 READBACK_BYTES = 128 * 1024
@@ -97,7 +98,7 @@ class ControlSegment:
         self._peers: Mapping[int, ControlSegment] = {}
         self._peer_controls = ffi.new("ProxycclControl *[]", 0)
         self._request = ctypes.c_uint32.from_address(memory.host_ptr + _REQUEST_OFFSET)
-        self._filing = threading.RLock()  # a signal's handler may file while it is held
+        self._filing = threading.RLock()  # reentrant: a signal handler may file a record while the lock is held
         self.rendezvous = Rendezvous(memory.host_ptr + _RENDEZVOUS_OFFSET)
 
     def initialise(self, rank: int, timeout: float) -> None:
@@ -109,7 +110,7 @@ class ControlSegment:
         self._control.timeout_ns = int(seconds * 1e9)
 
     def introduce(self, peers: Mapping[int, ControlSegment]) -> None:
-        """Sets the ranks that are told of this segment's failure: those of this host, by rank. No kernel runs yet."""
+        """Sets the ranks of this host, by rank, which are told of this rank's failure. No kernel may run yet."""
         self._peers = peers
         self._peer_controls = ffi.new("ProxycclControl *[]", [segment._control for segment in peers.values()])
         table = (ctypes.c_uint64 * len(peers)).from_address(self.memory.host_ptr + _PEERS_OFFSET)
@@ -134,11 +135,11 @@ class ControlSegment:
         return self.memory.host_ptr + self.semaphore_offset(channel)
 
     def semaphore_handle(self, channel: int) -> bytes:
-        """Handle for mapping that word alone in another process."""
+        """Returns the handle for mapping the word of `semaphore_offset` alone in another process."""
         return self.memory.export(self.semaphore_host(channel), 8)
 
     def reset_semaphore(self, channel: int) -> None:
-        """Sets the word to the count that a new channel expects. Nobody may signal it meanwhile."""
+        """Sets the word to the count that a new channel expects. No peer may signal the word meanwhile."""
         ctypes.c_uint64.from_address(self.semaphore_host(channel)).value = 0
 
     def semaphore_device(self, channel: int) -> int:
@@ -146,12 +147,14 @@ class ControlSegment:
 
     @property
     def aborted(self) -> bool:
-        """Whether this rank has failed, or has been told that another has, which comes before any kernel is stopped."""
+        """Whether this rank has failed, or was told that another rank has. Ranks are told before any kernel is
+        stopped.
+        """
         return bool(lib.proxyccl_control_abort(self._control) or lib.proxyccl_control_failed_rank(self._control))
 
     def raise_abort(self, record: ErrorRecord) -> None:
-        """Files the record, unless one is filed, and raises the abort words of the ranks of this host, this one's last:
-        they end every wait of kernels.
+        """Files the record, unless one is filed, and raises the abort words of the ranks of this host, this rank's
+        last. Abort words end every wait of kernels.
         """
         filed = ffi.new("ProxycclErrorRecord *")
         filed.code, filed.rank, filed.wait, filed.operation = record.code, record.rank, record.wait, record.operation
@@ -177,9 +180,9 @@ class ControlSegment:
         return ctypes.string_at(self._cause + 4, length).decode(errors="replace")
 
     def record(self) -> ErrorRecord:
-        """The error record; a rank that was told of a failure takes that of the rank that told it.
+        """Returns the error record. A rank that was told of another rank's failure takes that rank's record.
 
-        It waits briefly for a record that is still being written: its writer may be gone.
+        Waits only briefly for a record that is still being written, because its writer may be gone.
         """
         error = ffi.new("ProxycclErrorRecord *")
         told = lib.proxyccl_control_failed_rank(self._control)
@@ -194,7 +197,9 @@ class ControlSegment:
         return self._read_record(error)
 
     def filed(self) -> ErrorRecord | None:
-        """The error record, if this segment has a complete one. Writes nothing, unlike `record`: for observers."""
+        """Returns the error record, if this segment has a complete one. Unlike `record`, writes nothing, for
+        observers.
+        """
         error = ffi.new("ProxycclErrorRecord *")
         if lib.proxyccl_control_record(self._control, error) != lib.PROXYCCL_RECORD_VALID:
             return None
@@ -217,11 +222,13 @@ class ControlSegment:
         )
 
     def request_report(self) -> None:
-        """By a peer: asks the segment's rank to report itself. No order is needed: nothing else follows."""
+        """For a peer: asks the segment's rank to write a report. Needs no memory order, because no other data
+        follows.
+        """
         self._request.value = 1
 
     def take_report_request(self) -> bool:
-        """By the segment's rank: whether a peer has asked for a report since the last call."""
+        """For the segment's rank: returns whether a peer has asked for a report since the last call."""
         if not self._request.value:
             return False
         self._request.value = 0
@@ -229,7 +236,7 @@ class ControlSegment:
 
     @property
     def presence(self) -> Presence:
-        """Whether the segment's rank may still touch its peers' memory."""
+        """Whether the segment's rank may still access its peers' memory."""
         return Presence(lib.proxyccl_control_presence(self._control))
 
     def set_presence(self, presence: Presence, exchanges: int = 0) -> None:
@@ -242,11 +249,13 @@ class ControlSegment:
         return lib.proxyccl_control_exchanges(self._control)
 
     def ask(self, question: int) -> None:
-        """Asks this rank's kernels for their waits, under a number from 1 that was not used before; 0 ends that."""
+        """Asks this rank's kernels to describe their waits, by a question number from 1 that was not used before; 0
+        ends the question.
+        """
         lib.proxyccl_control_ask(self._control, question)
 
     def waits(self, question: int) -> list[KernelWait]:
-        """The answers: for each peer the wait of one thread. An abort asks LAST_QUESTION."""
+        """Returns the kernels' answers: for each peer the wait of one thread. An abort asks LAST_QUESTION."""
         wait, found = ffi.new("ProxycclWait *"), []
         for place in range(lib.PROXYCCL_WAIT_PLACES):
             if lib.proxyccl_control_wait(self._control, place, question, wait):
@@ -261,7 +270,7 @@ class ControlSegment:
         return self.memory.ptr + _READBACK_OFFSET, self.memory.host_ptr + _READBACK_OFFSET
 
     def semaphore(self, channel: int) -> int:
-        """The count of signals that have come in on a ProxyChannel."""
+        """Returns the count of signals that a ProxyChannel has received."""
         return ctypes.c_uint64.from_address(self.semaphore_host(channel)).value
 
     @property
@@ -274,7 +283,7 @@ class ControlSegment:
         return self.memory.host_ptr + offset
 
     def close(self) -> None:
-        vars(self).pop("_control", None)  # gone: a later call fails in Python, not in C
+        vars(self).pop("_control", None)  # removed, so that a later call fails in Python, not in C
         self.memory.close()
 
 

@@ -28,7 +28,7 @@ NO_PEER: int = lib.PROXYCCL_NO_PEER
 MOST_CAUSE_BYTES = 1000
 _MORE = " …"
 DIFFERENT_CALL = CALL_FIELDS[0]
-"""The argument that a mismatch names when ranks make different calls: collectives, or exchanges of the bootstrap."""
+"""The field that a mismatch names when ranks make different calls, of collectives or exchanges of the bootstrap."""
 WAITS = {
     lib.PROXYCCL_WAIT_RING_ROOM: "room in the trigger ring",
     lib.PROXYCCL_WAIT_RING_SYNC: "the proxy to take a trigger",
@@ -88,13 +88,15 @@ class ErrorRecord(Message, frozen=True):
 
 
 def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> CommunicatorError:
-    """The exception for an error record, as this rank sees it. `cause` is what this rank says of its own failure."""
+    """Returns the exception for an error record, from this rank's view. `cause` has this rank's details of its own
+    failure.
+    """
     said = cause if cause and record.rank == own_rank else record.cause
     return _EXCEPTIONS.get(record.code, _ended)(_Account(record, own_rank, said))
 
 
 def bounded(text: str) -> str:
-    """A text of at most MOST_CAUSE_BYTES: whole lines, or, if the first is too long, its beginning."""
+    """Shortens a text to MOST_CAUSE_BYTES: to whole lines, or, if the first line is too long, to its beginning."""
     if len(text.encode(errors="replace")) <= MOST_CAUSE_BYTES:
         return text
     room = MOST_CAUSE_BYTES - len(_MORE.encode())
@@ -104,8 +106,8 @@ def bounded(text: str) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """An error that a rank raised, in words, for the others."""
-    text = str(traceback.TracebackException(type(error), error, None))  # also where its own text can't be made
+    """Describes an error that a rank raised, for the other ranks."""
+    text = str(traceback.TracebackException(type(error), error, None))  # works even if str(error) fails
     return f"it raised {type(error).__name__}{text and ': '}{text}"
 
 
@@ -115,9 +117,9 @@ class _Account:
     Attributes:
         record: the record.
         cause: as for `exception_from`; empty if it is not known.
-        who: the rank that found the failure.
-        peer: the rank that it concerns, as the end of a phrase; empty if none is.
-        on: its channel, likewise.
+        who: the rank that noticed the failure.
+        peer: the rank concerned, as the end of a phrase; empty if there is none.
+        on: the channel, as the end of a phrase.
     """
 
     def __init__(self, record: ErrorRecord, own_rank: int, cause: str) -> None:
@@ -170,7 +172,7 @@ def _proxy_lost(of: _Account) -> CommunicatorError:
 
 def _transfer_failed(of: _Account) -> CommunicatorError:
     record = of.record
-    # The completion that failed may be of several operations.
+    # A failed completion may cover several operations.
     operation = _operation(record) if record.operation else "a transfer"
     direction = "from" if record.operation & Operation.GET else "to"
     to = f" {direction} rank {record.peer}" if record.peer is not None else ""
@@ -281,7 +283,7 @@ _EXCEPTIONS: dict[int, Callable[[_Account], CommunicatorError]] = {
     lib.PROXYCCL_ERROR_PARENT: _parent_ended,
     lib.PROXYCCL_ERROR_CONTEXT_LOST: _context_lost,
 }
-"""The exception of each ProxycclErrorCode; any other means that a rank ended the communicator."""
+"""The exception of each ProxycclErrorCode. Any other code means that a rank ended the communicator."""
 
 
 def _operation(record: ErrorRecord) -> str:

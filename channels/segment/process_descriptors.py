@@ -1,6 +1,5 @@
-"""Descriptors of other processes (pidfd_open(2)), one for each process, shared by all that watch it.
-
-A process of another PID namespace has no number here. It opens its own descriptor and hands it over.
+"""Descriptors of other processes (pidfd_open(2)), one for each process, shared by all its watchers. A process of
+another PID namespace has no number in this one, so it opens its own descriptor and passes it over a socket.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _users: dict[int, int] = {}
 
 
 class PeerProcess(Struct, frozen=True):
-    """A process of this machine, as others name it.
+    """A process of this machine, as other processes identify it.
 
     Attributes:
         pid: its number in its PID namespace.
         view: its `proc_view`.
         token: 16 bytes that no other process has.
-        started: when it started (`start_of`); None if that is not known. The system gives its number to others later.
+        started: its start time (`start_of`), None if unknown. Needed because the system reuses process numbers.
     """
 
     pid: int
@@ -48,7 +47,7 @@ class PeerProcess(Struct, frozen=True):
 
     @property
     def is_visible(self) -> bool:
-        """Whether `pid` is its number here too."""
+        """Whether `pid` is the process's number in this PID namespace."""
         return self.view != 0 and self.view == proc_view()
 
     @property
@@ -60,7 +59,7 @@ class PeerProcess(Struct, frozen=True):
 
 
 def acquire(process: PeerProcess) -> int:
-    """A descriptor that becomes readable when the process ends. Each call is paired with a `release`.
+    """Returns a descriptor that becomes readable when the process ends. Each call is paired with a `release`.
 
     Raises:
         ProcessLookupError: there is no such process.
@@ -68,7 +67,7 @@ def acquire(process: PeerProcess) -> int:
     """
     with _lock:
         descriptor = _of_process.get(process)
-        if descriptor is None or has_ended(descriptor):  # then the number may be another process's
+        if descriptor is None or has_ended(descriptor):  # an ended process's number may be reused
             descriptor = _of_process[process] = _open(process)
         _users[descriptor] = _users.get(descriptor, 0) + 1
         return descriptor
@@ -90,7 +89,7 @@ def _open(process: PeerProcess) -> int:
         return descriptor
     try:
         return fetch_descriptor(process.token, _KIND)
-    except UnreachableError as error:  # it was reached before
+    except UnreachableError as error:  # the process was reachable before
         raise ProcessLookupError(str(error)) from None
     except OSError as error:
         raise ResourceError(f"process {process.pid} of another PID namespace can't be watched: {error}") from None

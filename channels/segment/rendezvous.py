@@ -1,6 +1,6 @@
 """Rendezvous: ranks of a host exchange messages, and find each other to form a group, without a bootstrap.
 
-Each rank has one in its control segment, which the others map (rendezvous.h).
+Each rank has a rendezvous in its control segment, which the other ranks map (rendezvous.h).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _LONGEST_PAUSE_SECONDS = 1e-3
 
 
 def ranks_missing(exchange: str, missing: Sequence[int], rank: int) -> WaitTimeoutError:
-    """The error of a rank for which some others did not come to an exchange, described in words, in time."""
+    """Returns the error of a rank that missed other ranks in an exchange; `exchange` describes the exchange in
+    words.
+    """
     return WaitTimeoutError(
         f"{exchange}: ranks {list(missing)} did not come in time",
         rank=rank,
@@ -36,7 +38,7 @@ def ranks_missing(exchange: str, missing: Sequence[int], rank: int) -> WaitTimeo
 
 
 def key_of(*what: object) -> int:
-    """A name in 64 bits for an invitation to something."""
+    """Hashes a name to a key of 64 bits, for an invitation."""
     digest = hashlib.sha256(repr(what).encode()).digest()
     return int.from_bytes(digest[:8], "little") | 1  # 0 is not a key
 
@@ -65,10 +67,10 @@ class Rendezvous:
         return bool(lib.proxyccl_mailbox_read(self._shared, number, letter))
 
     def invite(self, key: int, handle: bytes) -> int:
-        """By the owner: leaves a handle under a key, until `withdraw` with the number that this returns.
+        """For the owner: leaves a handle under a key, until `withdraw` is called with the returned number.
 
         Raises:
-            ResourceError: too many lie here already, or the handle is too long.
+            ResourceError: there are too many invitations already, or the handle is too long.
         """
         if len(handle) > lib.PROXYCCL_INVITATION_BYTES:
             raise ResourceError(
@@ -88,7 +90,9 @@ class Rendezvous:
             self._used.discard(place)
 
     def refuse(self, key: int, reason: str) -> None:
-        """By the owner: leaves under a key why it does not come. It stays until some later ones take its place."""
+        """For the owner: leaves under a key the reason why this rank can't take part, until later entries replace
+        it.
+        """
         message = reason.encode()[: lib.PROXYCCL_INVITATION_BYTES]
         with self._lock:
             place = MOST_INVITATIONS + self._refusals % _MOST_REFUSALS
@@ -97,17 +101,17 @@ class Rendezvous:
             lib.proxyccl_invite(self._shared, place, key, message, len(message))
 
     def find(self, key: int) -> bytes | None:
-        """By a peer: the handle under a key, or None."""
+        """For a peer: returns the handle under a key, or None."""
         copy = ffi.new("ProxycclInvitation *")
         found = lib.proxyccl_invitation_find(self._shared, key, copy)
         return bytes(ffi.buffer(copy.handle, copy.handle_bytes)) if found else None
 
     def decide(self, question: int, value: int) -> int:
-        """By any rank: decides a question by a value above 0. Returns the value of the first rank to decide."""
+        """For any rank: decides a question by a value above 0. Returns the value of the first rank to decide."""
         return int(lib.proxyccl_decide(self._shared, question, value))
 
     def decision(self, question: int) -> int | None:
-        """The value that decides a question; None while it is open."""
+        """Returns the value that decided a question; None while the question is open."""
         return int(lib.proxyccl_decision(self._shared, question)) or None
 
 
@@ -115,7 +119,7 @@ class Mailboxes:
     """A `Bootstrap` over the mailboxes of a group whose ranks share a host.
 
     Args:
-        peers: those of all others, by rank.
+        peers: the rendezvous of all other ranks, by rank.
     """
 
     def __init__(self, rank: int, own: Rendezvous, peers: Mapping[int, Rendezvous]) -> None:
@@ -124,7 +128,7 @@ class Mailboxes:
         self._letters = 0
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. Long messages take several letters of every rank."""
+        """See `Bootstrap.all_gather`. A long message is sent in several letters."""
         deadline = time.monotonic() + timeout
         messages = {peer: bytearray() for peer in self._peers}
         longest, sent = len(data), 0
@@ -169,7 +173,7 @@ def wait_at_most(
     give_up: Callable[[], None],
     longest_pause: float = _LONGEST_PAUSE_SECONDS,
 ) -> bool:
-    """Waits until `found` returns true, with ever longer pauses. False at the deadline.
+    """Waits until `found` returns true, with ever longer pauses. Returns False at the deadline.
 
     Args:
         found: called repeatedly.
@@ -182,7 +186,7 @@ def wait_at_most(
         try:
             give_up()
         except ProxyCCLError:
-            if found():  # meanwhile: the event that ends the wait came after it
+            if found():  # checked again, because the awaited event may precede the event that ends the wait
                 return True
             raise
         if time.monotonic() > deadline:

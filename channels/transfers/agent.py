@@ -1,4 +1,6 @@
-"""An agent: registered memory that other agents read and write by address, and transfers to and from theirs."""
+"""An agent: registered memory that other agents read and write by address, and transfers to and from other agents'
+memory.
+"""
 
 from __future__ import annotations
 
@@ -64,25 +66,27 @@ _CONNECT_SECONDS = 10.0
 _LENGTHS = struct.Struct("=QQ")
 _LOG = logging.getLogger("proxyccl.transfer")
 _agents: weakref.WeakValueDictionary[int, Agent] = weakref.WeakValueDictionary()
-"""The agents of this process, by `id`. `valuerefs` lists them in one step: other threads make agents meanwhile."""
+"""The agents of this process, by `id`. Read it by `valuerefs`, which is atomic, because other threads may make agents
+meanwhile.
+"""
 
 
 class Agent:
     """Registers memory, and moves blocks between it and the memory of other agents.
 
-    There is no group and no rank: agents start and end when they like, and know those that they `add`. Only the side
-    that reads or writes acts; the other side's program takes no part.
+    There is no group and no rank: agents start and end at any time, and know the agents that they `add`. Only the side
+        that reads or writes acts; the other side's program takes no part.
 
     Every method may be called by any thread at any time. Use the agent as a context manager, or call `close`. A fork's
     child must make its own.
 
     Args:
-        name: others see it in messages, and know this agent by it. At most 1024 characters.
-        listen: this host's addresses at which other hosts may reach it; None: all of them; (): none, so only agents of
-            this host reach it.
-        paths: those that this agent's transfers may take, of "shared_memory", "process_vm", "unix", "fabric" and "tcp";
-            None: ``PROXYCCL_TRANSFER_PATHS``, separated by commas, else all, "fabric" only with an adapter for RDMA. A
-            peer that can't be reached by them is refused.
+        name: the name by which other agents know this one and see it in messages. At most 1024 characters.
+        listen: this host's addresses at which other hosts may reach the agent; None: all addresses; (): none, so only
+            agents of this host can connect.
+        paths: the paths that this agent's transfers may take, of "shared_memory", "process_vm", "unix", "fabric" and
+            "tcp"; None: ``PROXYCCL_TRANSFER_PATHS``, separated by commas, else all, "fabric" only with an adapter for
+            RDMA. A peer that can't be reached by them is refused.
         timeout: bound of a connection's start and of `wait`, in seconds; None: ``PROXYCCL_TIMEOUT``, else 30.
 
     Attributes:
@@ -113,12 +117,12 @@ class Agent:
         self.timeout = timeout_from(timeout)
         allowed, named = allowed_paths(paths)
         self._lock = threading.RLock()
-        self._closing = threading.RLock()  # a signal's handler may close it, too
+        self._closing = threading.RLock()  # reentrant, because a signal handler may close the agent, too
         self._own = Regions()
         self._peers: dict[str, Peer] = {}
         self._kept: dict[Region, list[object]] = {}
         self._ledger = Ledger.make()
-        serve()  # the ledger, for agents in other PID namespaces
+        serve()  # offers the ledger to agents in other PID namespaces
         self._devices = Devices()
         self._reached, self._pinned = Reached(), Pinned()
         self._shares: dict[Region, Share] = {}  # of the host's memory
@@ -172,8 +176,9 @@ class Agent:
         self.close()
 
     def close(self) -> None:
-        """Ends the agent: its links are lost, on both sides, and its active transfers are canceled. A second call, by
-        another thread, returns when the first one has ended."""
+        """Closes the agent: its links end, on both sides, and its active transfers are canceled. A second call, by
+        another thread, returns when the first one has ended.
+        """
         self._process.require("the agent")
         with self._closing:
             with self._lock:
@@ -194,19 +199,19 @@ class Agent:
     # Memory
 
     def register(self, memory: Any, *, label: str = "", device: int = 0, kind: str | None = None) -> Region:
-        """Lets others read and write memory, and this agent's transfers use it.
+        """Registers memory, which other agents may then read and write, and which this agent's transfers may use.
 
         Args:
-            memory: an array of the host or of a GPU, contiguous in C order and writable, or one that ProxyCCL made; or
-                (address, bytes), of memory that the caller keeps mapped. The agent keeps an array alive until it is
+            memory: an array of the host or of a GPU, contiguous in C order and writable, or an array made by ProxyCCL;
+                or (address, bytes) of memory that the caller keeps mapped. The agent keeps an array alive until it is
                 deregistered.
             label: a name by which others find the region.
-            device: with an address of a device's memory, the device's number; of the host's, a number for the caller's
-                own use.
+            device: with an address only: the device's number for device memory, or a number for the caller's own use
+                for host memory.
             kind: with an address: "dram", the host's memory (also if None), or "vram", a device's.
 
         Raises:
-            ArgumentError: it is neither, or memory of a device that can't be shared with other processes.
+            ArgumentError: `memory` is neither, or is device memory that can't be shared with other processes.
             RuntimeUnavailableError: this machine does not offer the device's runtime.
         """
         owner: object = None
@@ -215,7 +220,9 @@ class Agent:
             address, nbytes = (as_integer(each, "memory", "must be (address, bytes)", 0, 2**63 - 1) for each in memory)
         else:
             if kind is not None:
-                raise ArgumentError("kind", "is for addresses: an array tells where it lies")
+                raise ArgumentError(
+                    "kind", "is for addresses; an array knows its own device, so leave this argument out"
+                )
             view = as_view(memory, "memory")
             if not view.writable:
                 raise ArgumentError("memory", "the array is read-only")
@@ -232,7 +239,7 @@ class Agent:
         return region
 
     def register_regions(self, regions: Sequence[Region]) -> None:
-        """Registers regions, all or none of them. Whose memory they are is up to the caller.
+        """Registers regions, all or none of them. The caller must keep their memory mapped.
 
         Raises:
             ArgumentError, RuntimeUnavailableError: as `register`.
@@ -256,7 +263,7 @@ class Agent:
                 self._serving[copier], kept = copier.staging(None if self._fabric is None else self._fabric.stages)
                 self._keep_serving(kept)
             with contextlib.ExitStack() as undo:
-                if self._fabric is not None:  # not before the lock: `deregister` keeps only what is in `_own`
+                if self._fabric is not None:  # with the lock held, because `deregister` keeps only regions in `_own`
                     undo.callback(self._fabric.deregister, [region for region in regions if region not in self._own])
                     self._fabric.register(regions, {region: copier.runtime for region, copier in copiers.items()})
                 self._begin(regions, mapped)
@@ -267,8 +274,9 @@ class Agent:
             self._publish()
 
     def _begin(self, regions: Sequence[Region], mapped: Mapping[Region, SharedMemory]) -> None:
-        """Gives all regions, or none, the numbers of their registrations: that of an equal region, if its memory is
-        still there."""
+        """Assigns registration numbers to all regions, or to none. A region gets the number of an equal registered
+        region whose memory was not freed.
+        """
         numbers: dict[Region, int] = {}
         begun, ended = [], []
         try:
@@ -291,13 +299,13 @@ class Agent:
             self._ledger.end(number)
 
     def deregister(self, *regions: Region) -> None:
-        """Ends the registration of regions, all or none of them. When this returns, no socket of this agent touches
-        them, and no transfer of a peer on this host begins that was prepared with them, or copies a further piece. A
-        piece, of at most 1 MiB, that a peer copies by itself at that moment may still arrive, and so may what a device
-        of the peer copies.
+        """Ends the registration of regions, all or none of them. When this returns, no socket of this agent accesses
+        the regions, and transfers of peers on this host that use the regions neither begin nor copy further pieces. A
+        piece, of at most 1 MiB, that a peer's CPU copies at that moment may still arrive, and so may data that a peer's
+        device copies.
 
         Raises:
-            NotRegisteredError: one is not registered.
+            NotRegisteredError: a region is not registered.
         """
         with self._lock:
             self._require_open()
@@ -323,7 +331,9 @@ class Agent:
                     self._kept.pop(region, None)
 
     def _drop_pins_of_others(self, regions: Iterable[Region]) -> None:
-        """Other agents of this process pin this one's memory too, which may be freed from now on."""
+        """Drops the pins that other agents of this process hold on this agent's memory, which may be freed
+        afterwards.
+        """
         for reference in _agents.valuerefs():
             agent = reference()
             if agent is not None and agent is not self:
@@ -336,7 +346,7 @@ class Agent:
             return list(self._own.all)
 
     def _publish(self) -> None:
-        """Tells the engine which memory peers may reach through sockets."""
+        """Tells the engine which memory peers may access through sockets."""
         for serving in (None, *self._serving):
             starts, ends = self._own.ranges() if serving is None else self._own.ranges(VRAM, serving.runtime.device)
             both = np.concatenate((starts, ends))
@@ -348,11 +358,13 @@ class Agent:
     # Other agents
 
     def metadata(self, regions: Iterable[Region] | None = None, *, place: bool = True) -> bytes:
-        """This agent's metadata, for `add` of another. Whoever has them may read and write this agent's memory.
+        """Returns this agent's metadata, for another agent's `add`. Anyone who has the metadata may read and write this
+        agent's memory.
 
         Args:
-            regions: those to include; None: all.
-            place: whether to include where this agent listens. Without it they only extend what a peer knows.
+            regions: the regions to include; None: all.
+            place: whether to include the agent's addresses. Metadata without addresses only add regions to an agent
+                that a peer already knows.
 
         Raises:
             NotRegisteredError: a region is not registered.
@@ -376,8 +388,9 @@ class Agent:
 
         Raises:
             MetadataError: the bytes are not metadata.
-            ArgumentError: they are this agent's own, or not bytes.
-            UnknownAgentError: they only extend, and the agent was not added; one of its name may be.
+            ArgumentError: the metadata are this agent's own, or not bytes.
+            UnknownAgentError: the metadata have no addresses, and their agent was not added, although another of its
+                name may be.
             NameTakenError: another agent of this name was added. `remove` it first.
         """
         if not isinstance(metadata, bytes | bytearray | memoryview):
@@ -399,16 +412,17 @@ class Agent:
         return message.name
 
     def remove(self, name: str) -> None:
-        """Forgets another agent, and ends the link to it. Its active transfers are lost.
+        """Forgets another agent, and ends the link to it. Active transfers with it are lost.
 
         Raises:
             UnknownAgentError: no such agent was added.
-            ActiveError: it was forgotten, but a transfer's requests to libfabric are still outstanding, and may write.
+            ActiveError: the agent was forgotten, but a transfer's requests to libfabric are still outstanding, and may
+                write.
         """
         self._remove(name, None)
 
     def _remove(self, name: str, token: bytes | None) -> None:
-        """`remove`; with a token, only the agent that has it, if it is known."""
+        """Does the work of `remove`. With a token, removes only the agent that has the token, if that is known."""
         with self._lock:
             self._require_open()
             peer = self._peers.get(name)
@@ -424,8 +438,7 @@ class Agent:
             self._fabric.remove(peer.number)
 
     def remove_agent_of(self, metadata: bytes) -> None:
-        """`remove` for the agent whose metadata these are, unless it is not known. An agent that has its name by now
-        stays.
+        """Removes the agent whose metadata these are, if it is known. Another agent that has taken its name stays.
 
         Raises:
             MetadataError: the bytes are not metadata.
@@ -441,7 +454,7 @@ class Agent:
             return list(self._peers)
 
     def regions_of(self, name: str) -> list[Region]:
-        """The known regions of another agent's memory; by its own name, this agent's.
+        """Returns the known regions of another agent's memory; given this agent's name, its own regions.
 
         Raises:
             UnknownAgentError: no such agent was added.
@@ -450,7 +463,7 @@ class Agent:
             return self._regions(self._known(name)).all
 
     def connect(self, name: str) -> Path:
-        """Connects to another agent, unless a link exists. Otherwise the first use does.
+        """Connects to another agent, unless a link exists. Without this call the first transfer or message connects.
 
         Returns:
             How data moves between the two.
@@ -463,7 +476,7 @@ class Agent:
         return Path("self") if link is None else link.path
 
     def lost(self, name: str) -> str:
-        """Why another agent is lost; "" while its link lives, or has not been opened.
+        """Returns why the link to another agent was lost; "" while the link works, or before it is opened.
 
         Raises:
             UnknownAgentError: no such agent was added.
@@ -474,13 +487,13 @@ class Agent:
         return "" if link is None else link.lost
 
     def find_side(self, name: str, rows: Rows, kind: str) -> tuple[Side, int | None]:
-        """The registered memory of an agent as it is now, for `prepare_checked`; and the index of the first block that
-        is not known to be registered, None if all are.
+        """Returns an agent's current registered memory, for `prepare_checked`, and the index of the first block that is
+        not known to be registered; None if all are.
 
         Args:
-            name: the other agent's, or this agent's own.
+            name: the other agent's name, or this agent's own.
             rows: shape (N, 3): address, bytes, device.
-            kind: of memory.
+            kind: the kind of memory.
 
         Raises:
             UnknownAgentError: no such agent was added.
@@ -503,13 +516,13 @@ class Agent:
         return peer
 
     def _known(self, name: str) -> Peer | None:
-        """The agent of a name; None: this one."""
+        """Returns the agent of a name; None for this agent."""
         with self._lock:
             self._require_open()
             return None if name == self.name else self._peer(name)
 
     def _regions(self, peer: Peer | None) -> Regions:
-        """The regions of an agent that are known to be registered; None: this agent's."""
+        """Returns the known registered regions of an agent; None: of this agent."""
         if peer is None:
             return self._own
         if ended := peer.forget_ended():
@@ -517,7 +530,7 @@ class Agent:
         return peer.regions
 
     def _link(self, name: str, peer: Peer | None) -> Link | None:
-        """The link to an agent; None: within this one.
+        """Returns the link to an agent; None for this agent itself.
 
         Raises:
             UnknownAgentError: it was removed. Another one may have its name.
@@ -531,7 +544,7 @@ class Agent:
                 raise UnknownAgentError(f"agent {name!r} was removed", name)
             if peer.link is not None:
                 return peer.link
-        with peer.connecting:  # not under the agent's lock: it may take its time
+        with peer.connecting:  # not under the agent's lock, because connecting may take long
             if peer.link is None:
                 fabric = self._fabric if self._fabric and self._fabric.reaches(peer.place.fabric) else None
                 provider = "" if fabric is None else fabric.provider
@@ -549,7 +562,7 @@ class Agent:
                 self._warn_of_slow(link, peer.place.host)
                 with self._lock:
                     peer.ledger, peer.link = ledger, link
-                peer.unmap_lost()  # it may have gone before
+                peer.unmap_lost()  # the peer may have ended before
                 if peer.removed:
                     peer.leave()
                 _LOG.info("agent %s reaches agent %s by %s", shown(self.name), shown(name), link.path)
@@ -564,7 +577,7 @@ class Agent:
             peer.unmap_lost()
 
     def _publish_links(self) -> None:
-        """Names the path of each link to `proxyccl info` and `top`."""
+        """Publishes the path of each link for `proxyccl info` and `top`."""
         with self._lock:
             links = [(name, peer.link.path) for name, peer in self._peers.items() if peer.link is not None]
         self._published.write(links)
@@ -579,13 +592,13 @@ class Agent:
     # Transfers
 
     def prepare(self, operation: str, peer: str, blocks: Any) -> Transfer:
-        """A transfer that can be started again and again.
+        """Prepares a transfer, which can be started repeatedly.
 
         Args:
             operation: "read", from the peer's memory, or "write".
             peer: the other agent's name, or this agent's own.
             blocks: shape (N, 3) of integers: local address, remote address, bytes. Each block lies in registered
-                memory on both sides. Blocks must not overlap where they are written.
+                memory on both sides. Blocks must not overlap on the side that is written.
 
         Raises:
             ArgumentError: a wrong operation or array.
@@ -599,26 +612,26 @@ class Agent:
         rows = as_rows(blocks)
         known = self._known(peer)
         sides = self._sides(peer, rows)
-        if known is not None and known.link is None:  # only then are the regions known that it has deregistered
+        if known is not None and known.link is None:  # only a link tells which regions the peer has deregistered
             self._link(peer, known)
             sides = self._sides(peer, rows)
         return self.prepare_checked(operation == "write", rows, *sides)
 
     def _sides(self, peer: str, rows: Rows) -> tuple[Side, Side]:
-        """Both sides of blocks. Raises ArgumentError, UnknownAgentError, NotRegisteredError as `prepare`."""
+        """Returns both sides of blocks. Raises ArgumentError, UnknownAgentError, NotRegisteredError as `prepare`."""
         with self._lock:
             known = self._known(peer)
-            regions = self._regions(known)  # once: the peer may end a registration at any moment
+            regions = self._regions(known)  # read once, because the peer may end a registration at any moment
             here = kind_of(self._own, rows[:, 0], rows[:, 2], "local", "")
             there = kind_of(regions, rows[:, 1], rows[:, 2], "remote", peer)
             return Side(self.name, None, here, self._own.view(here)), Side(peer, known, there, regions.view(there))
 
     def prepare_checked(self, writes: bool, rows: Rows, ours: Side, theirs: Side) -> Transfer:
-        """`prepare` for rows that were found to lie in the registered memory of two sides.
+        """Prepares a transfer like `prepare`, of rows that `find_side` found in the registered memory of both sides.
 
         Raises:
             UnknownAgentError: the other agent was removed. Another one may have its name.
-            NotRegisteredError: memory was deregistered since, or registered anew.
+            NotRegisteredError: memory was deregistered, or registered anew, since `find_side`.
             DisconnectedError, NoPathError: as `prepare`.
         """
         name, known = theirs.name, theirs.peer
@@ -649,12 +662,12 @@ class Agent:
         """Waits until the data of all transfers is in place.
 
         Args:
-            transfers: started ones.
-            timeout: seconds for all of them; None: the agent's.
+            transfers: started transfers.
+            timeout: bound for all of them together, in seconds; None: the agent's.
 
         Raises:
-            TransferTimeoutError: one is still active.
-            DisconnectedError, NotRegisteredError, CanceledError, TransferError: one ended otherwise.
+            TransferTimeoutError: a transfer is still active.
+            DisconnectedError, NotRegisteredError, CanceledError, TransferError: a transfer failed or was canceled.
         """
         bounded = self.timeout if timeout is None else timeout_from(timeout)
         deadline = time.monotonic() + bounded
@@ -667,15 +680,15 @@ class Agent:
     # Messages
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Sends a message to another agent, or to this one by its own name. Messages of one sender keep their order.
+        """Sends a message to another agent, or to this agent by its own name. Messages of one sender keep their order.
 
         Args:
-            peer: its name.
+            peer: the receiver's name.
             message: up to 256 MiB.
 
         Raises:
             UnknownAgentError: no such agent was added.
-            DisconnectedError: it has ended, or can't be reached.
+            DisconnectedError: the agent has ended, or can't be reached.
             ArgumentError: the message is too long.
         """
         link = self._link(peer, self._known(peer))
@@ -685,8 +698,9 @@ class Agent:
             link.tell(message)
 
     def messages(self) -> list[tuple[str, bytes]]:
-        """Takes the messages that have arrived: (sender's name, message), in order. A transfer's message is there after
-        its data."""
+        """Takes and returns the messages that have arrived: (sender's name, message), in order. A transfer's message
+        arrives after its data.
+        """
         self._process.require("the agent")
         taken: list[tuple[str, bytes]] = []
         unread = lib.proxyccl_agent_unread(self._handle)
@@ -703,10 +717,10 @@ class Agent:
         return taken
 
     def wait_for_message(self, timeout: float | None = None) -> None:
-        """Waits until `messages` has one.
+        """Waits until a message can be taken by `messages`.
 
         Raises:
-            TransferTimeoutError: none came within the time, in seconds; None: the agent's.
+            TransferTimeoutError: no message came within the time-out, in seconds; None: the agent's.
             ClosedError: the agent was closed.
         """
         bounded = self.timeout if timeout is None else timeout_from(timeout)
@@ -729,7 +743,9 @@ def _release(handle: ProxycclAgentPointer, served: list[object]) -> None:
 
 
 def _open_ledger(place: Place) -> tuple[Ledger | None, str]:
-    """The ledger of an agent of this host, or None and why it can't be mapped; "" for another host's."""
+    """Returns the ledger of an agent of this host; or None and the reason why it can't be mapped, "" for an agent of
+    another host.
+    """
     if place.host != boot_id():
         return None, ""
     try:
@@ -747,13 +763,16 @@ def _listen(token: bytes, addresses: Sequence[str] | None) -> tuple[list[Any], l
         raise ArgumentError("listen", f"must be a list of addresses, not {addresses!r}")
     try:
         return listen(token, None if addresses is None else list(addresses))
-    except (OSError, ValueError, TypeError) as error:  # the last two: of characters that no address has
+    # ValueError and TypeError are raised for characters that no address has.
+    except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ArgumentError("listen", f"this host can't listen at {addresses!r}: {reason}") from None
 
 
 def _forget() -> None:
-    """In a fork's child: a peer learns of the parent's end although the child goes on."""
+    """In a fork's child: closes copies of descriptors, so that peers notice the parent's end while the child runs
+    on.
+    """
     for agent in _agents.values():
         lib.proxyccl_agent_forget(agent._handle)
     _agents.clear()

@@ -66,8 +66,8 @@ def as_rows(blocks: Any, argument: str = "blocks") -> Rows:
 
 
 def joined(rows: Rows) -> Rows:
-    """Rows of (local, remote, bytes, …) without empty blocks. Blocks that follow each other on both sides, and whose
-    further numbers are the same, are one.
+    """Joins rows of (local, remote, bytes, …): drops empty blocks, and merges blocks that are adjacent on both sides
+    and have the same further numbers.
     """
     rows = rows[rows[:, 2] > 0]
     if len(rows) > 1:
@@ -82,6 +82,6 @@ def joined(rows: Rows) -> Rows:
 
 
 def sides(rows: Rows) -> tuple[Rows, Rows]:
-    """The lists that the engine takes: (address, bytes) for either side, of the joined rows."""
+    """Returns the lists that the engine takes: (address, bytes) for either side, of the joined rows."""
     rows = joined(rows)
     return np.ascontiguousarray(rows[:, ::2]), np.ascontiguousarray(rows[:, 1:])

@@ -1,4 +1,4 @@
-"""A device that copies blocks: by its copy engine, and by a kernel where they are many and short."""
+"""Copies blocks by a device: by its copy engine, or by a kernel if blocks are many and short."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from proxyccl.proxy._transfers import ProxycclDeviceCopiesPointer, ProxycclStagingPointer
 
 _STREAMS = 4
-"""Transfers take turns on them, so that a short one does not wait for a long one."""
+"""The number of streams, which transfers use in turn, so that a short transfer does not wait for a long one."""
 
 _LONG_BYTES = 8 << 20
-"""From here on the copy engine is as fast as a kernel, although it takes two or three microseconds to begin: 500 blocks
-of 1 MiB moved at 205 GB/s between two H200, and by the kernel at 350."""
+"""The block size from which the copy engine is as fast as a kernel, although it takes two or three microseconds to
+begin: 500 blocks of 1 MiB moved at 205 GB/s between two H200, and by the kernel at 350.
+"""
 
 _FEW = 4
-"""This many short blocks take the copy engine no longer than a kernel takes to start."""
+"""The copy engine copies this many short blocks in the time in which a kernel starts."""
 
 _PIECES = (4 << 10, 64 << 10)
 """The least and the most bytes that a warp copies at a time."""
 
 _BLOCKS = 32
-"""Multiprocessors that the kernel takes at most."""
+"""The most multiprocessors that the kernel occupies."""
 
 _THREADS = 1024
 _WARP = 32
@@ -50,7 +51,7 @@ class Plan(Struct, frozen=True, eq=False):
     Attributes:
         copies: the engine's description.
         by: "copy engine", "kernel", or "copy engine and kernel".
-        kept: what the description names, which the transfer keeps.
+        kept: objects that the description refers to, and that the transfer keeps alive.
     """
 
     copies: ProxycclDeviceCopiesPointer
@@ -59,11 +60,11 @@ class Plan(Struct, frozen=True, eq=False):
 
 
 class Table:
-    """Pinned memory of a copier's, which it gets back at the end.
+    """Pinned memory borrowed from a copier, which gets it back at the end.
 
     Attributes:
         memory: the memory; its contents are undefined.
-        nbytes: of it, at least.
+        nbytes: the least size of the memory.
     """
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
@@ -83,7 +84,7 @@ class Stages:
 
 
 class Word:
-    """A pinned word of a copier's, which it gets back at the end.
+    """A pinned word borrowed from a copier, which gets it back at the end.
 
     Attributes:
         host_ptr, ptr: its address for the CPU, and for the device.
@@ -141,9 +142,9 @@ class Copier:
         """Plans copies.
 
         Args:
-            rows: shape (N, 3): to, from, bytes; the device's addresses.
-            kernels_reach: False: some of the memory is the host's and not pinned, so a kernel would fault.
-            kept: something that they need.
+            rows: shape (N, 3): target, source, bytes; device addresses.
+            kernels_reach: False if some memory is unpinned host memory, on which a kernel would fault.
+            kept: objects that the copies need.
         """
         short = (rows[:, 2] < _LONG_BYTES) & kernels_reach
         if np.count_nonzero(short) <= _FEW:
@@ -170,7 +171,7 @@ class Copier:
         return Plan(copies, by, (copies, by_engine, launch, table, word, self, kept))
 
     def _launch(self, rows: Rows) -> tuple[Launch, Table]:
-        """A kernel for short blocks, which are cut so that all warps have some."""
+        """Prepares a kernel for short blocks, which are cut so that every warp has work."""
         on_host = self.runtime.name == "host"  # a thread of the kernel is a warp there
         blocks, threads = (1, 1) if on_host else (min(_BLOCKS, self.runtime.launch_defaults.blocks), _THREADS)
         warps = 1 if on_host else blocks * threads // _WARP
@@ -183,10 +184,10 @@ class Copier:
         return self._kernel.prepare(blocks, threads, table.memory.ptr, len(pieces)), table
 
     def staging(self, registered: Callable[[Table], Stages] | None = None) -> tuple[ProxycclStagingPointer, object]:
-        """Pinned memory by way of which another process's memory is copied, and what to keep with it.
+        """Returns pinned memory for staging copies of another process's memory, and objects to keep with it.
 
         Args:
-            registered: registers it with the agent's endpoint of libfabric; None: there is none.
+            registered: registers the memory with the agent's libfabric endpoint; None if there is no endpoint.
         """
         count, nbytes = lib.PROXYCCL_STAGES, lib.PROXYCCL_STAGE_BYTES
         table = Table(self, count * nbytes)
@@ -213,7 +214,7 @@ class Copier:
             return self._streams[self._turn % len(self._streams)]
 
     def take_word(self) -> tuple[PinnedMemory, int]:
-        """A pinned word, in a cache line of its own: the page, and its offset there."""
+        """Takes a pinned word in its own cache line. Returns the page, and the word's offset in the page."""
         with self._lock:
             if not self._words:
                 page = self.runtime.allocate_pinned(mmap.PAGESIZE)
@@ -225,7 +226,7 @@ class Copier:
         self._words.append(word)  # no lock: as in give_table
 
     def take_table(self, nbytes: int) -> PinnedMemory:
-        """Pinned memory: some that was given back, or new."""
+        """Takes pinned memory that was given back, or allocates some."""
         with self._lock:
             free = self._tables.get(nbytes)
             if free:
@@ -233,12 +234,12 @@ class Copier:
         return self.runtime.allocate_pinned(nbytes)
 
     def give_table(self, nbytes: int, memory: PinnedMemory) -> None:
-        """Keeps it for the next plan: pinning memory takes longer than a transfer."""
+        """Keeps the memory for the next plan, because pinning memory takes longer than a transfer."""
         self._tables.setdefault(nbytes, []).append(memory)  # no lock: a finalizer may run in a thread that holds it
 
 
 def cut(rows: Rows, most: int) -> Rows:
-    """Rows of (to, from, bytes) as pieces of at most `most` bytes each."""
+    """Cuts rows of (target, source, bytes) into pieces of at most `most` bytes each."""
     counts = (rows[:, 2] + np.uint64(most - 1)) // np.uint64(most)
     if (counts <= 1).all():
         return np.ascontiguousarray(rows)

@@ -1,4 +1,4 @@
-"""Memory of devices: how an agent shares its own, and reaches another agent's."""
+"""Memory of devices: how an agent shares its own device memory, and reaches another agent's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Share(Message, frozen=True):
 
 
 def runtime_name() -> str:
-    """The runtime of devices that only a number names: ``PROXYCCL_RUNTIME``'s, else the machine's."""
+    """Returns the name of the runtime of devices given only by number: ``PROXYCCL_RUNTIME``'s, else the machine's."""
     return os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
 
 
@@ -55,7 +55,7 @@ class Devices:
         self._copiers: dict[tuple[str, int], Copier] = {}
 
     def copier(self, device: int, name: str | None = None, runtime: Runtime | None = None) -> Copier:
-        """A device by its number.
+        """Returns the copier of a device, by the device's number.
 
         Args:
             device: its number in this process.
@@ -76,7 +76,7 @@ class Devices:
             return found
 
     def of(self, share: Share) -> Copier:
-        """The device whose memory a region of this process is."""
+        """Returns the device that a region of this process belongs to."""
         return self.copier(share.region.device, share.place.partition(":")[0])
 
     def of_stream(self, stream: StreamLike) -> Copier:
@@ -169,7 +169,7 @@ class Reached:
         self._sorted = None
 
     def of(self, regions: Iterable[Region]) -> list[Share]:
-        """The shares of those regions that are a device's."""
+        """Returns the shares of those regions that are device memory."""
         with self._lock:
             return [self._shares[region] for region in regions if region in self._shares]
 
@@ -185,7 +185,7 @@ class Reached:
     def map(
         self, copier: Copier, addresses: Rows, nbytes: Rows, holders: Iterable[Region] = ()
     ) -> tuple[Rows, list[Memory], str]:
-        """The addresses at which a device reaches blocks.
+        """Maps the regions of blocks, and returns the addresses at which a device reaches the blocks.
 
         Args:
             copier: the device.
@@ -243,7 +243,7 @@ class Reached:
         return shares, at
 
     def close(self) -> None:
-        """Unmaps everything, for good. No transfer may still use it."""
+        """Unmaps everything permanently. No transfer may still use the memory."""
         with self._lock:
             for memory in self._mapped.values():
                 memory.close()
@@ -258,10 +258,10 @@ class Pinned:
         self._pinned: dict[Region, Memory | None] = {}
 
     def pin(self, copier: Copier, regions: Iterable[Region]) -> tuple[list[Memory], str]:
-        """Pins regions, unless they are.
+        """Pins regions that are not pinned yet.
 
         Returns:
-            The pinned memory, and why some is not; "" if all is.
+            The pinned memory, and the reason why some memory is not pinned; "" if all is.
         """
         memories, reason = [], ""
         with self._lock:

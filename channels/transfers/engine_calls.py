@@ -38,7 +38,7 @@ def raise_status(status: int, peer: str, lost: str = "") -> None:
 
 
 def wait_in_slices(wait: Callable[[int], int], pending: int, seconds: float) -> int:
-    """Waits in C. The main thread returns to Python from time to time, where handlers of signals run.
+    """Waits in C. The main thread returns to Python from time to time, so that signal handlers run.
 
     Args:
         wait: waits for a number of nanoseconds at most, and returns a result.

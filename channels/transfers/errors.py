@@ -6,7 +6,7 @@ from proxyccl.device.errors import ProtocolError, ProxyCCLError
 
 
 class TransferError(ProxyCCLError):
-    """A transfer failed, or can't begin. `peer` is the other agent's name, "" if none is concerned."""
+    """A transfer failed, or can't begin. `peer` is the other agent's name, "" if no other agent is involved."""
 
     def __init__(self, message: str, peer: str = "") -> None:
         super().__init__(message)

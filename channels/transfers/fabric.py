@@ -39,8 +39,8 @@ class Key(Message, frozen=True):
 
     Attributes:
         region: the region.
-        address: that of its first byte, for requests.
-        key: of libfabric.
+        address: address of the region's first byte, for requests.
+        key: libfabric's key.
     """
 
     region: Region
@@ -49,7 +49,7 @@ class Key(Message, frozen=True):
 
 
 class Keys:
-    """The keys of one agent's regions, or what local requests name them by. Any thread may use it."""
+    """The keys of one agent's regions, or their local descriptors. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,8 +57,9 @@ class Keys:
         self._sorted: tuple[Rows, Rows] | None = None
 
     def add(self, keys: Iterable[tuple[Region, int, int]], replaced: Iterable[Region] = ()) -> None:
-        """Adds (region, address of its first byte for requests, key), after the regions that they replace are
-        forgotten."""
+        """Adds (region, address of its first byte for requests, key). The caller must have removed regions that these
+        replace.
+        """
         with self._lock:
             for region in replaced:
                 self._keys.pop(region, None)
@@ -66,13 +67,13 @@ class Keys:
             self._sorted = None
 
     def remove(self, region: Region) -> None:
-        """Removes a region, if it is there."""
+        """Removes a region, if it is present."""
         with self._lock:
             self._keys.pop(region, None)
             self._sorted = None
 
     def find(self, addresses: Rows, nbytes: Rows) -> tuple[Rows, Rows] | None:
-        """The addresses for requests, and the keys, of blocks; None if a block lies in no region with a key."""
+        """Returns the request addresses and the keys of blocks; None if a block is in no region with a key."""
         with self._lock:
             if self._sorted is None:
                 chosen = outermost(self._keys)
@@ -92,7 +93,7 @@ class Requests(Struct, frozen=True):
     Attributes:
         rows: shape (N, 6): local address, the peer's for requests, bytes, local descriptor, the peer's key, the peer's
             address.
-        peer: its fi_addr_t.
+        peer: the peer's fi_addr_t.
     """
 
     rows: Rows
@@ -103,15 +104,15 @@ class AgentFabric:
     """The endpoint of one agent. Any thread may use it.
 
     Attributes:
-        address: for peers.
-        raw: the same in libfabric's form.
+        address: the endpoint's address for peers.
+        raw: the address in libfabric's form.
 
     Args:
         options: the provider and its settings.
         devices: whether the provider should reach memory of devices, if it can.
 
     Raises:
-        ArgumentError, ResourceError, RuntimeUnavailableError: it can't be opened.
+        ArgumentError, ResourceError, RuntimeUnavailableError: the endpoint can't be opened.
     """
 
     def __init__(self, options: FabricOptions, *, devices: bool) -> None:
@@ -126,8 +127,8 @@ class AgentFabric:
         self._lock = threading.Lock()
         self._registered: dict[Region, FabricRegistration] = {}
         self._own = Keys()
-        self._ended: deque[tuple[FabricRegistration, object]] = deque()  # of stages
-        self._unreached: dict[int, str] = {}  # why it does not reach the memory of a device
+        self._ended: deque[tuple[FabricRegistration, object]] = deque()  # registrations of stages that have ended
+        self._unreached: dict[int, str] = {}  # by device, why the provider does not reach its memory
         parts, offer = self._endpoint.parts, self._endpoint.offer
         named = {name: getattr(parts, name) for name in ("endpoint", "queue", "fabric", "peers", "descriptor")}
         limits = {"depth": self._endpoint.depth, "max_message": offer.max_message}
@@ -152,7 +153,7 @@ class AgentFabric:
         return self._endpoint.insert(address)[0]
 
     def remove(self, peer: int) -> None:
-        """Forgets a peer, to which nothing is outstanding."""
+        """Forgets a peer. No request to the peer may be outstanding."""
         self._endpoint.remove(peer)
 
     def register(self, regions: Iterable[Region], runtimes: Mapping[Region, Runtime]) -> None:
@@ -161,7 +162,7 @@ class AgentFabric:
 
         Args:
             regions: the regions.
-            runtimes: those of the devices' ones.
+            runtimes: the runtimes of regions in device memory.
 
         Raises:
             ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
@@ -199,7 +200,7 @@ class AgentFabric:
                     self._endpoint.release(made)
 
     def stages(self, table: Table) -> Stages:
-        """Registers memory by way of which a device's memory is copied; until nothing refers to the result.
+        """Registers memory that stages copies of device memory, until nothing refers to the result.
 
         Raises:
             ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
@@ -222,13 +223,13 @@ class AgentFabric:
             self._endpoint.release(registration)
 
     def keys(self, regions: Iterable[Region]) -> list[Key]:
-        """The keys of those regions that are registered."""
+        """Returns the keys of those regions that are registered."""
         with self._lock:
             found = [(region, self._registered[region]) for region in regions if region in self._registered]
         return [Key(region, made.address, made.key) for region, made in found]
 
     def requests(self, rows: Rows, theirs: Keys, peer: int) -> Requests:
-        """The requests for rows of (local address, remote address, bytes), which are registered memory.
+        """Makes the requests for rows of (local address, remote address, bytes) of registered memory.
 
         Raises:
             NoPathError: some of it is not registered with libfabric, on either side.
@@ -242,28 +243,29 @@ class AgentFabric:
             raise NoPathError(
                 f"some of {side} memory is not registered with libfabric" + (f" ({unreached})" if unreached else "")
             )
-        shift = there[0] - rows[:, 1]  # the same for the blocks of a region
+        shift = there[0] - rows[:, 1]  # constant for the blocks of a region
         merged = joined(np.column_stack((rows, here[1], there[1], shift)))
         columns = (merged[:, 0], merged[:, 1] + merged[:, 5], *merged[:, 2:5].T, merged[:, 1])
         return Requests(np.column_stack(columns), peer)
 
     def close(self) -> None:
-        """Closes the endpoint, which must no longer be in use."""
+        """Closes the endpoint. It must no longer be in use."""
         self.deregister(list(self._registered))
         self._endpoint.close()
 
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
-    """An endpoint, with the options of ``PROXYCCL_FABRIC_…``; None where this machine has no adapter for it.
+    """Opens an endpoint, with the options of ``PROXYCCL_FABRIC_…``, if this machine has an adapter for one.
 
     Args:
         asked: whether the caller named the path, so that any provider serves.
 
     Returns:
-        The endpoint, or None and why libfabric does not serve the adapters of this machine; "" if it has none.
+        The endpoint, or None and the reason why libfabric can't use this machine's adapters; "" if there are no
+        adapters.
 
     Raises:
-        ArgumentError, ResourceError, RuntimeUnavailableError: it was asked for and can't be opened.
+        ArgumentError, ResourceError, RuntimeUnavailableError: the path was named and the endpoint can't be opened.
     """
     if not asked and not (_ADAPTERS.is_dir() and os.listdir(_ADAPTERS)):
         return None, ""

@@ -1,4 +1,4 @@
-"""The host's memory that other processes of the host map: what ProxyCCL has allocated."""
+"""Host memory that other processes of the host can map, because ProxyCCL has allocated it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class _Holder:
 
 
 def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> NDArray[Any]:
-    """An array of zeros in the host's memory, which agents of other processes of the host map if it is registered:
-    copies then need neither a call of the kernel nor its permission.
+    """Allocates an array of zeros in host memory. Once it is registered, agents of other processes of the host can map
+    it, so that copies need neither a system call nor the kernel's permission.
 
     Args:
         shape: its shape, or the number of its elements.
@@ -52,13 +52,13 @@ def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> N
 
 
 def mapped_memory(regions: Iterable[Region]) -> dict[Region, SharedMemory]:
-    """The memory that ProxyCCL allocated, of those regions that lie in it."""
+    """Returns the memory allocated by ProxyCCL that holds regions, for each region in such memory."""
     found = ((region, find_range(region.address, region.nbytes)) for region in regions if region.nbytes)
     return {region: memory for region, memory in found if memory is not None}
 
 
 def shares_of(mapped: Mapping[Region, SharedMemory]) -> list[Share]:
-    """Shares of those regions of `mapped_memory` that are the host's: other processes can map them."""
+    """Returns shares of those regions of `mapped_memory` that are host memory, which other processes can map."""
     shares = [Share(region, _PLACE, memory.handle) for region, memory in mapped.items() if region.kind == DRAM]
     if shares:
         serve()  # for agents in other PID namespaces
@@ -66,14 +66,14 @@ def shares_of(mapped: Mapping[Region, SharedMemory]) -> list[Share]:
 
 
 class Mapped:
-    """The host's memory of another agent that this process maps when it is first of use. Any thread may use it."""
+    """The host memory of another agent, which this process maps on first use. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shares: dict[Region, Share] = {}
         self._mapped: dict[Share, SharedMemory] = {}
         self._memories: list[SharedMemory] = []  # the same, in order
-        self._places = Keys()  # in place of keys, indices of the memory
+        self._places = Keys()  # maps to indices of the memory instead of keys
         self._new = False
 
     def add(self, shares: Iterable[Share], replaced: Iterable[Region] = ()) -> None:
@@ -88,7 +88,7 @@ class Mapped:
     def find(
         self, addresses: Rows, nbytes: Rows, holders: Iterable[Region]
     ) -> tuple[Rows | None, list[SharedMemory], str]:
-        """Where blocks are here.
+        """Returns where blocks are mapped in this process.
 
         Args:
             addresses, nbytes: of the blocks.
@@ -109,7 +109,7 @@ class Mapped:
             return found[0], [self._memories[index] for index in used], reason
 
     def _map(self) -> str:
-        """Maps regions that are not. What is mapped for others stays so while transfers hold it."""
+        """Maps regions that are not mapped yet. Mappings of replaced regions remain while transfers hold them."""
         reason = ""
         mapped: dict[Share, SharedMemory] = {}
         places: list[tuple[Region, int, int]] = []
@@ -126,7 +126,7 @@ class Mapped:
         return reason
 
     def close(self) -> None:
-        """Unmaps everything, for good. No transfer may still use it."""
+        """Unmaps everything permanently. No transfer may still use the memory."""
         with self._lock:
             for memory in self._memories:
                 memory.close()

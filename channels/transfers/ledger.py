@@ -1,4 +1,4 @@
-"""An agent's registrations, in memory that its peers of the host map: they check them where a copy lands.
+"""An agent's registrations, in memory that peers on the host map, so that they can check registrations while they copy.
 
 The number of a registration is never used again. So memory that is registered later at the same address, even as an
 equal region, is not taken for the former one.
@@ -30,8 +30,8 @@ class Ledger:
     """The ledger of an agent: of this one, which writes it, or of a peer, as it is mapped here.
 
     The word of a registration, number % words, is the number while the memory is registered, and its complement if the
-    memory was freed first. After `end` it has any other value. Word 0 counts the ends of registrations: while it stays,
-    those that stood still do.
+    memory was freed first. After `end` it has any other value. Word 0 counts the registrations that have ended: while
+    word 0 does not change, all registrations remain valid.
 
     The callers of `begin` and `end` take turns.
 
@@ -80,11 +80,11 @@ class Ledger:
         return int(lib.proxyccl_ledger_count(self.pointer))
 
     def holds(self, number: int) -> bool:
-        """Whether a registration has not ended, and its memory was not freed."""
+        """Whether a registration is valid: it has not ended, and its memory was not freed."""
         return bool(number) and int(self.words[number % _WORDS]) == number
 
     def begin(self, pages: object = None) -> int:
-        """The number of a new registration.
+        """Begins a registration, and returns its number.
 
         Args:
             pages: an object that lives as long as the memory is mapped, if there is one: the registration ends as that

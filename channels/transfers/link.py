@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Link:
-    """A link that this agent opened. The engine frees it when nobody refers to it, here and in transfers.
+    """A link that this agent opened. The engine frees the link when neither this object nor a transfer refers to it.
 
     Attributes:
         peer: the other agent's name.
@@ -54,12 +54,12 @@ class Link:
 
     @property
     def lost(self) -> str:
-        """Why nothing moves over it; "" while it works."""
+        """Why the link can't carry data; "" while it works."""
         reason = lib.proxyccl_link_lost(self.handle)
         return ffi.string(reason).decode() if reason else ""
 
     def look(self) -> str:
-        """As `lost`, after a look whether the peer has gone, of which nobody may have heard yet."""
+        """Like `lost`, but polls the socket first, so that a disconnect shows at once."""
         reason = lib.proxyccl_link_look(self.handle)
         return ffi.string(reason).decode() if reason else ""
 
@@ -67,12 +67,12 @@ class Link:
         """Sends a message.
 
         Raises:
-            DisconnectedError: it is lost.
+            DisconnectedError: the link is lost.
             ArgumentError: the message is longer than 256 MiB.
             TransferError: the peer has not taken earlier messages for long.
         """
         raise_status(lib.proxyccl_link_tell(self.handle, message, len(message)), self.peer, self.lost)
 
     def end(self) -> None:
-        """Ends it. Its active transfers are lost."""
+        """Ends the link. Its active transfers are lost."""
         lib.proxyccl_link_end(self.handle)

@@ -1,4 +1,4 @@
-"""Unmaps the memory of agents that were lost, although no thread of the program uses the agent that had it mapped."""
+"""Unmaps the memory of lost agents, even if no thread of the program uses the agent that had it mapped."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _event = -1
 
 
 def event_of_losses(task: Callable[[], object]) -> int:
-    """The eventfd, one for the process, that the engine raises when a link is lost. A thread then calls all tasks.
+    """Returns the process's eventfd, which the engine signals when a link is lost. A thread then calls all tasks.
 
     Args:
-        task: a method of an agent, which it does not keep alive.
+        task: a method of an agent; the agent is not kept alive.
 
     Raises:
         ResourceError: there are too few descriptors or threads.

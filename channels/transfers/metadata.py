@@ -1,4 +1,6 @@
-"""An agent's metadata: the bytes by which others find it and its memory. Whoever has them may read and write it."""
+"""An agent's metadata: the bytes by which others find the agent and its memory. Anyone who has them may read and write
+this memory.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ class Place(Message, frozen=True):
         host: the boot id of its machine.
         process: its process's number in its PID namespace.
         addresses: (address, port) pairs for other hosts.
-        secret: the bytes that it expects of a link.
-        secret_address: where they lie in its process.
+        secret: the bytes that the agent expects on a link.
+        secret_address: address of the secret in its process.
         fabric: the address of its endpoint of libfabric; b"" if it has none.
         ledger: the handle of its ledger.
     """
@@ -46,10 +48,10 @@ class Metadata(Message, frozen=True):
 
     Attributes:
         name: its name, which a later agent may have, too.
-        token: what no other agent has; it names its Unix socket.
+        token: a text that no other agent has; names its Unix socket.
         place: where it listens.
         regions, registrations: its memory, and for each region the number of its registration.
-        shares, keys: how processes of its host map memory, and how libfabric names it.
+        shares, keys: how processes of its host map the memory, and libfabric's keys for it.
     """
 
     format: Literal["proxyccl-agent-2"]
@@ -84,7 +86,7 @@ def encode(
     shares: list[Share],
     keys: list[Key],
 ) -> bytes:
-    """Metadata as bytes. Raises ProtocolError if they are too long."""
+    """Encodes metadata as bytes. Raises ProtocolError if they are too long."""
     return _CODEC.encode(Metadata("proxyccl-agent-2", name, token, place, regions, registrations, shares, keys))
 
 

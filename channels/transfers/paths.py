@@ -1,4 +1,4 @@
-"""How data moves between two agents: which path, and the socket that carries what the path does not."""
+"""The paths of data between two agents, and the socket that carries everything else."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from proxyccl.proxy.connecting import NoAddressError, connect_to_any
 from proxyccl.proxy.hosts import boot_id, host_addresses
 
 _TCP_OPTIONS = {
-    # An answer would otherwise wait until the one before is acknowledged, which takes the other side 40 ms.
+    # Otherwise an answer would wait until the one before is acknowledged, which takes the other side 40 ms.
     (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
-    # A host that lost its power or its network stays silent.
+    # Keep-alives detect a host that lost its power or its network, because such a host stays silent.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 5,
@@ -45,7 +45,7 @@ FABRIC = "fabric"
 """The path by libfabric."""
 
 SHARED = "shared_memory"
-"""The path of memory that this process maps. It is not a link's: another path carries what can't be mapped."""
+"""The path of memory that this process maps. A link always has another path too, for memory that can't be mapped."""
 
 _ALL = (SHARED, "process_vm", "unix", FABRIC, "tcp")
 
@@ -57,7 +57,7 @@ class Path(Struct, frozen=True):
         name: "self", within the agent; "shared_memory", copied by the CPU; "process_vm", copied once by the kernel;
             "unix" or "tcp", through the socket; "fabric (…)", by libfabric's provider of that name (`fabric_path`);
             `device_path` and `staged_path` name those of devices.
-        reason: why a faster path between agents of one host does not serve; "" if none is faster, or allowed.
+        reason: why a faster path between agents of one host can't be used; "" if no faster one exists or is allowed.
     """
 
     name: str
@@ -68,30 +68,32 @@ class Path(Struct, frozen=True):
 
 
 def device_path(by: str, ways: Iterable[str], unpinned: str = "") -> Path:
-    """The path of a transfer that a device copies, such as "copy engine (IPC)".
+    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)".
 
     Args:
         by: what copies: "copy engine", "kernel", or "copy engine and kernel".
-        ways: how it reaches memory that is not its own process's device memory.
-        unpinned: why it copies the host's memory by way of the driver's own buffers; "" if it does not.
+        ways: how the device reaches memory other than its own process's device memory.
+        unpinned: why the copy of host memory goes through the driver's buffers; "" if it does not.
     """
     named = sorted({way for way in ways if way} | ({"staged by the driver"} if unpinned else set()))
     return Path(f"{by} ({', '.join(named)})" if named else by, unpinned)
 
 
 def fabric_path(provider: str, *, of_devices: bool = False) -> str:
-    """The name of the path by a provider of libfabric; `of_devices`: whether its adapter reaches memory of devices."""
+    """Returns the name of the path by a provider of libfabric; `of_devices`: whether its adapter reaches device
+    memory.
+    """
     return f"{FABRIC} ({provider}{', device memory' if of_devices else ''})"
 
 
 def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
-    """The path of memory of devices, on one side or both, through a socket: "copy engine and tcp, staged".
+    """Returns the path of device memory, on one side or both, through a socket: "copy engine and tcp, staged".
 
     Each device copies to and from pinned memory of its own side.
 
     Args:
         link: the path of the link, whose name is that of the socket.
-        kinds: of memory, here and there.
+        kinds: the kinds of memory of this side and the peer's.
         reason: why no device reaches both sides; "" between hosts.
     """
     steps = ["copy engine"] * (kinds[0] == VRAM) + [link.name] + ["copy engine"] * (kinds[1] == VRAM)
@@ -104,9 +106,9 @@ class Connected(Struct, frozen=True):
 
     Attributes:
         socket: its descriptor, which the engine takes over.
-        process: a pidfd, likewise, or -1.
+        process: a pidfd, which the engine also takes over, or -1.
         pid: the process to copy from and to, or 0.
-        path: the path that this makes.
+        path: the path of the link.
         carrier: "unix" or "tcp".
     """
 
@@ -118,12 +120,14 @@ class Connected(Struct, frozen=True):
 
 
 def unix_address(token: bytes) -> bytes:
-    """The Unix socket of an agent. The name is abstract, so it leaves no file, and only metadata contain it."""
+    """Returns the address of an agent's Unix socket. The name is abstract, so it leaves no file, and only metadata
+    contain it.
+    """
     return b"\0proxyccl-agent-" + token.hex().encode()
 
 
 def listen(token: bytes, addresses: list[str] | None) -> tuple[list[socket.socket], list[tuple[str, int]]]:
-    """Sockets that listen, and the addresses of those for other hosts.
+    """Makes listening sockets. Returns them, and the addresses of those for other hosts.
 
     Args:
         token: names the Unix socket.
@@ -152,7 +156,7 @@ def listen(token: bytes, addresses: list[str] | None) -> tuple[list[socket.socke
         for listener in listeners:
             listener.setblocking(False)
         for listener in listeners[1:]:
-            _set_options(listener)  # what it accepts inherits them
+            _set_options(listener)  # accepted sockets inherit the options
         undo.pop_all()
     return listeners, found
 
@@ -163,11 +167,11 @@ def _set_options(connection: socket.socket) -> None:
 
 
 def allowed_paths(names: Sequence[str] | None) -> tuple[frozenset[str], bool]:
-    """The paths that data may take between agents: those named, or for None those of ``PROXYCCL_TRANSFER_PATHS``, else
-    all; and whether they were named.
+    """Returns the paths that data may take between agents: the named ones, or for None those of
+    ``PROXYCCL_TRANSFER_PATHS``, else all; and whether they were named.
 
     Raises:
-        ArgumentError: a name is not that of a path, or there is none.
+        ArgumentError: a name is not a path's, or no path is named.
     """
     argument = "paths"
     if names is None:
@@ -186,16 +190,16 @@ def connect(
     """Connects to an agent: by its Unix socket if it is on this host, else by TCP.
 
     Args:
-        peer: its name.
-        token: its token.
-        place: where it listens.
+        peer: the agent's name.
+        token: the agent's token.
+        place: the agent's addresses.
         allowed: the paths that data may take.
         timeout: seconds.
-        provider: of libfabric, that both have; "": none.
-        reason: why its registrations can't be looked at from here, so that the kernel may not copy; "": they can.
+        provider: a libfabric provider that both agents have; "": none.
+        reason: why this process can't check the peer's registrations, so that the kernel may not copy; "" if it can.
 
     Raises:
-        DisconnectedError: it does not answer within the time, or no allowed path leads to it.
+        DisconnectedError: the agent does not answer within the time, or no allowed path leads to it.
         ResourceError: there are too few descriptors.
     """
     deadline = time.monotonic() + timeout
@@ -259,8 +263,9 @@ def _choose(
     failures: list[str],
     provider: str,
 ) -> Connected | None:
-    """The best path over a connection, which is closed if none is allowed. TCP carries the messages of agents on one
-    host without a common network namespace; the kernel may copy their data all the same."""
+    """Chooses the best path over a connection, which is closed if no path is allowed. Agents on one host without a
+    common network namespace exchange messages over TCP; the kernel may still copy their data.
+    """
     here = place.host == boot_id()
     with contextlib.ExitStack() as undo:
         undo.enter_context(connection)
@@ -270,7 +275,7 @@ def _choose(
                 connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
         if pid > 0:
-            # A socket alone would not tell of the peer's end while a fork's child of it has a copy.
+            # The socket alone would not show the peer's end while a forked child of the peer has a copy of it.
             with contextlib.suppress(ProcessLookupError, OSError):
                 process = os.pidfd_open(pid)
                 undo.callback(os.close, process)
@@ -281,7 +286,7 @@ def _choose(
         by_fabric = provider and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
         if not copied and not by_fabric and carrier not in allowed:
             return None
-        if not copied and carrier == "tcp" and process >= 0:  # it may be a stranger's here
+        if not copied and carrier == "tcp" and process >= 0:  # the number may be another process's here
             os.close(process)
             process = -1
         connection.setblocking(False)
@@ -295,9 +300,8 @@ def _choose(
 
 
 def _why_not_copied(pid: int, token: bytes, place: Place, carrier: str) -> str:
-    """Why the kernel can't copy from and to the peer's process; "" if it can.
-
-    Where Yama restricts that to parents, the peer is asked to lift it if its Unix socket can be reached.
+    """Returns why the kernel can't copy from and to the peer's process; "" if it can. If Yama restricts such copies to
+    parents, asks the peer to permit them, provided that its Unix socket can be reached.
     """
     if pid <= 0:
         return "its process is not visible in this PID namespace"
@@ -314,9 +318,8 @@ def _why_not_copied(pid: int, token: bytes, place: Place, carrier: str) -> str:
 
 
 def _ask_to_copy(token: bytes, place: Place) -> int:
-    """Asks the peer to let this process copy. 0 or an errno.
-
-    The question has a connection of its own: over the link's, a late answer would be taken for that of a frame.
+    """Asks the peer to let this process copy. Returns 0 or an errno. The question uses a separate connection: over the
+    link's, a late answer would be mistaken for the answer to a frame.
     """
     connection = _by_unix(token, time.monotonic() + _ANSWER_MS / 1000, [])
     if connection is None:
@@ -326,7 +329,7 @@ def _ask_to_copy(token: bytes, place: Place) -> int:
 
 
 def _read_secret(pid: int, place: Place) -> tuple[int, bytes]:
-    """An errno, or 0 and the bytes in another process where the peer's secret is."""
+    """Reads the peer's secret from its process. Returns an errno, or 0 and the bytes read."""
     seen = ffi.new("char[]", lib.PROXYCCL_SECRET_BYTES)
     error = lib.proxyccl_process_read(pid, place.secret_address, seen, len(seen))
     return error, bytes(ffi.buffer(seen))

@@ -29,7 +29,7 @@ class Peer:
         self.token, self.place = token, place
         self.regions = Regions()
         self.ledger: Ledger | None = None  # of an agent of this host, when it is connected
-        self._ended = -1  # the ledger's count at the last look
+        self._ended = -1  # the ledger's count at the last check
         self.link: Link | None = None
         self.connecting = threading.Lock()  # one thread connects, and the others wait for it
         self.removed = False
@@ -51,8 +51,9 @@ class Peer:
             return list(self._to_close)
 
     def know(self, message: Metadata) -> None:
-        """Takes the regions of metadata, and how they are reached. A region that lies where another one was takes its
-        place: that one's memory may be freed by now."""
+        """Adopts the regions of metadata, and how they are reached. A region replaces older regions at the same
+        addresses, whose memory may have been freed.
+        """
         stale = {
             region
             for region, number in zip(message.regions, message.registrations, strict=True)
@@ -86,8 +87,9 @@ class Peer:
         return ended
 
     def unmap_lost(self) -> None:
-        """Unmaps the peer's memory if its link is lost: no transfer that uses it begins again. The memory of a process
-        that was killed is free then. What a device still copies after the time stays until `leave`."""
+        """Unmaps the peer's memory if its link is lost: no transfer that uses it begins again. This frees the memory of
+        a killed process. Memory that a device still copies after the time stays mapped until `leave`.
+        """
         if self.link is None or not self.link.lost:
             return
         deadline = time.monotonic() + _LONGEST_SECONDS

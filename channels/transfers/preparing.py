@@ -1,4 +1,5 @@
-"""The choice of a transfer's path: what the two sides' memory is, and who reaches it. `_PATHS` has all of them."""
+"""Chooses a transfer's path by the kinds of the two sides' memory and by what can access it. `_PATHS` lists the
+paths."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class Side(Struct, frozen=True, eq=False):
-    """Registered memory of one kind and of one agent, at the time at which blocks were found to lie in it.
+    """Registered memory of one kind and of one agent, at the time when blocks were found in it.
 
     Attributes:
-        name: the agent's.
-        peer: the agent; None: this one.
-        kind: of memory.
+        name: the agent's name.
+        peer: the agent; None: this agent.
+        kind: the kind of memory.
         view: its regions.
     """
 
@@ -47,8 +48,8 @@ class Side(Struct, frozen=True, eq=False):
         """`View.holders` of blocks.
 
         Args:
-            addresses: of the blocks.
-            now: the agent's regions by now.
+            addresses: addresses of the blocks.
+            now: the agent's current regions.
 
         Raises:
             NotRegisteredError: a region was deregistered since, or registered anew.
@@ -63,7 +64,7 @@ class Side(Struct, frozen=True, eq=False):
 
 
 def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: str) -> str:
-    """The kind of memory that all blocks of one side belong to.
+    """Returns the kind of memory that all blocks of one side belong to.
 
     Args:
         regions: of that side.
@@ -72,7 +73,7 @@ def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: st
         peer: the other agent's name; "" for the local side.
 
     Raises:
-        ArgumentError: they are of both kinds.
+        ArgumentError: the blocks are of both kinds.
         NotRegisteredError: a block lies outside registered memory.
     """
     outside = regions.find_outside(addresses, nbytes)
@@ -87,7 +88,7 @@ def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: st
         regions.find_outside(addresses[first : first + 1], nbytes[first : first + 1], VRAM) is None
     ):
         raise ArgumentError(
-            "blocks", f"block {first} at {side} address {address:#x} is of another kind of memory than those before"
+            "blocks", f"block {first} at {side} address {address:#x} is in another kind of memory than block 0"
         )
     raise NotRegisteredError(
         f"block {first}: {number} bytes at {side} address {address:#x} are not registered"
@@ -114,7 +115,7 @@ class Pair(Struct, frozen=True, eq=False):
         return VRAM in self.kinds
 
     @property
-    def is_apart(self) -> bool:  # on another host, or as if it were
+    def is_apart(self) -> bool:  # on another host, or treated so
         return self.link is not None and self.link.carrier == "tcp" and not self.link.pid
 
     @property
@@ -147,7 +148,7 @@ class Preparer:
             warnings.warn(f"agent {self._name} {what}: {reason}", RuntimeWarning, stacklevel=stacklevel)
 
     def prepare(self, pair: Pair) -> Transfer:
-        """A transfer by the best path.
+        """Makes a transfer by the best path.
 
         Raises:
             DisconnectedError: the peer has gone.
@@ -161,8 +162,8 @@ class Preparer:
             reason = made or reason
         raise NoPathError(reason)
 
-    # Each path returns a transfer, or why it does not carry the pair; "" if it is for other kinds of pairs. `reason`
-    # tells why the paths before it do not.
+    # Each path returns a transfer, or the reason why it can't carry the pair; "" if it is for other kinds of pairs.
+    # `reason` has the reasons of earlier paths.
 
     def _by_mapping(self, pair: Pair, reason: str) -> Transfer | str:
         """The CPU copies to and from memory of the host that this process maps."""
@@ -194,7 +195,7 @@ class Preparer:
         return known.keep(self._made(pair, handle, path, sides(pair.rows), kept=requests))
 
     def _staged_by_fabric(self, pair: Pair, reason: str) -> Transfer | str:
-        """By way of pinned memory on both sides, between which the peer's adapter moves the data."""
+        """Stages through pinned memory on both sides, between which the peer's adapter moves the data."""
         fabric, known = self._fabric, pair.known
         if fabric is None or known is None or known.number is None or not pair.is_apart or pair.kinds[1] != VRAM:
             return ""
@@ -217,7 +218,7 @@ class Preparer:
         return self._of_blocks(pair, path, lib.proxyccl_transfer_create, ffi.NULL, pid)
 
     def _staged_by_kernel(self, pair: Pair, reason: str) -> Transfer | str:
-        """Between this process's device memory and another process's memory of the host."""
+        """Copies between this process's device memory and another process's host memory, staged."""
         pid = 0 if pair.link is None or pair.is_in_process else pair.link.pid
         if not pid or pair.kinds != (VRAM, DRAM):
             return ""
@@ -276,7 +277,7 @@ class Preparer:
         return made if known is None else known.keep(made)
 
     def _by_socket(self, pair: Pair, reason: str) -> Transfer | str:
-        """The link's socket, from and to pinned memory of this side if its memory is a device's."""
+        """Moves data through the link's socket; device memory of this side is staged through pinned memory."""
         link = pair.link
         if link is None:
             return ""
@@ -299,13 +300,13 @@ class Preparer:
         return self._devices.of(self._reached.share_at(rows[:, 0], rows[:, 2]))
 
     def _mapped_here(self, pair: Pair) -> tuple[Copier, Pair]:
-        """The device of the local blocks, and the pair with the addresses at which it reaches them."""
+        """Returns the device of the local blocks, and the pair with the addresses at which the device reaches them."""
         copier, mapped = self._local_copier(pair.rows), pair.rows.copy()
         mapped[:, 0], _, _ = self._reached.map(copier, mapped[:, 0], mapped[:, 2])
         return copier, replace(pair, rows=mapped)
 
     def _of_blocks(self, pair: Pair, path: Path, create: Callable[..., Any], *options: object, **how: Any) -> Transfer:
-        """A transfer that a function of the engine makes of the pair's blocks and further options."""
+        """Makes a transfer by a function of the engine, from the pair's blocks and further options."""
         lists = local, remote = sides(pair.rows)
         addresses = (ffi.cast("uint64_t *", each.ctypes.data) for each in lists)
         blocks = ffi.new("ProxycclBlocks *", [pair.writes, *addresses, len(local)])

@@ -1,6 +1,6 @@
 """How `proxyccl info` and `top` find agents: each publishes a small file with its links and their paths.
 
-The files lie beside those of proxies. An agent that is killed leaves its file; whoever looks next removes it.
+The files lie beside those of proxies. An agent that is killed leaves its file, which the next reader removes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class AgentSeen(OfProcess, frozen=True):
     """An agent of this machine.
 
     Attributes:
-        name: its name.
+        name: the agent's name.
         program: the program that it belongs to.
-        links: those that it opened.
-        labels: by the numbers in records of transfers, the peer and the path.
+        links: the links that it opened.
+        labels: peer and path by the numbers in records of transfers.
         log: the handle of the memory with these records.
     """
 
@@ -54,7 +54,7 @@ class AgentSeen(OfProcess, frozen=True):
 
     @property
     def reaches(self) -> str:
-        """Its peers, and the path to each."""
+        """The agent's peers, and the path to each."""
         return ", ".join(f"{link.peer} by {link.path}" for link in self.links) or "no peer so far"
 
 
@@ -79,13 +79,13 @@ class Published:
         self._failed = False
 
     def write(self, links: Iterable[tuple[str, DataPath]]) -> None:
-        """Says which links the agent has."""
+        """Publishes the agent's links."""
         with self._lock:
             self._links = [LinkSeen(peer, str(path)) for peer, path in links]
         self._write()
 
     def label(self, peer: str, path: str) -> int:
-        """The number of a peer and a path in records of transfers."""
+        """Returns the number of a peer and a path in records of transfers."""
         with self._lock:
             number = self._labels.get((peer, path))
             if number is not None:
@@ -116,7 +116,7 @@ class Published:
 
 
 def find_agents() -> list[AgentSeen]:
-    """The agents of this user on this machine, by name. Removes files of processes that ended.
+    """Returns the agents of this user on this machine, by name. Removes files of processes that ended.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.
@@ -126,7 +126,7 @@ def find_agents() -> list[AgentSeen]:
 
 
 def agents_text() -> str:
-    """A line for each agent of this user: its peers, and the path to each. "" if there is none."""
+    """Returns a line for each agent of this user, with its peers and the path to each. "" if there is no agent."""
     return "\n".join(
         shown(f"agent {seen.name}: reaches {seen.reaches}; process {seen.pid}, {seen.program}")
         for seen in find_agents()

@@ -20,7 +20,7 @@ VRAM = "vram"
 
 LONGEST_LABEL = 4096
 _END = 2**63
-"""No memory ends here or later."""
+"""An address above the end of any memory."""
 
 
 class Region(Message, frozen=True):
@@ -28,10 +28,10 @@ class Region(Message, frozen=True):
 
     Attributes:
         address, nbytes: the range.
-        device: of a device's memory, its number in the owner's process. Otherwise a number that its owner gives. Part
-            of the region's identity.
-        kind: of memory: "dram" or "vram".
-        label: its owner's name for it.
+        device: for device memory, the device's number in the owner's process; otherwise a number that the owner
+            chooses. Part of the region's identity.
+        kind: the kind of memory: "dram" or "vram".
+        label: the owner's name for the region.
     """
 
     address: Uint64
@@ -42,7 +42,7 @@ class Region(Message, frozen=True):
 
 
 def problem_of(region: Region) -> tuple[str, str] | None:
-    """The argument by which a region can't be registered, and what was expected; None if it can."""
+    """Returns the argument that makes a region invalid, and the expected values; None for a valid region."""
     for name in ("address", "nbytes", "device"):
         value = getattr(region, name)
         if type(value) is not int or not 0 <= value < 2**64:
@@ -58,7 +58,7 @@ def problem_of(region: Region) -> tuple[str, str] | None:
 
 
 def is_range(region: Region) -> bool:
-    """Whether a process can have memory there."""
+    """Whether a process can have memory at the range."""
     return region.address + region.nbytes < _END
 
 
@@ -70,8 +70,8 @@ def is_unicode(text: str) -> bool:
 class Regions:
     """The regions of an agent. They may overlap, and a region may be registered more than once.
 
-    A block belongs to memory if one region holds all of it. Each region has the number of its registration (`Ledger`),
-    which is that of the latest one. Adding or removing a few of many costs only copies of arrays.
+    A block belongs to memory if one region holds all of it. Each region has the number of its latest registration
+    (`Ledger`). Adding or removing a few of many costs only copies of arrays.
     """
 
     def __init__(self) -> None:
@@ -92,27 +92,29 @@ class Regions:
         return [region for region, count in self._counts.items() for _ in range(count)]
 
     def number(self, region: Region) -> int:
-        """The number of a region's registration; 0: it is not there."""
+        """Returns the number of a region's registration; 0 if the region is absent."""
         return self._numbers.get(region, 0)
 
     def add(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
-        """Adds regions, or registers those again that are there, with the numbers of their registrations."""
+        """Adds regions, with the numbers of their registrations. A region that is present is registered once more."""
         for region, number in zip(regions, numbers, strict=True):
             self._counts[region] = self._counts.get(region, 0) + 1
             self._numbers[region] = number
         self._change(regions)
 
     def know(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
-        """Adds regions of another agent. Of two registrations of a region, the later one counts: metadata may arrive in
-        another order than that in which they were made."""
+        """Adds regions of another agent. Of two registrations of a region, the later one counts, because metadata may
+        arrive out of order.
+        """
         for region, number in zip(regions, numbers, strict=True):
             self._counts[region] = 1
             self._numbers[region] = max(number, self.number(region))
         self._change(regions)
 
     def remove(self, regions: Iterable[Region]) -> list[Region] | None:
-        """Removes regions, each once. Returns those whose last registration this was; None, without effect, if one is
-        not there."""
+        """Removes one registration of each region. Returns the regions whose last registration this was; None, without
+        effect, if a region is absent.
+        """
         counts: dict[Region, int] = {}
         for region in regions:
             counts[region] = counts.get(region, 0) + 1
@@ -125,7 +127,7 @@ class Regions:
         return gone
 
     def forget(self, regions: Sequence[Region]) -> None:
-        """Removes regions, which are there, however often they are registered."""
+        """Removes regions, which must be present, with all of their registrations."""
         for kind, chosen in _by_kind(regions).items():
             self._tables[kind].remove(chosen)
             self._forget_views(kind)
@@ -142,7 +144,7 @@ class Regions:
             del self._views[key]
 
     def view(self, kind: str = DRAM, device: int | None = None) -> View:
-        """The regions of one kind as they are now; `device`: of one device, None: of all."""
+        """Returns the current regions of one kind; `device`: only of one device, None: of all."""
         view = self._views.get((kind, device))
         if view is None:
             view = self._views[kind, device] = self._tables.setdefault(kind, _Table()).view(device)
@@ -160,11 +162,11 @@ class Regions:
         return starts[first], ends[np.append(first[1:], len(starts)) - 1]
 
     def find_outside(self, addresses: Rows, nbytes: Rows, kind: str = DRAM, device: int | None = None) -> int | None:
-        """The index of the first block that no region holds; None if all belong to registered memory."""
+        """Returns the index of the first block that no region holds; None if regions hold all blocks."""
         return self.view(kind, device).find_outside(addresses, nbytes)
 
     def overlapping(self, others: Iterable[Region]) -> set[Region]:
-        """Those that have a byte in common with one of some regions, of whatever kind."""
+        """Returns the regions, of any kind, that overlap one of some regions."""
         chosen = sorted((other for other in others if other.nbytes), key=_order)
         found: set[Region] = set()
         if chosen:
@@ -176,7 +178,7 @@ class Regions:
         return found
 
     def ended(self, words: Rows) -> list[Region]:
-        """Those that were deregistered, by the words of their ledger (`Ledger.words`)."""
+        """Returns the regions that were deregistered, by the words of their ledger (`Ledger.words`)."""
         ended: list[Region] = []
         for table in self._tables.values():
             now = words[table.numbers % np.uint64(len(words))]
@@ -192,7 +194,7 @@ class _Table:
         self.regions: NDArray[np.object_] = np.empty(0, object)
 
     def put(self, regions: Iterable[Region], numbers: Iterable[int]) -> None:
-        """Adds those that are not there, and sets the numbers of all."""
+        """Adds absent regions, and sets the numbers of all."""
         new, places, again = [], [], {}
         for region, number in sorted(zip(regions, numbers, strict=True), key=lambda each: _order(each[0])):
             place, is_there = self._find(region)
@@ -215,14 +217,14 @@ class _Table:
             self.regions = np.insert(self.regions, places, objects)
 
     def remove(self, regions: Iterable[Region]) -> None:
-        """Removes regions, which are there."""
+        """Removes regions, which must be present."""
         left = np.ones(len(self.starts), bool)
         left[[self._find(region)[0] for region in regions]] = False
         self.starts, self.ends = self.starts[left], self.ends[left]
         self.devices, self.numbers, self.regions = self.devices[left], self.numbers[left], self.regions[left]
 
     def _find(self, region: Region) -> tuple[int, bool]:
-        """The index of a region, or where it belongs; and whether it is there."""
+        """Returns the index of a region, or its insertion point; and whether the region is present."""
         place = int(np.searchsorted(self.starts, np.uint64(region.address)))
         while place < len(self.starts) and self.starts[place] == region.address:
             if self.regions[place] == region:
@@ -233,13 +235,13 @@ class _Table:
         return place, False
 
     def view(self, device: int | None) -> View:
-        """The regions of a device; None: all."""
+        """Returns the regions of a device; None: all."""
         chosen = slice(None) if device is None else self.devices == device
         return View(self.starts[chosen], self.ends[chosen], self.numbers[chosen], self.regions[chosen])
 
 
 class View:
-    """Regions of one kind at one time. It never changes.
+    """An immutable snapshot of regions of one kind.
 
     Attributes:
         starts: the first addresses of the regions, in order.
@@ -264,7 +266,8 @@ class View:
         return int(outside.argmax()) if outside.any() else None
 
     def holders(self, addresses: Rows) -> tuple[list[Region], Rows]:
-        """The regions that hold blocks, which belong to these regions: of several that hold a block, the outermost.
+        """Returns the regions that hold blocks; of several regions that hold a block, the outermost. Some region must
+        hold each block.
 
         Returns:
             The regions, and rows of (number of its registration, address of a block in it).
@@ -296,8 +299,9 @@ def _order(region: Region) -> tuple[int, int]:
 
 
 def outermost(regions: Iterable[Region]) -> list[Region]:
-    """The regions that no other one holds, by address. The last of them that starts before a block, or with it, holds
-    the block if any region does."""
+    """Returns the regions that no other region contains, by address. The last of them that starts before a block, or
+    with it, holds the block if any region does.
+    """
     chosen: list[Region] = []
     for region in sorted(regions, key=_order):
         if not chosen or _end(region) > _end(chosen[-1]):

@@ -1,8 +1,8 @@
-"""A transfer's turn on a stream where no device copies: the stream writes a word, and waits for another one.
+"""Orders a transfer that no device copies with a stream: the stream writes one word, and waits for another.
 
 Both words are in pinned memory. The agent's thread, or a caller that waits, begins the transfer when it sees the first
-one, and stores the second one at its end. Then the stream writes the first one again. Until that, nothing else may use
-the words, even if the transfer has long ended: a canceled one ends before its stream comes to it.
+one, and stores the second one at its end. Then the stream writes the first word again. Until then the words can't be
+reused, even if the transfer has ended, because a canceled transfer may end before its stream reaches it.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ class TracedTransfer(Struct, frozen=True):
     Attributes:
         peer, path: as for `Transfer`.
         writes: whether data moved to the peer.
-        nbytes, blocks: in all.
-        posted_ns, ended_ns: of CLOCK_MONOTONIC.
-        end: "done", or how else it ended.
+        nbytes, blocks: totals.
+        posted_ns, ended_ns: times of CLOCK_MONOTONIC.
+        end: "done", or how else the transfer ended.
     """
 
     peer: str
@@ -41,8 +41,8 @@ class AgentTrace(Struct, frozen=True):
 
     Attributes:
         agent: the agent.
-        transfers: in the order of their ends.
-        lost: the number of those that were overwritten before they were fetched.
+        transfers: the transfers in the order of their ends.
+        lost: the number of records that were overwritten before they were fetched.
     """
 
     agent: AgentSeen
@@ -55,10 +55,10 @@ class AgentTracer:
 
     Args:
         agent: the agent.
-        seconds: for which it notes transfers.
+        seconds: how long the agent records transfers.
 
     Raises:
-        ArgumentError: it has ended, or can't be reached from this container.
+        ArgumentError: the agent has ended, or can't be reached from this container.
     """
 
     def __init__(self, agent: AgentSeen, seconds: float) -> None:
@@ -72,7 +72,7 @@ class AgentTracer:
         self._log.until = max(self._log.until, time.monotonic_ns() + int(seconds * 1e9))
 
     def fetch(self) -> None:
-        """Takes the new records. To be called often: an agent keeps its last 4,095 records."""
+        """Fetches new records. Call it often, because an agent keeps only its last 4,095 records."""
         lost = ffi.new("uint64_t *")
         while True:
             count = lib.proxyccl_transfer_log_read(self._log, self._next, self._records, _ROOM, lost)
@@ -88,7 +88,7 @@ class AgentTracer:
     def stop(self) -> AgentTrace:
         """Ends the recording."""
         self.fetch()
-        # It may have new peers and paths by now.
+        # The agent may have new peers and paths.
         now = [each for each in find_agents() if (each.pid, each.log) == (self._agent.pid, self._agent.log)]
         agent = now[0] if now else self._agent
         names = {number: (label.peer, label.path) for number, label in enumerate(agent.labels)}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    """Where a transfer is."""
+    """The state of a transfer."""
 
     NEW = lib.PROXYCCL_TRANSFER_NEW
     ACTIVE = lib.PROXYCCL_TRANSFER_ACTIVE
@@ -51,23 +51,23 @@ class State(Enum):
 
 
 _OUTSTANDING: list[object] = []
-"""Memory that a peer's adapter may still use, of transfers that were dropped while it did not answer."""
+"""Memory of dropped transfers that an adapter of an unresponsive peer may still use."""
 
 _TURN = 0
-"""In what a transfer keeps: the words of its last start on a stream."""
+"""The index, in a transfer's kept objects, of the words of its last start on a stream."""
 
 _STATES = {state.value: state for state in State}
 _DONE = lib.PROXYCCL_TRANSFER_DONE
 _FABRIC_ERRORS = 256
-"""From here on the numbers are libfabric's own."""
+"""The first error number that is libfabric's own."""
 
 
 class Times(Struct, frozen=True):
-    """Times of a transfer's last start, in ns of `time.monotonic_ns`; 0: not yet.
+    """Times of a transfer's last start, in ns of `time.monotonic_ns`; 0 if not reached yet.
 
     Attributes:
-        posted: when the start began.
-        returned: when it returned to its caller.
+        posted: when `start` was called.
+        returned: when `start` returned.
         ended: when the transfer ended.
     """
 
@@ -77,15 +77,16 @@ class Times(Struct, frozen=True):
 
 
 class Transfer:
-    """Blocks to read from a peer's memory, or to write there. `Agent.prepare` makes one; it may be started many times.
+    """Blocks to read from a peer's memory, or to write to it. Made by `Agent.prepare`; may be started many times.
 
-    Any thread may use it. It holds the peer's link, and the arrays that describe the blocks, but not the memory.
+    Any thread may use it. A transfer keeps the peer's link alive, and the arrays that describe the blocks, but not the
+    memory.
 
     Attributes:
         peer: the other agent's name.
         writes: whether data moves to the peer.
-        blocks: the number of blocks, after those that follow each other were joined.
-        nbytes: bytes in all.
+        blocks: the number of blocks after adjacent blocks were joined.
+        nbytes: total bytes.
         path: how the data moves.
     """
 
@@ -116,7 +117,7 @@ class Transfer:
         self._closed = False
         self._process = forks.here()
         self._kept: list[object] = [None, lists, copier, kept]
-        # It keeps the lists, which the engine reads. Only now may no thread be in a call with the handle.
+        # A finalizer keeps the lists, which the engine reads, until no thread can be in a call with the handle.
         forks.finalizer(self, _release, handle, self._kept)
 
     def __repr__(self) -> str:
@@ -125,18 +126,18 @@ class Transfer:
         return f"Transfer({self.nbytes} bytes {direction} {self.peer} by {self.path.name}, {state})"
 
     def start(self, message: bytes | None = None, *, stream: StreamLike = None) -> Self:
-        """Starts it, and returns at once. A short one may have ended by then.
+        """Starts the transfer, and returns at once. A short transfer may have ended by then.
 
         Args:
-            message: told to the peer when all data has arrived; None: none.
-            stream: of a device: the transfer begins after the stream's earlier work, and the stream's later work comes
-                after the transfer, however it ends. If a device copies, the stream is one of that device. None: the
-                transfer is not ordered with any stream.
+            message: sent to the peer when all data has arrived; None for no message.
+            stream: a device's stream: the transfer begins after the stream's earlier work, and the stream's later work
+                follows the transfer's end, even a failure. If a device copies, the stream must be of that device. None:
+                the transfer is not ordered with any stream.
 
         Raises:
-            ActiveError: it is active.
-            ArgumentError: the message is longer than 256 MiB, or the stream is not one, or is captured into a graph.
-            ClosedError: it was closed, or belongs to another process.
+            ActiveError: the transfer is active.
+            ArgumentError: the message is longer than 256 MiB, or the stream is invalid, or captured into a graph.
+            ClosedError: the transfer was closed, or belongs to another process.
         """
         handle = self._open()
         data, nbytes = ffi.NULL if message is None else message, len(message) if message else 0
@@ -157,11 +158,11 @@ class Transfer:
 
     @property
     def state(self) -> State:
-        """Where it is. Never raises for a transfer that failed."""
+        """The transfer's state. Never raises for a transfer that failed."""
         return _STATES[lib.proxyccl_transfer_state(self._open())]
 
     def done(self) -> bool:
-        """Whether it has ended with its data in place. It copies a piece if the kernel copies and nobody else does.
+        """Whether the transfer has ended with its data in place. On the path "process_vm" this call may copy a piece.
 
         Raises:
             NotStartedError: it was never started.
@@ -171,13 +172,13 @@ class Transfer:
         return state == _DONE or self._outcome(_STATES[state])
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until its data is in place.
+        """Waits until the transfer's data is in place.
 
         Args:
             timeout: seconds; None: ``PROXYCCL_TIMEOUT``, else 30.
 
         Raises:
-            TransferTimeoutError: it is still active.
+            TransferTimeoutError: the transfer is still active.
             NotStartedError: it was never started.
             DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: it ended otherwise.
         """
@@ -192,15 +193,15 @@ class Transfer:
             )
 
     def cancel(self, timeout: float | None = None) -> None:
-        """Cancels it if it is active. When this returns, its local memory is no longer touched.
+        """Cancels the transfer if it is active. When this returns, the transfer no longer accesses local memory.
 
         Args:
             timeout: seconds in which requests to libfabric, which can't be taken back, must have ended; None:
                 ``PROXYCCL_TIMEOUT``, else 30.
 
         Raises:
-            ActiveError: some have not, and may still write. It can be canceled again, and ends as canceled after the
-                last of them.
+            ActiveError: some requests have not ended, and may still write. The transfer can be canceled again, and ends
+                as canceled after its last request.
         """
         handle = self._open()
         bounded = timeout_from(timeout)
@@ -212,14 +213,14 @@ class Transfer:
             )
 
     def close(self, timeout: float | None = None) -> None:
-        """Cancels it if it is active, and refuses further use. Arguments and errors as for `cancel`."""
+        """Cancels the transfer if it is active, and refuses further use. Arguments and errors as for `cancel`."""
         if not self._closed:
             self.cancel(timeout)
             self._closed = True
 
     @property
     def times(self) -> Times:
-        """The times of its last start."""
+        """The times of the transfer's last start."""
         times = ffi.new("ProxycclTransferTimes *")
         lib.proxyccl_transfer_times(self._open(), times)
         return Times(times.posted, times.returned, times.ended)
@@ -254,7 +255,7 @@ class Transfer:
         raise TransferError(f"the transfer with agent {self.peer} by {self.path.name} failed: {reason}", self.peer)
 
     def _raise_fault(self) -> None:
-        """Raises the error for memory that could not be reached, if that is how it ended."""
+        """Raises the error for memory that could not be accessed, if the transfer ended so."""
         fault = ffi.new("ProxycclFault *")
         lib.proxyccl_transfer_fault(self._open(), fault)
         peer = self.peer
@@ -281,20 +282,21 @@ class Transfer:
 
 
 def has_ended(transfer: Transfer, seconds: float) -> bool:
-    """Whether a transfer is not active, at the latest after a time: nothing touches the memory that it names. The
-    caller is a thread of the library's own."""
+    """Waits at most for a time until a transfer is not active. Returns whether it is inactive, so that nothing accesses
+    its memory. Only threads of the library call this.
+    """
     if transfer._closed:
         return True
     return State(lib.proxyccl_transfer_wait(transfer._handle, int(seconds * 1e9))) is not State.ACTIVE
 
 
 def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> None:
-    """Has a transfer depend on registrations of one side.
+    """Makes a transfer depend on registrations of one side.
 
     Args:
-        transfer: the transfer, which was never started.
-        remote: of which side.
-        ledger: that has them.
+        transfer: a transfer that was never started.
+        remote: whether the registrations are the peer's.
+        ledger: the ledger of the registrations.
         rows: (number of a registration, address of a block in it).
     """
     kept = np.ascontiguousarray(rows)

@@ -18,11 +18,11 @@ class Card(Message, frozen=True):
     """A holder.
 
     Attributes:
-        metadata: its agent's.
-        holder: a number that no other holder has, also none that an agent of this name makes later.
-        version_address: of two words of 64 bits: the version that others may read now, 0: none; and `holder`, until it
-            is closed.
-        parts: of tensors.
+        metadata: its agent's metadata.
+        holder: a number that no other holder has, including later holders of an agent of this name.
+        version_address: address of two words of 64 bits: the version that others may read now, 0 for none; and
+            `holder`, until the holder is closed.
+        parts: its parts of tensors.
         groups: the index of each group's first part.
     """
 
@@ -35,26 +35,27 @@ class Card(Message, frozen=True):
 
 
 class Join(Message, frozen=True, tag="join"):
-    """To a holder: tell me of your versions, and wait until I have read them. `metadata` are the sender's agent's,
-    `holder` is its number."""
+    """Asks a holder to announce its versions, and to wait until the sender has read them. `metadata` are those of the
+    sender's agent, `holder` is the sender's number.
+    """
 
     metadata: Annotated[bytes, _METADATA]
     holder: Uint64
 
 
 class Offered(Message, frozen=True, tag="offered"):
-    """To a reader: look at my version."""
+    """Tells readers to re-read the version."""
 
 
 class HasRead(Message, frozen=True, tag="read"):
-    """To a holder: I, the holder of this number, have all that I read of this version."""
+    """Tells a holder that the sender, the holder of this number, has read its parts of this version."""
 
     version: Uint64
     holder: Uint64
 
 
 class Leave(Message, frozen=True, tag="leave"):
-    """To a holder: the sender, of this number, will not read further versions of it."""
+    """Tells a holder that the sender, the holder of this number, will not read further versions."""
 
     holder: Uint64
 
@@ -66,10 +67,10 @@ MESSAGE: Codec[Join | Offered | HasRead | Leave] = Codec(
 
 
 def decode_card(data: bytes) -> Card:
-    """The card of bytes.
+    """Decodes a card.
 
     Raises:
-        MetadataError: they are not a card, or not of this version.
+        MetadataError: the bytes are not a card, or of another version.
     """
     try:
         return CARD.decode(data, "a holder of weights")
@@ -78,10 +79,10 @@ def decode_card(data: bytes) -> Card:
 
 
 def tensors_of(cards: Iterable[bytes]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The tensors that holders have parts of: (shape, name of the element type) by name, in the cards' order.
+    """Returns the tensors that holders have parts of: (shape, name of the element type) by name, in the cards' order.
 
     Raises:
-        MetadataError: a card is not one.
+        MetadataError: bytes are not a card.
     """
     parts = (part for card in cards for part in decode_card(card).parts)
     return {part.tensor: (part.size, part.dtype) for part in parts}

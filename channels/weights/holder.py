@@ -1,4 +1,4 @@
-"""A holder of weights: an agent, its parts of tensors, and the version that others may read of it."""
+"""A holder of weights: an agent, its parts of tensors, and the version that others may read."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from proxyccl.device.arrays.array import as_view
 from proxyccl.device.errors import ArgumentError
 
 _SLICE = 0.05
-"""Seconds between looks at links: a link that is lost wakes nobody who waits for messages."""
+"""Seconds between checks of the links, because a lost link does not wake a thread that waits for messages."""
 _LAST_MESSAGE_SECONDS = 0.5
-"""A reader sends its last message over its own link, which may come this long after the link to that reader has ended."""
+"""How long a reader's last message may come after the link to that reader has ended: a reader sends over another link."""
 
 
 class Holder:
@@ -33,15 +33,15 @@ class Holder:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._parts: list[Part] = []
-        self._groups = [0]  # the index of the first part of each
+        self._groups = [0]  # the index of each group's first part
         self._regions: dict[tuple[int, int], Region] = {}
         self._number = int.from_bytes(os.urandom(8), "little") | 1
         self._words = np.array([0, self._number], np.uint64)
         self._version = self._words[:1]
         self._version_region = agent.register(self._words)
-        self._readers: dict[str, int] = {}  # by name: the version that each has read
-        self._numbers: dict[str, int] = {}  # and its number, by which it is told from a later holder of that name
-        self._ended: dict[str, tuple[str, float]] = {}  # by the name of a reader: why, and since when
+        self._readers: dict[str, int] = {}  # the version that each reader has read, by name
+        self._numbers: dict[str, int] = {}  # each reader's number, which tells it from a later holder of the same name
+        self._ended: dict[str, tuple[str, float]] = {}  # why and since when each reader's link has ended, by name
 
     def __repr__(self) -> str:
         nbytes = sum(part.nbytes for part in self._parts)
@@ -60,21 +60,23 @@ class Holder:
         """Adds memory that holds a tensor, or a part of it, and registers it with the agent.
 
         Args:
-            tensor: its name, the same in all sources and targets.
+            tensor: the tensor's name, the same in all sources and targets.
             array: contiguous memory of the host or of a GPU; or a DTensor of torch, whose local part is added. FSDP's
                 parameters are DTensors.
             sharding: how the tensor is divided among agents, by their names. It gives `start` and `size`.
             start: the index of the part's first element in each dimension of the tensor.
             size: shape of the whole tensor. Without it and a sharding, the part is the whole.
-            within: the slices of the array that hold the part; (): all of it. A fused array is added in several calls,
-                with a tensor's name each.
+            within: the slices of the array that hold the part; (): all of it. Add a fused array in several calls, each
+                with one tensor's name.
 
         Raises:
             ArgumentError: shapes do not fit together, or the array can't be registered.
         """
         if hasattr(array, "placements") and hasattr(array, "device_mesh"):
             if sharding is not None or start is not None or size is not None:
-                raise ArgumentError("array", "a DTensor itself tells which part it holds")
+                raise ArgumentError(
+                    "array", "a DTensor knows which part it holds; pass neither sharding, start nor size"
+                )
             array, start, size = array_libraries.load("torch: shardings").local_part(array)
         view = as_view(array, "array")
         if sharding is not None:
@@ -89,23 +91,24 @@ class Holder:
         self._parts.append(part)
 
     def card(self) -> bytes:
-        """This holder's agent and parts, for those who read from it. Whoever has it may read and write this agent's
-        registered memory. `add` all parts first.
+        """Returns this holder's card, which describes its agent and parts to readers. Anyone who has the card may read
+        and write this agent's registered memory. Call `add` for all parts first.
         """
         address = self._version_region.address
         metadata = self._agent.metadata()
         return CARD.encode(Card("proxyccl-weights-2", metadata, self._number, address, self._parts, self._groups))
 
     def close(self) -> None:
-        """Ends the registration of all parts. The agent stays open. Targets that read from it are told so by an error:
-        another source of this agent does not take its place before they have that one's card."""
+        """Ends the registration of all parts. The agent stays open. Targets that still read from this holder get an
+        error, and must connect with the card of a new source, even of the same agent.
+        """
         self._words[:] = 0
         self._agent.deregister(self._version_region, *self._regions.values())
         self._regions.clear()
         self._parts.clear()
 
     def _open(self, version: int) -> None:
-        """Says that others may read a version here."""
+        """Publishes that others may read a version here."""
         self._version[0] = version
         for name in list(self._readers):
             self._tell(name, Offered())
@@ -131,7 +134,7 @@ class Holder:
                     self._ended.pop(sender, None)
 
     def _meet(self, metadata: bytes) -> str:
-        """Adds another agent. It replaces one of that name, which has ended: the program has newer metadata."""
+        """Adds another agent. Newer metadata means that the former agent of that name has ended, so it is replaced."""
         try:
             return self._agent.add(metadata)
         except NameTakenError as error:
@@ -147,7 +150,7 @@ class Holder:
             self._tell(name, Offered())
 
     def _lost_readers(self) -> dict[str, str]:
-        """Forgets readers that ended _LAST_MESSAGE_SECONDS ago: the reason by name."""
+        """Forgets readers whose links ended _LAST_MESSAGE_SECONDS ago, and returns the reasons by name."""
         now = time.monotonic()
         for name in self._readers:
             if reason := self._agent.lost(name):
@@ -177,5 +180,5 @@ class Holder:
 
 
 def deadline_of(agent: Agent, timeout: float | None) -> float:
-    """When a wait ends, of `time.monotonic`. None: the agent's time-out."""
+    """Returns the deadline of a wait, by `time.monotonic`. None: the agent's time-out."""
     return time.monotonic() + (agent.timeout if timeout is None else timeout_from(timeout))

@@ -25,7 +25,7 @@ class Part(Message, frozen=True):
         itemsize: bytes of an element.
         size: shape of the whole tensor.
         start, shape: the box, in elements of the tensor.
-        address: of the box's first element, in the holder's memory.
+        address: address of the box's first element, in the holder's memory.
         strides: bytes from one element to the next in each dimension.
     """
 
@@ -46,12 +46,12 @@ class Part(Message, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the part's elements."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The index after its last element in each dimension."""
+        """The index after the part's last element in each dimension."""
         return tuple(begin + extent for begin, extent in zip(self.start, self.shape, strict=True))
 
 
@@ -62,7 +62,7 @@ def part_of(
     size: Sequence[int] | None = None,
     within: Any = (),
 ) -> Part:
-    """The part of a tensor that an array holds.
+    """Returns the part of a tensor that an array holds.
 
     Args:
         tensor: its name.
@@ -74,7 +74,7 @@ def part_of(
         ArgumentError: shapes do not fit together.
     """
     if (start is None) != (size is None):
-        raise ArgumentError("size", "start and size belong together")
+        raise ArgumentError("size", "expected both start and size, or neither")
     slices = within if isinstance(within, tuple) else (within,)
     if len(slices) > len(view.shape) or not all(isinstance(each, slice) for each in slices):
         raise ArgumentError("within", f"expected slices of an array of {len(view.shape)} dimensions, not {within!r}")

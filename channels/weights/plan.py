@@ -16,16 +16,16 @@ from proxyccl.channels.weights.sharding import Box
 from proxyccl.device.errors import ArgumentError
 
 _SHORTEST = 64 << 10
-"""Bytes below which a box is not cut for the sake of balance."""
+"""Boxes with fewer bytes than this are not cut for balance."""
 
 
 class Read(Struct, frozen=True):
     """The blocks that one holder reads from another.
 
     Attributes:
-        peer: the holder that they are read from.
-        relayed: whether the peer is a target, which has them only when it has read its own.
-        blocks: uint64, shape (N, 3): address here, address there, bytes.
+        peer: the holder to read from.
+        relayed: whether the peer is a target, which must read the blocks first.
+        blocks: uint64, shape (N, 3): local address, address at the peer, bytes.
     """
 
     peer: str
@@ -34,27 +34,27 @@ class Read(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all."""
+        """The total bytes of the blocks."""
         return int(self.blocks[:, 2].sum())
 
 
 Held = Mapping[str, Sequence[Part]]
-"""By holder: the parts that it has."""
+"""The parts of each holder, by its name."""
 
 
 def plan(sources: Held, targets: Held, nodes: Mapping[str, Hashable] | None = None) -> dict[str, list[Read]]:
     """Plans how targets get their parts of tensors from sources.
 
-    If several sources have a part, they share it evenly, and those of a target's node come first. If several targets of
-    a node need a part, one of them reads it from a source and the others read it from that one, in equal shares.
+    If several sources have a part, each serves an even share, and sources on the target's node come first. If several
+    targets of a node need a part, each reads an equal share from a source, and the others read that share from it.
 
     Args:
         sources, targets: parts by holder. Names of holders are different. A target may have parts of any number of
             shardings; several parts of one holder may hold the same elements.
-        nodes: the node of each holder. Holders that are absent are alone on theirs.
+        nodes: the node of each holder. Each holder without an entry is on a node of its own.
 
     Returns:
-        By target: its reads, at most one from each source and one from each other target.
+        The reads of each target, by its name: at most one from each source and one from each other target.
 
     Raises:
         ArgumentError: no source has a part, or shapes or element types differ.
@@ -63,7 +63,7 @@ def plan(sources: Held, targets: Held, nodes: Mapping[str, Hashable] | None = No
 
 
 def plan_one(target: str, sources: Held, targets: Held, nodes: Mapping[str, Hashable]) -> tuple[list[Read], set[str]]:
-    """One target's reads, as `plan` has them, and the names of the targets that read from this one.
+    """Returns one target's reads in `plan`, and the names of the targets that read from it.
 
     Raises:
         ArgumentError: as `plan`.
@@ -85,8 +85,8 @@ class _Planner:
         chosen: the targets whose blocks are listed.
 
     Attributes:
-        links: (target, peer, whether it is relayed) of all reads, in their order.
-        reads: by chosen target.
+        links: (target, peer, whether the read is relayed) of all reads, in their order.
+        reads: the reads of each chosen target.
     """
 
     def __init__(self, sources: Held, targets: Held, nodes: Mapping[str, Hashable], chosen: set[str]) -> None:
@@ -122,7 +122,7 @@ class _Planner:
             self._share(box, [held[index] for index in having], [wanted[index] for index in wanting])
 
     def _share(self, box: Box, having: list[_Candidate], wanting: list[_Candidate]) -> None:
-        """Divides a box, all of which the same holders have and want, among those."""
+        """Divides a box among the holders that have all of it and the holders that want all of it."""
         first_part: dict[str, Part] = {}
         for holder, part in having:
             first_part.setdefault(holder, part)
@@ -178,13 +178,14 @@ class _Cell(NamedTuple):
 
 
 def _cells(parts: Sequence[Part], held: int) -> Iterator[_Cell]:
-    """Boxes that no part cuts, as far as a target wants them, with the indices of the parts that contain them.
+    """Returns boxes that no part's boundary cuts and that a target wants, each with the indices of the parts that
+    contain it.
 
     Args:
-        parts: those of sources, and then those of targets.
-        held: the number of parts of sources.
+        parts: the sources' parts, then the targets' parts.
+        held: the number of the sources' parts.
     """
-    edges, inside = [], np.ones((1, len(parts)), np.bool_)  # of each cell so far, each part
+    edges, inside = [], np.ones((1, len(parts)), np.bool_)  # by cell so far and part
     for dim in range(len(parts[0].size)):
         begin, end = (np.array([getattr(part, side)[dim] for part in parts]) for side in ("start", "end"))
         cuts = np.unique(np.concatenate((begin, end)))
@@ -201,7 +202,7 @@ def _cells(parts: Sequence[Part], held: int) -> Iterator[_Cell]:
 
 
 def _cut(box: Box, itemsize: int, pieces: int) -> Iterator[Box]:
-    """Up to a number of pieces of about equal size, along the first dimension that is long enough."""
+    """Cuts a box into up to a number of pieces of about equal size, along the first dimension that is long enough."""
     pieces = min(pieces, math.prod(box.shape) * itemsize // _SHORTEST)
     dim = next((dim for dim, extent in enumerate(box.shape) if extent >= pieces), None)
     if pieces <= 1 or dim is None:
@@ -216,7 +217,7 @@ def _cut(box: Box, itemsize: int, pieces: int) -> Iterator[Box]:
 
 
 def _blocks(box: Box, here: Part, there: Part) -> Rows:
-    """The blocks that copy a box between two parts that contain it."""
+    """Returns the blocks that copy a box between two parts that contain it."""
     nbytes, dim = here.itemsize, len(box.shape)
     while dim and (box.shape[dim - 1] == 1 or here.strides[dim - 1] == there.strides[dim - 1] == nbytes):
         dim -= 1

@@ -13,7 +13,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 class Replicate(Struct, frozen=True):
-    """All holders along a mesh axis have the same."""
+    """All holders along a mesh axis have the same data."""
 
 
 class Shard(Struct, frozen=True):
@@ -44,7 +44,7 @@ class Sharding:
 
     Args:
         shape: of the whole tensor.
-        mesh: nested sequences of holders, in row-major order: names of agents, or ranks. Each holder is there once.
+        mesh: nested sequences of holders, in row-major order: names of agents, or ranks. Each holder occurs once.
         placements: one `Replicate` or `Shard` for each axis of the mesh. If several axes divide one dimension, the
             first of them divides it first.
 
@@ -80,7 +80,7 @@ class Sharding:
         return f"Sharding({self.shape}, {self._mesh_shape} holders, {list(self.placements)})"
 
     def box(self, holder: Hashable) -> Box:
-        """The part of a holder; its shape may have a 0.
+        """Returns the part of a holder; an extent of its shape may be 0.
 
         Raises:
             ArgumentError: the mesh does not have this holder.

@@ -1,4 +1,4 @@
-"""The side that has weights: a rank of a trainer."""
+"""The source of weights, such as a rank of a trainer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class WeightSource(Holder):
     """Offers versions of weights, which targets read from its memory.
 
     A version may be read while it is offered. Outside of `offer` and `offered` the program may change the weights: a
-    target that reads then notices, and waits for the next version.
+    target that reads meanwhile notices, and waits for the next version.
 
     Args:
-        agent: the source takes its messages. Nothing else may.
+        agent: the source's agent. Nothing else may take this agent's messages.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -36,17 +36,17 @@ class WeightSource(Holder):
         All work on the weights must have ended, on the device too. Every source offers the same versions.
 
         Args:
-            version: from 1 on. It stands for one state of the weights.
+            version: the version's number, from 1 on. Each number identifies one state of the weights.
             targets: waits until at least this number of targets have read it. Targets may join while it waits.
             timeout: seconds; None: the agent's.
 
         Returns:
-            The names of the targets that have read it.
+            The names of the targets that have read the version.
 
         Raises:
-            DisconnectedError: a target ended, whose name is `peer`. The others have read the version, and the source is
-                ready for the next one.
-            TransferTimeoutError: targets that it names did not read the version within the time.
+            DisconnectedError: a target, whose name is `peer`, ended. The others have read the version, and the source
+                is ready for the next one.
+            TransferTimeoutError: targets, which the error names, did not read the version within the time.
         """
         deadline = deadline_of(self._agent, timeout)
         lost: dict[str, str] = {}
@@ -72,11 +72,12 @@ class WeightSource(Holder):
 
     @contextlib.contextmanager
     def offered(self, version: int) -> Iterator[None]:
-        """Offers a version within the block. The program ends it when it knows by other means that targets have read.
+        """Offers a version within the block. The program leaves the block when it knows by other means that targets
+        have read.
 
         Raises:
             ArgumentError: the version is not an integer from 1 on.
-            TransferError: another one is offered.
+            TransferError: another version is being offered.
         """
         as_integer(version, "version", "must be an integer from 1 on", 1, 2**63 - 1)
         if self._version[0]:

@@ -1,4 +1,4 @@
-"""The side that needs weights: a rank of a sampler."""
+"""The target of weights, such as a rank of a sampler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WORDS = 2
 
 
 class Group(Struct):
-    """The transfers of one group of parts: from sources, and from other targets, when these have theirs."""
+    """The transfers of one group of parts: from sources, and from other targets once these have read their shares."""
 
     direct: list[Transfer]
     relayed: list[Transfer]
@@ -37,16 +37,16 @@ class Connected:
     """The reads of a target. All its peers compute the same plan.
 
     Args:
-        agent: the target's. It has added the agents of all cards.
+        agent: the target's agent, which has added the agents of all cards.
         sources, peers: cards by name.
-        groups: for each group, its own parts.
+        groups: the target's parts in each group.
 
     Attributes:
-        groups: the transfers of each.
-        sources: names of all, also of those that this target reads nothing from: it tells all of them what it has read,
-            so each of them counts the same targets.
-        peers: names of those that it reads from.
-        readers: the peers that read from it, and their numbers, by name.
+        groups: the transfers of each group.
+        sources: names of all sources, including those that this target reads nothing from: the target reports its reads
+            to all sources, so that each counts the same targets.
+        peers: names of the targets that this one reads from.
+        readers: by name, the numbers of the peers that read from this target.
         nbytes: bytes of all transfers.
     """
 
@@ -57,7 +57,7 @@ class Connected:
         cards = {**sources, **peers}
         nodes = {name: _host(card.metadata) for name, card in cards.items()}
         nodes[agent.name] = _host(agent.metadata(()))
-        has = {name: sources[name].parts for name in sorted(sources)}  # all peers make the same plan
+        has = {name: sources[name].parts for name in sorted(sources)}  # sorted, so that all peers make the same plan
         theirs = {name: grouped(card.parts, card.groups) for name, card in peers.items()}
         for name, each in theirs.items():
             if len(each) != len(groups):
@@ -91,11 +91,11 @@ class Connected:
         return self._agent.prepare("read", read.peer, read.blocks)
 
     def versions(self, names: Iterable[str], deadline: float) -> set[int]:
-        """The versions that holders offer now; 0: none.
+        """Returns the versions that holders offer now; 0: none.
 
         Raises:
-            DisconnectedError: one has ended, or was closed.
-            TransferTimeoutError: one does not answer.
+            DisconnectedError: a holder has ended, or was closed.
+            TransferTimeoutError: a holder does not answer.
         """
         chosen = {name: self._index[name] for name in names}
         try:
@@ -108,7 +108,7 @@ class Connected:
         return set(self._words[list(chosen.values()), 0].tolist())
 
     def move(self, transfers: Sequence[Transfer], deadline: float, stream: StreamLike = None) -> None:
-        """Carries out transfers at once. When it returns, or raises, memory is no longer touched.
+        """Carries out transfers concurrently. When this returns or raises, no transfer accesses memory any longer.
 
         Raises:
             DisconnectedError, TransferTimeoutError, TransferError: as `Agent.wait`.
@@ -131,11 +131,11 @@ class Connected:
 
 
 def _closed(name: str) -> DisconnectedError:
-    return DisconnectedError(f"agent {name} has closed its weights; connect to those that took their place", name)
+    return DisconnectedError(f"agent {name} has closed its weights; connect to the weights that replace them", name)
 
 
 def grouped(parts: Sequence[Part], groups: Sequence[int]) -> list[Sequence[Part]]:
-    """The parts of each group, which begins with the part of an index."""
+    """Returns the parts of each group, given the index of each group's first part."""
     return [parts[first:last] for first, last in itertools.pairwise((*groups, len(parts)))]
 
 
@@ -148,9 +148,9 @@ class Received(Struct, frozen=True):
     """Weights that have arrived.
 
     Attributes:
-        version: their version.
+        version: the weights' version.
         nbytes: bytes that this target read.
-        seconds: from the first read's start to the end of the last one.
+        seconds: from the start of the first read to the end of the last.
     """
 
     version: int
@@ -162,7 +162,7 @@ class WeightTarget(Holder):
     """Reads versions of weights into its memory.
 
     Args:
-        agent: the target takes its messages. Nothing else may.
+        agent: the target's agent. Nothing else may take this agent's messages.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -181,19 +181,20 @@ class WeightTarget(Holder):
         self._groups.append(len(self._parts))
 
     def connect(self, sources: Iterable[bytes], *, peers: Iterable[bytes] = ()) -> None:
-        """Plans and prepares the reads, and joins the sources. `add` all parts before. Call it again when a holder has
-        ended and another one has taken its place.
+        """Plans and prepares the reads, and joins the sources. Call `add` for all parts before. Connect again when
+        another holder has replaced one that ended.
 
         Args:
             sources: cards of all sources.
-            peers: cards of other targets, which connect to the same sources and have this target's card. Where several
-                of them are on one host, one of them reads each part from a source, and the others read it from that
-                one. All of them receive each version.
+            peers: cards of other targets, which connect to the same sources and have this target's card. If several
+                targets are on one host, one of them reads each part from a source, and the others read it from that
+                target. All of them must receive each version.
 
         Raises:
-            ArgumentError: no source has a part, shapes or element types differ, or peers have other numbers of groups.
-            MetadataError: a card is not one.
-            DisconnectedError: a holder can't be reached. `peer` is its name.
+            ArgumentError: no source has a part, shapes or element types differ, or peers have different numbers of
+                groups.
+            MetadataError: bytes are not a card.
+            DisconnectedError: a holder, whose name is `peer`, can't be reached.
         """
         self._disconnect()
         theirs, others = self._meet_all(sources), self._meet_all(peers)
@@ -217,17 +218,18 @@ class WeightTarget(Holder):
         """Waits until the sources offer a version, and reads it.
 
         Args:
-            version: the one to read; None: the next that is not the last one received.
-            timeout: seconds for all of it; None: the agent's.
-            stream: of the device where the parts lie: the reads follow its work, and its later work follows the reads.
+            version: the version to read; None: the next version that differs from the last one received.
+            timeout: bound of the whole call in seconds; None: the agent's.
+            stream: a stream of the parts' device: the reads follow the stream's queued work, and its later work follows
+                the reads.
             each: called with the number of each group when its data is in place, before the next group is read. On a
                 device it queues its work on `stream`.
 
         Returns:
-            The version that has arrived, of which all sources were told.
+            The version that has arrived; all sources were told of its arrival.
 
         Raises:
-            NotStartedError: it is not connected.
+            NotStartedError: the target is not connected.
             DisconnectedError: a source or a peer, whose name is `peer`, has ended or was closed. The weights may be of
                 two versions.
             TransferTimeoutError: not all sources offered the version, or the reads did not end, within the time.
@@ -259,7 +261,7 @@ class WeightTarget(Holder):
             connected, self._connected = self._connected, None
             connected.close()
             for source in connected.sources:
-                with contextlib.suppress(DisconnectedError):  # it has ended
+                with contextlib.suppress(DisconnectedError):  # the source has ended
                     self._agent.notify(source, MESSAGE.encode(Leave(self._number)))
         self._last = 0
 
@@ -287,13 +289,14 @@ class WeightTarget(Holder):
         stream: StreamLike,
         each: Callable[[int], object] | None,
     ) -> bool:
-        """Reads a version. False: a source withdrew it meanwhile."""
+        """Reads a version. Returns False if a source withdrew it meanwhile."""
         for number, group in enumerate(connected.groups):
             connected.move(group.direct, deadline, stream)
             if connected.versions(connected.sources, deadline) != {version}:
                 return False
             if connected.peers or connected.readers:
-                # A number that no group before has, as the parts of several may share memory. It fits in a word.
+                # A number that differs from earlier groups' numbers, because groups may share memory. It fits in a
+                # word.
                 shared = 1 + (version * len(connected.groups) + number) % (2**63 - 1)
                 self._pass_on(connected, group, shared, deadline, stream)
             if each is not None:
@@ -303,7 +306,7 @@ class WeightTarget(Holder):
         return True
 
     def _pass_on(self, connected: Connected, group: Group, number: int, deadline: float, stream: StreamLike) -> None:
-        """Lets peers read the parts of a group that this target has, and reads from them those that they have."""
+        """Lets peers read the parts of a group that this target has read, and reads the remaining parts from peers."""
 
         def peers_have_theirs() -> bool:
             return connected.versions(connected.peers, deadline) <= {number}
@@ -314,14 +317,14 @@ class WeightTarget(Holder):
             return all(read == number for read in self._readers.values())
 
         self._take_messages()
-        self._readers = dict.fromkeys(self._readers, 0)  # an earlier try, of the same version, had the same number
+        self._readers = dict.fromkeys(self._readers, 0)  # an earlier try of the same version used the same number
         self._open(number)
         try:
             whole = False
             while not whole:
                 self._wait(peers_have_theirs, deadline, lambda: f"{connected.peers} did not read their shares")
                 connected.move(group.relayed, deadline, stream)
-                whole = peers_have_theirs()  # else one gave up meanwhile, and may have overwritten its share
+                whole = peers_have_theirs()  # otherwise a peer gave up, and may have overwritten its share
             for peer in connected.peers:
                 self._agent.notify(peer, MESSAGE.encode(HasRead(number, self._number)))
             self._wait(peers_have_mine, deadline, lambda: f"{list(self._readers)} did not read this target's share")

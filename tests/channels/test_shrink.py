@@ -107,7 +107,7 @@ def test_what_was_shrunk_may_end_before_what_it_gave() -> None:
         kept = comm.empty(3000, "float32").fill(1)
         shrunk = comm.shrink()
         comm.close()
-        with pytest.raises(ClosedError, match="expected it to be shrunk before"):
+        with pytest.raises(ClosedError, match="expected `shrink` before `close`"):
             comm.shrink()
         assert np.all(shrunk.all_reduce(kept).numpy() == 3)
         again = shrunk.shrink()

@@ -485,7 +485,7 @@ def test_wrong_calls_are_refused(keep: Keep) -> None:
         sampler.target.add("w", array, sharding=Sharding((ROWS, COLUMNS), ["s"], [Replicate()]))
     with pytest.raises(ArgumentError, match="'s' is not in the mesh"):
         sampler.target.add("w", array, sharding=Sharding((ROWS, COLUMNS), ["a"], [Replicate()]))
-    with pytest.raises(ArgumentError, match="belong together"):
+    with pytest.raises(ArgumentError, match="expected both start and size, or neither"):
         sampler.target.add("w", array, start=(0, 0))
     empty = WeightTarget(sampler.agent)
     with pytest.raises(ArgumentError, match="no part"):

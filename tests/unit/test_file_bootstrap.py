@@ -93,7 +93,7 @@ def test_nobody_can_put_another_directory_in_its_place(directory: Path) -> None:
 
 def test_a_directory_is_for_one_job(directory: Path) -> None:
     bootstrap = FileBootstrap(directory, 1, RANKS)
-    with pytest.raises(ArgumentError, match=r"directory: .* was used by a rank 1 before; expected a fresh one"):
+    with pytest.raises(ArgumentError, match=r"directory: .* was used by a rank 1 before; expected a fresh directory"):
         FileBootstrap(directory, 1, RANKS)
     (directory / "0-1").touch()
     with pytest.raises(ExchangeError, match="holds a message of this rank that it has not written"):
