@@ -94,7 +94,7 @@ class StreamOperations:
         self, runtime: BaseRuntime, operations: Sequence[Operation], *, sleepers: Sleepers | None = None
     ) -> None:
         if not operations:
-            raise ArgumentError("operations", "expected at least one")
+            raise ArgumentError("operations", "expected at least one operation")
         self._runtime = runtime
         kinds = {WriteValue: lib.PROXYCCL_STREAM_WRITE, WaitValue: lib.PROXYCCL_STREAM_WAIT}
         words: list[WriteValue | WaitValue] = []

@@ -41,9 +41,9 @@ typedef struct {
   uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
   PyObject *new_rows, *new_scales, *new_weights; /* None if the output lacks them */
   PyObject* begun; /* begun(like, stream, given): returns the output buffer of a call that `proceed` completes */
-  PyObject*
-      proceed;   /* completes a call. (desc, buffer, weights) for STORED, (desc, arrays) for COUNTED, (desc,
-                    stream, out, arrays) for AGAIN, (sent, stream) for a second half whose number of rows is not known */
+  /* Completes a call: proceed(desc, buffer, weights) for STORED, (desc, arrays) for COUNTED, (desc, stream, out,
+   * arrays) for AGAIN, and (sent, stream) for a second half whose number of rows is not known. */
+  PyObject* proceed;
   char* buffers; /* the output buffers; NULL if rows do not go there */
   Py_ssize_t buffer_bytes, scales_offset;
 } Form;

@@ -106,7 +106,7 @@ class Array:
         try:
             host[...] = np.asarray(values)
         except (OverflowError, TypeError, ValueError) as error:
-            raise ArgumentError("values", f"can't become {self.shape} of {self.dtype}: {error}") from error
+            raise ArgumentError("values", f"can't be converted to {self.shape} of {self.dtype}: {error}") from error
         if self.nbytes:
             self._runtime.copy(self.ptr, host.ctypes.data, self.nbytes)
         return self
@@ -182,7 +182,7 @@ def _from_interface(x: Any, device: tuple[str, int], argument: str) -> ArrayView
         raise ArgumentError(argument, f"its __cuda_array_interface__ can't be read: {error!r}") from error
     dtype = as_dtype(numpy_type, argument)
     if interface.get("mask") is not None:
-        raise ArgumentError(argument, "the array has a mask; expected one whose elements all count")
+        raise ArgumentError(argument, "the array has a mask; expected an array without one")
     require_contiguous(shape, strides, dtype, argument)
     require_memory(address, shape, argument)
     return ArrayView(address, shape, dtype, device, not read_only, x)

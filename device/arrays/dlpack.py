@@ -127,7 +127,7 @@ def from_dlpack(x: Any, argument: str) -> ArrayView:
     try:
         device_type, device = map(operator.index, x.__dlpack_device__())
     except _REFUSALS as error:
-        raise ArgumentError(argument, f"its library does not say where it lies: {error}") from error
+        raise ArgumentError(argument, f"the array's library does not report its device: {error}") from error
     runtime = _DL_RUNTIME.get(device_type)
     if runtime is None:
         raise ArgumentError(argument, f"DLPack device type {device_type} is not supported; expected CPU, CUDA or ROCm")
@@ -136,7 +136,7 @@ def from_dlpack(x: Any, argument: str) -> ArrayView:
         capsule = x.__dlpack__() if runtime == "host" else x.__dlpack__(stream=-1)
         managed = int(_get_pointer(capsule, _DLTENSOR))
     except _REFUSALS as error:
-        raise ArgumentError(argument, f"its library refuses to export it by DLPack: {error}") from error
+        raise ArgumentError(argument, f"the array's library refuses a DLPack export: {error}") from error
     tensor = _DLManagedTensor.from_address(managed).tensor
     dtype = from_dlpack_type(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
     if dtype is None:

@@ -172,7 +172,7 @@ class VirtualMemory:
     def _supply(self, request: bytes) -> Iterator[tuple[int, int]]:
         with self._lock:
             if request not in self._exported:
-                raise DriverError("cuMemExportToShareableHandle", 0, "its owner no longer shares the memory")
+                raise DriverError("cuMemExportToShareableHandle", 0, "the owner no longer exports the memory")
             export = self._exported[request]
             export.users += 1
         try:

@@ -136,11 +136,11 @@ class MemoryHandle:
             )
         magic, process, view, device, base, allocation, offset, nbytes, raw = cls._LAYOUT.unpack(handle)
         if magic != cls._MAGIC:
-            raise ArgumentError("handle", "expected a handle of device memory: these bytes begin differently")
+            raise ArgumentError("handle", "expected a handle of device memory: its first bytes are wrong")
         own = process == forks.here().token
         here = proc_view()
         if not own and view and here and view != here and not passes_namespaces(handle):
-            raise ArgumentError("handle", f"{NOT_PASSED}: its process is in another one")
+            raise ArgumentError("handle", f"{NOT_PASSED}: the owner is in another one")
         return own, device, base, allocation, offset, nbytes, raw
 
     @classmethod
@@ -351,7 +351,7 @@ class GpuMemoryRuntime(Runtime):
             try:
                 base, size = self.driver.address_range(ptr, nbytes)
                 if ptr + nbytes > base + size:
-                    raise ArgumentError("array", f"{nbytes} bytes at {ptr:#x} leave their allocation")
+                    raise ArgumentError("array", f"{nbytes} bytes at {ptr:#x} extend past their allocation")
                 allocation = self.driver.allocation_id(base)
                 raw = self.driver.export_memory(base, size)
             except DriverError as error:
@@ -386,12 +386,12 @@ class GpuMemoryRuntime(Runtime):
             except (DriverError, OSError) as error:
                 meanwhile = isinstance(error, DriverError) and error.status == self.driver.already_mapped
                 kind = AlreadyMappedError if meanwhile else ArgumentError
-                raise kind("handle", f"the memory that it names can't be mapped: {error}") from None
+                raise kind("handle", f"the memory can't be mapped: {error}") from None
         release = functools.partial(self.context.call, self._imported.release, key)
         memory = GpuMemory(mapped + offset, nbytes, self.unused.append, release)
         if not self._holds(mapped, offset + nbytes):
             memory.close()
-            raise ArgumentError("handle", f"{nbytes} bytes at {offset} leave the allocation that it names")
+            raise ArgumentError("handle", f"{nbytes} bytes at offset {offset} extend past the allocation")
         return memory
 
     def _holds(self, mapped: int, nbytes: int) -> bool:
@@ -406,18 +406,18 @@ class GpuMemoryRuntime(Runtime):
     def _check_own(self, device: int, base: int, allocation: int, end: int) -> None:
         """Raises ArgumentError if a handle of this process is damaged, or its memory was freed."""
         if not 0 <= device < self.driver.device_count():
-            raise ArgumentError("handle", f"it names device {device}, which this process does not have")
+            raise ArgumentError("handle", f"names device {device}, which this process does not have")
         with DeviceContext(self.driver, device).current():
             try:
                 start, size = self.driver.address_range(base, end)
                 found = self.driver.allocation_id(base)
             except DriverError:
-                raise ArgumentError("handle", "this process has freed the memory that it names") from None
+                raise ArgumentError("handle", "names memory that this process has freed") from None
         unused = UnusedMemory.on(self.driver.runtime, device)
         if (start, found) != (base, allocation) or unused.has_allocation(base):
-            raise ArgumentError("handle", "this process has freed the memory that it names")
+            raise ArgumentError("handle", "names memory that this process has freed")
         if end > size:
-            raise ArgumentError("handle", f"it names {end} bytes of an allocation of {size}")
+            raise ArgumentError("handle", f"names {end} bytes of an allocation of {size} bytes")
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         with self.current():

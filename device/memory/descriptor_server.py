@@ -206,7 +206,7 @@ def fetch_descriptor(token: bytes, kind: bytes, request: bytes = b"") -> int:
     parts = fetch_descriptors(token, kind, request)
     if len(parts) != 1:
         _close(parts)
-        raise OSError("its process has ended while it was asked" if not parts else f"it sent {len(parts)} descriptors")
+        raise OSError("the owner ended before it answered" if not parts else f"the owner sent {len(parts)} descriptors")
     return parts[0][1]
 
 

@@ -24,10 +24,10 @@ def out_of_descriptors(what: str, number: int | None) -> ResourceError:
         number: the system's, ENFILE if the system's table of files is full.
     """
     if number == errno.ENFILE:
-        return ResourceError(f"no descriptor is left for {what}: the system has as many open files as it allows")
+        return ResourceError(f"no file descriptor is left for {what}: the system's limit on open files is reached")
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ResourceError(
-        f"no descriptor is left for {what}: this process may have {limit} open (ulimit -n; it can be raised to {most})"
+        f"no file descriptor is left for {what}: this process may open {limit} (ulimit -n; it can be raised to {most})"
     )
 
 

@@ -44,7 +44,7 @@ class Places:
         self._start, self._nbytes, self._count = memory.ptr + offset, nbytes, count
         self._native = lib.proxyccl_places_open(self._start, nbytes, count)
         if not self._native:
-            raise ResourceError("no memory is left for a table of places")
+            raise ResourceError("can't allocate the table of places")
         self._let_go()
 
     def choose(self) -> None:

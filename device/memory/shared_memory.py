@@ -279,7 +279,7 @@ class _Handle:
             )
         magic, *_, device, inode, offset, nbytes = cls._LAYOUT.unpack(handle)
         if magic != cls._MAGIC:
-            raise ArgumentError("handle", "expected a handle of shared memory: these bytes begin differently")
+            raise ArgumentError("handle", "expected a handle of shared memory: its first bytes are wrong")
         origin = cls.origin(handle)
         try:
             own = _descriptor_of(origin, (device, inode))
@@ -322,7 +322,7 @@ def _supply(request: bytes) -> Iterator[tuple[int, int]]:
     except OSError as error:
         if error.errno in EXHAUSTED:
             raise
-        raise ArgumentError("handle", "its process has closed the memory that it names") from None
+        raise ArgumentError("handle", "the owner has closed the memory") from None
     try:
         _require_memory(copy, 0, (device, inode))
     except ArgumentError:
@@ -341,12 +341,12 @@ def _require_memory(descriptor: int, nbytes: int, identity: tuple[int, int] | No
     """
     info = os.fstat(descriptor)
     if identity is not None and (info.st_dev, info.st_ino) != identity:
-        raise ArgumentError("handle", "its process has closed the memory that it names")
+        raise ArgumentError("handle", "the owner has closed the memory")
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
         seals = 0
     if not seals & fcntl.F_SEAL_SHRINK:
-        raise ArgumentError("handle", "it names a file that is not ProxyCCL's shared memory")
+        raise ArgumentError("handle", "names a file that is not ProxyCCL's shared memory")
     if info.st_size < nbytes:
-        raise ArgumentError("handle", f"it names {nbytes} bytes of a memory of {info.st_size}")
+        raise ArgumentError("handle", f"names {nbytes} bytes of a memory of {info.st_size} bytes")

@@ -23,7 +23,7 @@ class _Started(threading.Event):
 
     def wait(self, timeout: float | None = None) -> bool:
         if not super().wait(_BEGIN_SECONDS if timeout is None else timeout):
-            raise RuntimeError(f"it did not begin within {_BEGIN_SECONDS:g} s")
+            raise RuntimeError(f"the thread did not begin within {_BEGIN_SECONDS:g} s")
         return True
 
 
@@ -60,8 +60,8 @@ class Thread(threading.Thread):
             super().start()
         except (RuntimeError, MemoryError) as error:
             if self._take() is not None:
-                reason = error if isinstance(error, RuntimeError) else "there is no memory"
-                raise ResourceError(f"no thread {self.name} can be started: {reason}") from None
+                reason = error if isinstance(error, RuntimeError) else "out of memory"
+                raise ResourceError(f"can't start thread {self.name}: {reason}") from None
 
     def run(self) -> None:
         """Called in the thread."""
