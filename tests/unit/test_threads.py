@@ -25,7 +25,7 @@ def test_a_thread_that_has_begun_has_its_name_and_its_arguments() -> None:
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(RuntimeError("can't start new thread"), "can't start new thread"), (MemoryError(), "no memory")],
+    [(RuntimeError("can't start new thread"), "can't start new thread"), (MemoryError(), "out of memory")],
 )
 def test_a_thread_that_cannot_be_made_is_an_error_by_name(
     error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
