@@ -10,7 +10,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 def require_text(value: Any, argument: str) -> str:
-    """A text, or the path of a file, that UTF-8 can encode and C can read to its end.
+    """Returns a string or path as a str that UTF-8 can encode and that contains no NUL character.
 
     Raises ArgumentError for anything else.
     """
@@ -27,7 +27,7 @@ def require_text(value: Any, argument: str) -> str:
 
 
 def require_texts(values: Any, argument: str) -> tuple[str, ...]:
-    """Several such texts. Raises ArgumentError for anything else, also for a single text: its items are characters."""
+    """Returns several such strings. Raises ArgumentError for anything else, including a single string."""
     texts = None if isinstance(values, str | bytes) else find_items(values)
     if texts is None:
         raise ArgumentError(argument, f"must be a sequence of strings, not {values!r}")
