@@ -50,8 +50,8 @@ class HostRuntime(Runtime):
         async_copies: give the proxy's copies a thread for each peer, as a copy engine would; by default the proxy's
             thread makes them, which is faster with few cores.
         cxxflags: added to every compile, for example for a sanitizer; shipped kernels are then compiled at run time
-        too. blocks: most blocks of a shipped collective, the same on all ranks. Each takes a core: more than one is
-        slower
+            too.
+        blocks: most blocks of a shipped collective, the same on all ranks. Each takes a core: more than one is slower
             unless there are as many cores for each rank.
     """
 
