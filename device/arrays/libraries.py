@@ -1,4 +1,4 @@
-"""What this library knows about torch's and cupy's arrays beyond DLPack. Imports neither library."""
+"""Access to torch's and cupy's arrays and streams beyond DLPack. Imports neither library."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _INSTEAD = {
     "MaskedTensor": "pass x.to_tensor(value)",
     "NestedTensor": "pass x.values()",
 }
-"""What to pass instead of a tensor without memory, by the name of torch's class."""
+"""The advice for a tensor without memory, by the name of torch's class."""
 
 
 def _find_instead(kind: type) -> str | None:
