@@ -21,7 +21,7 @@ class Process(Struct, frozen=True, eq=False):
 
     Attributes:
         pid: the process id, which the system may reuse for a later process.
-        token: 16 random bytes, unique to the process.
+        token: 16 bytes that no other process has.
     """
 
     pid: int = field(default_factory=os.getpid)
