@@ -52,11 +52,11 @@ PROXYCCL_DEVICE void storeUnit(T* array, uint64_t count, uint64_t unit, Bytes16 
 // A packet is one thread's part of two lines; the data of a share are consecutive units. All threads of a warp call
 // each function together, for packets p that follow one another.
 struct LineForm {
-  // The thread's two units; the second is empty in the last of eight threads.
+  // A thread's two units of data; the last of eight threads has no second unit.
   struct Payload {
     Bytes16 units[2];
   };
-  // The thread's words in both lines.
+  // A thread's words in both lines.
   struct Words {
     Bytes16 lines[2];
   };
