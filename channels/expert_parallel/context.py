@@ -368,7 +368,7 @@ class DispatchCombineContext:
         return found
 
     def logged(self, call: str, dtype: str, number: int, most_tokens: int = 0) -> CollectiveCall:
-        """A call on dispatch `number` as the ranks compare it; of a dispatch with the most tokens of a rank."""
+        """Returns a call on dispatch `number` in the form that ranks compare. `most_tokens` is only for a dispatch."""
         return CollectiveCall(call, dtype, root=logged_number(number), count=most_tokens, of=self._number)
 
     def queue(

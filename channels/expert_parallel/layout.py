@@ -63,7 +63,7 @@ class EPAllToAllLayoutDesc(Descriptor):
     def require_received(self, owner: object, argument: str) -> None:
         """Raises ArgumentError unless `owner` made the dispatch and has received it, so that the tables are filled."""
         if self.owner is not owner:
-            raise ArgumentError(argument, "is of a dispatch of another layer, or of another rank")
+            raise ArgumentError(argument, "belongs to a dispatch of another layer, or of another rank")
         self._require_rows(argument)
 
     def _require_rows(self, argument: str) -> None:
