@@ -26,8 +26,7 @@ typedef struct ProxycclLaunch {
 
 enum { PROXYCCL_OTHER_CONTEXT = -1 };
 
-/* Whether a context is the calling thread's current one, by the driver's `current`; NULL if there is only one context.
- * */
+/* Whether a context is the calling thread's current one, by `current`, which is NULL if there is only one context. */
 static inline int proxyccl_is_current(int (*current)(uint64_t* context), uint64_t context) {
   uint64_t here = 0;
   return current == NULL || (current(&here) == 0 && here == context);
