@@ -1,4 +1,4 @@
-"""What cffi gives Python for C's values, as types. The stubs of `_native` and `_engine` are made of these.
+"""The types of the Python objects that cffi makes for C values. The stubs of `_native` and `_engine` use these.
 
 There is no such module at run time. A struct `S` is the class `S` and a pointer to it the class `SPointer`, both made
 by build_stubs.py. Pointers to numbers are told apart by the type of the number, as cffi does.

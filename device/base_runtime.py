@@ -33,10 +33,10 @@ class Memory(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether it was freed."""
+        """Whether the memory was freed."""
 
     def close(self) -> None:
-        """Frees or unmaps it."""
+        """Frees or unmaps the memory."""
 
 
 class PinnedMemory(Memory, Protocol):
@@ -48,14 +48,14 @@ class PinnedMemory(Memory, Protocol):
 
     @property
     def handle(self) -> bytes:
-        """The handle with which other processes of the node map it (`Runtime.open_pinned`)."""
+        """The handle by which other processes of the node map this memory (`Runtime.open_pinned`)."""
 
     def export(self, host_ptr: int, nbytes: int) -> bytes:
-        """A handle of `nbytes` of it from `host_ptr` on."""
+        """Returns a handle of `nbytes` of this memory, from `host_ptr` on."""
 
     @property
     def descriptor(self) -> int:
-        """The descriptor of its file."""
+        """The file descriptor of the memory."""
 
 
 class Stream(Protocol):
@@ -72,7 +72,7 @@ class Stream(Protocol):
         """Whether all queued work is done."""
 
     def close(self) -> None:
-        """Destroys the stream when its work is done. Another stream may have its handle then."""
+        """Destroys the stream when its work is done. The driver may then reuse the handle."""
 
 
 class Event(Protocol):
@@ -92,7 +92,7 @@ class Event(Protocol):
         """Waits for the marked point."""
 
     def elapsed(self, start: Any) -> float:
-        """Milliseconds from `start` to this event; both were reached."""
+        """Returns the milliseconds from `start` to this event. Both events must have been reached."""
 
     def close(self) -> None:
         """Destroys the event."""
@@ -101,7 +101,7 @@ class Event(Protocol):
 class DriverCalls(Struct, frozen=True):
     """Addresses of the driver's calls, for callers in C: the proxy's engine, launches and operations of streams.
 
-    0 stands for a call that the driver lacks or does not need. The host runtime has neither contexts nor captures.
+    The address is 0 if the driver lacks a call or does not need it. The host runtime has neither contexts nor captures.
 
     Attributes:
         copy: a copy between addresses of the device.
@@ -120,14 +120,15 @@ class DriverCalls(Struct, frozen=True):
         context: the context that this runtime's kernels, streams and memory belong to.
         is_capturing: whether a stream is being captured.
         exchange_capture_mode: exchanges the thread's capture mode.
-        relaxed: the capture mode in which allocating, and querying an event, is allowed.
+        relaxed: the capture mode that allows allocations and event queries.
         allocate: allocates; 0 if memory needs flags.
         allocate_with_flags: allocates with `flags`; needed if `allocate` is 0.
-        flags: see there.
+        flags: the flags for `allocate_with_flags`.
         free: frees memory; waits for the device.
         pointer_attribute: returns an attribute of an address.
-        buffer_id: the attribute that is the number of the address's allocation.
-        add_helper, remove_helper: exist if kernels wait on the CPU (host/runtime.h).
+        buffer_id: the pointer attribute that returns the number of the address's allocation.
+        add_helper, remove_helper: register helpers of waiting kernels (host/runtime.h); 0 unless kernels run on the
+            CPU.
     """
 
     copy: int = 0
@@ -159,12 +160,12 @@ class DriverCalls(Struct, frozen=True):
 
 
 class StreamEvents(Struct, frozen=True):
-    """For a caller in C that orders a device's streams by events of its own.
+    """Events for a caller in C that orders a device's streams itself.
 
     Attributes:
         order: address of a ProxycclStreamOrder (stream_order.h).
         take: takes an event that nothing uses, and returns its handle.
-        give: gives one back.
+        give: returns an event that is no longer used.
     """
 
     order: int
@@ -182,39 +183,40 @@ class LaunchDefaults(Struct, frozen=True):
     Attributes:
         threads: threads in a block of the shipped kernels.
         blocks: most blocks that a shipped collective uses.
-        efficient_blocks: the same under the policy that spares multiprocessors: so few that it takes little longer.
+        efficient_blocks: the same under the policy that spares multiprocessors: few blocks, for a little more time.
         copy_blocks: most blocks that a proxied collective uses.
         small_threads: threads in a block of the kernel of a reduction by proxy (`PROXYCCL_SMALL_KERNEL`).
-        small_blocks: most blocks of it.
+        small_blocks: most blocks of that kernel.
         small_bytes: least bytes of a rank that a block reduces at a time.
         awaits_data: whether the kernel of a short reduction by proxy is launched when all ranks have joined, and waits
             for their data itself.
-        bytes_per_block: a collective takes one more block for each of these numbers of bytes that a rank contributes.
+        bytes_per_block: a collective takes one block for each multiple of this number of bytes that a rank contributes.
         exchange_bytes: the bytes that a rank receives from all others at a time, in each buffer for rounds (team.h).
-        pipeline_bytes: the same in each buffer for pipelines.
-        meeting_bytes: bytes of a share from which on it pays to learn where peers' outputs lie before sending.
-        offered_bytes: most bytes of an all_reduce in place whose inputs the ranks offer each other to load.
+        pipeline_bytes: the same for each buffer for pipelines.
+        meeting_bytes: least bytes of a share for which ranks exchange the addresses of their outputs before sending.
+        offered_bytes: most bytes of an in-place all_reduce whose ranks load each other's inputs directly.
         proxied_kernel_bytes: longest share that a kernel moves to peers of other nodes, through the proxy, by default.
-            A schedule moves a longer one: its ranks meet first, and nothing is staged. 0: no kernel moves any.
+            A schedule moves a longer share: its ranks synchronize first, and nothing is staged. 0: schedules move all.
         pinned_kernel_bytes: most bytes that a kernel sends to peers of other nodes through pinned memory, by default,
             where transports stage the data of all remote peers. 0: none goes through pinned memory.
-        packet_threads: a packet kernel takes one more block for each of these numbers of packets; beyond
-            packet_blocks its blocks grow, up to `threads`.
+        packet_threads: a packet kernel takes one block for each multiple of this number of packets. Beyond
+            packet_blocks its blocks get more threads, up to `threads`.
         packet_blocks: most blocks of a packet kernel.
-        pair_packet_blocks: the same for two ranks, each of which sends to one peer only.
+        pair_packet_blocks: most blocks of a packet kernel of two ranks, each of which sends to one peer only.
         packet_move_bytes: most bytes that a rank sends to all others in packets, in an all_gather or an all_to_all. 0:
-            none, whatever the share.
-        line_bytes: bytes that a rank sends to another from which on packets are lines (lines.h), if all links carry
-            whole lines. 0: none are.
+            none are sent so.
+        line_bytes: least bytes from one rank to another that are sent as lines (lines.h) instead of packets, if all
+            links carry whole lines. 0: lines are not used.
         line_blocks: most blocks of a kernel whose packets are lines; under the policy `efficiency` at most
             efficient_blocks.
-        line_move_bytes: the same as packet_move_bytes, where packets may be lines.
-        pinned_bytes: most bytes that a schedule moves through pinned memory: what takes a copy engine longer to begin
-            with. 0: none, as where one call issues the copies to all peers.
+        line_move_bytes: the limit in place of packet_move_bytes where lines may be used.
+        pinned_bytes: most bytes that a schedule moves through pinned memory: for so few, a copy engine takes longer to
+            start. 0: none, for example if one call issues the copies to all peers.
         staged_pinned_bytes: the same for each peer where transports stage the data of all remote peers: a daemon's
             short copies wait for the kernels of its clients.
-        own_box_bytes: most bytes for each peer that a schedule's stream copies within its device by way of a peer's
-            memory: by copy engines, where the driver's copy would be a kernel that waits for a multiprocessor. 0: none.
+        own_box_bytes: most bytes for each peer that a schedule's stream copies within its device through a peer's
+            memory. Copy engines make that copy; the driver's local copy is a kernel, which waits for a multiprocessor.
+            0: none.
         one_crossing_bytes: bytes that a rank receives from all others up to which a reduction by proxy sends
             everything to every rank, in one crossing. That is faster than two crossings of shares.
     """
@@ -285,43 +287,44 @@ class BaseRuntime(Protocol):
         """One line on the device."""
 
     def allocate(self, nbytes: int) -> Memory:
-        """Zeroed device memory that can be exported. Raises ResourceError when there is none left."""
+        """Allocates zeroed device memory that can be exported. Raises ResourceError if too little is left."""
 
     def share_across_namespaces(self) -> None:
-        """From now on `allocate` gives memory that processes of other PID namespaces can map too.
+        """Makes later calls of `allocate` return memory that processes of other PID namespaces can map too.
 
-        Raises RuntimeUnavailableError if the driver has none.
+        Raises RuntimeUnavailableError if the driver does not support such memory.
         """
         return
 
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
-        """Says that a range of any memory was used, and is likely to be used repeatedly. Does not change contents."""
+        """Hints that a range of memory will be used repeatedly. The range may be any memory; contents do not change."""
         return
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
-        """Zeroed pinned host memory that other processes can map."""
+        """Allocates zeroed pinned host memory that other processes can map."""
 
     def pin(self, ptr: int, nbytes: int) -> Memory | None:
-        """Pins memory of the host that somebody else allocated, until the result closes: copies between it and the
-        device are then not staged. None if there is nothing to pin.
+        """Pins host memory that other code allocated, until the result is closed, so that copies to and from the device
+        are not staged. Returns None if there is nothing to pin.
 
         Raises ResourceError if the driver refuses.
         """
         return None
 
     def export(self, ptr: int, nbytes: int) -> bytes:
-        """A handle with which other processes can open the memory at `ptr`, which must not be freed during the call.
+        """Returns a handle by which other processes can open the memory at `ptr`, which must not be freed during the
+        call.
 
         Raises ArgumentError if the memory can't be shared.
         """
 
     def end_export(self, handle: bytes) -> None:
-        """Ends an `export`: nobody needs to open the handle from now on. Until then some drivers keep memory that its
+        """Ends an `export`: the handle need not be openable any longer. Until then some drivers keep memory that its
         owner frees."""
         return
 
     def open(self, handle: bytes) -> Memory:
-        """Maps memory that another process (or this one) exported. Raises ArgumentError if the handle is invalid."""
+        """Maps memory that this or another process exported. Raises ArgumentError if the handle is invalid."""
 
     def open_pinned(self, handle: bytes) -> PinnedMemory:
         """Maps another process's pinned memory, by its `handle`."""
@@ -333,27 +336,28 @@ class BaseRuntime(Protocol):
         """
 
     def keep_pins(self) -> Callable[[], None]:
-        """Keeps memory of other devices pinned, where unpinning waits for the kernels of all devices of the process.
+        """Keeps memory of other devices pinned, if unpinning waits for the kernels of all devices of the process.
 
-        Returns the call that ends this; it is made when the kernels have ended.
+        Returns the function that ends this, to call when the kernels have ended.
         """
         return lambda: None
 
     def warm_up(self, peers: Collection[str]) -> None:
-        """Makes the driver do now, for copies to peers, what it otherwise does at the first copy.
+        """Makes the driver do the work now that it otherwise does at the first copy to each peer.
 
         Args:
-            peers: their device_ids. Devices that this process does not see, or can't reach, are left out.
+            peers: the peers' device_ids. Devices that this process does not see, or can't reach, are skipped.
         """
         return
 
     def numa_node(self) -> int | None:
-        """The NUMA node that the device is next to; None if it is not known."""
+        """The NUMA node nearest to the device; None if unknown."""
         return None
 
     @property
     def loads_lazily(self) -> bool:
-        """Whether a kernel's first launch may load it, and hold up every other call of the process meanwhile."""
+        """Whether a kernel's first launch may load the kernel, and block all other driver calls of the process
+        meanwhile."""
         return False
 
     @property
@@ -365,62 +369,63 @@ class BaseRuntime(Protocol):
 
     @property
     def orders_rdma_writes(self) -> bool:
-        """Whether kernels that see a word written by RDMA, anywhere, also see earlier RDMA writes to the device."""
+        """Whether a kernel that sees a word written by RDMA, in any memory, also sees earlier RDMA writes to the
+        device."""
 
     def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """The descriptor of a DMA-BUF that contains device memory, for another device's driver, and the memory's
-        offset.
+        """Returns the descriptor of a DMA-BUF that contains device memory, for another device's driver, and the
+        memory's offset.
 
-        The caller closes the descriptor. None if the driver does not offer one, or if the memory is the host's.
+        The caller closes the descriptor. Returns None if the driver does not offer one, or for host memory.
         """
         return None
 
     def can_access_peer(self, device_id: str) -> bool:
-        """Whether kernels here can touch memory of the device with this `device_id`."""
+        """Whether this device's kernels can access memory of the device with this `device_id`."""
 
     def adds_at_peer(self, device_id: str) -> bool:
-        """Whether kernels here can add atomically to memory of the device with this `device_id`, which they reach.
+        """Whether this device's kernels can add atomically to memory, which they reach, of the device with this id.
 
-        False if the driver does not say so: over PCIe alone, or if this process does not see the device.
+        False if the driver does not report it: over PCIe alone, or if this process does not see the device.
         """
 
     def pointer_device(self, ptr: int) -> int | None:
-        """The device that owns an address; None if no device does."""
+        """Returns the device that owns an address; None if no device does."""
 
     def memory_left(self) -> tuple[int, int]:
-        """Bytes of the device's memory that are free, and all."""
+        """Returns the device's free memory and total memory, in bytes."""
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """Address and size of the allocation that contains a range, or of several that lie side by side. None if the
+        """Returns address and size of the allocation that contains a range, or of several adjacent ones. None if the
         driver knows none."""
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
-        """The allocations that contain a range. Empty if the driver knows none.
+        """Returns the allocations that contain a range. Empty if the driver knows none.
 
         A number is never given to another allocation of this process, not even at the same address.
         """
 
     def free_later(self, ptr: int) -> None:
-        """Frees memory that `calls.allocate` allocated, when the device is waited for next."""
+        """Frees memory that `calls.allocate` allocated, at the next wait for the device."""
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> Stream:
-        """A stream.
+        """Creates a stream.
 
         Args:
-            for_proxy: for the engine's copies; it need not take launches.
+            for_proxy: the stream is for the engine's copies, and need not take launches.
             in_caller: each call that queues work returns when the work is done. Only the host runtime has such
                 streams; a GPU's is like any other.
         """
 
     def create_event(self, *, times: bool = True) -> Event:
-        """An event; without `times` it has no `elapsed`, and is reached a little sooner."""
+        """Creates an event. Without `times` it does not support `elapsed`, and is reached a little sooner."""
 
     def stream_handle(self, stream: StreamLike) -> int:
-        """The driver's handle of the stream of a call, which may be of any kind.
+        """Returns the driver's handle of a call's stream, which may be of any kind in `StreamLike`.
 
         Raises:
-            ArgumentError: it is not a stream; or the calling thread captures another one into a graph, as torch's or
-                cupy's current stream, and the graph would miss the call.
+            ArgumentError: `stream` is not a stream; or the calling thread captures torch's or cupy's current stream
+                into a graph, and the graph would miss the call.
         """
 
     def is_capturing(self, stream: int) -> bool:
@@ -431,16 +436,16 @@ class BaseRuntime(Protocol):
         """Makes later work of stream handle `then` wait for work queued on `first`; both must exist."""
 
     def stream_events(self) -> StreamEvents:
-        """The driver's events, by which C orders its streams."""
+        """Returns events by which callers in C order this device's streams."""
 
     def wait_event(self, stream: int, event: Event) -> None:
         """Makes later work of the stream with this handle wait for the event's last record."""
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Copies between any two addresses; returns when it is done if no stream is given."""
+        """Copies between any two addresses. Without a stream, returns when the copy is done."""
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Sets bytes; returns when it is done if no stream is given."""
+        """Sets bytes to a value. Without a stream, returns when this is done."""
 
     def synchronize(self) -> None:
         """Waits for all work of the device's default stream and the streams made here."""
@@ -453,7 +458,7 @@ class BaseRuntime(Protocol):
 
 
 def foreign_stream_handle(stream: StreamLike) -> int:
-    """The handle of another library's stream.
+    """Returns the handle of another library's stream.
 
     Raises:
         ArgumentError: the object is not a stream.

@@ -19,10 +19,11 @@ _FUNCTION_NAME = re.compile(r"^(?!PROXYCCL_)(?:[A-Za-z][^;=\n]*\W)?(proxyccl_\w+
 
 
 def declarations(source: str) -> str:
-    """The integer constants, types and functions that C code declares or defines, without those of its includes.
+    """Returns the integer constants, types and functions that C code declares or defines, without those of its
+    includes.
 
-    The ``...`` has cffi take the layout of a struct and the value of a constant from the compiler. Raises ValueError if
-    a function is laid out otherwise.
+    ``...`` makes cffi take the layout of a struct and the value of a constant from the compiler. Raises ValueError if a
+    function's layout differs.
     """
     found = []
     code = _DROPPED.sub("", source)

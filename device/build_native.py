@@ -17,7 +17,7 @@ HEADERS = [
     *(f"device/memory/{name}.h" for name in ("memory_pool", "places", "allocation_guard")),
     "device/host/runtime.h",
 ]
-"""Those that Python needs, each after those whose types it names."""
+"""The headers that Python needs, each after the headers whose types it names."""
 FUNCTIONS = """
 #include <sched.h>
 #include <time.h>

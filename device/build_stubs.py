@@ -18,7 +18,7 @@ _CDATA = Path(__file__).with_name("_cdata.pyi")
 
 
 def _read(tp: Any) -> str:
-    """Python's type for a C value of this type."""
+    """Returns Python's type of a C value of this type, when read."""
     match tp:
         case model.VoidType():
             return "None"
@@ -40,7 +40,7 @@ def _read(tp: Any) -> str:
 
 
 def _pointer(to: Any) -> str:
-    """The class of a pointer to values of this type."""
+    """Returns the class of a pointer to values of this type."""
     match to:
         case model.VoidType():
             return "VoidPointer"
@@ -54,7 +54,7 @@ def _pointer(to: Any) -> str:
 
 
 def _argument(tp: Any) -> str:
-    """Python's type of a parameter of this type."""
+    """Returns Python's type of a parameter of this type."""
     if not isinstance(tp, model.PointerType):
         return _read(tp)
     match tp.totype:
@@ -68,7 +68,7 @@ def _argument(tp: Any) -> str:
 
 
 def _field(tp: Any) -> str:
-    """The type of a struct's field."""
+    """Returns the type of a struct's field."""
     match tp:
         case model.PointerType(totype=model.VoidType()):
             return "Field[VoidPointer, Pointer]"
@@ -116,7 +116,7 @@ class _Declarations:
         }
 
     def pointed_to(self) -> dict[str, Any]:
-        """The types that a declaration has a pointer to, by their C names; of the structs all."""
+        """The types that a declaration has a pointer to, and all structs, by their C names."""
         found: dict[str, Any] = {}
 
         def note(tp: Any) -> None:
@@ -190,7 +190,7 @@ def _overload(method: str, cdecl: str, parameter: str, result: str) -> Iterator[
 
 
 def make_stub(script: Path) -> tuple[Path, str]:
-    """The stub of the extension that a build script declares: its path, beside the script, and its text."""
+    """Returns the stub of the extension that a build script declares: its path, beside the script, and its text."""
     ffi = runpy.run_path(str(script))["ffi"]
     declared = _Declarations(ffi)
     body = "".join((*_structs(declared), *_lib(declared), *_ffi(declared), "ffi: FFI\nlib: Lib\n"))

@@ -30,9 +30,9 @@ LOST_CONTEXT = {
     718: "a kernel's program counter left its program",
     719: "a kernel failed",
 }
-"""The statuses that say that an error has ended the process's context, and their descriptions.
+"""The statuses of errors that end the process's context, and their descriptions.
 
-All later calls into the context return such a status too, and other processes' contexts are not affected. Source:
+All later calls into that context return such a status too. Other processes' contexts are not affected. Source:
 cuda.h, on CUresult ("the process ... must be terminated and relaunched").
 """
 
@@ -48,14 +48,14 @@ class DeviceInfo(Struct, frozen=True):
     """A driver's description of a device.
 
     Attributes:
-        name: the vendor's name for it.
-        device_id: names the physical device, the same in every process of the machine.
-        architecture: the compiler's name of it: "sm_90", "gfx942".
+        name: the vendor's name for the device.
+        device_id: the name of the physical device, the same in every process of the machine.
+        architecture: the compiler's name of the architecture: "sm_90", "gfx942".
         multiprocessors: SMs, or compute units.
-        memory_bytes: size of its memory.
-        pci_address: its PCI address, as sysfs names it: "0000:3b:00.0".
-        orders_rdma_writes: whether its kernels see RDMA writes to its memory once they see a word that RDMA wrote
-            after them, wherever that word lies.
+        memory_bytes: size of the device's memory.
+        pci_address: the PCI address in the form of sysfs: "0000:3b:00.0".
+        orders_rdma_writes: whether kernels that see a word written by RDMA, in any memory, also see earlier RDMA writes
+            to the device's memory.
     """
 
     name: str
@@ -72,16 +72,16 @@ class Compiler(Protocol):
 
     @property
     def runtime(self) -> str:
-        """The runtime whose kernels it compiles: "cuda" or "hip"."""
+        """The runtime for which this compiler compiles: "cuda" or "hip"."""
 
     def version(self) -> str:
-        """Its name and version."""
+        """The compiler's name and version."""
 
     def options(self, architecture: str) -> tuple[str, ...]:
-        """The options that every source of this library is compiled with, for a device's architecture."""
+        """Returns the options for all sources of this library, for a device's architecture."""
 
     def compile(self, source: str, options: tuple[str, ...]) -> bytes:
-        """A loadable image. Raises CompileError with the compiler's messages."""
+        """Compiles a source to a loadable image. Raises CompileError with the compiler's messages."""
 
 
 class Driver(ABC):
@@ -90,8 +90,9 @@ class Driver(ABC):
     Attributes:
         runtime: the runtime's name: "cuda" or "hip".
         compiler: the compiler of the images that this driver loads.
-        already_mapped: the status of an import while older memory of the same address at its owner is mapped.
-        out_of_memory: the status that an allocation which does not fit gives.
+        already_mapped: the status of an import while this process still maps older memory that had the same address at
+            its owner.
+        out_of_memory: the status of an allocation that does not fit.
         thread_stream: the handle that means the calling thread's own default stream.
         legacy_stream: the handle of the default stream that all threads share, which is ordered with each thread's own.
     """
@@ -103,33 +104,33 @@ class Driver(ABC):
 
     _PREFIX: ClassVar[str]
     _OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
-    """The vendor's names of calls by CUDA's, both without their prefixes, where they differ."""
+    """The vendor's names of calls, by CUDA's names, where they differ. Both are without their prefixes."""
 
     # -- the binding ---
 
     @abstractmethod
     def _status_of(self, name: str, *args: Any) -> tuple[int, tuple[Any, ...]]:
-        """The status and the results of the binding's call of this name."""
+        """Makes the binding's call of this name. Returns its status and results."""
 
     @abstractmethod
     def _address_of(self, name: str) -> int:
-        """The address of the driver's call of this name."""
+        """Returns the address of the driver's call of this name."""
 
     @abstractmethod
     def error_text(self, status: int) -> str:
-        """The driver's own name and text for a status."""
+        """Returns the driver's own name and text for a status."""
 
     def _name(self, call: str) -> str:
         return self._PREFIX + self._OTHER_NAMES.get(call, call)
 
     def call(self, call: str, *args: Any, allowed: Any = (), of: str = "") -> Any:
-        """The results of a call, by CUDA's name without its prefix.
+        """Makes a call, and returns its results. Raises DriverError for a status that is not allowed.
 
         Args:
-            call: the name.
-            args: of the call.
+            call: CUDA's name of the call, without its prefix.
+            args: the arguments of the call.
             allowed: the statuses that are not errors, other than 0.
-            of: names the object of the call in errors.
+            of: the object of the call, for errors.
         """
         name = self._name(call)
         status, results = self._status_of(name, *args)
@@ -138,7 +139,7 @@ class Driver(ABC):
         return results[0] if len(results) == 1 else results
 
     def release(self, call: str, *args: Any) -> None:
-        """A call that frees a resource, which is gone already if its context is lost."""
+        """Makes a call that frees a resource. A lost context is not an error: the resource is gone with it."""
         self.call(call, *args, allowed=LOST_CONTEXT)
 
     def _is_done(self, call: str, handle: int) -> bool:
@@ -149,18 +150,19 @@ class Driver(ABC):
         return status == 0
 
     def address(self, call: str) -> int:
-        """The address of a call, by CUDA's name without its prefix, for callers in C."""
+        """Returns the address of a call, named as for `call`, for callers in C."""
         return self._address_of(self._name(call))
 
     # -- the process ---
 
     @abstractmethod
     def versions(self) -> str:
-        """Versions of the driver, its binding and the compiler, in words."""
+        """Returns the versions of the driver, its binding and the compiler, in words."""
 
     @property
     def loads_lazily(self) -> bool:
-        """Whether a kernel's first launch may load it, and hold up every other call of the process meanwhile."""
+        """Whether a kernel's first launch may load the kernel, and block all other driver calls of the process
+        meanwhile."""
         return False
 
     @property
@@ -178,7 +180,7 @@ class Driver(ABC):
 
     @abstractmethod
     def device(self, ordinal: int) -> DeviceInfo:
-        """The description of device number `ordinal`."""
+        """Returns the description of device number `ordinal`."""
 
     @abstractmethod
     def context(self, ordinal: int) -> int:
@@ -197,7 +199,7 @@ class Driver(ABC):
         self.call("CtxSynchronize")
 
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
-        """Whether kernels of device `ordinal` can touch memory of device `peer`."""
+        """Whether kernels of device `ordinal` can access memory of device `peer`."""
         return bool(self.call("DeviceCanAccessPeer", ordinal, peer))
 
     @abstractmethod
@@ -205,20 +207,20 @@ class Driver(ABC):
         """Whether the link from device `ordinal` to device `peer` adds atomically."""
 
     def enable_peer_access(self, peer_context: int) -> None:
-        """Lets the current context reach a peer's memory. Doing it again is not an error."""
+        """Lets the current context access a peer's memory. A repeated call is not an error."""
         self.call("CtxEnablePeerAccess", peer_context, 0, allowed=(_PEER_ACCESS_ALREADY_ENABLED,))
 
     # -- memory ---
 
     @abstractmethod
     def allocate(self, nbytes: int) -> int:
-        """Device memory; its contents are undefined."""
+        """Allocates device memory; its contents are undefined."""
 
     @abstractmethod
     def allocate_block(self, nbytes: int) -> int:
-        """Device memory like that of `allocate`, whose handles processes of other PID namespaces can open.
+        """Allocates device memory whose handles processes of other PID namespaces can open too.
 
-        Raises RuntimeUnavailableError if the driver has none.
+        Raises RuntimeUnavailableError if the driver does not support such memory.
         """
 
     def free(self, ptr: int) -> None:
@@ -226,41 +228,41 @@ class Driver(ABC):
         self.release("MemFree", ptr)
 
     def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
-        """Base and size of the allocation that contains `nbytes` at an address, or of several that were mapped side
-        by side; too small a size if the bytes leave them.
+        """Returns base and size of the allocation that contains `nbytes` at an address, or of several that are mapped
+        side by side. The size is too small if the bytes extend past them.
         """
         base, size = self.call("MemGetAddressRange", ptr)
         return int(base), int(size)
 
     def memory_left(self) -> tuple[int, int]:
-        """Bytes of the current device's memory that are free, and all."""
+        """Returns the current device's free memory and total memory, in bytes."""
         free, total = self.call("MemGetInfo")
         return int(free), int(total)
 
     @abstractmethod
     def pointer_device(self, ptr: int) -> int | None:
-        """The device that memory belongs to, or None if it does not belong to a device."""
+        """Returns the device that owns memory; None if no device does."""
 
     @abstractmethod
     def allocation_id(self, ptr: int) -> int:
-        """A number of the allocation that contains an address; another allocation at the same address has another
-        number."""
+        """Returns the number of the allocation that contains an address. A later allocation at the same address has
+        another number."""
 
     @abstractmethod
     def export_memory(self, base: int, size: int) -> bytes:
-        """A handle, of at most 64 bytes, by which other processes map the result of `address_range`.
+        """Returns a handle, of at most 64 bytes, by which other processes map the result of `address_range`.
 
-        It may keep the memory from being freed until `end_export`.
+        An export may keep the memory from being freed until `end_export`.
         """
 
     @abstractmethod
     def end_export(self, handle: bytes) -> None:
-        """Ends an `export_memory`: nobody needs to open the handle from now on."""
+        """Ends an `export_memory`: the handle need not be openable any longer."""
 
     @abstractmethod
     def import_memory(self, handle: bytes) -> int:
-        """Maps memory of another process, for the current context; returns its base. OSError means that the process
-        which exported it does not hand it over.
+        """Maps memory of another process for the current context, and returns its base. Raises OSError if the exporting
+        process does not hand the memory over.
         """
 
     def release_memory(self, base: int) -> None:
@@ -269,8 +271,8 @@ class Driver(ABC):
 
     @abstractmethod
     def dmabuf(self, base: int, nbytes: int) -> int:
-        """A file descriptor of the DMA-BUF of whole pages of device memory, for other devices' drivers. The caller
-        closes it.
+        """Returns a file descriptor of a DMA-BUF of whole pages of device memory, for other devices' drivers. The
+        caller closes it.
         """
 
     def register_host(self, ptr: int, nbytes: int) -> None:
@@ -282,7 +284,7 @@ class Driver(ABC):
         self.release("MemHostUnregister", ptr)
 
     def host_device_pointer(self, ptr: int) -> int:
-        """The current device's address of registered host memory."""
+        """Returns the current device's address of registered host memory."""
         return int(self.call("MemHostGetDevicePointer", ptr, 0))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
@@ -296,10 +298,10 @@ class Driver(ABC):
     # -- streams and events ---
 
     def create_stream(self, *, first: bool = False) -> int:
-        """A stream that does not wait for the legacy default stream.
+        """Creates a stream that does not wait for the legacy default stream.
 
         Args:
-            first: whether its kernels' blocks are placed before those of other streams' kernels that wait for room.
+            first: whether blocks of its kernels are scheduled before waiting blocks of other streams' kernels.
         """
         priority = self.call("CtxGetStreamPriorityRange")[1] if first else 0
         return int(self.call("StreamCreateWithPriority", _STREAM_NON_BLOCKING, priority))
@@ -327,7 +329,7 @@ class Driver(ABC):
         """
 
     def create_event(self, *, times: bool = True) -> int:
-        """An event, which costs less if it does not record its time."""
+        """Creates an event. Without `times` the event does not record its time, and costs less."""
         return int(self.call("EventCreate", 0 if times else _EVENT_DISABLE_TIMING))
 
     def destroy_event(self, event: int) -> None:
@@ -347,7 +349,7 @@ class Driver(ABC):
         self.call("EventSynchronize", event)
 
     def event_elapsed(self, start: int, end: int) -> float:
-        """Milliseconds between two events that were reached."""
+        """Returns the milliseconds between two events that were reached."""
         return float(self.call("EventElapsedTime", start, end))
 
     # -- kernels ---
@@ -357,15 +359,15 @@ class Driver(ABC):
         return int(self.call("ModuleLoadData", image))
 
     def unload_module(self, module: int) -> None:
-        """Unloads a module, whose kernels are no longer launched. Waits for those that run."""
+        """Unloads a module. Waits for its running kernels; no more may be launched."""
         self.release("ModuleUnload", module)
 
     def module_function(self, module: int, name: str) -> int:
-        """A kernel of a module."""
+        """Returns the handle of a kernel of a module."""
         return int(self.call("ModuleGetFunction", module, name.encode(), of=name))
 
     def module_global(self, module: int, name: str) -> tuple[int, int]:
-        """Address and size of a module's variable."""
+        """Returns address and size of a module's variable."""
         address, nbytes = self.call("ModuleGetGlobal", module, name.encode(), of=name)
         return int(address), int(nbytes)
 
@@ -375,10 +377,10 @@ class Driver(ABC):
 
     @abstractmethod
     def _own_calls(self) -> dict[str, int]:
-        """The addresses of `calls` that differ between vendors."""
+        """Returns the addresses of those `calls` that differ between vendors."""
 
     def calls(self) -> DriverCalls:
-        """The calls for callers in C; the context is left to the runtime."""
+        """The calls for callers in C. The runtime sets the context."""
         return DriverCalls(
             set=self.address("MemsetD8Async"),
             write64=self.address("StreamWriteValue64"),

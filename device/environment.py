@@ -59,29 +59,29 @@ OF_TESTS = (
     "PROXYCCL_REQUIRE_MODELS",
     "PROXYCCL_REQUIRE_RDMA",
 )
-"""Those of the project's own tests and of its Makefile."""
+"""The variables of the project's tests and Makefile."""
 
 _warned: set[str] = set()
 
 
 def set_variables() -> dict[str, str]:
-    """The variables of this process with ProxyCCL's prefix, by name, in order."""
+    """Returns this process's variables with ProxyCCL's prefix, sorted by name."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIX)}
 
 
 def problem_with(name: str) -> str:
-    """Why a variable with ProxyCCL's prefix is ignored, and the nearest known name; "" if it is known."""
+    """Returns why a variable with ProxyCCL's prefix is ignored, with the nearest known name; "" if it is known."""
     if name in VARIABLES or name in OF_TESTS:
         return ""
     from difflib import get_close_matches  # only the rare misspelt name pays for it
 
-    # Without the prefix, which would make any two names alike.
+    # Names are compared without the prefix, which would make any two names similar.
     nearest = get_close_matches(name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in VARIABLES], 1)
     return f"ignored: ProxyCCL has no variable {name}" + (f"; did you mean {_PREFIX}{nearest[0]}?" if nearest else "")
 
 
 def warn_of_unknown() -> None:
-    """Warns once of each variable with ProxyCCL's prefix that it does not know."""
+    """Warns once of each unknown variable with ProxyCCL's prefix."""
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in _warned and (problem := problem_with(name)):
             _warned.add(name)

@@ -1,6 +1,6 @@
 """The exceptions of ProxyCCL.
 
-They live in the lowest room so that each room can raise them. An exception that ends a communicator derives from
+They live in the lowest package so that every package can raise them. An exception that ends a communicator derives from
 `CommunicatorError` and names the rank, peer, channel, operation and offset, as far as they are known.
 """
 
@@ -12,27 +12,27 @@ from typing import Any, NoReturn
 
 
 class ProxyCCLError(Exception):
-    """Base of all exceptions of this library. They can be pickled, so they reach another process as they are."""
+    """Base of all exceptions of this library. All of them can be pickled, with their attributes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), self.args, self.__dict__)
 
 
 def _restored(kind: type[ProxyCCLError], args: tuple[object, ...], attributes: dict[str, Any]) -> ProxyCCLError:
-    # Not by __init__, which makes the text in `args` of other arguments.
+    # Bypasses __init__, whose parameters differ from `args`.
     error = kind.__new__(kind)
     error.args = args
     error.__dict__.update(attributes)
     if notes := getattr(error, "__notes__", None):
-        error.__notes__ = list(notes)  # a copy's own
+        error.__notes__ = list(notes)  # a list of its own for the copy
     return error
 
 
 def raise_in_place_of(caught: BaseException, error: BaseException) -> NoReturn:
-    """Raises an exception whose cause is a caught one, or the caught one again if it is the same.
+    """Raises `error` with `caught` as its cause; if both are the same, raises it again.
 
-    No frame keeps it: with its traceback that would be a cycle, which holds all callers' arrays until a garbage
-    collection.
+    No frame keeps a reference to the error: with its traceback that would be a cycle, which would keep all callers'
+    arrays alive until a garbage collection.
     """
     try:
         if error is caught:
@@ -59,7 +59,7 @@ class UntrustedPathError(ArgumentError):
 
 
 class AlreadyMappedError(ArgumentError):
-    """Memory can't be mapped as long as this process maps earlier memory of the same address at its owner."""
+    """Memory can't be mapped while this process still maps earlier memory that had the same address at its owner."""
 
 
 class ResourceError(ProxyCCLError):
@@ -110,7 +110,7 @@ class DriverError(KernelError):
     """A call into a GPU's driver failed. A kernel's failure may show in any later call.
 
     Attributes:
-        status: the driver's number.
+        status: the driver's status code.
     """
 
     def __init__(self, call: str, status: int, meaning: str) -> None:
@@ -119,13 +119,13 @@ class DriverError(KernelError):
 
 
 class CommunicatorError(ProxyCCLError):
-    """The communicator failed and is closed for use. All ranks that could be reached were told.
+    """The communicator failed and can't be used. All reachable ranks were notified.
 
     Attributes are None if they do not apply or are not known.
 
     Attributes:
         rank: the rank that found the failure.
-        peer: the rank that it concerns.
+        peer: the rank that the failure concerns.
         channel: channel id.
         operation: the operation in progress, in words.
         offset: byte offset of the transfer that failed.
@@ -150,11 +150,11 @@ class CommunicatorError(ProxyCCLError):
 
 
 def renumbered(error: CommunicatorError, ranks: Sequence[int]) -> CommunicatorError:
-    """The error of a communicator of some ranks that names them as in another one.
+    """Returns a communicator's error with its ranks renumbered as in another communicator.
 
     Args:
-        error: names the ranks by their places in the list.
-        ranks: the numbers there.
+        error: an error that names ranks by their indices in `ranks`.
+        ranks: the numbers in the other communicator.
     """
     if list(ranks) == list(range(len(ranks))):
         return error
@@ -188,18 +188,18 @@ class TransportError(CommunicatorError):
 
 
 class TriggerError(CommunicatorError):
-    """A kernel pushed a trigger that names an id not in use or leaves its memory, gave an SmChannel a range that leaves
-    its memory or that packets can't carry whole, used packet flag 0, or (host runtime) waited on a channel with two
-    threads at once. Or a schedule of the proxy names an id that is not in use, or leaves its memory.
+    """A kernel pushed a trigger with an unused id or a range outside its memory, passed an SmChannel a range outside
+    its memory or one that packets can't carry whole, used packet flag 0, or (host runtime) waited on a channel with two
+    threads at once. Or a schedule of the proxy has an unused id or a range outside its memory.
     """
 
 
 class HandlerError(CommunicatorError):
-    """A Python handler of the proxy raised; the exception is the cause on the rank where it happened."""
+    """A Python handler of the proxy raised an exception, which is the cause on the rank where this happened."""
 
 
 class MismatchError(CommunicatorError, ValueError):
-    """Ranks called a collective with different arguments. `argument` names the one that differs."""
+    """Ranks called a collective with different arguments. `argument` names the argument that differs."""
 
     def __init__(
         self, message: str, *, argument: str | None = None, rank: int | None = None, peer: int | None = None

@@ -8,10 +8,10 @@ from proxyccl.device.errors import ArgumentError
 
 
 def realize_types(ffi: Any) -> None:
-    """Makes cffi compute the fields of all its structs now.
+    """Makes cffi compute the fields of all structs now.
 
-    It does so when a struct is first used, and two threads that use one for the first time can break it (cffi 2.1.1:
-    an assertion in realize_c_type.c, or a crash).
+    cffi computes them at a struct's first use, and fails if two threads make the first use at once (cffi 2.1.1: an
+    assertion in realize_c_type.c, or a crash).
     """
     types, structs, _ = ffi.list_types()
     for ctype in (*map(ffi.typeof, types), *(ffi.typeof(f"struct {name}") for name in structs)):
@@ -23,11 +23,11 @@ def set_functions(ffi: Any, struct: Any, calls: object, *names: str, **other_nam
     """Sets fields of a struct that point to functions.
 
     Args:
-        ffi: the extension's.
+        ffi: the extension's `ffi`.
         struct: the struct.
-        calls: has the functions' addresses as attributes; 0 is NULL.
+        calls: an object with the functions' addresses as attributes; 0 means NULL.
         names: the fields whose attributes have the same names.
-        other_names: the attributes' names, by those of the fields.
+        other_names: the attributes' names by the fields' names, where they differ.
     """
     for field, name in (*zip(names, names, strict=True), *other_names.items()):
         setattr(struct, field, ffi.cast("void *", getattr(calls, name)))

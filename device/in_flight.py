@@ -1,4 +1,4 @@
-"""Launches that were queued and may not be done: keeps their arguments alive, and waits for them."""
+"""Keeps the arguments of queued launches alive until the launches are done, and waits for launches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from proxyccl.device.owned import OwnedStream, closed_stream
 
 _BATCH = 16
 _MOST_OPEN = 8
-"""Streams with launches that no event follows yet: as many streams, and their arrays, may stay that nobody uses."""
+"""The most streams whose latest launches have no event after them yet. As many unused streams, with their arrays, may
+be kept."""
 
 
 ThreadStream = tuple[int, int]
@@ -33,7 +34,7 @@ _numbers, _local = itertools.count(1), _Local()
 
 
 def thread_number() -> int:
-    """A number of the calling thread that no other thread ever gets: those of `get_ident` are reused."""
+    """Returns a number of the calling thread that is never reused, unlike `get_ident`'s."""
     number = _local.number
     if not number:
         number = _local.number = next(_numbers)
@@ -41,12 +42,12 @@ def thread_number() -> int:
 
 
 def identify_stream(runtime: BaseRuntime, handle: int) -> int | ThreadStream:
-    """The meaning of a handle in the calling thread: equal for two calls only if they mean the same stream."""
+    """Returns the identity of the stream that a handle means in the calling thread."""
     return (handle, thread_number()) if handle == runtime.thread_stream else handle
 
 
 def reachable_stream(runtime: BaseRuntime, stream: int | ThreadStream) -> int:
-    """A handle that, in the calling thread, means a stream whose end comes after the end of `stream`.
+    """Returns a handle, for the calling thread, of a stream that ends after `stream`'s queued work.
 
     No handle means another thread's own default stream. The legacy default stream stands for it: its work runs after
     all work on the threads' default streams.
@@ -64,13 +65,13 @@ class Launcher(Protocol):
 
     @property
     def last_stream(self) -> int | None:
-        """A stream whose end comes after the latest launch; its handle in the calling thread."""
+        """The handle, in the calling thread, of a stream that ends after the latest launch."""
 
 
 class InFlight:
     """References to the arguments of launches, released in batches as their streams pass them.
 
-    An event after each batch tells when: one event for several launches keeps a launch cheap.
+    An event follows each batch: one event for several launches keeps a launch cheap.
     """
 
     def __init__(self, runtime: BaseRuntime) -> None:
@@ -81,11 +82,11 @@ class InFlight:
         self._batches: deque[tuple[Event, list[object]]] = deque()
 
     def add(self, kept: object, stream: StreamLike, handle: int) -> None:
-        """Keeps an object, and the stream, until what is now queued on the stream, with this handle, is done."""
+        """Keeps an object, and the stream with this handle, until all work now queued on the stream is done."""
         with self._lock:
             key = identify_stream(self._runtime, handle)
             if key in self._open and closed_stream(self._open[key][0]) is not None:
-                self._end_batch(key)  # another stream has its handle now
+                self._end_batch(key)  # another stream has this handle now
             _, batch = self._open.setdefault(key, (stream, []))
             batch.append(kept)
             if len(self._open) > _MOST_OPEN:
@@ -104,7 +105,7 @@ class InFlight:
                 self._batches.append(waiting)
 
     def _end_an_open_batch(self) -> None:
-        """Ends the oldest batch that is not full, on a stream of the runtime that the program may have dropped."""
+        """Ends the oldest batch that is not full: the program may have dropped its stream."""
         for key, (stream, _) in self._open.items():
             if isinstance(stream, OwnedStream) and self._is_reachable(key) and not self._is_capturing(key, stream):
                 self._end_batch(key)
@@ -116,7 +117,7 @@ class InFlight:
 
     @staticmethod
     def _is_reachable(key: int | ThreadStream) -> bool:
-        """Whether the stream's handle means it in the calling thread."""
+        """Whether the handle means this stream in the calling thread."""
         return isinstance(key, int) or key[1] == thread_number()
 
     def follow(self, launcher: Launcher) -> None:
@@ -148,7 +149,8 @@ class InFlight:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """Around a wait for all streams: releases everything kept now, unless a signal's handler ends the wait."""
+        """A context for a wait for all streams. Releases all objects kept at its start, unless a signal handler ends
+        the wait."""
         with self._lock:
             opened, batches = self._open, self._batches
             self._open, self._batches = {}, deque()
@@ -181,6 +183,6 @@ def _handle(key: int | ThreadStream) -> int:
 
 
 class LaunchRuntime(BaseRuntime, Protocol):
-    """A runtime that launches kernels. `in_flight` has the objects that it keeps alive for queued launches."""
+    """A runtime that launches kernels. `in_flight` keeps the arguments of queued launches alive."""
 
     in_flight: InFlight

@@ -46,7 +46,8 @@ class Parameter(NamedTuple):
     Attributes:
         size: bytes.
         kind: BYTES, INTEGER, FLOAT or POINTER.
-        handle: the ProxycclHandleKind of the handles that it takes, by value or by pointer; 0 if it takes others.
+        handle: the ProxycclHandleKind of the handles that the parameter takes, by value or by pointer; 0 if it takes
+            none.
     """
 
     size: int
@@ -55,13 +56,13 @@ class Parameter(NamedTuple):
 
 
 def parameters_of(table: Any) -> list[Parameter]:
-    """The parameters from the table that a kernel exports (kernel.h): their number, then a word for each."""
+    """Returns the parameters from the table that a kernel exports (kernel.h): their number, then a word for each."""
     words = [int(table[1 + i]) for i in range(table[0])]
     return [Parameter(word >> 8, word & 3, word >> 2 & 63) for word in words]
 
 
 def find_range(ranges: Sequence[tuple[int, int]], address: int) -> int | None:
-    """The number of the first range, each an address and a size, that an address lies in; None if it lies in none."""
+    """Returns the index of the first range that contains an address, or None. A range is an address and a size."""
     return next((i for i, (start, size) in enumerate(ranges) if start <= address < start + max(size, 1)), None)
 
 
@@ -77,7 +78,7 @@ def _dimensions(shape: Shape, argument: str) -> tuple[int, int, int]:
 class Launch:
     """A launch whose arguments are packed: calling it is one call into the driver.
 
-    It first wakes the proxies to whose channels the kernel pushes: those of arguments that have `sleepers`.
+    A call first wakes the proxies to whose channels the kernel pushes: those of arguments that have `sleepers`.
 
     Attributes:
         prepared: the ProxycclLaunch (launch.h), for callers in C.
@@ -99,19 +100,19 @@ class Launch:
         self.prepared.wakes = self._wakes = wakes(self._sleepers)
 
     def replace(self, index: int, raw: bytes) -> None:
-        """Changes an argument that is a struct, for launches from now on; queued ones keep theirs."""
+        """Changes a struct argument for later launches; queued launches keep theirs."""
         self._values[index][:] = raw
 
     def copy(self) -> Launch:
-        """The same launch with arguments of its own, as they were first packed."""
+        """Returns the same launch with its own copy of the arguments, as first packed."""
         prepared = self.prepared
         return Launch(self._kernel, tuple(prepared.grid), tuple(prepared.block), self._arguments, prepared.shared_bytes)
 
     def pointers_into(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """The words of the arguments that point into ranges of memory.
+        """Finds the words of the arguments that point into ranges of memory.
 
         Args:
-            ranges: address and size of each, in bytes.
+            ranges: address and size in bytes of each range.
 
         Returns:
             For each word its address, the number of the range, and the offset in that range.
@@ -129,7 +130,7 @@ class Launch:
 
     @property
     def peers_words(self) -> int:
-        """The address of the words of an argument that `ProxiedStruct.peers_words` names; 0 if there are none."""
+        """The address of the words that an argument's `ProxiedStruct.peers_words` locates; 0 if there are none."""
         for index, argument in enumerate(self._arguments):
             offset: int | None = getattr(argument, "peers_words", None)
             if offset is not None:
@@ -137,7 +138,8 @@ class Launch:
         return 0
 
     def packed(self, index: int) -> VoidPointer:
-        """The address of an argument, which can be changed there for launches from now on; queued ones keep theirs."""
+        """Returns the address of a packed argument. Writing there changes later launches; queued launches keep
+        theirs."""
         return ffi.cast("void *", ffi.from_buffer(self._values[index]))
 
     def __call__(self, stream: StreamLike = None) -> None:
@@ -193,8 +195,8 @@ class Kernel:
         Raises:
             ArgumentError: an argument does not fit its parameter, or grid or block is not a shape; or the calling
                 thread captures another stream into a graph, which would miss the launch.
-            HandleTypeError: it is a handle of another kind than the parameter takes, such as a ProxyChannel's for an
-                SmChannel's.
+            HandleTypeError: an argument is a handle of another kind than the parameter takes, such as a ProxyChannel's
+                handle for an SmChannel's.
             KernelError: the driver refused the launch.
         """
         launch = Launch(self, grid, block, args, shared)
@@ -203,11 +205,11 @@ class Kernel:
         self.runtime.in_flight.add(launch, stream, handle)
 
     def prepare(self, grid: Shape, block: Shape, *args: Any, shared: int = 0) -> Launch:
-        """Packs the arguments once, for many launches. They are kept alive as long as the `Launch`."""
+        """Packs the arguments once, for many launches. The `Launch` keeps them alive."""
         return Launch(self, grid, block, args, shared)
 
     def pack(self, args: tuple[Any, ...]) -> tuple[list[bytearray], list[object]]:
-        """The bytes of each argument, and the objects that must outlive the launch."""
+        """Returns the bytes of each argument, and the objects that must outlive the launch."""
         if len(args) != len(self.parameters):
             raise ArgumentError("args", f"kernel {self.name} takes {len(self.parameters)} arguments, not {len(args)}")
         kept: list[object] = []
@@ -257,7 +259,7 @@ class Kernel:
     def _address(self, value: Any, argument: str) -> int:
         if value is None:
             return 0
-        if isinstance(value, int | np.integer):  # a number of numpy is a buffer, too
+        if isinstance(value, int | np.integer):  # a numpy number would also pass as a buffer
             return as_integer(value, argument, "expected an address from 0 to 2**64 - 1", 0, (1 << 64) - 1)
         address = getattr(value, "device_pointer", None)
         if isinstance(address, int):
@@ -272,7 +274,7 @@ class Kernel:
 
 
 def _require_handle(value: Any, expected: int, argument: str) -> None:
-    """Refuses handles of another kind. Addresses, arrays and bytes are the caller's own."""
+    """Raises HandleTypeError for a handle of another kind. Addresses, arrays and bytes are not checked."""
     given = getattr(value, "handle_kind", 0)
     if given in (0, expected) or (expected == lib.PROXYCCL_HANDLE_SEMAPHORE and given in _SEMAPHORES):
         return
@@ -282,7 +284,7 @@ def _require_handle(value: Any, expected: int, argument: str) -> None:
 class Module:
     """The kernels of one compiled source, as attributes or by name.
 
-    With one kernel in it, it can be called as that kernel.
+    A module with a single kernel can be called as that kernel.
     """
 
     def __init__(self, kernels: dict[str, Kernel]) -> None:

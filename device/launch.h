@@ -1,4 +1,5 @@
-/* A launch with its arguments packed, and the one call that issues it: a prepared kernel's whole cost on the CPU. */
+/* A launch with packed arguments, and the call that issues it: on the CPU, a prepared kernel costs no more than this
+ * call. */
 #ifndef PROXYCCL_LAUNCH_H
 #define PROXYCCL_LAUNCH_H
 
@@ -13,18 +14,19 @@ typedef struct ProxycclLaunch {
               unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
   /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL if there is none. */
   int (*current)(uint64_t* context);
-  uint64_t context; /* the one that the function belongs to */
+  uint64_t context; /* the context that the function belongs to */
   void* function;
   unsigned grid[3];
   unsigned block[3];
   unsigned shared_bytes;
   void** parameters;
-  const ProxycclSleepers* const* wakes; /* of the proxies that the kernel pushes to, ends with NULL; NULL: of none */
+  const ProxycclSleepers* const*
+      wakes; /* sleepers of the proxies that the kernel pushes to, ends with NULL; NULL if none */
 } ProxycclLaunch;
 
 enum { PROXYCCL_OTHER_CONTEXT = -1 };
 
-/* Whether a context is the calling thread's current one, which `current` stores; NULL: there is only one. */
+/* Whether a context is the calling thread's current one, by `current`, which is NULL if there is only one context. */
 static inline int proxyccl_is_current(int (*current)(uint64_t* context), uint64_t context) {
   uint64_t here = 0;
   return current == NULL || (current(&here) == 0 && here == context);

@@ -11,7 +11,7 @@ from proxyccl.device.process import forks
 
 
 class Owned:
-    """An object that `release(*args)` releases, once."""
+    """An object that is released once, by `release(*args)`."""
 
     def __init__(self, release: Callable[..., Any], *args: Any) -> None:
         self._process = forks.here()
@@ -19,19 +19,19 @@ class Owned:
 
     @property
     def closed(self) -> bool:
-        """Whether it was released."""
+        """Whether the object was released."""
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Releases it. Work that is still queued on a stream is still done."""
+        """Releases the object. Work that is queued on a stream is still done."""
         self._finalizer()
 
 
 class OwnedStream(Owned):
-    """A stream that refuses to be used when it is closed.
+    """A stream that raises ArgumentError if used after it was closed.
 
     Attributes:
-        end: when it is closed, the event after its last work; None if that had ended by then.
+        end: once closed, an event after the stream's last work; None if the work had ended by then.
     """
 
     end: Event | None = None
@@ -43,5 +43,5 @@ class OwnedStream(Owned):
 
 
 def closed_stream(stream: Any) -> OwnedStream | None:
-    """The stream itself if the program has closed it: its handle may be another stream's by now."""
+    """Returns the stream if the program has closed it, else None. A closed stream's handle may belong to another."""
     return stream if isinstance(stream, OwnedStream) and stream.closed else None

@@ -10,7 +10,7 @@
 
 #include "python_errors.h"
 
-/* For the references of an object: REFERENCES(apply) is apply(member) for each of them. */
+/* Visits the references of an object: REFERENCES(apply) expands to apply(member) for each reference. */
 #define PROXYCCL_VISIT(member) Py_VISIT(self->member);
 #define PROXYCCL_CLEAR(member) Py_CLEAR(self->member);
 
@@ -23,7 +23,7 @@ static inline void proxyccl_free(PyObject* object, inquiry clear) {
   Py_DECREF(type);
 }
 
-/* Whether a call has this many arguments; if not, with an exception. `call` is its signature. */
+/* Whether a call has this many arguments; sets an exception if not. `call` is the call's signature. */
 static inline int proxyccl_has_arguments(Py_ssize_t count, Py_ssize_t wanted, const char* call) {
   if (count == wanted) return 1;
   PyErr_Format(PyExc_TypeError, "%s takes %zd arguments", call, wanted);

@@ -48,8 +48,8 @@ class Runtime(LaunchRuntime, Protocol):
     ) -> Module:
         """Compiles a source (cached on disk). Raises CompileError.
 
-        `control` is the address, for the device, of the control block for waits in these kernels that are not given
-        one: its abort and time-out end them, and it takes their error record. If it is 0, such a wait ends after 30 s
+        `control` is the device address of the control block for waits in these kernels that pass none: its abort word
+        and time-out end such waits, and it takes their error record. If `control` is 0, such a wait ends after 30 s
         without an error.
         """
 
@@ -65,6 +65,6 @@ class Runtime(LaunchRuntime, Protocol):
         *,
         compiled_only: bool = False,
     ) -> Kernel:
-        """A shipped kernel, for an element type if it has one, and an operation if it is a reduction. With
-        `compiled_only` it raises CompileError instead of compiling it.
+        """Returns a shipped kernel, for an element type and a reduction operation if it has them. With `compiled_only`,
+        raises CompileError instead of compiling.
         """

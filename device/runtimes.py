@@ -32,7 +32,7 @@ def _require_gpu(name: str) -> None:
 
 
 def open_driver(name: str) -> Driver:
-    """The driver of a GPU runtime, "cuda" or "hip".
+    """Opens the driver of a GPU runtime, "cuda" or "hip".
 
     Raises:
         ArgumentError: the name is unknown.
@@ -55,7 +55,7 @@ def _driver(name: str) -> Driver:
 
 
 def open_compiler(name: str) -> Compiler:
-    """The run-time compiler of a GPU runtime, "cuda" or "hip". It needs no device.
+    """Opens the run-time compiler of a GPU runtime, "cuda" or "hip". Needs no device.
 
     Raises:
         ArgumentError: the name is unknown.
@@ -73,7 +73,7 @@ def open_compiler(name: str) -> Compiler:
 
 
 def find_runtime() -> str:
-    """The default runtime: that of the first GPU vendor with a device on this machine, else "host"."""
+    """Returns the default runtime: that of the first GPU vendor with a device on this machine, else "host"."""
     with _opening:
         return _first_with_a_device()
 

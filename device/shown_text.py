@@ -1,4 +1,4 @@
-"""Text from other programs as terminals and pages show it: names of agents, hosts and programs, errors of peers."""
+"""Makes text from other programs safe to show on terminals and pages: names of agents, hosts and programs, errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _IN_JSON = re.compile(rf'\\["\\/]|{_CONTROL}|[^\x00-\x7e]')
 
 
 def shown(text: object) -> str:
-    """The text on one line. Characters that do not print become escapes as in Python: newlines, a terminal's control
+    """Returns the text on one line. Characters that do not print become Python's escapes: newlines, terminal control
     sequences, marks that reorder text.
     """
     line = str(text)
@@ -17,17 +17,17 @@ def shown(text: object) -> str:
 
 
 def shown_lines(text: object) -> str:
-    """The library's own text of several lines: each as by `shown`."""
+    """Returns text of several lines, each made safe by `shown`."""
     return "\n".join(map(shown, str(text).split("\n")))
 
 
 def printed_json(document: str) -> str:
-    """The same JSON, for a terminal too: an encoder escapes only those of the characters that ASCII has."""
+    """Returns the same JSON, safe for a terminal: encoders escape only control characters of ASCII."""
     return _IN_JSON.sub(lambda found: _json_escape(found[0]), document)
 
 
 def shown_in_json(document: str) -> str:
-    """JSON whose strings are as by `shown`, for a page that shows them."""
+    """Returns JSON whose strings are made safe by `shown`, for a page that shows them."""
     return _IN_JSON.sub(lambda found: _shown_token(found[0]), document)
 
 

@@ -20,22 +20,22 @@ class Sleepers:
 
     def __init__(self) -> None:
         self.pointer = ffi.new("ProxycclSleepers *")
-        self._memories: list[SharedMemory] = []  # mapped for as long as a launch may look at the words
+        self._memories: list[SharedMemory] = []  # stay mapped as long as a launch may read the words
 
     def add(self, word: SharedMemory) -> None:
-        """Adds a thread by its word. Beyond `MOST_SLEEPERS` a thread is not woken: it then wakes by itself."""
+        """Adds a thread by its word. Threads beyond `MOST_SLEEPERS` are not woken; they wake by themselves."""
         self._memories.append(word)
         lib.proxyccl_sleepers_add(self.pointer, ffi.cast("uint32_t *", word.ptr))
 
 
 class ProxiedStruct(bytes):
-    """A struct, as a kernel's argument, of which a launch must know more than its bytes.
+    """A struct argument of a kernel, with what a launch must know beyond its bytes.
 
     Attributes:
-        sleepers: of the proxy that takes the triggers of its channels; None if it has no such channels.
-        pointers: offsets of its pointers to arrays of a call.
-        peers_words: offset of the addresses, by rank, at which kernels of all ranks reach the output of a call. None if
-            it has none, or the call leaves them null.
+        sleepers: the sleepers of the proxy that takes triggers of the struct's channels; None without such channels.
+        pointers: the offsets of pointers to a call's arrays.
+        peers_words: offset of the table of addresses, by rank, at which kernels of all ranks reach a call's output.
+            None if the struct lacks the table, or the call leaves it null.
     """
 
     sleepers: Sleepers | None = None
@@ -51,7 +51,7 @@ class ProxiedStruct(bytes):
         pointers: tuple[int, ...] = (),
         peers_words: int | None = None,
     ) -> bytes:
-        """The struct; plain bytes if its bytes are all there is to know."""
+        """Returns the struct as a ProxiedStruct, or as plain bytes if a launch needs nothing more."""
         if sleepers is None and not pointers and peers_words is None:
             return raw
         made = cls(raw)
@@ -60,7 +60,8 @@ class ProxiedStruct(bytes):
 
 
 def wakes(sleepers: Iterable[object]) -> Any:
-    """The list of a launch, which has to keep it (launch.h): those of the arguments that are `Sleepers`, each once."""
+    """Returns the NULL-terminated list of the distinct `Sleepers` among `sleepers`, for a launch, which must keep it
+    (launch.h)."""
     found = {id(each): each for each in sleepers if isinstance(each, Sleepers)}
     if not found:
         return ffi.NULL

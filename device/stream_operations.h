@@ -1,5 +1,5 @@
-/* Operations of a stream in order, issued by one call: operations on words of memory, which need no kernel,
- * copies and launches. This is the whole cost of ringing a proxy on the CPU. */
+/* Operations of a stream in order, issued by one call: writes of and waits for words, which need no kernel, copies and
+ * launches. On the CPU, notifying a proxy costs no more than this call. */
 #ifndef PROXYCCL_STREAM_OPERATIONS_H
 #define PROXYCCL_STREAM_OPERATIONS_H
 
@@ -9,23 +9,23 @@
 
 /* The values are those of CU_STREAM_MEM_OP_WAIT_VALUE_64 and CU_STREAM_MEM_OP_WRITE_VALUE_64. */
 typedef enum {
-  PROXYCCL_STREAM_WAIT = 4, /* until the word is at least `value` */
-  PROXYCCL_STREAM_WRITE = 5 /* after all earlier work of the stream, whose writes are visible first */
+  PROXYCCL_STREAM_WAIT = 4, /* waits until the word is at least `value` */
+  PROXYCCL_STREAM_WRITE = 5 /* writes after all earlier work of the stream, whose writes are visible first */
 } ProxycclStreamOperationKind;
 
 /* An operation on a word, laid out as a CUstreamBatchMemOpParams. */
 typedef struct ProxycclStreamOperation {
   uint32_t kind; /* ProxycclStreamOperationKind */
   uint32_t reserved0;
-  uint64_t address; /* the device's, of an aligned word of 8 bytes */
+  uint64_t address; /* the device's address of an aligned word of 8 bytes */
   uint64_t value;   /* below 2^63: drivers compare differently beyond */
   uint32_t flags;   /* 0 */
   uint32_t reserved1;
   uint64_t reserved2[2];
 } ProxycclStreamOperation;
 
-/* The work of one driver call: words, else a kernel, else a copy, or from NULL the setting of all bits. A copy of no
- * bytes takes no call. */
+/* The work of one driver call: operations on words, else a kernel, else a copy; a copy from NULL sets all bits. A copy
+ * of no bytes takes no call. */
 typedef struct ProxycclStreamStep {
   uint32_t words;               /* the number of operations on words; they follow those of earlier steps */
   const ProxycclLaunch* launch; /* a kernel of the streams' context */
@@ -48,12 +48,13 @@ typedef struct ProxycclStreamOperations {
   int (*is_capturing)(void* stream, int* status);
   /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL if there is none. */
   int (*current)(uint64_t* context);
-  uint64_t context; /* the one that the streams belong to */
+  uint64_t context; /* the context that the streams belong to */
   ProxycclStreamOperation* words;
   const ProxycclStreamStep* steps;
-  uint32_t count;                       /* of steps */
-  uint32_t captured;                    /* 1: a graph has them, and may repeat them at any time */
-  const ProxycclSleepers* const* wakes; /* of the proxies that they ring, ends with NULL; NULL: of none */
+  uint32_t count;    /* number of steps */
+  uint32_t captured; /* 1: a graph contains the steps, and may repeat them at any time */
+  const ProxycclSleepers* const*
+      wakes; /* the sleepers of the proxies that the steps notify, ends with NULL; NULL if none */
 } ProxycclStreamOperations;
 
 static inline int proxyccl_stream_issue_words(const ProxycclStreamOperations* self, ProxycclStreamOperation* words,
@@ -68,8 +69,8 @@ static inline int proxyccl_stream_issue_words(const ProxycclStreamOperations* se
   return 0;
 }
 
-/* Returns the driver's status, the first that is not 0. Steps after one that the driver refused are issued all the
- * same: a stream that has rung a schedule must wait for it, and let it go on. */
+/* Issues the steps. Returns the first driver status that is not 0. Steps after a refused one are still issued: a stream
+ * that has started a schedule must wait for the schedule, and let it continue. */
 static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, uintptr_t stream) {
   ProxycclStreamOperation* words = self->words;
   int first = 0, capturing = 0;
@@ -95,7 +96,7 @@ static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, 
   return first;
 }
 
-/* Returns the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing done. */
+/* Issues the steps. Returns the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing done. */
 static inline int proxyccl_stream_issue(ProxycclStreamOperations* self, uintptr_t stream) {
   if (!proxyccl_is_current(self->current, self->context)) return PROXYCCL_OTHER_CONTEXT;
   return proxyccl_stream_issue_current(self, stream);

@@ -1,5 +1,5 @@
-"""Operations of a stream in order, issued by one call into C: words that it writes or waits for, copies, memory whose
-bits are set, and launches."""
+"""Operations of a stream in order, issued by one call into C: writes of words, waits for words, copies, bit fills and
+launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VALUES = range(1 << 63)
 
 
 class WriteValue(Struct, frozen=True):
-    """Stores a value, after all earlier work of the stream.
+    """Makes a stream store a value after all its earlier work.
 
     Attributes:
         ptr: the device's address of a word of 8 bytes, aligned to 8.
@@ -69,11 +69,11 @@ class SetBits(Struct, frozen=True):
 
 
 Operation = WriteValue | WaitValue | CopyBytes | SetBits | Launch
-"""A `Launch` must be of the streams' runtime."""
+"""An operation of a stream. A `Launch` must belong to the streams' runtime."""
 
 
 class StreamOperations:
-    """Operations of a stream, in order. Calling it queues them; in a capture they become part of the graph.
+    """Operations of a stream, in order. Calling this object queues them; in a capture they become part of the graph.
 
     An operation that the driver refuses is skipped, and the others are still queued: a stream that has rung the
     proxy must wait for it.
@@ -81,7 +81,7 @@ class StreamOperations:
     Args:
         runtime: the runtime of the streams.
         operations: at least one.
-        sleepers: of the proxy that they ring, which is woken first; None if they ring none.
+        sleepers: the sleepers of the proxy that the operations notify, which is woken first; None if they notify none.
 
     Attributes:
         prepared: the ProxycclStreamOperations (stream_operations.h), for callers in C.
@@ -94,7 +94,7 @@ class StreamOperations:
         self, runtime: BaseRuntime, operations: Sequence[Operation], *, sleepers: Sleepers | None = None
     ) -> None:
         if not operations:
-            raise ArgumentError("operations", "expected at least one")
+            raise ArgumentError("operations", "expected at least one operation")
         self._runtime = runtime
         kinds = {WriteValue: lib.PROXYCCL_STREAM_WRITE, WaitValue: lib.PROXYCCL_STREAM_WAIT}
         words: list[WriteValue | WaitValue] = []
@@ -134,7 +134,7 @@ class StreamOperations:
         self.check(status)
 
     def pointers_into(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """The words of copies and launches that point into ranges of memory. See `Launch.pointers_into`."""
+        """Finds the words of copies and launches that point into ranges of memory. See `Launch.pointers_into`."""
         found = [pointer for launch in self._launches for pointer in launch.pointers_into(ranges)]
         for step in self._steps:
             for field in ("dst", "src") if step.bytes else ():
@@ -146,11 +146,11 @@ class StreamOperations:
         return found
 
     def step_address(self, step: int) -> int:
-        """The address of a step's ProxycclStreamStep, for callers in C that change it."""
+        """Returns the address of a step's ProxycclStreamStep, for callers in C that change the step."""
         return int(ffi.cast("uintptr_t", self._steps + step))
 
     def set_copy(self, step: int, copied: CopyBytes) -> None:
-        """Changes the copy of a step, for calls from now on. The step must have been made as a copy."""
+        """Changes a step's copy for later calls. The step must be a copy."""
         made = self._steps[step]
         made.dst, made.src, made.bytes = copied.dst, copied.src, copied.nbytes
 

@@ -6,9 +6,9 @@
 
 #include "launch.h"
 
-enum { /* of CUDA and HIP */
+enum { /* status codes of CUDA and HIP */
        PROXYCCL_NOT_READY = 600,
-       PROXYCCL_CAPTURE_IMPLICIT = 906 /* of a stream that would join a capture */
+       PROXYCCL_CAPTURE_IMPLICIT = 906 /* the stream would join a capture */
 };
 
 typedef struct ProxycclStreamOrder {
@@ -18,11 +18,11 @@ typedef struct ProxycclStreamOrder {
   int (*is_capturing)(void* stream, int* status);         /* cuStreamIsCapturing, hip's; NULL: there are no graphs */
   int (*exchange_capture_mode)(int* mode);                /* cuThreadExchangeStreamCaptureMode, hip's */
   int (*current)(uint64_t* context);                      /* cuCtxGetCurrent, hipGetDevice; NULL: there is one */
-  int relaxed;                                            /* the mode in which an event may be queried */
-  uint64_t context;                                       /* the one that the streams and events belong to */
+  int relaxed;                                            /* the capture mode in which an event may be queried */
+  uint64_t context;                                       /* the context that the streams and events belong to */
 } ProxycclStreamOrder;
 
-/* A default stream's handle means the current context's. */
+/* Whether the order's context is current: the meaning of a default stream's handle depends on that. */
 static inline int proxyccl_order_is_current(const ProxycclStreamOrder* self) {
   return proxyccl_is_current(self->current, self->context);
 }
@@ -43,7 +43,8 @@ static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, u
   return status == PROXYCCL_CAPTURE_IMPLICIT ? 0 : status;
 }
 
-/* This and the next two return the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing done. */
+/* Records an event on a stream. This function and the next two return the driver's status, or PROXYCCL_OTHER_CONTEXT
+ * with nothing done. */
 static inline int proxyccl_stream_mark(const ProxycclStreamOrder* self, uintptr_t event, uintptr_t stream) {
   return proxyccl_order_is_current(self) ? self->record((void*)event, (void*)stream) : PROXYCCL_OTHER_CONTEXT;
 }
@@ -62,7 +63,7 @@ static inline int proxyccl_stream_follow(const ProxycclStreamOrder* self, uintpt
   return status != 0 ? status : self->wait((void*)then, (void*)event, 0);
 }
 
-/* The driver's status: 0 if the event was reached. Does not end a capture, in this thread or another. */
+/* Returns the driver's status: 0 if the event was reached. Does not end a capture, in this thread or another. */
 static inline int proxyccl_event_query(const ProxycclStreamOrder* self, uintptr_t event) {
   int mode = self->relaxed;
   const int exchanged = self->exchange_capture_mode(&mode);

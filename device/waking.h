@@ -17,7 +17,7 @@ enum { PROXYCCL_MOST_SLEEPERS = 128 };
 
 /* Each word is 1 while its thread sleeps and may be woken. The memory may be another process's, too. */
 typedef struct ProxycclSleepers {
-  uint32_t count; /* grows; pairing sleeper */
+  uint32_t count; /* only grows; pairing sleeper */
   uint32_t* asleep[PROXYCCL_MOST_SLEEPERS];
 } ProxycclSleepers;
 
@@ -37,13 +37,13 @@ static inline void proxyccl_wake_one(uint32_t* asleep) {
   syscall(SYS_futex, asleep, FUTEX_WAKE, 1, NULL, NULL, 0); /* not private: the thread may be another process's */
 }
 
-/* Wakes the threads that sleep. If none does, this is a load for each. */
+/* Wakes the sleeping threads. If none sleeps, this costs one load for each thread. */
 static inline void proxyccl_wake(const ProxycclSleepers* self) {
   const uint32_t count = __atomic_load_n(&self->count, __ATOMIC_ACQUIRE); /* pairing sleeper, acquire */
   for (uint32_t i = 0; i < count; ++i) proxyccl_wake_one(self->asleep[i]);
 }
 
-/* The same for each of a list that ends with NULL. The list may be NULL. */
+/* Wakes the sleepers of a list that ends with NULL. The list may be NULL. */
 static inline void proxyccl_wake_all(const ProxycclSleepers* const* list) {
   for (; list != NULL && *list != NULL; ++list) proxyccl_wake(*list);
 }

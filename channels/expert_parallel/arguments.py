@@ -12,23 +12,23 @@ from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError
 
 MAX_NUMBER = 2**31 - 1
-"""The greatest that kernels and messages between ranks take."""
+"""The greatest integer that kernels and messages between ranks can hold."""
 
 
 def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, what: str = "an integer") -> int:
-    """An argument as an int. `what` it should be is for the error.
+    """Returns an argument as an int. `what` describes the expected value in the error.
 
     Raises:
         ArgumentError: it is not an integer from `least` to `most`. A bool is not one.
     """
-    if type(value) is int and least <= value <= most:  # most are: as_integer takes longer
+    if type(value) is int and least <= value <= most:  # the common case: as_integer takes longer
         return value
     expected = f"from {least} to {most}" if most < MAX_NUMBER else f"of at least {least}, and at most {most}"
     return as_integer(value, argument, f"must be {what} {expected}", least, most)
 
 
 def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dtype: str) -> ArrayView:
-    """A view of an argument that has this shape and type. -1 in the shape stands for any number.
+    """Returns a view of an argument, which must have this shape and type. -1 in the shape accepts any extent.
 
     Raises:
         ArgumentError: it has another shape or type, or lies in memory that the group can't use.
@@ -43,7 +43,7 @@ def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dty
 
 
 def index_array(group: Group, x: Any, argument: str, shape: tuple[int, ...]) -> ArrayView:
-    """The same for integers of 32 or 64 bits."""
+    """Like `input_array`, for integers of 32 or 64 bits."""
     dtype = input_view(group, x, argument).dtype.name
     if dtype not in ("int32", "int64"):
         raise ArgumentError(argument, f"has element type {dtype}; expected int32 or int64")
@@ -60,7 +60,7 @@ def output_array(
     *,
     spare_rows: bool = False,
 ) -> int:
-    """The address of a caller's array for the result of a call with an argument `x`.
+    """Returns the address of the caller's `out` array, which must be able to hold the result of a call on `x`.
 
     Raises:
         ArgumentError: `out` does not fit, is read-only, or overlaps `x`.

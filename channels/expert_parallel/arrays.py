@@ -21,11 +21,11 @@ from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.base_runtime import Memory
 
 Maker = Callable[[], Any]
-"""Makes an array."""
+"""A function that makes an array."""
 
 
 class MemoryPart:
-    """A part of memory that its owner frees. It keeps `kept` alive."""
+    """A range of memory that `kept` owns and frees; this object keeps `kept` alive."""
 
     def __init__(self, owner: Memory, offset: int, nbytes: int, kept: object = None) -> None:
         self._owner, self._kept = owner, kept
@@ -37,20 +37,20 @@ class MemoryPart:
         return self._owner.closed
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing: the owner frees the memory."""
 
 
 class LibraryArrays:
-    """Makes arrays of one library in the memory of a group's device: here of `Communicator.empty`, in derived classes
-    of another library. `strides` count elements.
+    """Makes arrays on a group's device. This class makes `Communicator.empty`'s arrays, derived classes those of
+    another library. `strides` count elements.
 
     Args:
         group: the ranks.
         kind: the type of the caller's arrays.
 
     Attributes:
-        kind: as given.
-        int32, int64: the library's types of these names.
+        kind: the type of the caller's arrays.
+        int32, int64: the library's element types of these names.
     """
 
     is_torch = False
@@ -60,15 +60,15 @@ class LibraryArrays:
         self.int32, self.int64 = self.type_of("int32"), self.type_of("int64")
 
     def type_of(self, dtype: DType | str) -> Any:
-        """The library's element type, which the other methods take. Raises ArgumentError if the library has none."""
+        """Returns the library's element type, which the other methods take. Raises ArgumentError if it has none."""
         return as_dtype(dtype)
 
     def maker(self, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Maker:
-        """Returns a function that makes a new array. Only torch's may have other strides than those of C order."""
+        """Returns a function that makes a new array. Only torch supports strides other than those of C order."""
         return functools.partial(allocate, self._group, shape, native)
 
     def part(self, array: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Any:
-        """An array in the memory of another, which may have elements of another type, from byte `offset` on."""
+        """Returns an array in another array's memory, from byte `offset` on. The element types may differ."""
         memory = MemoryPart(array.memory, offset, math.prod(shape) * native.itemsize)
         return Array(array.runtime, memory, shape, native)
 
@@ -76,17 +76,18 @@ class LibraryArrays:
         return int(array.ptr)
 
     def adopt(self, array: Array) -> Any:
-        """An array in the memory of an `Array`, which it keeps alive."""
+        """Returns the library's view of an `Array`; the view keeps the `Array` alive."""
         return array
 
     def of_buffer(self, buffer: Any) -> Any:
-        """An array of the bytes of an object of ctypes, which it keeps alive. They are part of `buffer.memory`."""
+        """Returns an array of the bytes of a ctypes object, which lie in `buffer.memory`. The array keeps the object
+        alive."""
         offset, nbytes = ctypes.addressof(buffer) - buffer.memory.ptr, ctypes.sizeof(buffer)
         part = MemoryPart(buffer.memory, offset, nbytes, buffer)
         return Array(self._group.runtime, part, (nbytes,), as_dtype("uint8"))
 
     def upload(self, values: NDArray[Any]) -> Any:
-        """An array with these values, whose memory it may use."""
+        """Returns an array with these values. The array may share the memory of `values`."""
         return allocate(self._group, values.shape, values.dtype).upload(values)
 
 
@@ -129,11 +130,11 @@ class TorchArrays(LibraryArrays):
         return getattr(self._torch, as_dtype(dtype).name)
 
     def maker(self, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Maker:
-        # empty() takes longer to read its arguments.
+        # torch.empty() takes longer to read its arguments.
         return functools.partial(self._torch.empty_strided, shape, strides, dtype=native, device=self._device)
 
     def part(self, array: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Any:
-        """A tensor in the memory of another, by one call where slices and shapes are several."""
+        """Like `LibraryArrays.part`, by a single torch call instead of a slice, a view and a reshape."""
         elements = array if array.dtype is native else array.view(native)
         return elements.as_strided(shape, strides, offset // native.itemsize)
 
@@ -173,7 +174,7 @@ class ExpertArrays:
         return self._known[kind]
 
     def download(self, x: Any, argument: str) -> NDArray[Any]:
-        """A copy of an array in host memory, made after all queued work is done. The argument's name is for errors."""
+        """Returns a copy of an array in host memory, made after all queued work. Errors name `argument`."""
         view = input_view(self._group, x, argument)
         self._group.synchronize()
         values = np.empty(view.shape, view.dtype.numpy())
@@ -183,7 +184,7 @@ class ExpertArrays:
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of an array in C order, in elements."""
+    """Returns the strides, in elements, of an array in C order."""
     strides, elements = [], 1
     for extent in reversed(shape):
         strides.append(elements)

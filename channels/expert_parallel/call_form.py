@@ -1,5 +1,5 @@
-"""The common part of a layer's calls: the layer's launches and options, the arrays that calls take, the errors that are
-known only when rows were counted; and how a call is issued.
+"""The base class of the forms of a layer's calls: argument checks, errors that only the row counts reveal, and the
+issue of a call.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from proxyccl.device.stream_operations import Operation, StreamOperations
 
 @dataclass(frozen=True)
 class Arguments:
-    """The names of a flow's arguments in its errors.
+    """The argument names that error texts use.
 
     Attributes:
-        tokens, ids, weight: of a dispatch.
-        values: of other values of the same tokens.
-        rows: of a combine.
-        spare_rows: whether a combine ignores further rows.
+        tokens, ids, weight: arguments of a dispatch.
+        values: the argument of a redispatch.
+        rows: the argument of a combine.
+        spare_rows: whether a combine ignores rows after the last received one.
     """
 
     tokens: str = "input"
@@ -45,12 +45,12 @@ class Arguments:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The parts of a layer.
+    """The parts of a layer that its forms need.
 
     Attributes:
         ctx: the buffers and launches.
-        options: of the layer.
-        arguments: of its calls.
+        options: the layer's options.
+        arguments: the argument names for error texts.
     """
 
     ctx: DispatchCombineContext
@@ -58,12 +58,13 @@ class LayerParts:
     arguments: Arguments = Arguments()
 
     def leading(self, rows: int) -> tuple[int, ...]:
-        """The shape of that many rows without their elements."""
+        """Returns the leading extents of an array with this many rows: its shape without the row's elements."""
         padded = self.options.padded_rows
         return (self.options.config.num_experts_per_rank, padded) if padded else (rows,)
 
     def given_rows(self, input: Any, count: int, argument: str) -> tuple[ArrayView, ArrayView | None]:
-        """Views of a caller's tokens and, of a pair, of their scales. -1 for any number of tokens."""
+        """Returns views of a caller's tokens and, if `input` is a pair, of their scales. `count` -1 accepts any
+        number."""
         options, group = self.options, self.ctx.group
         config = options.config
         if not isinstance(input, tuple):
@@ -75,7 +76,7 @@ class LayerParts:
         return rows, input_array(group, input[1], argument, shape, "float32")
 
     def own_desc(self, desc: Any) -> EPAllToAllLayoutDesc:
-        """A caller's descriptor. Raises ArgumentError unless it is of a dispatch of this layer that was received."""
+        """Returns a caller's descriptor. Raises ArgumentError unless it describes a received dispatch of this layer."""
         self.ctx.require_usable()
         if not isinstance(desc, EPAllToAllLayoutDesc):
             raise ArgumentError(
@@ -96,7 +97,7 @@ class LayerParts:
         return runtime.is_capturing(stream if type(stream) is CurrentStream else runtime.stream_handle(stream))
 
     def outlives_no_graph(self, stream: StreamLike) -> bool:
-        """Whether what a call makes on a stream is needed no longer than its arrays: a graph needs it longer."""
+        """Whether the output's lifetime ends with its arrays. Under capture it does not: the graph may run again."""
         return not self.options.keeps_outputs or not self.is_capturing(stream)
 
     def refuse_capture(self, stream: StreamLike) -> None:
@@ -108,8 +109,8 @@ class LayerParts:
             )
 
     def learn_counts(self, desc: EPAllToAllLayoutDesc) -> ProxyCCLError | None:
-        """Reads how many rows chose each expert, when `await_rows` has returned. Returns the error with which all ranks
-        refuse the call, if there is one.
+        """Reads how many rows chose each expert; `await_rows` must have returned. If all ranks refuse the call, returns
+        the error that they raise.
         """
         ctx, options = self.ctx, self.options
         if options.by_rank or options.expert_alignment:
@@ -120,9 +121,7 @@ class LayerParts:
         return bad
 
     def refuse_bad(self, desc: EPAllToAllLayoutDesc) -> None:
-        """Raises the error of `learn_counts`, if there is one, for a call that all ranks give up although its rows are
-        on their way.
-        """
+        """Raises the error of `learn_counts`, if any. All ranks then abandon the call, whose rows are in flight."""
         bad = self.learn_counts(desc)
         if bad is not None:
             desc.rows = 0
@@ -152,8 +151,8 @@ class LayerParts:
             )
 
     def checked(self, made: Any, stream: StreamLike) -> Any:
-        """The results of a call with this stream, after `check_ended` if the call has waited for its end, as those
-        without a stream do on the host runtime.
+        """Returns the results of a call. Runs `check_ended` first if the call was synchronous, which on the host
+        runtime is a call without a stream.
         """
         if stream is None and self.ctx.runtime_name == "host":
             self.check_ended()
@@ -166,7 +165,8 @@ class LayerParts:
 
     @property
     def sums_ranks_in_turn(self) -> bool:
-        """Whether a token's rank sums one row, or one sum, of each rank, and knows ranks by the caller's ids."""
+        """Whether a token's rank sums one row or partial sum per rank, and no ranks are lost (`order_ids` needs
+        this)."""
         experts = self.ctx.workspace.experts
         by_rank = experts.local_combine or self.options.by_rank
         return bool(experts.nodes == 1 and by_rank and self.ctx.surviving is None)
@@ -177,13 +177,13 @@ def address_of(pointer: Any) -> int:
 
 
 class CallForm:
-    """A call of a layer with prepared arguments, for arrays of some kinds. C makes each call of the form, with the
-    addresses and the numbers of tokens that it has.
+    """A call of a layer that was prepared for certain kinds of arrays. C makes each call of the form, and fills in the
+    call's addresses and numbers of tokens.
 
     Args:
-        parts: of the layer.
-        arrays: of the call for which the form is prepared. The first is of the library that makes the results.
-        name, dtype, most_tokens: of the call, as ranks compare it.
+        parts: the layer's parts.
+        arrays: the arrays of the first call of the form. The library of the first array makes the results.
+        name, dtype, most_tokens: the parts of a call that ranks compare.
     """
 
     def __init__(self, parts: LayerParts, arrays: tuple[Any, ...], name: str, dtype: str, most_tokens: int = 0) -> None:
@@ -194,7 +194,8 @@ class CallForm:
         self._fields = encode_fields(parts.ctx.logged(name, dtype, 0, most_tokens).encode())
 
     def common(self, first: Launchable, second: Launchable) -> tuple[Any, ...]:
-        """How a call is issued, for C (layer_form.h): its launch or that of its first half, and that of other parts."""
+        """Returns the constructor arguments that all forms in C share (layer_form.h): `first` launches a whole call or
+        its first half, `second` the rest."""
         in_order = self._is_torch and not self._on_host
         current = libraries[self._arrays.kind].current_of_device() if in_order else None
         number = address_of(self._fields.fields) + ffi.sizeof("uint64_t") * ROOT_FIELD
@@ -205,14 +206,14 @@ class CallForm:
         return calls, self._on_host, current, CurrentStream, *queued, *parts
 
     def prepared(self, launchable: Launchable, *, compared: bool = True) -> tuple[Any, ...]:
-        """A launch of the call, for C (form.h). The first of a call is compared with the other ranks'."""
+        """Returns a launch of the call, for C (form.h). Ranks compare only a call's first launch."""
         issue, callers = self._group.launches.issuer(launchable)
         fields = self._fields if compared else ffi.NULL
         return issue, callers, address_of(fields), address_of(launchable.prepared), (fields, launchable)
 
     def _stream(self, x: Any, given: StreamLike) -> StreamLike:
-        """The stream of a call: the caller's, or on a GPU the one where the library of `x` works now. An invalid stream
-        is refused before the dispatch has a number.
+        """Returns a call's stream: the caller's, or on a GPU the current stream of the library of `x`. Refuses an
+        invalid stream before the dispatch gets a number.
         """
         stream = self._ctx.stream_for(given, x)
         return int(stream) if isinstance(stream, CurrentStream) and not self._is_torch else stream
@@ -220,17 +221,17 @@ class CallForm:
     def _queue(
         self, desc: Any, prepared: tuple[Any, Launchable], stream: StreamLike, owners: tuple[object, ...]
     ) -> None:
-        # The form's layer has the memory that kernels before a dispatch fill.
+        # The layer owns the memory that the kernels before a dispatch fill.
         self._ctx.queue(*prepared, stream, desc, (*owners, self))
 
 
 def kernel_before(parts: LayerParts, *, is_pair: bool, quantizes: bool) -> tuple[list[Launch], tuple[int, ...]]:
-    """Returns the launch of the kernel that makes the rows that a dispatch sends, or none; and the arguments of this
-    kernel that C fills in (dispatch_form.c).
+    """Returns the launch of the kernel that prepares the rows to send, or an empty list; and the kernel's arguments
+    that C fills in (dispatch_form.c).
 
     Args:
-        parts: of the layer.
-        is_pair: whether the caller gives pairs of rows and scales, which the kernel packs.
+        parts: the layer's parts.
+        is_pair: whether callers pass rows and scales as pairs, which the kernel packs.
         quantizes: whether the kernel makes float8 rows of tokens of the layer's type.
     """
     ctx = parts.ctx
@@ -248,13 +249,14 @@ def kernel_before(parts: LayerParts, *, is_pair: bool, quantizes: bool) -> tuple
 
 
 def in_order(runtime: Runtime, operations: Sequence[Operation]) -> Launchable:
-    """Makes operations of a stream one after the other; the last is a launch."""
+    """Returns a launchable that performs stream operations in order; the last operation is a launch."""
     last = operations[-1]
     return last if len(operations) == 1 and isinstance(last, Launch) else StreamOperations(runtime, operations)
 
 
 def name_of(call: str, weights: Any, *, halves: bool = False, indices: Any = None) -> str:
-    """The name of a call, by which the ranks compare it: with the arguments that all must give, or all leave out."""
+    """Returns the name by which ranks compare a call. The name includes the arguments that all ranks or none must
+    pass."""
     called = f"{call}_send" if halves else call
     return called + (" with weights" if weights is not None else "") + (" by indices" if indices is not None else "")
 

@@ -1,5 +1,5 @@
-/* Combines of one form, whole or in two halves. One kernel makes a combine, after a copy of rows that peers are to load
- * but can't reach where they lie. */
+/* Combines of one form, whole or in two halves. A combine is one kernel. If peers are to load rows that they can't
+ * reach, a copy to an output buffer precedes the kernel. */
 #include <string.h>
 
 #include "layer_form.h"
@@ -9,29 +9,29 @@ enum { ROWS, WEIGHTS, SLOT_WEIGHTS, ORDER, ADDED, MOST_ADDED = 2, ARRAYS = ADDED
 
 /* See CombineForm in _calls.pyi for the order of the constructor's arguments. */
 typedef struct {
-  LayerForm form; /* `element` is of the kind of the rows, whose elements are those of results … */
-  char format[PROXYCCL_LONGEST_FORMAT];               /* … and so is this */
-  PreparedCall after_copy;                            /* of a whole call after a copy of its rows */
-  Py_ssize_t hidden, row_bytes, experts, padded_rows; /* the last two are 0 but with padded rows */
-  int spare_rows;                                     /* whether a call ignores further rows */
+  LayerForm form;                                     /* `element` and `format`: the element type of rows and results */
+  char format[PROXYCCL_LONGEST_FORMAT];               /* see `form` */
+  PreparedCall after_copy;                            /* a whole call after a copy of its rows */
+  Py_ssize_t hidden, row_bytes, experts, padded_rows; /* the last two are 0 unless rows are padded */
+  int spare_rows;                                     /* whether a call ignores rows after the last received one */
   int halves;
   ProxycclCombine* call;
   ProxycclStreamStep* copy;
-  PyObject* buffers;        /* a dict: the number of the output buffer at an address; None if peers load no rows */
-  Py_ssize_t passing;       /* the number of the buffer that other rows pass; 0 if there is none … */
-  uintptr_t passing_at;     /* … and where it begins */
+  PyObject* buffers;        /* a dict from an output buffer's address to its number; None if peers don't load rows */
+  Py_ssize_t passing;       /* the number of the buffer to which other rows are copied; 0 if there is none */
+  uintptr_t passing_at;     /* the address of that buffer */
   PyObject* context;        /* the owner of descriptors */
-  PyObject* new_output;     /* new_output(tokens): a function that makes outputs of that many tokens */
-  PyObject* check_desc;     /* check_desc(desc): raises for one that can't be combined */
-  PyObject* check_output;   /* check_output(x, desc, out): `out` and its address, or raises */
-  Py_ssize_t latest_tokens; /* of the output that form.make_latest makes */
+  PyObject* new_output;     /* new_output(tokens): returns a function that makes outputs of this many tokens */
+  PyObject* check_desc;     /* check_desc(desc): raises if the descriptor can't be combined */
+  PyObject* check_output;   /* check_output(x, desc, out): returns `out` and its address, or raises */
+  Py_ssize_t latest_tokens; /* tokens of the outputs that form.make_latest makes */
 } Form;
 
-static PyTypeObject* form_type; /* of the process's one module */
+static PyTypeObject* form_type; /* the process has one module */
 
 static Py_ssize_t bytes_of(const Form* self, Py_ssize_t rows) { return rows * self->row_bytes; }
 
-/* A new array for the result, and its address. NULL with an exception. */
+/* Makes a new array for the result, and finds its address. Returns NULL with an exception set on failure. */
 static PyObject* new_output(Form* self, Py_ssize_t tokens, uintptr_t* at) {
   PyObject* maker = self->latest_tokens == tokens ? Py_XNewRef(self->form.make_latest) : NULL;
   if (maker == NULL) {
@@ -45,8 +45,8 @@ static PyObject* new_output(Form* self, Py_ssize_t tokens, uintptr_t* at) {
   return made;
 }
 
-/* Finds where the caller's array for the result lies. 1; 0 if Python must look at the array, or -1 with an exception of
- * the program's. */
+/* Finds the address of the caller's array for the result. Returns 1, 0 if Python must check the array, or -1 with an
+ * exception of the caller's array set. */
 static int find_output(const Form* self, Py_ssize_t tokens, PyObject* out, uintptr_t* at) {
   ListedArray listed;
   const int read = proxyccl_read_listed(proxyccl_types_of(self->form.calls), out, &listed);
@@ -60,8 +60,8 @@ static int find_output(const Form* self, Py_ssize_t tokens, PyObject* out, uintp
   return fits;
 }
 
-/* The caller's array for the result, a reference, and its address; or a new array for None. NULL with an exception, as
- * where an array does not fit, or overlaps the rows. */
+/* Returns a new reference to the caller's array for the result, or to a new array if `out` is None, and its address.
+ * Returns NULL with an exception set on failure, such as an array that does not fit or overlaps the rows. */
 static PyObject* take_output(Form* self, const Descriptor* desc, PyObject* x, uintptr_t rows_at, PyObject* out,
                              uintptr_t* at) {
   if (out == Py_None) return new_output(self, desc->tokens, at);
@@ -88,12 +88,12 @@ static int number_at(const Form* self, uintptr_t at, Py_ssize_t* number) {
   return PyErr_Occurred() == NULL ? 0 : -1;
 }
 
-/* Whether an array, or none, has as many entries as the call needs. */
+/* Whether an optional array is absent or has as many entries as the call needs. */
 static int has_extent(const ListedArray* array, Py_ssize_t extent) {
   return array->object == Py_None || array->extent == extent;
 }
 
-/* Whether the first extents of a call's arrays are right for a dispatch. */
+/* Whether the first extents of a call's arrays match the dispatch. */
 static int fits(const Form* self, const ListedArray* given, const Descriptor* desc) {
   const Py_ssize_t rows = self->padded_rows != 0 ? self->experts : desc->rows;
   const int spare = self->spare_rows && given[ROWS].extent > rows;
@@ -102,7 +102,8 @@ static int fits(const Form* self, const ListedArray* given, const Descriptor* de
   return right;
 }
 
-/* Fills in a call whose result lies at an address, and finds its launch. 0, or -1 with an exception. */
+/* Fills in the arguments of a call whose result goes to target_at, and finds its launch. Returns 0, or -1 with an
+ * exception set. */
 static int fill(Form* self, const ListedArray* given, const Descriptor* desc, uintptr_t target_at,
                 const PreparedCall** prepared) {
   uintptr_t rows_at = given[ROWS].at;
@@ -110,7 +111,7 @@ static int fill(Form* self, const ListedArray* given, const Descriptor* desc, ui
   *prepared = &self->form.first;
   if (desc->output_buffer != 0 && self->buffers != Py_None) {
     if (number_at(self, rows_at, &buffer) != 0) return -1;
-    if (buffer == 0 && self->passing != 0) { /* a copy here takes less time than sending */
+    if (buffer == 0 && self->passing != 0) { /* copying to a buffer takes less time than sending */
       self->copy->dst = self->passing_at, self->copy->src = rows_at;
       self->copy->bytes = (uint64_t)bytes_of(self, desc->rows);
       buffer = self->passing, rows_at = self->passing_at, *prepared = &self->after_copy;
@@ -127,7 +128,7 @@ static int fill(Form* self, const ListedArray* given, const Descriptor* desc, ui
   return 0;
 }
 
-/* The object as a descriptor whose rows this form can combine; NULL with an exception. */
+/* Returns the object as a descriptor whose rows this form can combine, or NULL with an exception set. */
 static Descriptor* take_descriptor(const Form* self, PyObject* object) {
   Descriptor* desc = proxyccl_received(object, self->context);
   if (desc != NULL && (self->padded_rows == 0 || desc->rows == self->experts * self->padded_rows)) return desc;
@@ -151,7 +152,7 @@ static PyObject* receive(SentCall* sent, PyObject* stream, PyObject* out) {
   return target;
 }
 
-/* Makes a call or, of a call in halves, the first half. */
+/* Makes a whole call or, for a form in halves, the first half. */
 static PyObject* call(PyObject* object, const ListedArray* given, PyObject* const* further) {
   Form* self = (Form*)object;
   Descriptor* desc = take_descriptor(self, further[0]);

@@ -18,7 +18,7 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 
 class Sums(NamedTuple):
-    """How sums begin, and their order: `added` and `order_ids` of `EPAll2AllLayer.combine`."""
+    """The initial values and the order of a combine's sums: `added` and `order_ids` of `EPAll2AllLayer.combine`."""
 
     added: tuple[Any, ...] = ()
     order_ids: Any = None
@@ -28,14 +28,14 @@ NO_SUMS = Sums()
 
 
 class Combine(CallForm):
-    """A combine, which one kernel makes, after a copy of rows that peers are to load but can't reach where they lie. C
-    makes it (combine_form.c).
+    """A combine, which is one kernel. A copy precedes it if peers are to load rows that lie where they can't reach. C
+    makes the calls (combine_form.c).
 
     Args:
-        parts: of the layer.
+        parts: the layer's parts.
         call: "combine"; or "collect" for rows with an element for each slot, of any type, which are neither padded nor
             loaded.
-        x, weights, topk_weights, order_ids, added, desc: of the call for which the form is prepared.
+        x, weights, topk_weights, order_ids, added, desc: the arguments of the first call of the form.
         halves: whether calls are made in two halves.
 
     Attributes:
@@ -67,7 +67,7 @@ class Combine(CallForm):
         id_bytes = _check_combine(parts, x, weights, topk_weights, order_ids, added, desc, shape, self._token.name)
         arrays = (x, weights, topk_weights, order_ids, *added)
         super().__init__(parts, arrays, name_of(call, weights, halves=halves), self._token.name)
-        # Peers load rows only in a call that is made at once and without weights of rows.
+        # Peers load rows only in a whole call without row weights.
         loads = of_tokens and not halves and weights is None and not ctx.workspace.experts.local_combine
         buffers = ctx.workspace.outputs if loads else None
         launch = ctx.combine_launch(self._token.name).copy()
@@ -98,7 +98,8 @@ class Combine(CallForm):
         return lambda tokens: arrays.maker((tokens, width), (width, 1), native)
 
     def _check_output(self, x: Any, desc: EPAllToAllLayoutDesc, out: Any) -> tuple[Any, int]:
-        """The caller's array for the result, and its address. Raises ArgumentError if it does not fit."""
+        """Returns the caller's array for the result, and its address. Raises ArgumentError if the array does not
+        fit."""
         shape = (desc.num_dispatch_token_cur_rank, self._width)
         return out, output_array(self._group, out, x, "input", shape, self._token)
 
@@ -114,7 +115,7 @@ def _check_combine(
     shape: tuple[int, ...],
     dtype: str,
 ) -> int:
-    """Checks the arrays of a call whose rows have this shape and type. Returns the bytes of an id; 0 without ids."""
+    """Checks a call's arrays against the shape and type of its rows. Returns the bytes of an id; 0 without ids."""
     group, names, tokens = parts.ctx.group, parts.arguments, desc.num_dispatch_token_cur_rank
     slots = (tokens, parts.options.config.topk)
     view = input_array(group, x, names.rows, (-1, *shape[1:]) if names.spare_rows else shape, dtype)

@@ -14,16 +14,16 @@ from proxyccl.device.errors import ArgumentError
 
 TOKEN_DTYPES = WEIGHT_DTYPES = tuple(token_dtypes())
 SCALED_DTYPES = ("float16", "bfloat16")
-"""Of tokens that a dispatch makes float8 rows of while it stores them."""
+"""The token types that a dispatch can quantize to float8 while it stores rows."""
 NUMBER_DROPS: int = lib.PROXYCCL_NUMBER_DROPS
 MINUS_ONE_DROPS: int = lib.PROXYCCL_MINUS_ONE_DROPS
 SCALED_ELEMENTS: int = lib.PROXYCCL_SCALED_ELEMENTS
-"""Elements of a float8 row of the layer's own making that share a scale."""
+"""Elements that share a scale in float8 rows that the layer quantizes itself."""
 MAX_TOPK: int = lib.PROXYCCL_MAX_TOPK
 MOST_ADDED: int = lib.PROXYCCL_ADDED
-"""Arrays that the sums of a combine may begin with."""
+"""The most arrays in `added` of a combine."""
 MAX_CHOSEN_PER_RANK: int = lib.PROXYCCL_EXPERT_COUNTERS - 2 * lib.PROXYCCL_MAX_EXPERT_RANKS
-"""Experts of a rank, where each rank gets one row of a token: a block counts them in shared memory."""
+"""The most experts of a rank with layout="rank": a block counts their rows in shared memory."""
 MAX_SLOTS = MAX_NUMBER  # rows and slots are 32-bit integers in the tables
 _MAX_TOKENS = 2**24  # kernels multiply the number of tokens by that of blocks, in 32 bits
 _MAX_HIDDEN = 2**28  # kernels count a row's 16-byte words in 32 bits
@@ -33,7 +33,7 @@ _COLUMN_ALIGNMENT = 4  # scales
 
 
 def column_of(rows: int) -> int:
-    """Scales in a column for this many rows: columns begin at multiples of 16 bytes."""
+    """Returns the number of scales in a column for this many rows: columns begin at multiples of 16 bytes."""
     return -(-rows // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
 
 
@@ -51,8 +51,8 @@ class EPConfig:
         world_size: number of ranks.
         local_world_size: number of ranks of a node.
         token_dtype: "bfloat16", "float16", "float32" or "float64" (a name, or torch's or numpy's type).
-        weight_dtype: of the routing weights: one of the same.
-        offset_dtype: of the descriptor's tables; only int32.
+        weight_dtype: the type of the routing weights: one of the same four.
+        offset_dtype: the type of the descriptor's tables: always int32.
 
     Raises:
         ArgumentError: a value is out of range, or does not fit another one.
@@ -105,7 +105,7 @@ class EPConfig:
         self.require_room(self.world_size * self.max_tokens, "max_tokens")
 
     def require_room(self, rows: int, argument: str) -> None:
-        """Raises ArgumentError if this many rows are more than a layer can have, which `argument` asks for."""
+        """Raises ArgumentError, for `argument`, if this many rows are more than a layer can have."""
         if rows * self.hidden * self.token.itemsize > _MAX_BYTES:
             raise ArgumentError(
                 argument,
@@ -114,14 +114,14 @@ class EPConfig:
             )
 
     def describe(self) -> str:
-        """The sizes in words, for errors."""
+        """Returns the sizes in words, for errors."""
         return (
             f"max_tokens {self.max_tokens}, hidden {self.hidden}, topk {self.topk}, {self.num_experts} experts, "
             f"{self.token}"
         )
 
     def compared(self, names: Mapping[str, str] = {}) -> dict[str, int | float | bool | str | None]:
-        """The values that must be the same on all ranks. `names`: the caller's names of some of the fields."""
+        """Returns the values that must be the same on all ranks. `names` renames fields to the caller's names."""
         fields = {name: value for name, value in asdict(self).items() if name != "rank"}
         fields |= {"token_dtype": self.token.name, "weight_dtype": self.weight.name, "offset_dtype": "int32"}
         return {names.get(name, name): value for name, value in fields.items()}

@@ -1,4 +1,4 @@
-"""The buffers and the launches of dispatch and combine; and a dispatch's number of rows, which the CPU awaits."""
+"""The buffers and launches of dispatch and combine, and the CPU's wait for a dispatch's number of rows."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ RECEIVE: int = lib.PROXYCCL_EXPERT_RECEIVE
 LAYOUT: int = lib.PROXYCCL_EXPERT_LAYOUT
 TELL: int = lib.PROXYCCL_EXPERT_TELL
 
-_SPINS = 2000  # polls of the count between two looks at the group; on a GPU a count takes about 20 us
+_SPINS = 2000  # polls of the count between checks for failed ranks; on a GPU a count takes about 20 us
 _HOST_THREADS = 16
 
 
 def logged_number(number: int) -> int:
-    """The number of a dispatch as the call log has it."""
+    """Returns a dispatch's number in the form that the call log holds."""
     return number % 2**31
 
 
@@ -57,12 +57,12 @@ class SurvivingExperts:
 
     Args:
         group: the remaining ranks.
-        options: of the layer.
+        options: the layer's options.
         grid: blocks of the kernel and their threads.
 
     Attributes:
-        ids: the new ids of a dispatch, int32, of which one is under way at a time; a slot without an expert has an id
-            that drops it, and a bad id -2.
+        ids: int32: the new ids of the dispatch in flight, of which there is one at a time. A dropped slot keeps an id
+            that drops it; an invalid id becomes -2.
     """
 
     def __init__(self, group: Group, options: LayerOptions, grid: tuple[int, int]) -> None:
@@ -78,8 +78,8 @@ class SurvivingExperts:
         self._prepare = functools.partial(kernel.prepare, *grid)
 
     def launch(self, id_bytes: int) -> Launch:
-        """Its launch for ids of 4 or 8 bytes. Still to be filled in are their address (argument 0), that of the bool
-        array of the slots that lost ranks had (3), and the number of slots (4).
+        """Returns the launch for ids of 4 or 8 bytes. The caller fills in the address of the ids (argument 0), the
+        address of the bool array of lost slots (3) and the number of slots (4).
         """
         return self._prepare(0, self._numbers.ptr, self.ids.ptr, 0, 0, id_bytes, *self._sizes)
 
@@ -96,14 +96,14 @@ class DispatchCombineContext:
         arrays: makes the arrays of results.
         nodes: the placement of the ranks on nodes.
         workspace: memory that peers reach.
-        layout: of the outputs.
-        tables: of its descriptors.
+        layout: the layout of the outputs.
+        tables: the layouts of the descriptors' tables.
         grid: blocks of the kernels and their threads.
-        dispatch_plain, dispatch_stored: launches to `copy`: the dispatch, and the one of whole dispatches to output
-            buffers.
-        dispatch_scaled, quantize_launch: the same for the dispatch that makes float8 rows where it stores them, and the
-            kernel that makes them before; None if the layer needs none.
-        scale_bytes: bytes of a row's scales in float8.
+        dispatch_plain, dispatch_stored: the launches of a dispatch and of a whole dispatch to output buffers, to
+            `copy`.
+        dispatch_scaled, quantize_launch: the launch of a dispatch that quantizes rows as it stores them, and of the
+            kernel that quantizes rows before a dispatch; None if not needed.
+        scale_bytes: bytes of the scales of a float8 row.
         surviving: renumbers expert ids where ranks are lost; None if none are.
         numbers: numbers the dispatches.
     """
@@ -114,12 +114,12 @@ class DispatchCombineContext:
         self.group = group = members.group
         runtime = group.runtime
         self.runtime_name, self.arrays = runtime.name, ExpertArrays(group)
-        # Some steps take a thread for each rank of a node, or for each node.
+        # Some steps need a thread for each rank of a node, or for each node.
         threads = max(_HOST_THREADS, config.world_size) if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
         self.blocks = min(runtime.launch_defaults.blocks, blocks_for(config.max_tokens, options.num_sm))
         self.grid = (self.blocks, threads)
         shipped = functools.partial(runtime.shipped, compiled_only=options.use_aot)
-        if options.use_aot:  # load now what is used later, or by some layers
+        if options.use_aot:  # also load the kernels that only later calls, or some layers, use
             for name in (*DISPATCH_KERNELS.values(), *STORE_KERNELS.values()):
                 shipped(dispatch_file(name), name)
             shipped("experts/spread.h", "expert_spread")
@@ -154,7 +154,7 @@ class DispatchCombineContext:
             self.dispatch_scaled = scaled.prepare(*self.grid, experts, empty)
         nothing = bytes(ffi.sizeof("ProxycclCombine"))
         self._combine = {name: kernel.prepare(*self.grid, experts, nothing) for name, kernel in combines.items()}
-        # Peers do not wait for it, so it takes the whole device.
+        # Peers do not wait for this kernel, so it may occupy the whole device.
         self._weighing = ffi.new("ProxycclWeighing *")
         weighing = bytes(ffi.buffer(self._weighing))
         self._weigh = weigh.prepare(runtime.launch_defaults.blocks, threads, experts, weighing)
@@ -241,17 +241,17 @@ class DispatchCombineContext:
             )
         return self._output_buf
 
-    # -- what dispatches have counted ---
+    # -- counts of dispatches ---
 
     def await_rows(self, desc: EPAllToAllLayoutDesc) -> int:
-        """Waits on the CPU until this dispatch's number of rows is known, but not for the stream. Returns the number.
+        """Waits on the CPU, but not for the stream, until this dispatch's number of rows is known. Returns the number.
 
         Raises:
             CommunicatorError: a peer failed.
         """
         received, ticket, group = self.workspace.received_rows, desc.number, self.group
         deadline = time.monotonic() + 2 * group.timeout
-        # A sleep takes longer than most waits for a GPU. The host runtime's threads need this one's core.
+        # On a GPU a sleep takes longer than most waits. On the host runtime the kernels' threads need this core.
         spins, patient = 0, _SPINS if self.runtime_name == "host" else 10 * _SPINS
         while received.ticket != ticket:
             spins += 1
@@ -265,9 +265,9 @@ class DispatchCombineContext:
         return int(received.rows)
 
     def bad_expert(self, argument: str, experts: int) -> ArgumentError | None:
-        """The error for a bad expert id in the dispatches whose rows have become known since the last call: the first
-        of the latest that has one. None if all ids are good. `experts` is the number of experts that the caller can
-        name.
+        """Returns the error for an invalid expert id, or None. Covers the dispatches whose rows became known since the
+        last call; of the latest with an invalid id, names the first. `experts` is the number of experts that the caller
+        can name.
         """
         received, config = self.workspace.received_rows, self.ep_config
         bad_rank = int(received.bad_rank)
@@ -282,19 +282,20 @@ class DispatchCombineContext:
 
     @property
     def wanted_tokens(self) -> int:
-        """The most tokens that any rank wanted to send in the last dispatch whose rows are known, if they were too many
-        for the layer; else 0. It is the same on all ranks.
+        """If a rank had too many tokens for the layer in the last dispatch whose rows are known, the most tokens of any
+        rank; else 0. The value is the same on all ranks.
         """
         return int(self.workspace.received_rows.wanted_tokens)
 
     def bad_indices(self) -> bool:
-        """Whether full_scatter_indices were not a permutation, in a dispatch that has ended since the last call."""
+        """Whether full_scatter_indices were not a permutation in a dispatch that ended since the last call."""
         received = self.workspace.received_rows
         bad, received.bad_index = bool(received.bad_index), 0
         return bad
 
     def most_rows(self) -> int:
-        """The most rows of any rank, or padded of any expert, in the dispatches that have ended since the last call."""
+        """Returns the most rows of a rank, or with padded rows of an expert, in the dispatches ended since the last
+        call."""
         received = self.workspace.received_rows
         most, received.most_rows = int(received.most_rows), 0
         return most
@@ -302,19 +303,19 @@ class DispatchCombineContext:
     # -- launches of forms ---
 
     def combine_launch(self, dtype: str) -> Launch:
-        """The combine of rows of a type, to `copy`."""
+        """Returns the launch of a combine of rows of this type, to `copy`."""
         return self._combine[dtype]
 
     def pack_launch(self, packed: int) -> Launch:
-        """A launch that puts rows in float8 and their scales together at an address. Still to be filled in are the
-        addresses of both (arguments 0 and 1), and the number of rows (3).
+        """Returns a launch that packs float8 rows and their scales at address `packed`. The caller fills in the
+        addresses of rows and scales (arguments 0 and 1), and the number of rows (3).
         """
         assert self._pack is not None
         return self._pack.prepare(*self.grid, 0, 0, packed, 0, self.ep_config.hidden, self.scale_bytes)
 
     @functools.cached_property
     def packed_rows(self) -> Array:
-        """Memory for the float8 rows of dispatches, of which one is under way at a time."""
+        """Memory for the packed float8 rows of the dispatch in flight, of which there is one at a time."""
         return allocate(self.group, (self.ep_config.max_tokens, self.ep_config.hidden + self.scale_bytes), "uint8")
 
     def weigh(
@@ -332,8 +333,8 @@ class DispatchCombineContext:
         Args:
             values: [R, hidden] of the tokens' type.
             weights: float32 [R]; None for 1.
-            stream: where.
-            desc: the rows' dispatch, if those that it has not filled become zero.
+            stream: where to queue the kernel.
+            desc: the rows' dispatch, to set rows that it did not fill to zero; else None.
             others: [R, hidden] of the tokens' type.
             products: float32 [R]: each row's scalar product with that of `others`, before it is multiplied.
         """
@@ -367,7 +368,7 @@ class DispatchCombineContext:
         return found
 
     def logged(self, call: str, dtype: str, number: int, most_tokens: int = 0) -> CollectiveCall:
-        """A call on dispatch `number` as the ranks compare it; of a dispatch with the most tokens of a rank."""
+        """Returns a call on dispatch `number` in the form that ranks compare. `most_tokens` is only for a dispatch."""
         return CollectiveCall(call, dtype, root=logged_number(number), count=most_tokens, of=self._number)
 
     def queue(

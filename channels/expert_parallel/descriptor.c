@@ -1,6 +1,6 @@
 #include "descriptor.h"
 
-static PyTypeObject* descriptor_type; /* of the process's one module */
+static PyTypeObject* descriptor_type; /* the process has one module */
 
 Descriptor* proxyccl_received(PyObject* object, PyObject* owner) {
   if (!PyObject_TypeCheck(object, descriptor_type)) return NULL;
@@ -26,7 +26,7 @@ static PyObject* add_block(PyObject* object, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-/* A tuple of the arrays, or of triples of array, address and tables. */
+/* Returns a tuple of the arrays or, if `whole`, of triples of array, address and `Tables`. */
 static PyObject* blocks_of(const Descriptor* self, int whole) {
   PyObject* blocks = PyTuple_New(self->count);
   for (int i = 0; blocks != NULL && i < self->count; ++i) {
@@ -42,7 +42,7 @@ static PyObject* blocks(PyObject* object, void* Py_UNUSED(closure)) { return blo
 
 static PyObject* owners(PyObject* object, void* Py_UNUSED(closure)) { return blocks_of((const Descriptor*)object, 0); }
 
-/* A table's array, its place and its `Tables`, or None. */
+/* Returns a table's array, its place and its `Tables`; None if the descriptor lacks the table. */
 static PyObject* find(PyObject* object, PyObject* name) {
   const Descriptor* self = (const Descriptor*)object;
   for (int i = 0; i < self->count; ++i) {

@@ -14,25 +14,26 @@ enum { PROXYCCL_DESCRIPTOR_BLOCKS = 2, PROXYCCL_LAYOUT_TABLES = sizeof(ProxycclE
 typedef struct TableBlock {
   PyObject *array, *tables;
   uintptr_t at;
-  const uint64_t* offsets; /* in the order of the fields of ProxycclExpertLayout; PROXYCCL_NO_TABLE for other tables */
+  const uint64_t*
+      offsets; /* in the order of ProxycclExpertLayout's fields; PROXYCCL_NO_TABLE if the table is not here */
 } TableBlock;
 
 typedef struct Descriptor {
   PyObject ob_base;
-  PyObject *owner, *like, *stream, *missing; /* `missing` is None when its rows were received */
+  PyObject *owner, *like, *stream, *missing; /* `missing`: why rows are missing; None once they were received */
   Py_ssize_t number, tokens, rows, output_buffer;
   char counts_rows;
-  int count; /* of blocks */
+  int count; /* number of blocks */
   TableBlock blocks[PROXYCCL_DESCRIPTOR_BLOCKS];
 } Descriptor;
 
-/* Adds the type to the module. 0, or -1 with an exception. */
+/* Adds the type to the module. Returns 0, or -1 with an exception set. */
 int proxyccl_add_descriptor(PyObject* module);
-/* The object as a descriptor of this owner whose rows were received; NULL without an exception. */
+/* Returns the object if it is a descriptor of this owner whose rows were received. Else NULL, without an exception. */
 Descriptor* proxyccl_received(PyObject* object, PyObject* owner);
-/* Adds tables in an array. 0, or -1 with an exception. */
+/* Adds an array with tables to a descriptor. Returns 0, or -1 with an exception set. */
 int proxyccl_add_block(Descriptor* self, PyObject* array, uintptr_t at, PyObject* tables, const uint64_t* offsets);
-/* Stores the addresses of its tables, and NULL for those that it lacks. */
+/* Stores the addresses of the descriptor's tables in `layout`, and NULL for tables that it lacks. */
 static inline void proxyccl_place_tables(const Descriptor* self, ProxycclExpertLayout* layout) {
   int32_t** tables = (int32_t**)layout;
   memset(layout, 0, sizeof *layout);

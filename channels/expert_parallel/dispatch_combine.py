@@ -28,7 +28,7 @@ _ARGUMENTS = Arguments("tokens", "expert_ids", "weights", "x", "rows", spare_row
 
 @dataclass(frozen=True)
 class _Prepared:
-    """One routing.
+    """The routing that `prepare` exchanged.
 
     Attributes:
         counts: int64 [world_size, experts]: rows of each rank for each expert.
@@ -47,8 +47,8 @@ class DispatchCombine:
     """Routes tokens to experts that are spread over ranks, and combines their results.
 
     Rank r holds the experts r * experts_per_rank to (r + 1) * experts_per_rank - 1. All ranks construct the object
-    together and make the same calls in the same order; their numbers of tokens may differ. It moves rows as
-    `EPAll2AllLayer` does.
+    together and make the same calls in the same order; their numbers of tokens may differ. Rows move as in
+    `EPAll2AllLayer`.
 
     The flow is `prepare`, `dispatch`, the caller's experts, `combine`::
 
@@ -219,7 +219,7 @@ class DispatchCombine:
             stream: as for `dispatch`.
 
         Returns:
-            `out`, or the new array. Raises as `dispatch`.
+            `out`, or the new array. Raises the errors of `dispatch`.
         """
         prepared, weighted = self._require_prepared(), as_flag(weighted, "weighted")
         factors = prepared.row_weights if weighted else None
@@ -234,7 +234,7 @@ class DispatchCombine:
             stream: as for `dispatch`.
 
         Returns:
-            [T, topk] of the same type; zero for dropped slots. Raises as `dispatch`.
+            [T, topk] of the same type; zero for dropped slots. Raises the errors of `dispatch`.
         """
         prepared, group = self._require_prepared(), self._ctx.group
         dtype = self._ctx.collected_type(input_view(group, values, "values"))

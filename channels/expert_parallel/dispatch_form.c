@@ -1,5 +1,5 @@
-/* Dispatches of one form. What differs from call to call is filled in and issued here; everything else was checked, and
- * the kernel chosen, when the form was prepared. */
+/* Dispatches of one form. This code fills in the arguments that differ from call to call, and issues the call. The
+ * form's preparation in Python checked everything else, and chose the kernel. */
 #include <string.h>
 
 #include "layer_form.h"
@@ -7,9 +7,9 @@
 
 enum { ROWS, SCALES, IDS, WEIGHTS, SCATTER, ARRAYS };
 enum { NONE_BEFORE, QUANTIZES_BEFORE, PACKS_BEFORE };
-/* How calls of the form are made: whole, in halves, whole with rows that go to an output buffer, by several launches
- * between which Python waits for the number of rows, or by the routing of an earlier dispatch. A whole call returns its
- * rows, their weights and the descriptor, half a call a SentCall, and any other the result of `proceed`. */
+/* How calls of the form are made: whole; in halves; whole with rows that go to an output buffer; by several launches,
+ * between which Python waits for the number of rows; or by the routing of an earlier dispatch. A whole call returns its
+ * rows, their weights and the descriptor, a half a SentCall, and any other call the result of `proceed`. */
 enum { WHOLE, HALVES, STORED, COUNTED, AGAIN };
 
 /* The fields are in the order of the constructor's arguments. */
@@ -17,40 +17,41 @@ typedef struct {
   LayerForm form;
   int way;
   Py_ssize_t topk, max_tokens;
-  int grows; /* whether all ranks are told of more tokens than that */
+  int grows; /* whether all ranks learn of more than max_tokens tokens */
   ProxycclDispatch* call;
-  int before;                  /* whether a kernel before makes the rows that are sent … */
-  ProxycclCombine* quantizing; /* … its arguments … */
-  uint64_t* packing[2];        /* … which are these for rows that are in float8 already … */
+  int before;                  /* whether, and how, a kernel before the dispatch makes the rows to send */
+  ProxycclCombine* quantizing; /* that kernel's arguments if it quantizes tokens */
+  uint64_t* packing[2];        /* its arguments if it packs rows that are in float8 already */
   uint32_t* packed_tokens;
-  const char* packed;                    /* … and where it puts them */
-  PyObject* new_lost;                    /* None but where ranks are lost. Then a kernel before renumbers ids … */
-  uint64_t *renumbered_ids, *lost_slots; /* … from here, and says here which slots were lost ranks'; … */
-  uint32_t* renumbered;                  /* … this is their number, … */
-  const char* kept_ids;                  /* … and this is where it puts the ids */
-  ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL: none … */
-  int cleared;                           /* … the table's number in ProxycclExpertLayout */
+  const char* packed;                    /* where that kernel stores the rows */
+  PyObject* new_lost;                    /* None unless ranks are lost, when a kernel before renumbers ids: */
+  uint64_t *renumbered_ids, *lost_slots; /* its arguments: the address of the ids, and of the output of lost slots */
+  uint32_t* renumbered;                  /* its argument: the number of ids */
+  const char* kept_ids;                  /* the address of its output, the new ids */
+  ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL if not needed */
+  int cleared;                           /* that table's index among ProxycclExpertLayout's fields */
   uint32_t phases, send_phases, receive_phases;
-  PyObject *descriptor_type, *not_received, *context, *numbers; /* `missing` of a new one, its owner and its number */
-  PyObject *tables, *new_tables;                                /* `Tables` of a call; makes their array … */
-  const uint64_t* offsets;                                      /* … in which they have these offsets */
-  Py_ssize_t most_rows; /* rows of the output; -1 if they are not known when the call begins */
+  /* `missing` and the owner of a new descriptor are not_received and context. */
+  PyObject *descriptor_type, *not_received, *context, *numbers;
+  PyObject *tables, *new_tables; /* the `Tables` of a call, and a function that makes their array */
+  const uint64_t* offsets;       /* the tables' offsets in that array */
+  Py_ssize_t most_rows;          /* rows of the output; -1 if unknown when the call begins */
   int counts_rows;
   Py_ssize_t received;                           /* offset of the number of received rows in the tables */
   uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
-  PyObject *new_rows, *new_scales, *new_weights; /* None: there are none */
-  PyObject* begun; /* begun(like, stream, given): the output buffer of a call that `proceed` goes on with */
-  PyObject*
-      proceed;   /* goes on with a call: (desc, buffer, weights) of STORED, (desc, arrays) of COUNTED, (desc, stream,
-                    out, arrays) of AGAIN, and (sent, stream) of a second half whose number of rows is not known */
-  char* buffers; /* the output buffers, if rows go there */
+  PyObject *new_rows, *new_scales, *new_weights; /* None if the output lacks them */
+  PyObject* begun; /* begun(like, stream, given): returns the output buffer of a call that `proceed` completes */
+  /* Completes a call: proceed(desc, buffer, weights) for STORED, (desc, arrays) for COUNTED, (desc, stream, out,
+   * arrays) for AGAIN, and (sent, stream) for a second half whose number of rows is not known. */
+  PyObject* proceed;
+  char* buffers; /* the output buffers; NULL if rows do not go there */
   Py_ssize_t buffer_bytes, scales_offset;
 } Form;
 
-static PyTypeObject* form_type; /* of the process's one module */
+static PyTypeObject* form_type; /* the process has one module */
 
-/* Fills in the tokens, as many as `expected` or any number if that is negative, and the launch of a kernel that makes
- * the rows that are sent. Of too many for a layer that grows, none are sent. Returns whether they fit. */
+/* Fills in the tokens of the dispatch, and of a kernel that makes the rows to send. A layer that grows sends nothing if
+ * there are too many tokens. Returns whether the tokens fit: `expected` is their number, or negative for any. */
 static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t expected) {
   const Py_ssize_t tokens = given[ROWS].extent;
   const int wanted = tokens > self->max_tokens;
@@ -68,7 +69,7 @@ static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t ex
   return 1;
 }
 
-/* Fills in the arrays of a call. Returns whether they fit. */
+/* Fills in the arrays of a call. Returns whether their first extents fit. */
 static int fill_inputs(const Form* self, const ListedArray* given) {
   const Py_ssize_t tokens = given[ROWS].extent;
   if (given[IDS].extent != tokens || (given[WEIGHTS].object != Py_None && given[WEIGHTS].extent != tokens) ||
@@ -84,8 +85,8 @@ static int fill_inputs(const Form* self, const ListedArray* given) {
   return 1;
 }
 
-/* Adds what only some descriptors have: the indices that were given, and the slots that lost ranks had. 0, or -1 with
- * an exception. */
+/* Adds the parts that only some descriptors have: the caller's indices and the slots of lost ranks. Returns 0, or -1
+ * with an exception set. */
 static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
   if (scatter != Py_None && PyObject_SetAttrString((PyObject*)desc, "_scatter", scatter) != 0) return -1;
   if (self->new_lost == Py_None) return 0;
@@ -99,7 +100,7 @@ static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
   return set;
 }
 
-/* A descriptor with its tables, without a number yet. NULL with an exception. */
+/* Returns a descriptor with its tables, without a number yet. NULL with an exception set on failure. */
 static Descriptor* new_descriptor(const Form* self, const ListedArray* given, PyObject* stream) {
   uintptr_t at = 0;
   PyObject* tables = proxyccl_new_array(&self->form, self->new_tables, 0, &at);
@@ -119,7 +120,7 @@ static Descriptor* new_descriptor(const Form* self, const ListedArray* given, Py
   return desc;
 }
 
-/* Gives a dispatch its number, the last step before it is issued. 0, or -1 with an exception. */
+/* Numbers a dispatch, the last step before its issue. Returns 0, or -1 with an exception set. */
 static int number_call(const Form* self, Descriptor* desc) {
   PyObject* number = PyIter_Next(self->numbers);
   if (number == NULL) return -1;
@@ -132,7 +133,7 @@ static int number_call(const Form* self, Descriptor* desc) {
   return 0;
 }
 
-/* The address of a table; 0 if the descriptor lacks it. */
+/* Returns the address of a table; 0 if the descriptor lacks the table. */
 static uintptr_t place_of(const Descriptor* desc, int table) {
   for (int i = 0; i < desc->count; ++i)
     if (desc->blocks[i].offsets[table] != PROXYCCL_NO_TABLE) return desc->blocks[i].at + desc->blocks[i].offsets[table];
@@ -153,13 +154,14 @@ static void fill_output(const Form* self, const Descriptor* desc, uint32_t phase
   }
 }
 
-/* A new array and its address; None and 0 if there is none. NULL with an exception. */
+/* Makes a new array and finds its address; None and 0 without a maker. NULL with an exception set on failure. */
 static PyObject* new_array(const Form* self, PyObject* maker, uintptr_t* at) {
   *at = 0;
   return maker == Py_None ? Py_NewRef(Py_None) : proxyccl_new_array(&self->form, maker, 0, at);
 }
 
-/* Makes the arrays of the output: rows, or a pair of them and their scales, and weights. 0, or -1 with an exception. */
+/* Makes the arrays of the output: rows, or a pair of rows and scales, and weights. Returns 0, or -1 with an exception
+ * set. */
 static int new_output(const Form* self, uintptr_t* at, CallArrays* arrays) {
   if ((arrays->rows = new_array(self, self->new_rows, &at[0])) == NULL ||
       (arrays->weights = new_array(self, self->new_weights, &at[2])) == NULL)
@@ -198,8 +200,8 @@ static PyObject* issue_first(Form* self, Descriptor* desc, CallArrays* arrays) {
   return PyTuple_Pack(3, arrays->rows, arrays->weights, (PyObject*)desc);
 }
 
-/* Makes a whole call whose rows go to an output buffer, by one launch. Python then awaits their number, if need be, and
- * makes arrays of the buffer. */
+/* Makes a whole call whose rows go to an output buffer, by one launch. Python then waits for the number of rows, if it
+ * is not known, and makes arrays in the buffer. */
 static PyObject* issue_stored(Form* self, Descriptor* desc, PyObject* taken, CallArrays* arrays) {
   uintptr_t at[3];
   arrays->rows = Py_NewRef(taken), arrays->weights = new_array(self, self->new_weights, &at[2]);
@@ -212,7 +214,7 @@ static PyObject* issue_stored(Form* self, Descriptor* desc, PyObject* taken, Cal
   return PyObject_CallFunctionObjArgs(self->proceed, (PyObject*)desc, taken, arrays->weights, NULL);
 }
 
-/* The output buffer of a call, and its number. NULL with an exception. */
+/* Takes the output buffer of a call, and finds its number. Returns NULL with an exception set on failure. */
 static PyObject* take_buffer(const Form* self, const ListedArray* given, PyObject* stream, PyObject* of_caller,
                              Py_ssize_t* number) {
   PyObject* taken = PyObject_CallFunctionObjArgs(self->begun, given[ROWS].object, stream, of_caller, NULL);
@@ -223,7 +225,7 @@ static PyObject* take_buffer(const Form* self, const ListedArray* given, PyObjec
   return taken;
 }
 
-/* Makes a call that needs an output buffer or its number of rows, on a stream. */
+/* Makes, on a stream, a call that needs an output buffer or must wait for its number of rows. */
 static PyObject* begin(Form* self, CallArrays* arrays, PyObject* stream, PyObject* of_caller) {
   Py_ssize_t buffer;
   PyObject *result = NULL, *taken = take_buffer(self, arrays->given, stream, of_caller, &buffer);
@@ -288,7 +290,7 @@ static PyObject* receive(SentCall* sent, PyObject* stream, PyObject* Py_UNUSED(o
   return PyTuple_Pack(3, sent->rows, sent->weights, sent->desc);
 }
 
-/* Issues a part of a call with which Python goes on. */
+/* Issues one part of a call that Python completes. */
 static PyObject* issue(PyObject* object, PyObject* arguments) {
   Form* self = (Form*)object;
   PyObject *desc, *stream;

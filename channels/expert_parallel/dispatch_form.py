@@ -1,7 +1,7 @@
-"""The form of a dispatch, whole or in two halves; and of one by the routing of an earlier dispatch.
+"""The forms of a dispatch, whole or in two halves, and of a dispatch by an earlier dispatch's routing.
 
-C makes whole calls and halves whose number of rows is known (dispatch_form.c), and begins the others, which wait on the
-CPU for that number, or whose rows go to output buffers.
+C makes the calls whose number of rows is known (dispatch_form.c). It only begins those that wait on the CPU for that
+number or whose rows go to output buffers.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, SetBits, StreamOperations
 
 NewOutput = tuple[Any, Any, tuple[int, int, int]]
-"""New arrays for the rows of a result, as a dispatch returns them, and for their weights, or None; and the addresses of
-rows, scales and weights, 0 for those that there are not.
+"""New arrays for a result: the rows as a dispatch returns them, the weights or None, and the addresses of rows, scales
+and weights, 0 where there are none.
 """
 _NOWHERE = (0, 0, 0)
 _WHOLE, _HALVES, _STORED, _COUNTED, _AGAIN = range(5)
 """How C makes the calls of a form; see dispatch_form.c."""
 _COPY_LATER = CopyBytes(1, 2, 1)
-"""A copy whose numbers are set before each call."""
+"""A copy whose addresses and size are set before each call."""
 
 
 class _Rows:
     """Makes arrays for one part of a result: the rows, their scales or their weights.
 
     Args:
-        parts: of the layer.
+        parts: the layer's parts.
         arrays: the library that makes them.
         tail: the shape of a row.
-        dtype: of its elements.
-        column: elements of a column where rows lie side by side; 0 where they lie one after the other.
+        dtype: the type of the elements.
+        column: elements of a column if rows lie side by side, in columns; 0 if rows lie one after the other.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class _Rows:
         return array, self._arrays.address(array)
 
     def part(self, array: Any, offset: int, rows: int) -> Any:
-        """Rows in the memory of another array, from byte `offset` on."""
+        """Returns rows in the memory of another array, from byte `offset` on."""
         return self._arrays.part(array, offset, self._leading(rows) + self._tail, self._strides, self._type)
 
 
@@ -79,18 +79,18 @@ class _Outputs:
     """Makes arrays for the results of a layer's calls.
 
     Args:
-        parts: of the layer.
+        parts: the layer's parts.
         arrays: the library that makes them.
-        width, dtype: elements of a row, and their type.
+        width, dtype: the number of elements of a row, and their type.
         float8: whether rows are in float8, with scales.
         weighted: whether rows have weights.
 
     Attributes:
-        rows, scales, weights: the parts of a result; None for those that there are not.
-        dtype: of elements of a row.
+        rows, scales, weights: make the parts of a result; None for parts that results lack.
+        dtype: the type of a row's elements.
 
     Raises:
-        ArgumentError: the library can't make them.
+        ArgumentError: the library can't make such arrays.
     """
 
     def __init__(
@@ -114,18 +114,19 @@ class _Outputs:
         self.weights = _Rows(parts, arrays, slots, options.config.weight) if weighted else None
 
     def makers(self, rows: int) -> tuple[Maker | None, ...]:
-        """Functions that make the rows, their scales and the weights, of this many rows; None if there are none."""
+        """Returns functions that make arrays of this many rows, scales and weights; None for parts that results
+        lack."""
         return tuple(None if each is None else each.maker(rows) for each in (self.rows, self.scales, self.weights))
 
     def make(self, rows: int, *, of_rows: bool = True) -> NewOutput:
-        """Arrays for this many rows, or for their weights alone."""
+        """Returns new arrays for this many rows. Without `of_rows`, makes only the weights."""
         values, rows_at = self.rows.new(rows) if of_rows else (None, 0)
         scales, scales_at = self.scales.new(rows) if of_rows and self.scales is not None else (None, 0)
         weights, weights_at = self.weights.new(rows) if self.weights is not None else (None, 0)
         return values if scales is None else (values, scales), weights, (rows_at, scales_at, weights_at)
 
     def rows_in(self, buffer: Any, scales_at: int, rows: int) -> Any:
-        """Rows as a dispatch returns them, in an array with their scales at an offset."""
+        """Returns rows as a dispatch returns them, in a buffer that has their scales at offset `scales_at`."""
         values = self.rows.part(buffer, 0, rows)
         return values if self.scales is None else (values, self.scales.part(buffer, scales_at, rows))
 
@@ -133,16 +134,15 @@ class _Outputs:
 class Dispatch(CallForm):
     """A dispatch.
 
-    One launch makes all of it, except where the CPU must know the number of rows before they are received, and in
-    halves. Kernels before it may make float8 rows of the tokens, or pack those of the caller, and renumber the ids
-    where ranks are lost.
+    A dispatch is one launch, except in two halves, or if the CPU must know the number of rows before they are received.
+    Kernels before it may quantize the tokens, pack the caller's float8 rows, and renumber ids where ranks are lost.
 
     Args:
-        parts: of the layer.
-        x, ids, weight, scatter: of the call for which the form is prepared.
+        parts: the layer's parts.
+        x, ids, weight, scatter: the arguments of the first call of the form.
         halves: whether calls are made in two halves.
-        buffered: whether the rows of a whole call may lie in an output buffer, and not only pass it.
-        prepares: whether calls only exchange the routing; see `prepare`.
+        buffered: whether the rows of a whole call may stay in an output buffer. Otherwise they are copied from there.
+        prepares: whether calls only exchange the routing, as `DispatchCombine.prepare` does.
 
     Attributes:
         form: makes the calls.
@@ -183,7 +183,7 @@ class Dispatch(CallForm):
             weighted=weight is not None,
         )
         self._copies: StreamOperations | None = None
-        # An exact call without output buffers is made by several launches.
+        # An exact call without output buffers takes several launches.
         proceed: Callable[..., Any]
         if halves:
             way, proceed = _HALVES, self._receive_sent
@@ -210,10 +210,10 @@ class Dispatch(CallForm):
         call.id_bytes = 4 if renumbering else id_bytes
         call.row_bytes = config.hidden * self._outputs.dtype.itemsize + ctx.scale_bytes
         call.padded_rows = options.padded_rows
-        # Rows that nobody writes must show it: one that the caller's indices leave out, or in a gap.
+        # Rows that no rank writes need a mark: rows that the caller's indices leave out, and rows in gaps.
         cleared = "first_rows" if scatters else "row_slots" if options.expert_alignment else None
         clear = [] if cleared is None else [SetBits(0, 0)]
-        at_first = self._rows is not None and self._at_once  # else the first launch receives nothing
+        at_first = self._rows is not None and self._at_once  # otherwise the first launch receives nothing
         first = in_order(runtime, [*before, *(clear if at_first else []), launch])
         second = in_order(runtime, [*([] if at_first else clear), launch])
         clearing, step = first if at_first else second, 0
@@ -225,7 +225,7 @@ class Dispatch(CallForm):
         places = _NOWHERE
         if self._rows is not None:
             makers = self._outputs.makers(self._rows)
-        if buffers is not None:  # the arrays of the rows are made when their number is known
+        if buffers is not None:  # the rows' arrays are made when the number of rows is known
             makers = (None, None, makers[2])
             places = buffers.address(1), buffers.nbytes, buffers.scales_offset
         phases = ROUTE | SEND | GATHER | RECEIVE | (TELL if self._exact else 0)
@@ -256,8 +256,8 @@ class Dispatch(CallForm):
         )
 
     def _renumbering(self, id_bytes: int) -> tuple[list[Launch], tuple[Any, ...]]:
-        """Returns the launch of the kernel that renumbers ids where ranks are lost, or none; and for C
-        (dispatch_form.c) a function that returns the maker of `lost_slots` for a number of tokens, and the addresses of
+        """Returns the launch of the kernel that renumbers ids, or an empty list if no rank is lost. Also returns, for C
+        (dispatch_form.c), a function that gives the maker of `lost_slots` for a number of tokens, and the addresses of
         the kernel's arguments and of the new ids.
         """
         surviving, topk = self._ctx.surviving, self._parts.options.config.topk
@@ -270,18 +270,18 @@ class Dispatch(CallForm):
         return [launch], (lambda tokens: arrays.maker((tokens, topk), (topk, 1), truth), *filled)
 
     def _receive_exact(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> Dispatched:
-        """Counts the rows by one launch. When their number is known, another one moves them, or only finds their places
-        if `Redispatch` sends them later.
+        """Counts the rows by one launch, and moves them by another when their number is known. After `prepare` the
+        second launch only finds the rows' places, as `Redispatch` sends them later.
         """
         self.form.issue(desc, desc.stream, owners, True, ROUTE | GATHER | TELL, 0, _NOWHERE)
         return self._receive_counted(desc, owners, desc.stream, LAYOUT if self._prepares else SEND | RECEIVE, LAYOUT)
 
     def _take(self, _x: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer:
-        """The output buffer of a whole call. If the layer has any, each call needs one: peers store its rows there.
-        Raises ArgumentError on a stream that is being captured, if the call must wait.
+        """Returns the output buffer of a whole call. A layer with output buffers needs one for each call, as peers
+        store the call's rows there. Raises ArgumentError if the call must wait and its stream is being captured.
 
         Args:
-            stream: of the call.
+            stream: the call's stream.
             given: the caller's stream, or None.
         """
         self._parts.refuse_capture(stream)
@@ -292,8 +292,8 @@ class Dispatch(CallForm):
         return taken if self._buffered else TakenBuffer(taken.number, passed=True)
 
     def _receive_stored(self, desc: EPAllToAllLayoutDesc, taken: TakenBuffer, weights: Any) -> Dispatched:
-        """The results of a call whose one launch moves the rows to an output buffer. In the exact mode the CPU learns
-        their number meanwhile.
+        """Returns the results of a call whose single launch moves the rows to an output buffer. In the exact mode,
+        waits on the CPU for the number of rows.
         """
         buffers, outputs = self._buffers, self._outputs
         assert buffers is not None
@@ -309,7 +309,7 @@ class Dispatch(CallForm):
         return rows, weights, desc
 
     def _receive_sent(self, sent: SentCall, stream: StreamLike) -> Dispatched:
-        """The second half of a call whose number of rows was not known at its first."""
+        """Makes the second half of a call whose number of rows was not known in the first half."""
         desc = sent.desc
         self.form.issue(desc, stream, sent.owners, False, GATHER | TELL, 0, _NOWHERE)
         return self._receive_counted(desc, sent.owners, stream, RECEIVE, RECEIVE)
@@ -317,8 +317,8 @@ class Dispatch(CallForm):
     def _receive_counted(
         self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...], stream: StreamLike, phases: int, refused: int
     ) -> Dispatched:
-        """Receives rows whose number the CPU awaits, in these phases; in those of `refused` if the ranks refuse it:
-        rows that were sent must still be received.
+        """Waits for the number of rows, and receives the rows in these phases. If the ranks refuse the call, runs the
+        phases `refused` instead: rows that were sent must still be received.
         """
         desc.rows = self._ctx.await_rows(desc)
         bad = self._parts.learn_counts(desc)
@@ -353,11 +353,11 @@ class Redispatch(CallForm):
     """A dispatch of other values by an earlier dispatch's routing: `EPAll2AllLayer.redispatch`.
 
     Args:
-        parts: of the layer.
-        x, desc: of the call for which the form is prepared.
+        parts: the layer's parts.
+        x, desc: the arguments of the first call of the form.
         argument: the name of `x` in errors.
-        width: elements of a row; None for those of a token.
-        dtype: their type; None for that of tokens.
+        width: elements of a row; None for a token's.
+        dtype: the type of the elements; None for the tokens' type.
 
     Attributes:
         form: makes the calls.
@@ -414,9 +414,7 @@ class Redispatch(CallForm):
         )
 
     def _send(self, desc: EPAllToAllLayoutDesc, stream: StreamLike, out: Any, owners: tuple[Any, ...]) -> Any:
-        """Sends the tokens, of which `owners` begins with the array of values. Returns the rows, in `out` if that is
-        given.
-        """
+        """Sends the tokens. `owners` begins with the array of their values. Returns the rows, in `out` if given."""
         if out is None:
             rows, _, addresses = self._outputs.make(desc.rows)
         else:
@@ -430,8 +428,8 @@ class Redispatch(CallForm):
 
 
 def _check_dispatch(parts: LayerParts, x: Any, ids: Any, weight: Any, scatter: Any) -> tuple[bool, int]:
-    """Checks the arrays of a call, and whether the layer takes such a call. Returns whether `x` is a pair of rows and
-    scales, and the bytes of an id.
+    """Checks a call's arrays, and that the layer accepts the call. Returns whether `x` is a pair of rows and scales,
+    and the bytes of an id.
     """
     options, names, group = parts.options, parts.arguments, parts.ctx.group
     rows, scales = parts.given_rows(x, -1, names.tokens)

@@ -1,8 +1,8 @@
-"""The calls of a layer, of which C finds the forms.
+"""The calls of a layer, each a list of forms that C searches.
 
 A form is prepared for the kinds of a call's arrays: their types, element types and shapes without the first extent. If
-none is listed for them, the call's arguments are checked and a form is prepared. C then makes the call, as it makes
-later ones of the form (calls/form_list.c).
+the list has no form for a call, the call's arguments are checked and a form is prepared. C makes that call and all
+later calls of the form (calls/form_list.c).
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from proxyccl.device.runtime import StreamLike
 
 
 class Forms:
-    """The calls of one layer, each a list of forms with the arguments of its `prepare`.
+    """The calls of one layer. Each is a list of forms, called with the arguments of the list's `prepare`.
 
     Attributes:
-        dispatches: those whose rows only pass an output buffer, and those whose rows may lie in one.
-        sends, prepares: first halves of dispatches, and dispatches of the routing alone.
-        redispatches: of other values of the same tokens, to new rows or to `out`.
-        spreads: of float32 [T, topk], all of a token's weights to each of its rows.
-        combines, returns: combines, and first halves of them.
+        dispatches: two lists: dispatches whose rows are copied from an output buffer, and those whose rows may stay
+            there.
+        sends, prepares: first halves of dispatches; dispatches of the routing alone.
+        redispatches: dispatches of other values of the same tokens, to new rows or to `out`.
+        spreads: redispatches of float32 [T, topk]: each row of a token gets all of its weights.
+        combines, returns: combines; first halves of combines.
     """
 
     def __init__(self, parts: LayerParts) -> None:
@@ -67,20 +68,20 @@ class Forms:
         self._collects = combines("collect")
 
     def collect(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
-        """Brings each row's value back to the row's slot: [T, topk] of the values' type, zero for slots without a row.
-        It is a combine of rows that are zero except in the slot's own column.
+        """Returns each row's value to the row's slot: [T, topk] of the values' type, zero for slots without a row. This
+        is a combine of rows that are zero except in the slot's column.
 
         Args:
-            values: [R] of the type of tokens or weights; with a row for each rank float32 [R, topk], of which each
-                token's are added up.
-            desc: of the rows' dispatch.
-            stream: where.
+            values: [R] of the type of tokens or weights. With a row for each rank, float32 [R, topk]; a token's rows
+                are summed.
+            desc: the descriptor of the rows' dispatch.
+            stream: where to queue the work.
         """
         rows = values.owner if self._parts.options.by_rank else self._by_columns(values, desc, stream)
         return self._collects.call(rows, None, None, None, (), desc, None, stream)
 
     def _by_columns(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
-        """[R, topk]: each row's value in the column of the row's slot, beside zeros."""
+        """Returns [R, topk]: each row's value in the column of the row's slot, and zeros elsewhere."""
         ctx, topk, element = self._parts.ctx, self._parts.options.config.topk, values.dtype
         arrays = ctx.arrays.like(values.owner)
         rows = arrays.maker((desc.rows, topk), (topk, 1), arrays.type_of(element))()
@@ -95,12 +96,12 @@ class Forms:
 def _list(
     parts: LayerParts, arguments: tuple[tuple[str, int], ...], further: int, prepare: Callable[..., Any]
 ) -> FormList:
-    """A list of the forms of one call.
+    """Returns a list of the forms of one call.
 
     Args:
-        parts: of the layer.
-        arguments: the name and the width of each argument that is an array, as for `FormList`.
-        further: how many other arguments follow.
+        parts: the layer's parts.
+        arguments: the name and the width of each array argument, as for `FormList`.
+        further: how many other arguments follow the arrays.
         prepare: prepares a form for the arguments of a call, or raises ArgumentError.
     """
 

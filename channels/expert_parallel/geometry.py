@@ -9,34 +9,35 @@ from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.device._native import ffi, lib
 
 ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
-"""The most slots of all ranks whose choices are announced to every block, instead of counted by their source."""
+"""The most slots of all ranks for which ranks announce their choices to every block, instead of sending counts."""
 DISPATCH_KERNELS: dict[str, str] = {
     "counts": "dispatch",
     "ids": "dispatch_ids",
     "masks": "dispatch_masks",
     "shared_masks": "dispatch_shared_masks",
 }
-"""The dispatch kernel for each thing that a dispatch may announce. Those that are not "ids" also make float8 rows."""
+"""The dispatch kernel for each kind of announcement. All of them except that of "ids" also quantize rows."""
 STORE_KERNELS: dict[str, str] = {"masks": "dispatch_masks_store"}
-"""Shorter ones, for whole dispatches of rows as they are to output buffers."""
+"""Smaller kernels, for whole dispatches of unquantized rows to output buffers."""
 
 
 def dispatch_file(kernel: str) -> str:
-    """The file of a kernel of `DISPATCH_KERNELS` or `STORE_KERNELS`, among those that ship."""
+    """Returns the name of the shipped source file of a kernel of `DISPATCH_KERNELS` or `STORE_KERNELS`."""
     return f"experts/{kernel}_kernel.h"
 
 
 FEW_TOKENS = 32
-"""Tokens of a block. With more, choices are not announced, and on one node some blocks of a dispatch only send."""
+"""The most tokens per block of a small dispatch. Larger ones send counts, and on one node some of their blocks only
+send."""
 MESSAGE_BYTES = 2 << 20
-"""Between nodes: bytes of rows from which on they are a message of their own, as its parts fill a network's wires."""
+"""Between nodes, the least bytes of rows for a message of their own: its parts then keep all wires busy."""
 BATCH_TOKENS = 1024
-"""The same in tokens: each segment of a batch looks at the tokens before its own."""
+"""The most tokens of a batch: each of its segments scans the tokens before its own."""
 _TOKENS_PER_BLOCK = 4
-_TOKENS_PER_PACKET = 64  # of a mask
+_TOKENS_PER_PACKET = 64  # of a mask's bits
 _LINE = 128
-_LEAST_COPY = 64 << 10  # shorter copies of another process take turns with kernels
-_PIECES = 4  # kMaxPieces of experts/expert_team.h: weights after a row of a combine
+_LEAST_COPY = 64 << 10  # bytes; another process's shorter copies take turns with kernels
+_PIECES = 4  # kMaxPieces of experts/expert_team.h: the weights that follow a combine's row
 
 
 def aligned(nbytes: int, to: int = _LINE) -> int:
@@ -44,12 +45,12 @@ def aligned(nbytes: int, to: int = _LINE) -> int:
 
 
 def blocks_for(max_tokens: int, num_sm: int) -> int:
-    """Blocks of a kernel. Every block waits for all others, so there are no more blocks than have work."""
+    """Returns the number of blocks of a kernel. Blocks wait for all others, so each should have work."""
     return min(num_sm, -(-max_tokens // _TOKENS_PER_BLOCK))
 
 
 class Areas:
-    """Hands out consecutive aligned areas."""
+    """Allocates consecutive aligned areas of a workspace."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -65,15 +66,15 @@ class OutputLayout:
     """How a dispatch lays out the rows that a rank receives.
 
     Attributes:
-        chosen_per_rank: experts of each rank, if each rank gets one row of a token; else 0. The configuration's experts
-            are then the ranks, each of which has that many experts that tokens choose.
+        chosen_per_rank: experts of each rank that tokens choose, if each rank gets one row of a token; else 0. If not
+            0, the configuration counts each rank as one expert.
         padded_rows: rows that each expert has room for, if rows are padded; else 0.
-        expert_alignment: each expert's rows begin at a multiple of it, and the CPU learns how many there are; 0 for
-            neither.
-        buffers: with a row for each rank, on one node whose ranks reach each other: outputs that the workspace has room
-            for.
-        buffer_rows: rows of each.
-        stays: outputs stay as long as somebody has them (`KeptOutputs`).
+        expert_alignment: each expert's rows begin at a multiple of this number, and the CPU learns each expert's number
+            of rows; 0 for neither.
+        buffers: the number of output buffers in the workspace; 0 unless there is a row for each rank, on one node whose
+            ranks reach each other.
+        buffer_rows: rows of each output buffer.
+        stays: whether outputs stay valid as long as they are referenced (`KeptOutputs`).
     """
 
     chosen_per_rank: int = 0
@@ -85,7 +86,7 @@ class OutputLayout:
 
 
 BY_EXPERT = OutputLayout()
-"""The rows of one expert after those of another."""
+"""The layout that orders rows by expert, without gaps."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,12 @@ class WorkspaceShape:
     """The sizes that a workspace has room for.
 
     Attributes:
-        config: of the layer.
-        blocks, threads: of the kernels.
-        layout: of the outputs.
-        local_combine: whether a combine sums the rows of a rank there.
-        scale_bytes: of a row in float8. Rows of output buffers have that much more, or are as long as tokens, whichever
-            is more.
+        config: the layer's configuration.
+        blocks, threads: the kernels' blocks, and the threads of each.
+        layout: the layout of the outputs.
+        local_combine: whether each rank first sums its own rows of a token in a combine.
+        scale_bytes: bytes of the scales of a float8 row. An output buffer has room for float8 rows with scales, or for
+            tokens, whichever take more.
     """
 
     config: EPConfig
@@ -110,18 +111,19 @@ class WorkspaceShape:
 
 
 class Geometry:
-    """The geometry of one rank's workspace. It is the same on all ranks, and needs neither a device nor a peer.
+    """The geometry of a workspace, the same on all ranks. Computing it needs neither a device nor a peer.
 
     Args:
-        shape: of the workspace.
-        nodes, local_size: the kernels' nodes, and the ranks of each.
-        copied: whether GPUs' copies move the data between nodes.
-        output_room: the size of an output buffer that is to hold this many bytes.
+        shape: the sizes of the workspace.
+        nodes, local_size: the number of the kernels' nodes, and of the ranks of each.
+        copied: whether GPU copies move the data between nodes.
+        output_room: returns the size of an output buffer that must hold this many bytes.
 
     Attributes:
-        announces: what a dispatch announces: "ids", "masks" or "shared_masks"; or "counts", which are sent.
-        experts: a ProxycclExperts with its sizes and offsets; pointers and the rank's own numbers are left out.
-        workspace_bytes: what peers reach.
+        announces: the kind of a dispatch's announcement: "ids", "masks" or "shared_masks"; "counts" if counts are sent
+            instead.
+        experts: a ProxycclExperts whose sizes and offsets are set, but not its pointers and the rank's own numbers.
+        workspace_bytes: bytes of the memory that peers reach.
     """
 
     def __init__(
@@ -142,11 +144,11 @@ class Geometry:
         e.output_buffers, e.output_rows = (layout.buffers, layout.buffer_rows) if nodes == 1 else (0, 0)
         e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if layout.chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
-        # So that few tokens, which are sent and received in halves, leave without a wait for any peer.
+        # Few tokens, which are sent and received in halves, then leave without a wait for any peer.
         e.kept_calls = 2 if layout.padded_rows and nodes == 1 and not shape.local_combine else 1
         self._cut(config, blocks)
         self.announces = self._announce(config)
-        # A row in float8 has its scales, too. A row may also hold a token's weights: `collect` returns them.
+        # A float8 row has its scales too. A row may also hold a token's weights, which `collect` returns.
         scaled_bytes = config.hidden + shape.scale_bytes if shape.scale_bytes else 0
         row_bytes = aligned(max(config.hidden * config.token.itemsize, scaled_bytes, config.topk * 8), 16)
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
@@ -170,7 +172,7 @@ class Geometry:
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 
-        groups = shape.threads  # at most, as only a kernel knows how many threads make a group
+        groups = shape.threads  # an upper bound: only a kernel knows how many threads make a group
         areas, crossing = Areas(), 2 * nodes if nodes > 1 else 0
         e.routed = areas.take(8 * ranks * e.segments)
         e.sent = areas.take(8 * ranks * blocks * groups)
@@ -182,12 +184,12 @@ class Geometry:
         inboxes = 2 if self.announces in ("ids", "masks") else e.kept_calls
         e.inbox = areas.take(inboxes * local_size * e.slab_bytes)
         e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
-        places = min(local_size, config.topk) if layout.chosen_per_rank else config.topk  # of a token's rows
+        places = min(local_size, config.topk) if layout.chosen_per_rank else config.topk  # the most rows of a token
         e.returns = areas.take(e.kept_calls * (local_size if shape.local_combine else places) * return_bytes)
         e.return_rails = areas.take(nodes * places * return_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
         e.loadable = areas.take(2 * 8 * local_size * blocks)
-        e.output_scales = aligned(e.output_rows * config.hidden)  # after rows in float8
+        e.output_scales = aligned(e.output_rows * config.hidden)  # after the float8 rows
         scaled = e.output_scales + e.output_rows * shape.scale_bytes if shape.scale_bytes else 0
         e.output_bytes = output_room(max(e.output_rows * config.hidden * config.token.itemsize, scaled))
         e.outputs = areas.take(e.output_buffers * e.output_bytes)
@@ -197,7 +199,8 @@ class Geometry:
         self.experts.segments, self.experts.segment_tokens = segments, -(-config.max_tokens // segments)
 
     def _apart(self, config: EPConfig) -> int:
-        """How many blocks of a dispatch only send, or with output buffers store rows that stay on this rank.
+        """Returns how many blocks of a dispatch only send or, with output buffers, only store rows that stay on this
+        rank.
 
         A multiprocessor issues stores in order, so stores to its own memory would wait behind those that wait for a
         link. Therefore a block either sends or receives. The blocks are divided in proportion to the bytes that each
@@ -212,7 +215,7 @@ class Geometry:
         return max(1, round(blocks * apart / (apart + others)))
 
     def _announce(self, config: EPConfig) -> str:
-        """Decides what is announced, and in how many packets. All ranks decide alike."""
+        """Decides the kind of the announcement, and its number of packets. All ranks decide alike."""
         e, ranks = self.experts, config.world_size
         ids = -(-config.max_tokens * config.topk // lib.PROXYCCL_IDS_PER_PACKET)
         own = e.segment_tokens * config.topk
@@ -240,7 +243,7 @@ class Geometry:
 
     @staticmethod
     def _masks_fit(config: EPConfig) -> bool:
-        """Whether a block can keep what it needs of all ranks' masks (device/kernels/experts/announcement_masks.h)."""
+        """Whether a block's shared memory can hold all ranks' masks (device/kernels/experts/announcement_masks.h)."""
         ranks = config.world_size
         words = _TOKENS_PER_PACKET // 32 * -(-config.max_tokens // _TOKENS_PER_PACKET)
         sums = -(-words // lib.PROXYCCL_SUMMED_WORDS)

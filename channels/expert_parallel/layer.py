@@ -36,8 +36,8 @@ class UnderWay(Struct):
     Attributes:
         sent: the dispatch; None if there is none.
         returned: the combine.
-        end_dispatch, end_combine: called where a call finds that dispatch, or combine, under way; each makes its second
-            half. None to refuse the later call.
+        end_dispatch, end_combine: make the second half of that dispatch or combine, when a later call finds it in
+            flight. None to refuse the later call.
     """
 
     sent: SentCall | None = None
@@ -67,12 +67,12 @@ class EPAll2AllLayer:
         hidden: elements of a token.
         topk: experts that each token chooses, 1 to 16.
         rank: this rank in the group.
-        num_tot_experts: experts of all ranks together; rank r has the r-th share of them.
+        num_tot_experts: experts of all ranks together; rank r has the r-th equal share.
         local_world_size: ranks of a node; 1 if nodes have different numbers of ranks.
         world_size: ranks of the group.
         dtype: of tokens: "bfloat16", "float16", "float32" or "float64", by name or torch's or numpy's type.
-        weight_dtype: of routing weights: one of the same.
-        num_sm: the most blocks, and so the most multiprocessors, that a kernel uses which moves rows between ranks.
+        weight_dtype: the type of routing weights: one of the same four.
+        num_sm: the most blocks, and so the most multiprocessors, of a kernel that moves rows between ranks.
         enable_local_combine: sum a token's rows on each rank first, rounded to `dtype`. This sends less data, but
             rounds the result twice. Only on one node.
         use_aot: use only kernels that were compiled beforehand (`proxyccl compile`).
@@ -82,11 +82,11 @@ class EPAll2AllLayer:
         scale_elements: how many elements share a scale; the last scale of a row may have fewer. Unless the number is
             128 and divides `hidden`, the layer does not make float8 rows; callers pass pairs. Scales are any 4 bytes:
             four packed exponents (UE8M0) for 512 elements, for example.
-        num_scales: with dispatch_dtype: the scales of a row where scale_elements does not give their number, such as
-            scales that a caller has padded; None for what it gives.
+        num_scales: with dispatch_dtype: the number of scales of a row, if callers pad them; None for the number that
+            follows from scale_elements.
         scales_by_columns: with dispatch_dtype and layout="padded", for tensors of torch: the scales of an expert's
             consecutive rows lie side by side, in columns that begin at multiples of 16 bytes, as bulk copies (TMA) need
-            them. Their shape stays.
+            them. The shape of the scales is the same.
         grows: in the exact mode, a rank with more than max_tokens tokens makes `dispatch` raise CapacityError on all
             ranks, with the most tokens of any rank in `needed`; the layer stays usable. Otherwise only that rank
             raises ArgumentError.
@@ -100,14 +100,14 @@ class EPAll2AllLayer:
             `desc.lost_slots` names those slots.
         expert_alignment: with layout="expert", each expert's rows begin at a multiple of it, so outputs have gaps,
             whose rows are not written; `desc.row_slots` is -1 there. In the exact mode `desc.num_tokens_per_expert`
-            then tells how many rows each expert has. None for neither.
+            then returns the rows of each expert. None for rows without gaps.
         output_buffers: with layout="rank": the number of outputs for which the layer has memory. On one node whose
             ranks reach each other's memory, senders then store rows directly where the caller reads them. An output of
             `dispatch` stays valid until that many calls of `dispatch` later, and ends with `finalize`. `combine` loads
             rows that lie in that memory, such as outputs and arrays of `combine_input`; others are sent. Each output
-            takes room for max_recv_tokens rows, or world_size * max_tokens. 0: outputs are new arrays, whose rows pass
-            through other memory of the layer; so are those of `dispatch_recv` and of `redispatch`. What a call returns
-            that torch records is copied from the memory of its output to new arrays.
+            takes room for max_recv_tokens rows, or world_size * max_tokens. With 0, outputs are new arrays, and rows
+            pass through other memory of the layer; `dispatch_recv` and `redispatch` always work so. If torch records a
+            call, its results are copied from the output's memory to new arrays.
         keeps_outputs: with output_buffers: an output of `dispatch` stays valid as long as it is referenced, like a new
             array, also in calls that torch records. A buffer is then free again when the last array in it is gone. If
             none is free, the rows of a dispatch pass through one more buffer, and are copied to new arrays. On GPUs
@@ -123,11 +123,11 @@ class EPAll2AllLayer:
         layout, max_recv_tokens: as given; max_recv_tokens is the number of padded rows with layout="padded".
         quantized: whether tokens are sent in float8.
         ctx: the buffers and launches.
-        forms: of its calls.
-        under_way: calls in two halves, whose second half is still to be made.
+        forms: the forms of its calls.
+        under_way: the calls in two halves whose second half is pending.
 
     Raises:
-        ArgumentError: an argument is wrong, is not the group's, or differs between ranks.
+        ArgumentError: an argument is wrong, does not match the group, or differs between ranks.
         CompileError: with use_aot, a kernel was not compiled beforehand.
         ResourceError: no memory or channel ids are left.
     """
@@ -184,14 +184,15 @@ class EPAll2AllLayer:
         self.layout, self.max_recv_tokens, self.quantized = options.layout, options.fixed_rows, options.quantized
 
     def narrowed(self, max_tokens: int) -> EPAll2AllLayer:
-        """This layer for calls in which a rank has at most that many tokens; all ranks pass the same number. With
-        layout="padded" the outputs of these calls have room for that number of tokens of each rank.
+        """Returns a layer for calls of at most max_tokens tokens per rank; all ranks pass the same number. With
+        layout="padded" its outputs have room for that number of tokens from each rank.
 
-        It has this layer's memory, and ends with it; one dispatch and one combine can be in flight in all of them. A
-        descriptor is used with the layer that made it. The latest few layers of different numbers are kept.
+        The narrowed layer shares this layer's memory, and ends with this layer. One dispatch and one combine can be in
+        flight in this layer and its narrowed layers together. A descriptor is used with the layer that made it. The
+        layers of the latest few numbers are cached.
 
         Args:
-            max_tokens: 1 to this layer's.
+            max_tokens: from 1 to this layer's max_tokens.
         """
         max_tokens = whole_number("max_tokens", max_tokens, 1, self.ep_config.max_tokens)
         if max_tokens == self.ep_config.max_tokens:
@@ -229,7 +230,8 @@ class EPAll2AllLayer:
         self.ctx.finalize()
 
     def shrink(self, communicator: Communicator | None = None) -> EPAll2AllLayer:
-        """The same layer on the remaining ranks, after a failure or without one. All of them call this together.
+        """Returns this layer on the remaining ranks, after a failure or without one. All remaining ranks call this
+        together.
 
         Experts keep their numbers, and all options stay. Slots that choose an expert of a lost rank are dropped;
         `desc.lost_slots` names them. Tokens in flight in this layer when it failed must be dispatched again.
@@ -294,7 +296,7 @@ class EPAll2AllLayer:
                 is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost do the same. With
                 layout="rank" also int64, and -1 drops a slot too. See also minus_one_drops. With layout="padded" a
                 token that chooses an expert twice takes two of the expert's rows.
-            weight: [T, topk] of `weight_dtype`, to send along; or None. Either all ranks pass it, or none.
+            weight: [T, topk] of `weight_dtype`, to send with the tokens; or None. All ranks or none pass weights.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
                 numbered over all ranks, in the order of ranks. For each rank it must be a permutation of the rank's
                 rows. Not with layout="rank" or "padded", or expert_alignment.
@@ -323,7 +325,7 @@ class EPAll2AllLayer:
         if recorder is None:
             return self.dispatch_unrecorded(input, exp_indices, weight, full_scatter_indices, stream)
         self._refuse_under_way()
-        # What a backward pass needs must not be written over.
+        # A backward pass needs the rows, so later dispatches must not overwrite them.
         forms = self.forms.dispatches[self._parts.options.keeps_outputs]
 
         def call() -> Any:
@@ -339,7 +341,7 @@ class EPAll2AllLayer:
         full_scatter_indices: Any = None,
         stream: StreamLike = None,
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        """`dispatch`, which is not recorded for a backward pass."""
+        """Makes a `dispatch` without recording it for a backward pass."""
         if self.ctx.closed or self.under_way.sent is not None:
             self._refuse_under_way()
         made = self.forms.dispatches[True].call(input, exp_indices, weight, full_scatter_indices, stream)
@@ -354,7 +356,7 @@ class EPAll2AllLayer:
         full_scatter_indices: Any = None,
         stream: StreamLike = None,
     ) -> SentCall:
-        """`dispatch_send`, which is not recorded for a backward pass."""
+        """Makes a `dispatch_send` without recording it for a backward pass."""
         self._refuse_under_way()
         sent: SentCall = self.forms.sends.call(input, exp_indices, weight, full_scatter_indices, stream)
         self.under_way.sent = sent
@@ -401,15 +403,15 @@ class EPAll2AllLayer:
     def redispatch(self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None) -> Any:
         """Sends other values of the same tokens with the routing of an earlier dispatch. Nothing is counted again.
 
-        It is the adjoint of `combine`.
+        `redispatch` is the adjoint of `combine`.
 
         Args:
             input: [T, hidden] of `dtype`; or with dispatch_dtype a pair, as for `dispatch`.
-            ep_a2a_layout_desc: of a dispatch of this layer.
+            ep_a2a_layout_desc: the descriptor of a dispatch of this layer.
             stream: as for `dispatch`.
 
         Returns:
-            The rows, as that dispatch ordered them; of a pair, a pair.
+            The rows, in that dispatch's order; for a pair, a pair of rows and scales.
         """
         desc = self._own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
@@ -440,19 +442,19 @@ class EPAll2AllLayer:
 
         Args:
             input: [R, hidden] of `dtype`, in the order of the dispatch's output.
-            ep_a2a_layout_desc: of that dispatch.
+            ep_a2a_layout_desc: the descriptor of that dispatch.
             weights: float32 [R]: the factor of each row in the sum, such as the weights that the dispatch returned;
                 None for 1. Either all ranks pass it, or none.
-            topk_weights: float32 [T, topk]: the same by the slots of this rank's own tokens, applied by the rank
-                that sums. Only where all ranks reach each other's memory, and without enable_local_combine.
+            topk_weights: float32 [T, topk]: the factors by slot of this rank's tokens instead, applied by the rank that
+                sums. Only if all ranks reach each other's memory, and without enable_local_combine.
             added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. They get no gradients.
-            order_ids: the ids of the dispatch. A token's ranks are then summed in the order of its last slots for them.
-                Only on one node, with layout="rank" or enable_local_combine, and no lost ranks.
+            order_ids: the expert ids of the dispatch. A token's ranks are then summed in the order of its last slot for
+                each. Only on one node, with layout="rank" or enable_local_combine, and no lost ranks.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 
         Returns:
-            `out`, or the new array. Raises as `dispatch`.
+            `out`, or the new array. Raises the errors of `dispatch`.
         """
         recorder = self._recording.of_combine(input, weights, topk_weights)
         sums = Sums(tuple(added), order_ids) if added or order_ids is not None else NO_SUMS
@@ -476,7 +478,7 @@ class EPAll2AllLayer:
         stream: StreamLike = None,
         sums: Sums = NO_SUMS,
     ) -> Any:
-        """`combine`, which is not recorded for a backward pass."""
+        """Makes a `combine` without recording it for a backward pass."""
         if self.ctx.closed or self.under_way.returned is not None:
             self._refuse_returning()
         added, order_ids = sums
@@ -491,7 +493,7 @@ class EPAll2AllLayer:
         topk_weights: Any = None,
         stream: StreamLike = None,
     ) -> SentCall:
-        """`combine_send`, which is not recorded for a backward pass."""
+        """Makes a `combine_send` without recording it for a backward pass."""
         self._refuse_returning()
         desc = ep_a2a_layout_desc
         sent: SentCall = self.forms.returns.call(input, weights, topk_weights, None, (), desc, None, stream)
@@ -504,18 +506,18 @@ class EPAll2AllLayer:
         return self._parts.sums_ranks_in_turn
 
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
-        """With output_buffers: an array for the experts' results, [R, hidden] of `dtype`, whose rows `combine` need not
-        send. It is the same memory for every dispatch, and free again after `combine`. With keeps_outputs it stays
-        valid, and is a new array if no buffer is free.
+        """With output_buffers, returns an array for the experts' results, [R, hidden] of `dtype`: `combine` lets peers
+        load its rows instead of sending them. The array has the same memory for every dispatch, which is free again
+        after `combine`. With keeps_outputs the array stays valid, and is a new one if no buffer is free.
 
         Args:
-            ep_a2a_layout_desc: of the dispatch.
+            ep_a2a_layout_desc: the descriptor of the dispatch.
         """
         desc = self._own_desc(ep_a2a_layout_desc)
         config, outputs, arrays = self.ep_config, self.ctx.workspace.outputs, self.ctx.arrays.like(desc.like)
         shape, native = (*self._parts.leading(desc.rows), config.hidden), arrays.type_of(config.token)
         if outputs is not None:
-            # Of other libraries no stream is known here.
+            # The current stream of libraries other than torch is unknown here.
             on_current = arrays.is_torch and self._parts.outlives_no_graph(self.ctx.stream_for(None, desc.like))
             taken = outputs.take_for_combine(arrays, config.token, on_current_stream=on_current)
             if taken.whole is not None:
@@ -557,23 +559,23 @@ class EPAll2AllLayer:
                 return pending.receive(stream, out)
             rows, weights = pending.recorded
             return recorder.combine(self, lambda: pending.receive(stream), rows, weights, pending.desc)
-        except ArgumentError:  # nothing was done
+        except ArgumentError:  # the call had no effect
             under_way.returned, under_way.end_combine = pending, end
             raise
 
     def combine_weights(
         self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None
     ) -> Any:
-        """Brings each slot's number back from the rank of the slot's expert.
+        """Returns a number for each slot from the rank of the slot's expert to the token's rank.
 
         Args:
-            input: float32 [R], each row's number. With layout="rank" [R, topk], zero where `local_expert_ids` is -1.
-                The weights that the dispatch returned come back unchanged, except for dropped slots.
-            ep_a2a_layout_desc: of the dispatch.
+            input: float32 [R]: the number of each row. With layout="rank" [R, topk], zero where `local_expert_ids` is
+                -1. The weights that the dispatch returned come back unchanged, except for dropped slots.
+            ep_a2a_layout_desc: the descriptor of the dispatch.
             stream: as for `dispatch`.
 
         Returns:
-            float32 [T, topk], zero for dropped slots. Raises as `dispatch`.
+            float32 [T, topk], zero for dropped slots. Raises the errors of `dispatch`.
         """
         if self.ep_config.weight.name != "float32":
             raise ArgumentError("combine_weights", f"needs weight_dtype float32, not {self.ep_config.weight}")
@@ -590,7 +592,7 @@ class EPAll2AllLayer:
 
         Args:
             topk_weights: float32 [T, topk].
-            ep_a2a_layout_desc: of the dispatch.
+            ep_a2a_layout_desc: the descriptor of the dispatch.
 
         Returns:
             float32 [R]: each row's weight. With layout="rank" [R, topk], zero where `local_expert_ids` is -1. Raises as
@@ -599,7 +601,7 @@ class EPAll2AllLayer:
         desc = self._own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
         topk = self.ep_config.topk
-        # Every row gets all weights of its token, of which its slot's is one.
+        # Every row gets all weights of its token; the weight of the row's slot is one of them.
         spread = self.forms.spreads.call(topk_weights, desc, None, None)
         if self.layout == "rank":
             return spread.masked_fill_(desc.local_expert_ids < 0, 0)
@@ -609,8 +611,8 @@ class EPAll2AllLayer:
     # -- checking ---
 
     def check(self) -> None:
-        """Raises the errors of the dispatches that have ended since the last check: the same on all ranks that have
-        waited for them.
+        """Raises the errors of the dispatches that ended since the last check: the same errors on all ranks that have
+        waited for these dispatches.
 
         With max_recv_tokens nothing else raises these errors, as dispatch does not wait.
 
@@ -619,21 +621,22 @@ class EPAll2AllLayer:
                 it has room for, because tokens chose it twice. Rows that did not fit were dropped, and count as zero in
                 `combine`. `needed` is the most rows of a rank, or of an expert.
             ArgumentError: an expert id was out of range, and its slot was dropped; or full_scatter_indices were not a
-                permutation, or for fewer tokens than the ranks have, which only ranks raise whose rows that concerns.
+                permutation, or covered fewer tokens than the ranks have. Only ranks whose rows are affected raise the
+                latter.
         """
         self.ctx.require_usable()
         self._parts.check_ended()
 
     @property
     def sums_on_own_node(self) -> bool:
-        """Whether a token's rows are all summed by its own rank, so that `combine` takes topk_weights."""
+        """Whether a token's own rank sums all of its rows, so that `combine` takes topk_weights."""
         return self._sums_on_own_node
 
     def _own_desc(self, desc: EPAllToAllLayoutDesc) -> EPAllToAllLayoutDesc:
         return self._parts.own_desc(desc)
 
     def _refuse_returning(self) -> None:
-        if self.ctx.closed or self.under_way.returned is not None:  # a launch asks whether ranks have failed
+        if self.ctx.closed or self.under_way.returned is not None:  # the launch itself checks for failed ranks
             self.ctx.require_usable()
             if self.under_way.end_combine is None:
                 raise ArgumentError("combine", "another combine is under way; call combine_recv first")

@@ -21,7 +21,7 @@ _REFUSED = "its dispatch was refused and brought no rows; dispatch again"
 
 
 class DescriptorOwner(Protocol):
-    """The context that made a dispatch."""
+    """The part of a context that its descriptors use."""
 
     arrays: ExpertArrays
     ep_config: EPConfig
@@ -32,21 +32,22 @@ class DescriptorOwner(Protocol):
 class EPAllToAllLayoutDesc(Descriptor):
     """Describes the rows of a dispatch. `combine` and `redispatch` need it.
 
-    The tables lie on the device, in arrays of the tokens' library. Those only for inspection (`token_dst_scatter_idx`,
-    `topk_indices_tensor`, `send_reqs_recv_tensor`) are made on first access, which waits for the dispatch and raises
-    ArgumentError before it was received. The others are undefined until then. Row numbers count the rows of one rank's
-    output. A *counterpart* is the rank of another node with this rank's number within its node.
+    The tables lie on the device, in arrays of the tokens' library. Three tables are only for inspection
+    (`token_dst_scatter_idx`, `topk_indices_tensor`, `send_reqs_recv_tensor`) and are made on first access, which waits
+    for the dispatch, or raises ArgumentError if it was not received yet. The other tables are undefined until the
+    dispatch has ended. Row numbers count the rows of one rank's output. A *counterpart* is the rank of another node
+    with this rank's number within its node.
 
     Attributes:
-        owner: the context whose dispatch it describes.
+        owner: the context that made the dispatch.
         num_dispatch_token_cur_rank: T, the tokens that this rank dispatched.
         counts_rows: whether kernels count the received rows in `num_recv_tokens`.
         lost_slots: bool [T, topk]: the slots that were dropped because their experts' ranks are lost; None if the layer
             has no lost ranks. In all other fields, experts and ranks have the numbers of the remaining ones.
         chosen_rows: in the exact mode with layout="rank", or with expert_alignment: for each expert of this rank the
             number of rows that chose it. Else None.
-        output_buffer: the number, from 1, of the layer's output buffer in which the rows are; 0 if in none.
-        stream: that of the dispatch.
+        output_buffer: the number, from 1, of the layer's output buffer that holds the rows; 0 if none does.
+        stream: the dispatch's stream.
     """
 
     owner: DescriptorOwner
@@ -62,7 +63,7 @@ class EPAllToAllLayoutDesc(Descriptor):
     def require_received(self, owner: object, argument: str) -> None:
         """Raises ArgumentError unless `owner` made the dispatch and has received it, so that the tables are filled."""
         if self.owner is not owner:
-            raise ArgumentError(argument, "is of a dispatch of another layer, or of another rank")
+            raise ArgumentError(argument, "belongs to a dispatch of another layer, or of another rank")
         self._require_rows(argument)
 
     def _require_rows(self, argument: str) -> None:
@@ -70,11 +71,11 @@ class EPAllToAllLayoutDesc(Descriptor):
             raise ArgumentError(argument, self.missing)
 
     def mark_received(self, *, refused: bool = False) -> None:
-        """Records that the kernels that fill the tables are queued; or that the dispatch was refused, so none will."""
+        """Records that the kernels that fill the tables are queued; with `refused`, that none ever will be."""
         self.missing = _REFUSED if refused else None
 
     def _table(self, name: str) -> Any:
-        """A table as an array; None if this descriptor has none of that name."""
+        """Returns a table as an array; None if this descriptor lacks a table of that name."""
         found = self.find(name)
         if found is None:
             return None
@@ -84,7 +85,7 @@ class EPAllToAllLayoutDesc(Descriptor):
         return arrays.part(array, offset, shape, strides, arrays.int64 if wide else arrays.int32)
 
     def size_rows(self, rows: int) -> None:
-        """Sets the number of rows, and allocates their tables if that was not known before."""
+        """Sets the number of rows, and allocates the tables of rows if the number was not known before."""
         if "first_rows" not in self.blocks[-1][2].places:
             tables = self.owner.tables.of_rows(rows, wide_ids=self.wide_ids)
             arrays = self.owner.arrays.like(self.like)
@@ -93,7 +94,7 @@ class EPAllToAllLayoutDesc(Descriptor):
         self.rows = rows
 
     def pointer(self, name: str) -> int:
-        """Address of a table."""
+        """Returns the address of a table."""
         for _, at, tables in self.blocks:
             if name in tables.places:
                 return int(at + tables.places[name][0])
@@ -103,8 +104,8 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     @property
     def num_recv_tokens(self) -> Any:
-        """int32 [1]: number of received rows, at most those of the output; None in the exact mode, where it is the
-        output's.
+        """int32 [1]: number of received rows, at most the output's rows. None in the exact mode, where all rows are
+        received.
         """
         return self._table(RECEIVED) if self.counts_rows else None
 
@@ -132,27 +133,27 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     @property
     def local_expert_ids(self) -> Any:
-        """With layout="rank": [R, topk] of the type of the expert ids: for each slot of a row's token its expert's
-        number on this rank, or -1 if the expert is another rank's, the slot is dropped or no row came. Else None.
+        """With layout="rank", [R, topk] of the type of the expert ids: the local number of the expert of each slot of
+        the row's token. -1 if the expert is another rank's, the slot is dropped, or the row was not filled. Else None.
         """
         return self._table("row_experts")
 
     @property
     def source_tokens(self) -> Any:
-        """With layout="rank" or "padded": int32 [R]: the number of a row's token on its own rank. Else None."""
+        """With layout="rank" or "padded", int32 [R]: each row's token, by its number on the source rank. Else None."""
         return self._table("row_tokens")
 
     @property
     def row_slots(self) -> Any:
-        """int32 [R]: which of its token's slots each row is for. With expert_alignment -1 for rows that are for none,
-        which have no entries in the other tables.
+        """int32 [R]: the slot, of its token, that each row is for. With expert_alignment, rows in gaps have -1 here,
+        and undefined entries in the other tables.
         """
         return self._table("row_slots")
 
     @property
     def slot_rows(self) -> Any:
         """int32 [world_size, max_tokens, topk]: this rank's row of each slot of each rank's tokens; negative if the
-        slot is dropped or another rank's, or its row did not fit. Entries past a rank's tokens are undefined.
+        slot is dropped, belongs to another rank, or its row did not fit. Entries past a rank's tokens are undefined.
         """
         return self._table("rows")
 
@@ -163,18 +164,16 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     @property
     def expert_rows(self) -> Any:
-        """With layout="padded": int32 [experts of this rank]: rows of each, at most those that it has room for. Else
-        None.
-        """
+        """With layout="padded", int32 [experts of this rank]: the rows of each expert, at most its room. Else None."""
         return self._table("expert_rows")
 
     def num_tokens_per_expert(self, alignment: int = 1) -> list[int]:
-        """In the exact mode with layout="rank", or with expert_alignment: the rows that chose each expert of this rank,
-        each number rounded up to a multiple of `alignment`. Their sums are where each expert's rows begin, if a program
-        sorts them by expert.
+        """In the exact mode with layout="rank", or with expert_alignment: the number of rows that chose each expert of
+        this rank, rounded up to a multiple of `alignment`. A program that sorts rows by expert finds each expert's
+        first row as the sum of the numbers before it.
 
         Raises:
-            ArgumentError: the layout or the mode is another, or the alignment is not positive.
+            ArgumentError: the layout or the mode differs, or the alignment is not positive.
         """
         if self.chosen_rows is None:
             raise ArgumentError(
@@ -207,7 +206,7 @@ class EPAllToAllLayoutDesc(Descriptor):
         config = self.owner.ep_config
         counts = self._download("counts").astype(np.int64)
         per_rank, own_node = config.num_experts_per_rank, config.rank // config.local_world_size
-        # The first row for each expert from each source, on the expert's rank.
+        # For each expert and source, the number of the first row on the expert's rank.
         by_rank = counts.reshape(config.world_size, config.world_size, per_rank).transpose(1, 2, 0).copy()
         came, room = by_rank.sum(-1), self.rows // per_rank if self.owner.tables.padded_rows else 0
         by_rank[..., -1] += room - came if room else -came % self.owner.tables.alignment
@@ -228,7 +227,7 @@ class EPAllToAllLayoutDesc(Descriptor):
                 starts = np.searchsorted(ordered, ordered, side="left")
                 positions[order] = np.arange(slots.size) - starts
                 rows[kept] = first[slots[kept], source] + positions[kept]
-                if room:  # rows beyond it were left out
+                if room:  # rows beyond an expert's room were left out
                     kept = kept & (rows < (slots % per_rank + 1) * room)
             else:
                 begin = int(tokens[:source].sum())
@@ -257,7 +256,7 @@ class EPAllToAllLayoutDesc(Descriptor):
         return self._upload(result)
 
     def _expert_ids(self) -> list[NDArray[np.int32]]:
-        """For each node, the expert ids of the tokens of its counterpart."""
+        """Returns, for each node, the expert ids of its counterpart's tokens."""
         self._require_rows("ep_a2a_layout_desc")
         ids, tokens = self._download("expert_ids"), self._download("tokens")
         per_node = []

@@ -1,6 +1,6 @@
-"""The ranks of a layer as its user gives them, and their nodes. All else in this room takes a `Group`.
+"""The communicator that a layer's user passes, and the nodes of its ranks. All other modules here take a `Group`.
 
-`EPAll2AllLayer`, `DispatchCombine` and `DispatchCombineContext` name a communicator for their users alone.
+`EPAll2AllLayer`, `DispatchCombine` and `DispatchCombineContext` expose a communicator only for their users.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
 
 NEW_LAYER = "new_layer"
-"""The construction of a layer, as the ranks compare it."""
+"""The call name under which ranks compare the construction of a layer."""
 LAYER_SIZE = "layer_size"
-"""An exchange of the ranks before it, of their numbers of tokens."""
+"""The call name of the exchange of the ranks' numbers of tokens before a layer is made."""
 FINALIZE = "finalize"
-"""The end of a layer. Ranks may end several in different orders."""
+"""The call name of a layer's end. Ranks may finalize several layers in different orders."""
 register_names(NEW_LAYER, LAYER_SIZE, FINALIZE)
 
 _ARGUMENTS = Codec[dict[str, int | float | bool | str | None]](
@@ -40,7 +40,7 @@ class Members:
 
     Attributes:
         communicator: the ranks.
-        owned: whether it was made for the layer, and ends with it.
+        owned: whether the communicator was made for the layer, and closes with the layer.
     """
 
     communicator: Communicator
@@ -48,7 +48,7 @@ class Members:
 
     @classmethod
     def of(cls, ep_group: Any, config: EPConfig) -> Members:
-        """The ranks of a group. See `EPAll2AllLayer` for the types of groups.
+        """Returns the ranks of a group. See `EPAll2AllLayer` for the types of groups.
 
         Raises:
             ArgumentError: rank, world_size or local_world_size are not the group's.
@@ -72,7 +72,7 @@ class Members:
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Around what may raise: a communicator that was made for the layer is then closed."""
+        """A context that, if its body raises, closes a communicator that was made for the layer."""
         try:
             yield
         except BaseException as error:
@@ -81,19 +81,19 @@ class Members:
             raise
 
     def agree_on(self, arguments: Mapping[str, Any], name: str) -> int:
-        """Refuses arguments that differ between ranks, on all of them and by name. All ranks call it together, for a
-        layer that they make.
+        """Checks that a new layer's arguments are the same on all ranks, which call this together. All ranks raise the
+        same error, which names the argument.
 
         Args:
-            arguments: of the layer.
-            name: of the layer in mismatches.
+            arguments: the layer's arguments.
+            name: the layer's name in mismatch errors.
 
         Returns:
             The layer's number, by which its calls are compared.
 
         Raises:
             ArgumentError: an argument differs.
-            MismatchError: another rank makes a call of a layer, or any other, instead.
+            MismatchError: another rank makes a different call instead.
         """
         number = self.group.launches.number_object(name)
         self.group.launches.agree(CollectiveCall(NEW_LAYER, of=number))
@@ -113,7 +113,8 @@ class Members:
 
 
 def node_size(group: Group) -> int:
-    """Ranks of a node, as all ranks see it: 1 if nodes differ in size, as every rank counts as a node then."""
+    """Returns the ranks per node, the same on all ranks. 1 if nodes differ in size: every rank then counts as a
+    node."""
     sizes = {len(members) for members in group.topology.node_members()}
     return sizes.pop() if len(sizes) == 1 else 1
 
@@ -132,13 +133,13 @@ def _open(ep_group: Any, local_world_size: int) -> Communicator:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a layer. `counterpart` uses the configuration's nodes, all else the kernels', where each rank may be
-    a node.
+    """The nodes of a layer. `counterpart` uses the configuration's nodes; everything else uses the kernels' nodes,
+    where each rank may count as a node.
 
     Attributes:
-        config: of the layer.
-        topology: of its ranks.
-        members: for each of the kernels' nodes its ranks.
+        config: the layer's configuration.
+        topology: the topology of its ranks.
+        members: the ranks of each of the kernels' nodes.
     """
 
     config: EPConfig
@@ -147,7 +148,7 @@ class Nodes:
 
     @classmethod
     def of_group(cls, group: Group, config: EPConfig, *, proxied: bool) -> Nodes:
-        """The nodes of a group, whose ranks all call it together.
+        """Returns the nodes of a group. All its ranks call this together.
 
         Every rank counts as a node of its own if ranks of a node can't access each other's memory, if nodes have
         different numbers of ranks, or with `proxied`.
@@ -178,11 +179,11 @@ class Nodes:
 
     @property
     def rails(self) -> list[int]:
-        """By node, the rank with this rank's number there."""
+        """For each node, the rank that has this rank's number within its node."""
         return [of_node[self.local_rank] for of_node in self.members]
 
     def copied(self, group: Group) -> bool:
-        """Whether copies of GPUs, rather than a network device alone, move data between nodes. All ranks agree."""
+        """Whether GPU copies, and not only a network device, move data between nodes. All ranks get the same answer."""
         if self.count == 1 or group.runtime.name == "host":
             return False
         return not group.topology.has_remote_pairs() or group.topology.stages_remote_pairs()

@@ -1,4 +1,4 @@
-"""The options of an expert-parallel layer, checked, and what follows from them. Needs neither a device nor a peer."""
+"""The options of an expert-parallel layer, checked, and the values derived from them. Needs no device and no peer."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from proxyccl.device.errors import ArgumentError
 FLOAT8 = "float8_e4m3fn"
 MOST_BUFFERS = 64
 """The most output buffers of a layer."""
-_SCALES_ALIGNMENT = 16  # where a row's scales begin
+_SCALES_ALIGNMENT = 16  # bytes; a row's scales begin at a multiple
 _LAYOUTS = ("expert", "rank", "padded")
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
-_MAY_DIFFER = {"rank", "use_aot", "capacity", "config"}  # between ranks
+_MAY_DIFFER = {"rank", "use_aot", "capacity", "config"}  # these options may differ between ranks
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """The arguments of an `EPAll2AllLayer` except its group; see there.
+    """The arguments of an `EPAll2AllLayer` except its group; its docstring describes them.
 
     Attributes:
         proxied: whether all rows go through the proxies.
         call_tokens: the most tokens of one rank in a call; None for max_tokens.
-        config: sizes and types, of the remaining ranks. Tokens choose its experts.
+        config: sizes and types, for the remaining ranks. Its experts are those that tokens choose.
 
     Raises:
         ArgumentError: a value is out of range, or does not fit another one.
@@ -65,7 +65,7 @@ class LayerOptions:
     scales_by_columns: bool = False
     layout: str = "expert"
     grows: bool = False
-    lost_ranks: Sequence[int] = ()  # a tuple, in order, when checked
+    lost_ranks: Sequence[int] = ()  # the constructor makes this a sorted tuple
     expert_alignment: int | None = None
     output_buffers: int = 0
     keeps_outputs: bool = False
@@ -213,17 +213,17 @@ class LayerOptions:
         if self.keeps_outputs and not self.output_buffers:
             raise ArgumentError("keeps_outputs", "needs output_buffers")
 
-    # -- what follows from them ---
+    # -- derived values ---
 
     @property
     def compared(self) -> dict[str, int | float | bool | str | None]:
-        """The values that must be the same on all ranks, by the layer's names."""
+        """Returns the values that must be the same on all ranks, by the layer's argument names."""
         given = {name: value for name, value in asdict(self).items() if name not in _MAY_DIFFER}
         given["lost_ranks"] = str(self.lost_ranks)
         return given | self.config.compared(_CONFIG_NAMES)
 
     def describe(self) -> str:
-        """A layer with these options as mismatches name it."""
+        """Returns the text by which mismatch errors describe a layer with these options."""
         return f"a layer with {self.layout!r} rows ({self.config.describe()})"
 
     @property
@@ -232,7 +232,7 @@ class LayerOptions:
 
     @cached_property
     def all_experts(self) -> int:
-        """Number of experts, with those of lost ranks."""
+        """Number of experts, including those of lost ranks."""
         return self.config.num_experts_per_rank * self.all_ranks
 
     @cached_property
@@ -246,7 +246,7 @@ class LayerOptions:
 
     @cached_property
     def padded_rows(self) -> int:
-        """Rows that each expert has room for, if they are padded; else 0."""
+        """Rows that each expert has room for, if rows are padded; else 0."""
         return self.all_ranks * self.most_of_call if self.layout == "padded" else 0
 
     @cached_property
@@ -261,7 +261,7 @@ class LayerOptions:
 
     @cached_property
     def by_rank(self) -> bool:
-        """Whether a rank gets one row for each token that has an expert there."""
+        """Whether a rank receives one row for each token that has an expert on that rank."""
         return self.layout == "rank"
 
     @cached_property
@@ -277,7 +277,7 @@ class LayerOptions:
 
     @cached_property
     def quantizes(self) -> bool:
-        """Whether the layer makes float8 rows of tokens of its type."""
+        """Whether the layer itself quantizes tokens to float8."""
         return self.scale_elements == SCALED_ELEMENTS and self.config.hidden == self.scales * SCALED_ELEMENTS
 
     @cached_property
@@ -301,7 +301,7 @@ class LayerOptions:
             chosen_per_rank=self.config.num_experts_per_rank if self.by_rank else 0,
             padded_rows=self.padded_rows,
             expert_alignment=self.expert_alignment or 0,
-            # One more: for combine_input, or to pass rows through.
+            # One more buffer, for combine_input or to pass rows through.
             buffers=self.output_buffers + 1 if self.output_buffers else 0,
             buffer_rows=self.fixed_rows or self.most_tokens,
             stays=self.keeps_outputs,

@@ -1,7 +1,7 @@
-"""The output buffers of a layer as arrays: memory of the workspace in which peers store rows, and from which they load.
+"""The output buffers of a layer as arrays. Buffers are workspace memory that peers store rows to and load rows from.
 
-It does not know about dispatch or combine: it chooses the next buffer, makes arrays in it, and finds the one that
-contains an array.
+This module chooses the next buffer, makes arrays in it, and finds the buffer that contains an array. It does not know
+about dispatch or combine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class TakenBuffer(Struct, frozen=True):
     """A buffer for one output.
 
     Attributes:
-        number: its number, from 1; 0 for none.
-        whole: an array of bytes, or torch's of other elements, in whose memory the output's arrays are made; None to
-            make new ones.
-        passed: whether rows only pass the buffer, and are then copied to the output's arrays.
+        number: the buffer's number, from 1; 0 for none.
+        whole: the array in whose memory the output's arrays are made: bytes, or for torch any element type. None to
+            make new arrays.
+        passed: whether rows only pass through the buffer, and are then copied to the output's arrays.
     """
 
     number: int = 0
@@ -37,15 +37,15 @@ NO_BUFFER = TakenBuffer()
 
 
 class OutputBuffers:
-    """Buffers of equal size, which follow each other. The last is for the rows of a combine.
+    """Consecutive buffers of equal size. The last one is for the rows of a combine.
 
     Args:
-        runtime: of the memory.
-        memory: the memory that they are part of.
+        runtime: the memory's runtime.
+        memory: the memory that contains the buffers.
         experts: the ProxycclExperts of the workspace.
 
     Attributes:
-        nbytes: of each buffer.
+        nbytes: bytes of each buffer.
         scales_offset: where scales begin in a buffer.
         numbers: the buffers' numbers, by their addresses.
     """
@@ -60,11 +60,11 @@ class OutputBuffers:
         self._whole: dict[tuple[int, LibraryArrays], Any] = {}
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """The buffer for the next output: each in turn, except the last.
+        """Returns the buffer for the next output: each in turn, except the last.
 
         Args:
             arrays: the library in which arrays are made.
-            dtype: of the output's rows, which the buffer's array may have.
+            dtype: the type of the output's rows, which `whole` may have.
             on_current_stream: whether the output is made on that library's current stream, which captures no graph.
         """
         number = self._next
@@ -72,7 +72,7 @@ class OutputBuffers:
         return self._in_turn(number + 1, arrays)
 
     def take_for_combine(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """The buffer for the experts' results of a combine: always the last."""
+        """Returns the buffer for the experts' results of a combine: always the last."""
         return self._in_turn(self._count, arrays)
 
     def address(self, number: int) -> int:
@@ -83,11 +83,11 @@ class OutputBuffers:
 
     @property
     def passing(self) -> int:
-        """The number of the buffer that rows of a combine may pass; 0 if there is none."""
+        """The number of the buffer that a combine may copy rows to; 0 if there is none."""
         return 0
 
     def close(self) -> None:
-        """Ends the use of the memory. Remaining arrays keep it."""
+        """Releases the memory. Arrays that still exist keep it alive."""
 
     def _in_turn(self, number: int, arrays: LibraryArrays) -> TakenBuffer:
         key = number, arrays
@@ -98,12 +98,12 @@ class OutputBuffers:
 
 
 KEPT_OUTPUTS = 2
-"""Outputs that callers have at once as a rule: those of two halves of a batch overlap."""
+"""Outputs that callers typically hold at once: the two halves of a batch overlap."""
 
 
 def _lease_of(nbytes: int) -> Any:
-    """A type of a buffer's bytes, for libraries that take buffers: they keep an object of it as long as they have
-    arrays there, and a DLPack capsule, which would do the same, takes ten times as long.
+    """Returns a ctypes array type over a buffer's bytes. A library's arrays over such an object keep it alive. DLPack
+    capsules would do the same in ten times as long.
     """
 
     class Lease(ctypes.c_ubyte * nbytes):  # type: ignore[misc]
@@ -117,7 +117,7 @@ class OutputPlaces(Protocol):
     """Parts of the workspace that an array library's allocator hands out."""
 
     def take(self, native: Any) -> tuple[int, Any] | None:
-        """The number of a free place, from 0, and an array of it of a type; None where there is none."""
+        """Returns the number of a free place, from 0, and an array of type `native` there; None if no place is free."""
         ...
 
     def close(self) -> None: ...
@@ -129,26 +129,26 @@ class PlaceOpener(Protocol):
     def open_places(
         self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int
     ) -> OutputPlaces | None:
-        """`count` places of `nbytes` each, from an offset of a memory on; None if the library has none."""
+        """Opens `count` places of `nbytes` each, from an offset of a memory on. Returns None if the library can't."""
         ...
 
 
 class KeptOutputs(OutputBuffers):
     """Buffers whose arrays stay valid as long as they are referenced, like new arrays.
 
-    A buffer is free again when the last array in it is gone. On the host runtime nothing else matters. On a GPU, work
-    that uses an array may still be queued when it goes, on several streams. torch's caching allocator knows them
-    (`record_stream`), so there it hands out the buffers, as places of a pool.
+    A buffer is free again when the last array in it is gone. On the host runtime nothing else matters. On a GPU,
+    several streams may still have queued work on an array when it is freed. torch's caching allocator knows these
+    streams (`record_stream`), so it allocates the buffers, as places of a pool.
 
-    Buffers are taken while they are free. Rows pass the last one where no other is, or where nobody would know
-    when the arrays are gone: on a GPU those of other libraries than torch, and of a torch without pools; in a graph,
-    which may run again when they are; and on other streams than the current one.
+    Rows pass through the last buffer, and are copied, if no other is free, or if the end of the arrays can't be
+    observed. The latter holds on a GPU for libraries other than torch and for a torch without pools, in a graph, which
+    may run after the arrays are gone, and on streams other than the current one.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, experts: Any) -> None:
         super().__init__(runtime, memory, experts)
         self._memory, self._at = memory, int(experts.outputs)
-        self._free = set(range(1, self._count))  # on the host runtime
+        self._free = set(range(1, self._count))  # used on the host runtime
         self._lease = _lease_of(self.nbytes)
         self._places: OutputPlaces | None = None
         self._was_opened = False
@@ -158,7 +158,7 @@ class KeptOutputs(OutputBuffers):
         return self._count
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """A free buffer, or the last one, which rows only pass."""
+        """Returns a free buffer; else the last one, which rows only pass through."""
         if self._runtime.name != "host":
             places = on_current_stream and arrays.is_torch
             return self._take_place(arrays.type_of(dtype)) if places else self._passed()

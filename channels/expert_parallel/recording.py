@@ -1,4 +1,4 @@
-"""Whether an array library records a call for a backward pass, and by what. The library's face does the recording."""
+"""Finds out whether an array library records a call for a backward pass. The library's face does the recording."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Dispatched = tuple[Any, Any, EPAllToAllLayoutDesc]
 
 
 class Recorder(Protocol):
-    """Makes calls of an `EPAll2AllLayer` and records them. In a backward pass it calls the layer, which is `layer`."""
+    """Makes calls of an `EPAll2AllLayer` and records them. The backward pass calls the same `layer`."""
 
     def is_recording(self) -> bool: ...
 
@@ -37,14 +37,14 @@ class Recording:
     """Finds the recorders of a layer's calls, and refuses calls that can't be recorded.
 
     Args:
-        options: of the layer.
+        options: the layer's options.
     """
 
     def __init__(self, options: LayerOptions) -> None:
         self._quantized, self._padded = options.quantized, options.layout == "padded"
 
     def of_dispatch(self, *inputs: Any) -> Recorder | None:
-        """The recorder of a dispatch of these inputs; None if nothing records it, as where rows are in float8.
+        """Returns the recorder of a dispatch of these inputs; None if it is not recorded, as with float8 rows.
 
         Raises:
             ArgumentError: the layout can't be recorded.
@@ -55,7 +55,8 @@ class Recording:
         return recorder
 
     def of_combine(self, input: Any, weights: Any, topk_weights: Any) -> Recorder | None:
-        """The recorder of a combine of these inputs; None if nothing records it. Raises as `of_dispatch`."""
+        """Returns the recorder of a combine of these inputs; None if it is not recorded. Raises the errors of
+        `of_dispatch`."""
         recorder = recorder_of(input, weights, topk_weights)
         if recorder is not None and (topk_weights is not None or self._padded):
             argument = "input" if topk_weights is None else "topk_weights"
@@ -64,7 +65,7 @@ class Recording:
 
 
 def recorder_of(*inputs: Any) -> Recorder | None:
-    """The recorder of a call, if one of its inputs requires a gradient and its library records calls; else None."""
+    """Returns the recorder of a call if an input requires a gradient and its library records calls; else None."""
     for x in inputs:
         if x is not None and libraries[type(x)].is_torch and x.requires_grad:
             recorder: Recorder = array_libraries.load("torch: gradients of experts")

@@ -1,4 +1,4 @@
-"""The places of a descriptor's tables in arrays, which are computed once for all dispatches of a layer."""
+"""The offsets of a descriptor's tables in their array, computed once for all dispatches of a layer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ _ALIGNMENT = 128  # bytes
 _NO_TABLE = 2**64 - 1
 _LEADING_BITS = 4
 RECEIVED = "received"
-"""The number of received rows, int32 [1]: a table that no ProxycclExpertLayout has."""
+"""The name of the table with the number of received rows, int32 [1]. ProxycclExpertLayout has no such field."""
 OF_ROWS = frozenset({"first_rows", "token_rows", "row_slots", "row_experts", "row_tokens"})
 """Tables with an entry for each row of the output."""
 _OF_IDS = frozenset({"row_experts"})
-"""Tables of the type of the caller's expert ids."""
+"""Tables whose elements have the type of the caller's expert ids."""
 
 
 class Tables(Struct, frozen=True):
     """Tables that lie in one array.
 
     Attributes:
-        nbytes: of the array.
-        places: each table's offset in bytes, its shape, its strides and whether it is of int64; others are of int32.
-        offsets: in bytes, in the order of the fields of ProxycclExpertLayout, for C (descriptor.h).
-        address: of the offsets, for callers in C.
+        nbytes: bytes of the array.
+        places: each table's offset in bytes, its shape, its strides, and whether its elements are int64 instead of
+            int32.
+        offsets: the tables' offsets in bytes, in the order of the fields of ProxycclExpertLayout, for C (descriptor.h).
+        address: the address of `offsets`, for callers in C.
         wide_ids: whether the caller's expert ids are int64.
     """
 
@@ -48,7 +49,7 @@ class Tables(Struct, frozen=True):
 
     @staticmethod
     def of(shapes: dict[str, tuple[int, ...]], *, wide_ids: bool) -> Tables:
-        """Tables of these shapes, one after the other."""
+        """Returns tables of these shapes, one after the other in one array."""
         places, end = {}, 0
         for name, shape in shapes.items():
             wide = wide_ids and name in _OF_IDS
@@ -60,8 +61,8 @@ class Tables(Struct, frozen=True):
         return Tables(end, places, offsets, int(ffi.cast("uintptr_t", offsets)), wide_ids)
 
     def maker(self, arrays: LibraryArrays) -> Maker:
-        """Returns a function that makes the array. It is of int64 if one of the tables is, which programs then get
-        without a change of type.
+        """Returns a function that makes the array. Its type is int64 if a table has int64 elements, so that programs
+        get that table without a conversion.
         """
         has_wide = self.wide_ids and _OF_IDS & self.places.keys()
         native, itemsize = (arrays.int64, 8) if has_wide else (arrays.int32, 4)
@@ -73,7 +74,7 @@ def number_of(table: str | None) -> int:
 
 
 def _rounded(rows: int) -> int:
-    """A number with four leading bits, at least as large."""
+    """Rounds a number up to one with at most four significant bits."""
     unit = 1 << max(0, rows.bit_length() - _LEADING_BITS)
     return -(-rows // unit) * unit
 
@@ -85,12 +86,12 @@ class TableLayouts:
     """The tables of the descriptors of a layer.
 
     Args:
-        config: of the kernels.
+        config: the kernels' configuration.
         nodes: the placement of the ranks.
-        layout: of the outputs.
+        layout: the layout of the outputs.
 
     Attributes:
-        alignment: each expert's rows begin at a multiple of it.
+        alignment: each expert's rows begin at a multiple of this number.
         padded_rows: the most rows that an expert has room for, if rows are padded; else 0.
     """
 
@@ -101,7 +102,7 @@ class TableLayouts:
         self._kept_of_rows: dict[tuple[int, bool], Tables] = {}
 
     def of_call(self, rows: int | None, *, buffered: bool, wide_ids: bool) -> Tables:
-        """Those of a dispatch. Those with an entry for each row are among them if the number of rows is given.
+        """Returns the tables of a dispatch. They include the tables with an entry for each row only if `rows` is given.
 
         Args:
             rows: the most rows of the output; None if it is not known yet.
@@ -110,7 +111,7 @@ class TableLayouts:
         """
         key = buffered, rows, wide_ids
         if key not in self._kept:
-            if len(self._kept) >= _MOST_KEPT:  # callers may vary the room of padded rows
+            if len(self._kept) >= _MOST_KEPT:  # callers may vary the room of padded rows from call to call
                 self._kept.clear()
             shapes = self._shapes(buffered)
             if rows is not None:
@@ -119,8 +120,8 @@ class TableLayouts:
         return self._kept[key]
 
     def of_rows(self, rows: int, *, wide_ids: bool) -> Tables:
-        """Those with an entry for each row, where their number became known later. They may have room for a few more
-        rows, so that few of them serve all numbers.
+        """Returns the tables with an entry for each row, for a number of rows that became known later. They may have
+        room for a few more rows, so that few layouts serve all numbers.
         """
         key = _rounded(rows), wide_ids
         if key not in self._kept_of_rows:

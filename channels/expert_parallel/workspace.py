@@ -14,7 +14,8 @@ from proxyccl.device.memory.places import own_segment_bytes
 
 
 class ExpertWorkspace:
-    """One rank's workspace, and what kernels need to access those of other ranks. All ranks make it together.
+    """One rank's workspace, and the addresses and channels by which kernels reach other ranks'. All ranks make it
+    together.
 
     Ranks of a node read and write each other's workspaces. Data for another node goes through the proxy, to the rank
     with the same number there.
@@ -23,15 +24,15 @@ class ExpertWorkspace:
 
     Args:
         group: the ranks.
-        nodes: of the kernels.
-        shape: its sizes.
+        nodes: the kernels' nodes.
+        shape: the sizes of the workspace.
 
     Attributes:
-        experts: the ProxycclExperts. It has output buffers only on one node whose ranks reach each other.
+        experts: the ProxycclExperts, with output buffers only on one node whose ranks reach each other.
         announces: see `Geometry`.
-        sleepers: of the proxy that takes the data for other nodes; None on one node.
+        sleepers: the sleepers of the proxy that sends data to other nodes; None on one node.
         outputs: the output buffers, or None.
-        received_rows: the ProxycclReceivedRows, at its address on the CPU.
+        received_rows: the ProxycclReceivedRows at its CPU address.
     """
 
     def __init__(self, group: Group, nodes: Nodes, shape: WorkspaceShape) -> None:
@@ -49,7 +50,7 @@ class ExpertWorkspace:
         self._make_received_rows()
 
     def _share(self, nbytes: int) -> None:
-        """Makes the memory that peers of this node reach, and the channels to the ranks of other nodes."""
+        """Allocates the memory that peers of this node reach, and makes the channels to the ranks of other nodes."""
         group, nodes, e = self._group, self._nodes, self.experts
         self._workspace = allocate(group, (nbytes,), "uint8")
         self._memory = memory = register(group, self._workspace)
@@ -65,7 +66,8 @@ class ExpertWorkspace:
         e.workspace = ffi.cast("char *", memory.ptr)
 
     def _make_tables(self) -> None:
-        """Makes the device's tables: who is where, addresses of peers' workspaces, channels, and room for counts."""
+        """Makes the device's tables: the ranks' placement, the addresses of peers' workspaces, the channels, the
+        counters."""
         nodes, e, blocks = self._nodes, self.experts, self._shape.blocks
         ranks, handle = self._group.world_size, ffi.sizeof("ProxycclProxyChannel")
         tables = Areas()
@@ -107,7 +109,7 @@ class ExpertWorkspace:
         e.arrivals = ffi.cast("uint32_t *", at + arrivals_at)
 
     def _make_received_rows(self) -> None:
-        """Makes the pinned memory in which a dispatch tells the CPU how many rows came."""
+        """Allocates the pinned memory where a dispatch stores its number of received rows for the CPU."""
         layout, experts = self._shape.layout, self._shape.config.num_experts_per_rank
         self._chosen_at = aligned(ffi.sizeof("ProxycclReceivedRows"))
         self._told_experts = layout.chosen_per_rank or (experts if layout.expert_alignment else 0)
@@ -120,8 +122,8 @@ class ExpertWorkspace:
 
     @property
     def chosen_rows(self) -> list[int]:
-        """With a row for each rank, or with expert_alignment: choices of each of this rank's experts in the dispatch
-        that was counted last.
+        """Returns how many slots chose each of this rank's experts, in the dispatch that was counted last. Only with a
+        row for each rank, or with expert_alignment.
         """
         numbers = ffi.cast("char *", self._received_rows.host_ptr + self._chosen_at)
         return memoryview(ffi.buffer(numbers, 4 * self._told_experts)).cast("I").tolist()
@@ -133,7 +135,7 @@ class ExpertWorkspace:
         self._memory.close()
         if self.outputs is None:
             self._workspace.free()
-        else:  # the caller may have outputs still: the last of them frees it
+        else:  # the caller may still hold outputs: the last of them frees the memory
             self.outputs.close()
             del self._workspace, self.outputs
         self._tables.close()

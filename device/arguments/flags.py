@@ -8,14 +8,14 @@ from proxyccl.device.errors import ArgumentError
 
 
 def as_flag(value: Any, argument: str) -> bool:
-    """A caller's flag.
+    """Returns a caller's flag as a bool.
 
     Args:
         value: the argument.
         argument: the caller's name for it, for messages.
 
     Raises:
-        ArgumentError: it is neither true nor false, as an array of several elements.
+        ArgumentError: the value is neither true nor false, such as an array of several elements.
     """
     if value is True or value is False:
         return value

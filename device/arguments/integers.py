@@ -9,10 +9,10 @@ from proxyccl.device.errors import ArgumentError
 
 
 def find_integer(value: Any) -> int | None:
-    """The value of an object with ``__index__``, else None. True and False are not numbers here."""
+    """Returns the value of an object with ``__index__``; None for other objects, and for True and False."""
     if type(value) is int:
         return value
-    # A tensor of bool has an index, which numpy's do not.
+    # A bool tensor of torch has __index__; a bool array of numpy does not.
     if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
         return None
     try:
@@ -22,7 +22,7 @@ def find_integer(value: Any) -> int | None:
 
 
 def find_items(value: Any) -> list[Any] | None:
-    """The items of a caller's collection, in order; None if the caller gave something else."""
+    """Returns the items of a caller's collection, in order; None if the value is not a collection."""
     try:
         return list(value)
     except TypeError:  # also of an array of no dimensions, which has __iter__ all the same
@@ -30,21 +30,21 @@ def find_items(value: Any) -> list[Any] | None:
 
 
 def find_extents(value: Any) -> list[Any] | None:
-    """The extents of a caller's shape, a number or a collection; None for anything else."""
+    """Returns the extents of a caller's shape, which is a number or a collection; None for anything else."""
     return [value] if find_integer(value) is not None else find_items(value)
 
 
 def as_integer(value: Any, argument: str, expected: str, lowest: int, highest: int | None = None) -> int:
-    """A caller's integer.
+    """Returns a caller's integer as an int.
 
     Args:
         value: the argument.
         argument: the caller's name for it, for messages.
         expected: the valid values in words: "must be a rank from 0 to 3".
-        lowest, highest: the range; None for any from the lowest on.
+        lowest, highest: the range; highest None for no upper limit.
 
     Raises:
-        ArgumentError: it is not an integer, or out of the range.
+        ArgumentError: the value is not an integer, or is out of range.
     """
     number = find_integer(value)
     if number is None or number < lowest or (highest is not None and number > highest):
@@ -53,5 +53,5 @@ def as_integer(value: Any, argument: str, expected: str, lowest: int, highest: i
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple that is not less than a number."""
+    """Returns the smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple

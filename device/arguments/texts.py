@@ -10,25 +10,25 @@ from proxyccl.device.errors import ArgumentError
 
 
 def require_text(value: Any, argument: str) -> str:
-    """A text, or the path of a file, that UTF-8 can encode and C can read to its end.
+    """Returns a string or path as a str that UTF-8 can encode and that contains no NUL character.
 
     Raises ArgumentError for anything else.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
-        raise ArgumentError(argument, f"must be a text, not {type(value).__name__}")
+        raise ArgumentError(argument, f"must be a string, not {type(value).__name__}")
     try:
         has_zero = b"\0" in text.encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(argument, f"has a character that UTF-8 can't encode: {error}") from None
     if has_zero:
-        raise ArgumentError(argument, "has a zero character, which ends a text in C")
+        raise ArgumentError(argument, "contains a NUL character, which would end the string in C")
     return text
 
 
 def require_texts(values: Any, argument: str) -> tuple[str, ...]:
-    """Several such texts. Raises ArgumentError for anything else, also for a single text: its items are characters."""
+    """Returns several such strings. Raises ArgumentError for anything else, including a single string."""
     texts = None if isinstance(values, str | bytes) else find_items(values)
     if texts is None:
-        raise ArgumentError(argument, f"must be a sequence of texts, not {values!r}")
+        raise ArgumentError(argument, f"must be a sequence of strings, not {values!r}")
     return tuple(require_text(text, argument) for text in texts)

@@ -1,7 +1,7 @@
 """Arrays: a view of any library's array, and our own memory as an array.
 
-`as_view` takes any array (DLPack first, then the CUDA array interface, then the buffer protocol) and says where it
-lies. It does not know about ranks and does not copy.
+`as_view` takes any array (by DLPack, else the CUDA array interface, else the buffer protocol) and returns a view with
+its address and device. This module does not know about ranks and does not copy.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _from_buffer, _cast = ffi.from_buffer, ffi.cast  # looked up once, not in each c
 class Array:
     """Contiguous device memory as an array, in C order; made by `Communicator.empty`.
 
-    On the host runtime it is a numpy array in all but name (``numpy.asarray(a)`` shares its memory); on a GPU it offers
+    On the host runtime ``numpy.asarray(a)`` shares the array's memory; on a GPU the array offers
     ``__cuda_array_interface__`` and ``__dlpack__``.
 
     Attributes:
-        address: `ptr`, as long as the memory exists and only this array may free it. Otherwise None.
+        address: `ptr`, while the memory exists and only this array may free it; else None.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, shape: tuple[int, ...], dtype: DType) -> None:
@@ -53,7 +53,7 @@ class Array:
 
     @property
     def runtime(self) -> BaseRuntime:
-        """The runtime of the device where it lies."""
+        """The runtime of the array's device."""
         return self._runtime
 
     @property
@@ -86,7 +86,7 @@ class Array:
         return ArrayView(self.ptr, self.shape, self.dtype, (self._runtime.name, self._runtime.device), True, self)
 
     def numpy(self) -> NDArray[Any]:
-        """A copy in host memory. Waits for the device."""
+        """Returns a copy in host memory. Waits for the device."""
         out = np.empty(self.shape, self.dtype.numpy())
         if self.nbytes:
             self._runtime.synchronize()
@@ -106,7 +106,7 @@ class Array:
         try:
             host[...] = np.asarray(values)
         except (OverflowError, TypeError, ValueError) as error:
-            raise ArgumentError("values", f"can't become {self.shape} of {self.dtype}: {error}") from error
+            raise ArgumentError("values", f"can't be converted to {self.shape} of {self.dtype}: {error}") from error
         if self.nbytes:
             self._runtime.copy(self.ptr, host.ctypes.data, self.nbytes)
         return self
@@ -117,7 +117,7 @@ class Array:
         On a GPU the caller must end views by ``__cuda_array_interface__`` first: their lifetime is unknown here.
 
         Raises:
-            BufferError: views of the array live: numpy's, or another library's by DLPack.
+            BufferError: numpy, or another library by DLPack, still has views of the array.
         """
         if self._views:
             raise BufferError(f"the array can't be freed: other libraries have views of it ({len(self._views)})")
@@ -129,8 +129,8 @@ class Array:
         return self.upload(value)
 
     def hold(self) -> VoidPointer:
-        """The address of the first element, for a view by another library: while this object lives, the array does too,
-        and is not freed.
+        """Returns the address of the first element, for another library's view. While the returned object lives, the
+        array does too, and can't be freed.
         """
         number = next(self._view_numbers)
         self._views.add(number)
@@ -144,9 +144,9 @@ class Array:
         return {"shape": self.shape, "typestr": self.dtype.numpy().str, "data": data, "strides": None, "version": 3}
 
     def __getattr__(self, name: str) -> Any:
-        # Each exists only where it is true: callers ask with hasattr().
+        # Each protocol attribute exists only on devices that support it: callers ask with hasattr().
         if name == "__array_interface__" and self._runtime.name == "host":
-            # A buffer and not the address, for which numpy would keep only the array alive.
+            # Passes a buffer and not the address: for an address numpy would keep only the array alive.
             return self._interface(ffi.buffer(self.hold(), self.nbytes))
         if name == "__cuda_array_interface__" and self._runtime.name != "host":
             return self._interface((self.ptr, False))
@@ -182,7 +182,7 @@ def _from_interface(x: Any, device: tuple[str, int], argument: str) -> ArrayView
         raise ArgumentError(argument, f"its __cuda_array_interface__ can't be read: {error!r}") from error
     dtype = as_dtype(numpy_type, argument)
     if interface.get("mask") is not None:
-        raise ArgumentError(argument, "the array has a mask; expected one whose elements all count")
+        raise ArgumentError(argument, "the array has a mask; expected an array without one")
     require_contiguous(shape, strides, dtype, argument)
     require_memory(address, shape, argument)
     return ArrayView(address, shape, dtype, device, not read_only, x)
@@ -203,7 +203,7 @@ def require_unmasked(x: object, argument: str) -> None:
 
 
 def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
-    """A view of the caller's array.
+    """Returns a view of the caller's array.
 
     Args:
         x: an `Array`, or anything with ``__dlpack__``, ``__cuda_array_interface__`` or the buffer protocol;
@@ -212,7 +212,7 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
         gpu: the runtime that ``__cuda_array_interface__`` means: AMD's packages use the same name.
 
     Raises:
-        ArgumentError: it is not an array, has no memory, has a mask, is a lazy view of torch's, is not contiguous, or
+        ArgumentError: `x` is not an array, has no memory, has a mask, is a lazy view of torch's, is not contiguous, or
             has an unknown element type or device.
     """
     if isinstance(x, ArrayView):
@@ -220,7 +220,7 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
     if isinstance(x, Array):
         return x.view()
     if isinstance(x, np.ndarray):
-        # Before DLPack, which numpy refuses for read-only arrays and for ml_dtypes' types.
+        # numpy's arrays come before DLPack, which numpy refuses for read-only arrays and for ml_dtypes' types.
         return _from_numpy(x, x.flags.writeable, x, argument)
     if libraries[type(x)].is_torch:
         return from_torch(x, argument)
@@ -237,9 +237,9 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
             "expected an array (an object with __dlpack__, __cuda_array_interface__ or the buffer protocol), "
             f"not {type(x).__name__}",
         ) from None
-    except (BufferError, ValueError) as error:  # it was closed or released
+    except (BufferError, ValueError) as error:  # the buffer was closed or released
         raise ArgumentError(argument, f"the {type(x).__name__} gives no buffer: {error}") from error
-    if buffer.c_contiguous:  # numpy would give an array at address 0 new memory
+    if buffer.c_contiguous:  # numpy would allocate memory for an array at address 0
         require_memory(int(_cast("uintptr_t", _from_buffer(buffer))), buffer.shape or (), argument)
     try:
         array = np.asarray(buffer)

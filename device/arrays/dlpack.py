@@ -1,4 +1,4 @@
-"""Arrays of other libraries by DLPack, and ours for them, with no library in between."""
+"""Imports arrays of other libraries by DLPack, and exports this library's, through the C structs alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Exportable(Protocol):
     """An array in C order that can be exported."""
 
     def hold(self) -> VoidPointer:
-        """Address of the first element; the returned object keeps the array and its memory alive."""
+        """Returns the address of the first element; the returned object keeps the array and its memory alive."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Exportable(Protocol):
 
 
 def dlpack_device(runtime: str, device: int) -> tuple[int, int]:
-    """DLPack's device type and number for a device of a runtime."""
+    """Returns DLPack's device type and number for a device of a runtime."""
     return {"host": _DL_CPU, "cuda": _DL_CUDA, "hip": _DL_ROCM}[runtime], device
 
 
@@ -91,7 +91,7 @@ def _release_export(managed: Any) -> None:
 
 
 def _drop_capsule(capsule: int) -> None:
-    # A capsule that was consumed has been renamed; one that was not still owns its tensor.
+    # A consumed capsule has been renamed; an unconsumed one still owns its tensor.
     holder = ctypes.cast(capsule, ctypes.py_object)
     if _is_valid(holder, _DLTENSOR):
         _exported.pop(int(_get_pointer(holder, _DLTENSOR)), None)
@@ -102,7 +102,7 @@ _capsule_destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_drop_capsule)
 
 
 def export_dlpack(array: Exportable) -> Any:
-    """A DLPack capsule of an array, which keeps the array alive until its consumer releases it."""
+    """Returns a DLPack capsule of an array, which keeps the array alive until the consumer releases it."""
     device_type, device = array.__dlpack_device__()
     shape = (ctypes.c_int64 * len(array.shape))(*array.shape)
     managed = _DLManagedTensor()
@@ -118,16 +118,16 @@ def export_dlpack(array: Exportable) -> Any:
 
 
 def from_dlpack(x: Any, argument: str) -> ArrayView:
-    """A view of an array with ``__dlpack__``.
+    """Returns a view of an array with ``__dlpack__``.
 
     Raises:
-        ArgumentError: it has no memory, it is not contiguous, its element type or device is unknown, or its library
-            refuses.
+        ArgumentError: the array has no memory, is not contiguous, has an unknown element type or device, or its library
+            refuses the export.
     """
     try:
         device_type, device = map(operator.index, x.__dlpack_device__())
     except _REFUSALS as error:
-        raise ArgumentError(argument, f"its library does not say where it lies: {error}") from error
+        raise ArgumentError(argument, f"the array's library does not report its device: {error}") from error
     runtime = _DL_RUNTIME.get(device_type)
     if runtime is None:
         raise ArgumentError(argument, f"DLPack device type {device_type} is not supported; expected CPU, CUDA or ROCm")
@@ -136,7 +136,7 @@ def from_dlpack(x: Any, argument: str) -> ArrayView:
         capsule = x.__dlpack__() if runtime == "host" else x.__dlpack__(stream=-1)
         managed = int(_get_pointer(capsule, _DLTENSOR))
     except _REFUSALS as error:
-        raise ArgumentError(argument, f"its library refuses to export it by DLPack: {error}") from error
+        raise ArgumentError(argument, f"the array's library refuses a DLPack export: {error}") from error
     tensor = _DLManagedTensor.from_address(managed).tensor
     dtype = from_dlpack_type(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
     if dtype is None:

@@ -1,6 +1,6 @@
 """Element types by name, as kernels, numpy, torch and DLPack spell them. `element_types.py` has the table.
 
-It imports numpy for an array's sake only, since commands name element types too, and numpy takes 0.1 s to import.
+numpy is imported only when an array needs it: commands name element types too, and importing numpy takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BY_DLPACK = {dtype.dlpack: dtype for dtype in DTYPES.values()}
 
 
 def as_dtype(value: Any, argument: str = "dtype") -> DType:
-    """The `DType` for a name, a numpy dtype or scalar type, a torch dtype, or a `DType`.
+    """Returns the `DType` for a name, a numpy dtype or scalar type, a torch dtype, or a `DType`.
 
     Raises:
         ArgumentError: the element type is unknown.
@@ -57,13 +57,13 @@ def as_dtype(value: Any, argument: str = "dtype") -> DType:
     except KeyError:
         known = _KNOWN[value] = _find_dtype(value, argument)
         return known
-    except TypeError:  # it can't be a key
+    except TypeError:  # the value can't be a dict key
         return _find_dtype(value, argument)
 
 
 def _find_dtype(value: Any, argument: str) -> DType:
     if value is None:
-        name = "None"  # float64 to numpy
+        name = "None"  # numpy would read None as float64
     elif isinstance(value, str):
         name = value
     elif type(value).__module__.split(".")[0] == "torch":
@@ -85,15 +85,15 @@ def _find_dtype(value: Any, argument: str) -> DType:
 
 
 def from_dlpack_type(code: int, bits: int, lanes: int) -> DType | None:
-    """The `DType` of a DLPack type, or None."""
+    """Returns the `DType` of a DLPack type; None if unknown."""
     return _BY_DLPACK.get((code, bits)) if lanes == 1 else None
 
 
 def reduction_dtypes() -> list[str]:
-    """Names of the element types that kernels can reduce."""
+    """Returns the names of the element types that kernels can reduce."""
     return [name for name, dtype in DTYPES.items() if dtype.c_name]
 
 
 def token_dtypes() -> list[str]:
-    """Names of the element types that tokens of the expert-parallel layer can have."""
+    """Returns the names of the element types that tokens of the expert-parallel layer can have."""
     return [name for name, dtype in DTYPES.items() if dtype.tokens]

@@ -4,7 +4,7 @@ From it `dtypes.py` makes the library's `DType` objects, setup.py the host's lib
 that kernels reduce, and `compile_cache.py` the source of one kernel for a run-time compiler. Both sources repeat the
 table's entry for a type, so that no target compiles if `reduce.h` differs.
 
-It imports nothing of the project: setup.py reads it before anything is installed.
+This module imports nothing of the project: setup.py reads it before anything is installed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class ElementType:
         itemsize: bytes.
         dlpack: DLPack's (type code, bits).
         c_name: the type in kernels (``reduce.h``), or "" if kernels only move it.
-        plan_name: the type in kernels of execution plans (``float8.h``), if only they reduce it.
+        plan_name: the type in kernels of execution plans (``float8.h``), if only those kernels reduce it.
         accumulator: bytes of the type that reductions accumulate in; 0 for the type itself.
-        tokens: whether the kernels of the expert-parallel layer take tokens of it.
+        tokens: whether tokens of the expert-parallel layer can have this type.
     """
 
     name: str
@@ -43,11 +43,11 @@ class ElementType:
 
     @property
     def bitwise(self) -> bool:
-        """Whether kernels combine its bits: it is an integer."""
+        """Whether the type is an integer, so that kernels support bitwise reductions of it."""
         return bool(self.c_name) and self.dlpack[0] in (_INT, _UINT)
 
     def c_check(self) -> str:
-        """A line for a kernel source: it compiles if ``reduce.h`` has the type as the table has it."""
+        """A line for a kernel source that compiles only if ``reduce.h`` agrees with the table on the type."""
         name = self.c_name or self.plan_name
         return (
             f"static_assert(sizeof({name}) == {self.itemsize} && "
@@ -78,7 +78,7 @@ ELEMENT_TYPES = (
 
 
 def check_table(rows: tuple[ElementType, ...]) -> None:
-    """Raises ValueError, which names the row, for one that contradicts itself or another."""
+    """Raises ValueError, which names the row, if a row contradicts itself or another."""
     for i, row in enumerate(rows):
         if row.dlpack[1] != 8 * row.itemsize:
             raise ValueError(f"{row.name}: {row.dlpack[1]} bits in DLPack, but {row.itemsize} bytes")

@@ -1,4 +1,4 @@
-"""Knowledge about other libraries' arrays beyond DLPack: torch's and cupy's. It imports neither."""
+"""Access to torch's and cupy's arrays and streams beyond DLPack. Imports neither library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 def is_torch(kind: type) -> bool:
-    """Whether a type is torch's tensor or derived from it. Does not import torch."""
+    """Whether a type is torch.Tensor or a subclass. Does not import torch."""
     return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__)
 
 
@@ -24,13 +24,14 @@ def _is_cupy(kind: type) -> bool:
 
 
 def from_torch(x: Any, argument: str, *, in_bytes: bool = False) -> ArrayView:
-    """A view of a tensor; with `in_bytes` of its bytes in one dimension, whatever its element type is.
+    """Returns a view of a tensor. With `in_bytes`, the view has the tensor's bytes in one dimension, for any element
+    type.
 
     Raises:
         ArgumentError: it has no memory or is a lazy view, it is not contiguous, or it has an unknown element type or
             device.
     """
-    # Not through DLPack: that takes microseconds, and refuses tensors that require a gradient.
+    # DLPack would take microseconds, and refuses tensors that require a gradient.
     require_tensor_memory(x, argument)
     for is_lazy, kind, method in ((x.is_conj(), "conjugate", "conj"), (x.is_neg(), "negative", "neg")):
         if is_lazy:
@@ -57,7 +58,7 @@ _INSTEAD = {
     "MaskedTensor": "pass x.to_tensor(value)",
     "NestedTensor": "pass x.values()",
 }
-"""The alternative to a tensor of torch's own classes that have no memory, by the name of the class."""
+"""The advice for a tensor without memory, by the name of torch's class."""
 
 
 def _find_instead(kind: type) -> str | None:
@@ -87,9 +88,9 @@ def require_tensor_memory(x: Any, argument: str) -> None:
     try:
         storage = x.untyped_storage()
         address, held = storage.data_ptr(), storage.nbytes()
-    except RuntimeError:  # there is no storage, or none that has an address
+    except RuntimeError:  # there is no storage, or it has no address
         address, held = 0, 0
-    # Not by x.data_ptr(): a view of a freed storage has its offset as address.
+    # x.data_ptr() would return the offset for a view of a freed storage.
     if not address or held < needed:
         reason = f"its storage has {held} bytes; expected {needed}" if held else "its storage was freed, or it has none"
         raise ArgumentError(argument, f"the {kind.__name__} of shape {tuple(x.shape)} has no memory: {reason}")
@@ -99,13 +100,13 @@ def _torch_stream(x: Any) -> int | None:
     device = x.get_device()
     if device < 0:  # a CPU's, which also a torch without GPUs has
         return None
-    # As torch's own compiler emits it; current_stream() makes objects and takes microseconds.
+    # Code that torch's compiler emits uses the same function; current_stream() makes objects and takes microseconds.
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
     return stream
 
 
 def _cupy_stream(_: Any) -> StreamLike:
-    # The object and not its handle: a reference keeps the stream alive. torch never destroys its own.
+    # Returns cupy's stream object, not its handle: a reference keeps the stream alive. torch never destroys streams.
     stream: StreamLike = sys.modules["cupy"].cuda.get_current_stream()
     return stream
 
@@ -123,7 +124,7 @@ class _Library(Struct, frozen=True):
 
     @staticmethod
     def current_of_device() -> Callable[[int], int]:
-        """The function that returns the handle of torch's current stream on a GPU."""
+        """Returns the function that returns the handle of torch's current stream on a GPU."""
         found: Callable[[int], int] = sys.modules["torch"]._C._cuda_getCurrentRawStream
         return found
 
@@ -137,7 +138,7 @@ def _find_library(kind: type) -> _Library:
 
 
 class _Libraries(dict[type, _Library]):
-    """By array type; a type's library is found when it is first looked up.
+    """The library of each array type, found at the type's first lookup.
 
     Attributes:
         tensor_types: for the types of torch's tensors that have memory of their own, the capsule of DLPack's functions
@@ -161,7 +162,7 @@ libraries = _Libraries()
 
 
 def register(kind: type, stream: Callable[[Any], StreamLike]) -> None:
-    """Makes an array type known, by its stream as `current_stream` returns it."""
+    """Registers an array type with the function that returns its current stream (`current_stream`)."""
     libraries[kind] = _Library(stream)
 
 
@@ -172,8 +173,9 @@ LEGACY_STREAMS = (0, 1)
 
 
 def other_streams(device: int, handle: int) -> tuple[tuple[str, int], ...]:
-    """The streams of a GPU, other than one with a handle and the legacy default stream, on which libraries work now in
-    the calling thread: for each an expression for it, and its handle. Imports no library, and makes none use a GPU.
+    """Returns the current streams of the calling thread's libraries on a GPU, except the one with this handle and the
+    legacy default stream. Each is an expression in Python and a handle. Neither imports a library nor makes one use a
+    GPU.
     """
     found: tuple[tuple[str, int], ...] = ()
     raw_stream = _raw_stream
@@ -197,7 +199,7 @@ def _find_raw_stream() -> Callable[[int], int] | None:
 
 
 def _cupys_handle(device: int) -> int:
-    """The handle of cupy's current stream if that is one of a device; otherwise 0."""
+    """Returns the handle of cupy's current stream if that stream belongs to a device; otherwise 0."""
     # Another thread may be importing cupy.
     get_current = getattr(getattr(sys.modules["cupy"], "cuda", None), "get_current_stream", None)
     stream = None if get_current is None else get_current()
@@ -205,5 +207,5 @@ def _cupys_handle(device: int) -> int:
 
 
 def current_stream(x: Any) -> StreamLike:
-    """The stream on which the library that owns a GPU's array works now; None if it has no such notion."""
+    """Returns the current stream of the library that owns a GPU's array; None if the library has no current stream."""
     return libraries[type(x)].stream(x)

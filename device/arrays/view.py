@@ -13,14 +13,14 @@ from proxyccl.device.errors import ArgumentError
 
 @dataclass(frozen=True)
 class ArrayView:
-    """A view of an array. It keeps `owner` alive and does not own the memory.
+    """A view of an array. The view keeps `owner` alive and does not own the memory.
 
     Attributes:
         ptr: address of the first element.
         shape: elements in each dimension; the array is contiguous in C order.
         dtype: element type.
-        device: runtime ("host", "cuda", "hip") and device number; the number is -1 if the exporter does not say.
-        writable: whether its exporter lets it be written.
+        device: runtime ("host", "cuda", "hip") and device number; the number is -1 if the exporter does not report it.
+        writable: whether the exporter allows writes.
     """
 
     ptr: int
@@ -37,7 +37,7 @@ class ArrayView:
 
     @property
     def place(self) -> str:
-        """Its device in words: "cuda:1", or "cuda" where the exporter does not say which one."""
+        """The device in words: "cuda:1", or "cuda" if the exporter does not report the number."""
         runtime, number = self.device
         return runtime if number == -1 else f"{runtime}:{number}"
 
@@ -54,7 +54,7 @@ def require_memory(address: int, shape: Sequence[int], argument: str) -> None:
 
 
 def require_contiguous(shape: Sequence[int], strides: Sequence[int] | None, dtype: DType, argument: str) -> None:
-    """Raises ArgumentError unless strides, in bytes, are those of a contiguous array in C order. None: they are."""
+    """Raises ArgumentError unless strides, in bytes, are those of C order. `strides` None means C order."""
     if strides is None or math.prod(shape) == 0:
         return
     expected = dtype.itemsize

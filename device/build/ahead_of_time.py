@@ -16,9 +16,9 @@ def compile_kernels(compiler: Compiler, architecture: str, kernels: Sequence[Shi
     """Compiles kernels of a GPU into the cache.
 
     Args:
-        compiler: of the GPU.
-        architecture: of the GPU.
-        kernels: in the order in which they are begun.
+        compiler: the GPU's compiler.
+        architecture: the GPU's architecture.
+        kernels: the kernels, in the order in which compilations start.
         threads: how many are compiled at a time.
 
     Returns:

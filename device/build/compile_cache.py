@@ -2,8 +2,8 @@
 
 The key covers the source with its includes, the options, the compiler and every shipped header, so a cached file
 is never stale. A file ends with its length and digest: one that is damaged is compiled again. It is written under
-another name and moved into place. Threads and processes that need the same source at once wait for the first of them,
-which compiles it. Loaded code runs as this user, so neither directory nor file may be another user's.
+another name and moved into place. Of threads and processes that need the same source at once, the first compiles it and
+the others wait. Loaded code runs as this user, so neither directory nor file may be another user's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INCLUDE_DIR = Path(__file__).parents[1] / "include"
 CUDA_NAMES_DIR = INCLUDE_DIR / "cuda_names"
 """Headers with the names of CUDA's own, for targets that lack those."""
 RTC_NAMES_DIR = INCLUDE_DIR / "rtc_names"
-"""Headers with the names of libc's and C++'s, for run-time compilers, which have none."""
+"""Headers with the names of libc's and C++'s headers, which run-time compilers lack."""
 KERNEL_DIR = Path(__file__).parents[1] / "kernels"
 
 T = TypeVar("T")
@@ -45,18 +45,18 @@ of a shared object reads no further than its last section.
 
 
 def sealed(content: bytes) -> bytes:
-    """A content with its seal."""
+    """Returns the content with its seal appended."""
     return content + _SEAL.pack(_MARK, len(content), hashlib.sha256(content).digest())
 
 
 def unsealed(data: bytes) -> bytes | None:
-    """The inverse of `sealed`; None if anything was cut off, added or changed."""
+    """Returns the content of sealed data; None if the data was cut off, extended or changed."""
     content = data[: -_SEAL.size]
     return content if data == sealed(content) else None
 
 
 def shipped_source(file: str, kernel: str, dtype: str | None, op: str | None) -> str:
-    """The source of a shipped kernel: its file, and an instance for an element type if it has them."""
+    """Returns the source of a shipped kernel: its file, and the instance for the element type if there is one."""
     name = "_".join(filter(None, (kernel, dtype, op)))
     source = f'#include "{file}"\n'
     if dtype is None:
@@ -88,18 +88,18 @@ def _name(key_parts: tuple[str, ...], suffix: str) -> str:
 
 
 _building: dict[str, threading.Lock] = {}
-_unsaved: dict[str, bytes] = {}  # files that the cache could not take, by their name there
-os.register_at_fork(after_in_child=_building.clear)  # the threads that held them do not exist
+_unsaved: dict[str, bytes] = {}  # files that could not be saved in the cache, by name
+os.register_at_fork(after_in_child=_building.clear)  # the threads that held the locks do not exist in the child
 
 
 def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:
-    """The result of `load(path)` for the shared object of this key, which `build()` makes unless it is cached.
+    """Returns `load(path)` for the shared object of this key, which `build()` makes unless it is cached.
 
-    If the cache can't be used, the file is this process's own, and the first time a warning says so.
+    If the cache can't be used, the file is private to this process, and a warning is issued once.
 
     Raises:
         UntrustedPathError: other users can change the directory that ``PROXYCCL_CACHE`` names.
-        CompileError: no file can be written anywhere, or none can be loaded.
+        CompileError: the file can't be written anywhere, or can't be loaded.
     """
     name = _name(key_parts, ".so")
     with _building.setdefault(name, threading.Lock()):
@@ -119,12 +119,12 @@ def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: 
 
 
 def _once(name: str, build: Callable[[], bytes]) -> Callable[[], bytes]:
-    """A function that builds when it is first called, and does not rebuild a file that could not be saved before."""
+    """Returns a function that builds at its first call, and reuses a file that could not be saved before."""
     return functools.cache(lambda: _unsaved[name] if name in _unsaved else build())
 
 
 def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> tuple[Path, bytes]:
-    """A whole file's contents, and a path that stays in the directory that was checked, even if names change."""
+    """Returns a file's contents, and a path through the checked directory's descriptor, valid even if names change."""
     content = _found(directory, path)
     if content is None:
         with one_builder(directory, path) as waited:
@@ -136,7 +136,8 @@ def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> t
 
 
 def _found(directory: int, path: Path) -> bytes | None:
-    """A file's contents. None if it does not exist, or is damaged or untrusted, which is logged."""
+    """Returns a file's contents. None if the file does not exist; also if it is damaged or untrusted, which is
+    logged."""
     try:
         content = unsealed(read_private(directory, path))
     except FileNotFoundError:
@@ -150,11 +151,11 @@ def _found(directory: int, path: Path) -> bytes | None:
 
 
 def _open_cache(*, make: bool) -> int:
-    """A descriptor of the cache's directory.
+    """Returns a descriptor of the cache's directory.
 
     Raises:
         UntrustedPathError: other users can change the directory, which ``PROXYCCL_CACHE`` names.
-        OSError: it can't be used.
+        OSError: the directory can't be used.
     """
     named = bool(os.environ.get("PROXYCCL_CACHE"))
     try:
@@ -169,7 +170,7 @@ _open: dict[tuple[int, int], int] = {}  # by device and inode
 
 
 def _keep_open(descriptor: int) -> int:
-    """A descriptor of the same directory that stays open, so that paths of loaded objects through it stay unique."""
+    """Returns a descriptor of the same directory that stays open, so that paths of loaded objects stay unique."""
     info = os.fstat(descriptor)
     identity = info.st_dev, info.st_ino
     kept = _open.setdefault(identity, descriptor)
@@ -192,14 +193,14 @@ def _done_without(error: OSError) -> str:
 
 @functools.cache
 def _own_directory() -> Path:
-    """A directory of this process, removed at its end."""
+    """Returns this process's directory for files that the cache can't take. It is removed at exit."""
     import shutil
     import tempfile
 
     directory, owner = tempfile.mkdtemp(prefix="proxyccl-"), os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # a fork ends too
+        if os.getpid() == owner:  # a fork's child must not remove it
             shutil.rmtree(directory, ignore_errors=True)
 
     atexit.register(remove)
@@ -212,13 +213,13 @@ def shipped_options(compiler: Compiler, architecture: str) -> tuple[str, ...]:
 
 
 def compiled_image(compiler: Compiler, source: str, options: tuple[str, ...]) -> bytes:
-    """A GPU's image of a source that includes only headers of this library, compiled unless it is cached.
+    """Returns a GPU's image of a source that includes only this library's headers, compiled unless it is cached.
 
-    If the cache can't be used, this process keeps it in memory, and the first time a warning says so.
+    If the cache can't be used, this process keeps the image in memory, and a warning is issued once.
 
     Raises:
         UntrustedPathError: other users can change the directory that ``PROXYCCL_CACHE`` names.
-        CompileError: it does not compile.
+        CompileError: the source does not compile.
     """
     name = _image_name(compiler, source, options)
     with _building.setdefault(name, threading.Lock()):
@@ -232,7 +233,7 @@ def compiled_image(compiler: Compiler, source: str, options: tuple[str, ...]) ->
 
 
 def image_is_there(compiler: Compiler, source: str, options: tuple[str, ...]) -> bool:
-    """Whether `compiled_image` would find it compiled. Raises UntrustedPathError as that does."""
+    """Whether `compiled_image` would find the image in the cache. Raises UntrustedPathError like `compiled_image`."""
     name = _image_name(compiler, source, options)
     try:
         return name in _unsaved or _found(_open_cache(make=False), cache_dir() / name) is not None

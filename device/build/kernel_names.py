@@ -1,4 +1,4 @@
-"""Names of the kernels in a source, which are needed before it is compiled: an export is appended for each (kernel.h).
+"""Finds the names of the kernels in a source before it is compiled: an export is appended for each (kernel.h).
 
 Most sources show their kernels in plain text. Macros and conditions hide them, and only a preprocessor can expand
 those. The host's compiler has one. NVRTC and HIPRTC do not expose theirs, so there such a source is compiled once
@@ -26,7 +26,7 @@ _NOT_A_FUNCTION = {"alignas", "decltype", "noexcept", "sizeof"}
 
 
 def _without_text(source: str) -> str:
-    """The source without comments and literals. Those of an #include are kept, as they name its header."""
+    """Returns the source without comments and literals, except those that name an #include's header."""
 
     def blank(match: re.Match[str]) -> str:
         before = source[source.rfind("\n", 0, match.start()) + 1 : match.start()]
@@ -36,7 +36,8 @@ def _without_text(source: str) -> str:
 
 
 def in_plain_text(source: str, options: Iterable[str] = ()) -> bool:
-    """Whether `kernel_names` sees all kernels: no macro or option makes any, and no condition or header may."""
+    """Whether `kernel_names` finds all kernels in the plain text: macros, options, conditions and headers can't add
+    any."""
     if any("__global__" in option for option in options):
         return False
     for directive in _DIRECTIVE.finditer(_without_text(source)):
@@ -49,13 +50,13 @@ def in_plain_text(source: str, options: Iterable[str] = ()) -> bool:
 
 
 def kernel_names(source: str) -> list[str]:
-    """Names of the ``__global__`` functions that a preprocessed source, or one `in_plain_text`, defines.
+    """Returns the names of the ``__global__`` functions that a source, preprocessed or `in_plain_text`, defines.
 
     Templates and declarations are not kernels. Attributes may stand anywhere before the name or after the parameters.
     """
     tokens = _TOKEN.findall(_DIRECTIVE.sub("", _without_text(source)))
     names: dict[str, None] = {}
-    start = 0  # of the declaration that the token belongs to
+    start = 0  # where the token's declaration begins
     for at, token in enumerate(tokens):
         if token in ("{", "}", ";"):
             start = at + 1
@@ -67,7 +68,7 @@ def kernel_names(source: str) -> list[str]:
 
 
 def _defined(tokens: list[str], at: int) -> str | None:
-    """The name of the function whose definition goes on here, or None for a declaration."""
+    """Returns the name of the function whose definition continues here; None for a declaration."""
     name, depth = None, 0
     for here in range(at, len(tokens)):
         token = tokens[here]
@@ -84,20 +85,20 @@ def _defined(tokens: list[str], at: int) -> str | None:
     return None
 
 
-# Each kernel of a cubin has a bank of constants, of AMD's code objects a descriptor. Mangled: not extern "C".
+# A cubin has a bank of constants for each kernel; AMD's code object has a descriptor. A mangled name is not extern "C".
 _IN_IMAGE = re.compile(rb"\0(?:\.nv\.constant0\.(\w+)|(\w+)\.kd)(?=\0)")
 _CONSTANTS = b".nv.constant0."
 _IN_NAMESPACE = re.compile(rb"_ZN8proxyccl(\d+)(\w+)(\.kd)?")
 
 
 def kernels_of_image(image: bytes) -> list[str]:
-    """Names of the ``extern "C"`` kernels in an image that NVRTC or HIPRTC compiled."""
+    """Returns the names of the ``extern "C"`` kernels in an image that NVRTC or HIPRTC compiled."""
     found = {(match[1] or match[2]).decode() for match in _IN_IMAGE.finditer(image)}
     return sorted(name for name in found if not name.startswith("_Z"))
 
 
 def symbols_in_namespace(image: bytes) -> dict[str, str]:
-    """The symbols of an image's kernels that are in the namespace `proxyccl`, by their names there."""
+    """Returns the symbols of an image's kernels in the namespace `proxyccl`, by their names there."""
     return {
         match[2][: int(match[1])].decode(): match[0].removesuffix(b".kd").decode()
         for match in _IN_NAMESPACE.finditer(image)
@@ -106,6 +107,6 @@ def symbols_in_namespace(image: bytes) -> dict[str, str]:
 
 
 def text_with_exports(source: str, names: Iterable[str]) -> str:
-    """The text that is compiled for a source: its own lines keep their numbers."""
+    """Returns the text to compile for a source. The source's lines keep their numbers."""
     exports = "".join(f"PROXYCCL_EXPORT_KERNEL({name})\n" for name in names)
     return f'#include "proxyccl/kernel.h"\n#line 1 "kernel source"\n{source}\n{exports}'

@@ -15,19 +15,19 @@ _PAUSE = 0.01  # seconds
 
 @contextlib.contextmanager
 def one_builder(directory: int, path: Path) -> Iterator[bool]:
-    """Within the block, other processes wait here to build the same file, for at most 10 minutes.
+    """A context in which other processes that want to build the same file wait, for at most 10 minutes.
 
-    A process that ends, however it ends, lets the next one in.
+    The lock ends with its process, even if that is killed.
 
     Args:
-        directory: a descriptor of the file's directory, which holds a lock meanwhile.
-        path: the file's path, whose name counts.
+        directory: a descriptor of the file's directory, which has the lock file meanwhile.
+        path: the file's path; only its name matters.
 
     Yields:
         Whether this process has waited, so that another one has probably built the file.
 
     Raises:
-        OSError: nothing can be written to the directory.
+        OSError: the directory can't be written.
     """
     name = f".{path.name}.lock"
     descriptor, waited = _lock(directory, name)
@@ -42,7 +42,7 @@ def one_builder(directory: int, path: Path) -> Iterator[bool]:
 
 
 def _lock(directory: int, name: str) -> tuple[int, bool]:
-    """A descriptor of the locked file, and whether that took more than one attempt."""
+    """Returns a descriptor of the locked file, and whether locking took more than one attempt."""
     ends = time.monotonic() + _LONGEST_WAIT
     waited = False
     while True:
@@ -63,7 +63,7 @@ def _lock(directory: int, name: str) -> tuple[int, bool]:
 
 
 def _is_named(descriptor: int, directory: int, name: str) -> bool:
-    """Whether the file still has its name: its last owner removed it."""
+    """Whether the lock file still has its name: its last owner may have removed it."""
     try:
         return os.path.samestat(os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:

@@ -12,10 +12,10 @@ from proxyccl.device.driver import Driver
 class DeviceContext:
     """A device's context, made current for calls.
 
-    Finalizers hold this instead of the runtime, which would otherwise never be collected.
+    Finalizers hold this object instead of the runtime, so that the runtime can be collected.
 
     Args:
-        driver: the vendor's.
+        driver: the vendor's driver.
         device: the number of the device among those that this process may use.
     """
 

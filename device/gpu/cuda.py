@@ -14,9 +14,9 @@ from proxyccl.device.gpu.cuda_compiler import CudaCompiler, compiler_version
 from proxyccl.device.gpu.cuda_virtual_memory import VirtualMemory
 
 _OLDEST_DRIVER = 12000
-"""CUDA 12.0: the first whose driver API has every call under the name used here."""
+"""CUDA 12.0: the first version whose driver API has every call under the name used here."""
 _BATCHES_SINCE = 13000
-"""CUDA 13.0: `cuMemcpyBatchAsync` without its earlier parameter for failures."""
+"""CUDA 13.0: from here on `cuMemcpyBatchAsync` lacks its earlier parameter for failures."""
 
 _QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS")
 _QUEUES_UNLESS_SET = 8
@@ -27,7 +27,7 @@ def check_versions(driver: int, compiler_major: int) -> None:
 
     Args:
         driver: 1000 * major + 10 * minor, as cuDriverGetVersion returns it.
-        compiler_major: NVRTC's. Its cubins run on every driver of the same major version and later.
+        compiler_major: NVRTC's major version. Its cubins run on drivers of that major version and later.
     """
     have = _in_words(driver)
     if driver < _OLDEST_DRIVER:
@@ -71,7 +71,7 @@ class CudaDriver(Driver):
         return int(status), tuple(results)
 
     def _address_of(self, name: str) -> int:
-        # The version names the signature: 12.0's, the oldest driver's.
+        # The version selects the signature: that of CUDA 12.0, the oldest supported.
         status, address = _find_address(name, _OLDEST_DRIVER)
         if status:
             raise DriverError(f"cuGetProcAddress({name})", status, self.error_text(status))
@@ -84,12 +84,12 @@ class CudaDriver(Driver):
 
     @property
     def loads_lazily(self) -> bool:
-        """The mode that the driver took from CUDA_MODULE_LOADING when it was initialised."""
+        """Whether the driver was initialised with lazy loading (CUDA_MODULE_LOADING)."""
         return bool(self.call("ModuleGetLoadingMode") == cu.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING)
 
     @property
     def queue_limit(self) -> str | None:
-        """The environment's: the driver tells nobody how many it took when it was initialised."""
+        """The environment's setting: the driver does not report how many queues it uses."""
         for name in _QUEUES:
             value = os.environ.get(name, "")
             if value.isdecimal() and int(value) < _QUEUES_UNLESS_SET:
@@ -143,7 +143,7 @@ class CudaDriver(Driver):
         return int(self.call("MemAlloc", nbytes))
 
     def allocate_block(self, nbytes: int) -> int:
-        """Device memory, mapped by itself as a block."""
+        """Allocates device memory as a separately mapped block."""
         return self._virtual_memory.allocate(nbytes)
 
     def free(self, ptr: int) -> None:
@@ -162,7 +162,7 @@ class CudaDriver(Driver):
         status, kind = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, ptr)
         if status or int(kind) != int(cu.CUmemorytype.CU_MEMORYTYPE_DEVICE):
             return None
-        # The driver itself: the binding was seen to answer 0 for every device's memory.
+        # Calls the driver directly: the binding was seen to return 0 for every device's memory.
         ordinal = ctypes.c_int()
         attribute = int(kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
         failed = _pointer_attribute()(ctypes.byref(ordinal), attribute, ptr)
@@ -174,7 +174,7 @@ class CudaDriver(Driver):
         return int(self.call("PointerGetAttribute", cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, ptr))
 
     def export_memory(self, base: int, size: int) -> bytes:
-        """A CUDA IPC handle, or one of mapped blocks, which IPC refuses."""
+        """Returns a CUDA IPC handle or, for mapped blocks, which IPC refuses, a handle of their descriptors."""
         try:
             return bytes(self.call("IpcGetMemHandle", base).reserved)
         except DriverError:
@@ -228,6 +228,6 @@ def _pointer_attribute() -> Any:
 
 @functools.cache
 def _find_address(name: str, version: int) -> tuple[int, int]:
-    """The status and the address of a call with the signature of a version of CUDA."""
+    """Returns the status and the address of a driver call with the signature of a CUDA version."""
     status, *found = cu.cuGetProcAddress(name.encode(), version, 0)
     return int(status), 0 if status else int(found[0])

@@ -1,4 +1,4 @@
-"""cuda-bindings, as the modules for CUDA import it."""
+"""Imports cuda-bindings for the modules for CUDA."""
 
 from __future__ import annotations
 

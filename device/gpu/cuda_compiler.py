@@ -11,7 +11,7 @@ from proxyccl.device.gpu.cuda_bindings import nvrtc
 
 @functools.cache
 def compiler_version() -> tuple[int, int]:
-    """NVRTC's (major, minor). Raises RuntimeUnavailableError if it is not installed."""
+    """Returns NVRTC's version (major, minor). Raises RuntimeUnavailableError if NVRTC is not installed."""
     try:
         major, minor = _nvrtc("nvrtcVersion", nvrtc.nvrtcVersion())
     except RuntimeError as error:
@@ -40,11 +40,11 @@ class CudaCompiler:
         return f"NVRTC {major}.{minor}"
 
     def options(self, architecture: str) -> tuple[str, ...]:
-        """A cubin and not PTX, which a driver older than the compiler would refuse."""
+        """Returns options for a cubin instead of PTX, which a driver older than the compiler would refuse."""
         return (f"-arch={architecture}", "-std=c++17", "-default-device")
 
     def compile(self, source: str, options: tuple[str, ...]) -> bytes:
-        """An image from NVRTC."""
+        """Compiles a source by NVRTC."""
         program = _nvrtc("nvrtcCreateProgram", nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
         try:
             encoded = [option.encode() for option in options]
@@ -67,7 +67,7 @@ class CudaLinkCompiler(CudaCompiler):
     _image = "LTOIR"
 
     def options(self, architecture: str) -> tuple[str, ...]:
-        """Those of other code, with optimisation left to the linker."""
+        """Returns the options of other code, with optimisation left to the linker."""
         return (*super().options(architecture), "-dlto", "-rdc=true")
 
 

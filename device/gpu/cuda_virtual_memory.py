@@ -3,8 +3,8 @@
 Such memory, for example torch's expandable segments, consists of blocks that lie side by side in a range of addresses,
 each an allocation of its own, and CUDA IPC refuses it.
 
-Its owner may unmap a block at any moment in which no call uses it, and the driver's call that finds a block's handle
-by its address then corrupts the driver's memory. So `export` retains the handles, in the call that uses the memory, and
+The owner may unmap a block whenever it is not in use by a call. The driver's call that finds a block's handle by
+address would then corrupt the driver's memory. So `export` retains the handles, in the call that uses the memory, and
 the server of descriptors works with the retained handles.
 """
 
@@ -39,7 +39,7 @@ class _Export(Struct):
 
     Attributes:
         blocks: the size and the retained handle of each block.
-        users: calls of `export` without their `end_export`, and requests that are being served.
+        users: calls of `export` without their `end_export`, plus requests in progress.
     """
 
     blocks: list[tuple[int, Any]]
@@ -50,7 +50,7 @@ class VirtualMemory:
     """Exports and imports ranges of mapped blocks. One object a process.
 
     Args:
-        driver: CUDA's.
+        driver: CUDA's driver.
         pointer_attribute: the driver's cuPointerGetAttribute.
     """
 
@@ -63,7 +63,7 @@ class VirtualMemory:
         self._lock = threading.RLock()  # of the exports; garbage that ends one may be collected anywhere
 
     def allocate(self, nbytes: int) -> int:
-        """A block of its own on the current context's device, which the device reaches. Its base.
+        """Allocates a separate block on the current context's device and maps it there. Returns its base.
 
         Raises:
             DriverError: the device is full, or the driver does not share blocks by file descriptors.
@@ -96,7 +96,7 @@ class VirtualMemory:
         return base
 
     def free(self, base: int) -> bool:
-        """Frees memory of `allocate`. Waits for the current context's work. False if it is none."""
+        """Frees memory of `allocate`, after the current context's work. Returns False for other memory."""
         size = self._allocated.pop(base, None)
         if size is None:
             return False
@@ -105,13 +105,13 @@ class VirtualMemory:
         return True
 
     def is_mapped(self, ptr: int) -> bool:
-        """Whether an address lies in memory of the device that CUDA IPC refuses, as it refuses such blocks."""
+        """Whether an address lies in device memory that CUDA IPC refuses, such as mapped blocks."""
         capable = ctypes.c_uint64()  # the driver writes a boolean
         which = int(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE)
         return not self._pointer_attribute(ctypes.byref(capable), which, ptr) and not capable.value
 
     def export(self, base: int, size: int) -> bytes:
-        """A handle of a whole range of blocks, which are mapped during the call.
+        """Returns a handle of a whole range of blocks, which must stay mapped during the call.
 
         Peers can map the blocks, and the blocks keep their memory, until `end_export`.
 
@@ -132,7 +132,7 @@ class VirtualMemory:
         return _HANDLE.pack(MAPPED_BLOCKS, forks.here().token, request)
 
     def _blocks(self, base: int, size: int) -> Iterator[tuple[int, int]]:
-        """The address and size of each block of a range."""
+        """Yields the address and size of each block of a range."""
         ptr = base
         while ptr < base + size:
             _, nbytes = self._driver.call("MemGetAddressRange", ptr)
@@ -159,7 +159,7 @@ class VirtualMemory:
             self._driver.release("MemRelease", block)
 
     def end_export(self, handle: bytes) -> None:
-        """Ends an `export`. After the last one of a range, its blocks no longer keep their memory."""
+        """Ends an `export`. The last end for a range releases the blocks' memory."""
         self._end(_HANDLE.unpack_from(handle)[2])
 
     def _end(self, request: bytes) -> None:
@@ -172,7 +172,7 @@ class VirtualMemory:
     def _supply(self, request: bytes) -> Iterator[tuple[int, int]]:
         with self._lock:
             if request not in self._exported:
-                raise DriverError("cuMemExportToShareableHandle", 0, "its owner no longer shares the memory")
+                raise DriverError("cuMemExportToShareableHandle", 0, "the owner no longer exports the memory")
             export = self._exported[request]
             export.users += 1
         try:
@@ -184,15 +184,15 @@ class VirtualMemory:
 
     @staticmethod
     def is_handle(handle: bytes) -> bool:
-        """Whether `export` made it."""
+        """Whether `export` made this handle."""
         return handle.startswith(MAPPED_BLOCKS)
 
     def open(self, handle: bytes) -> int:
-        """Maps another process's blocks side by side, for the current context's device. Their base.
+        """Maps another process's blocks side by side, for the current context's device. Returns their base.
 
         Raises:
             DriverError: a block can't be mapped.
-            OSError: the process that exported it does not hand it over.
+            OSError: the exporting process does not hand the blocks over.
         """
         _, process, request = _HANDLE.unpack_from(handle)
         blocks = fetch_descriptors(process, _KIND, request)
@@ -235,7 +235,7 @@ class VirtualMemory:
         self._driver.release("MemAddressFree", base, size)
 
     def release(self, base: int) -> bool:
-        """Unmaps memory of `open`. False if it mapped nothing there."""
+        """Unmaps memory of `open`. Returns False for an address that `open` did not map."""
         size = self._imported.pop(base, None)
         if size is None:
             return False

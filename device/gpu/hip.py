@@ -25,7 +25,7 @@ def check_versions(driver: int, runtime: int) -> None:
 
     Args:
         driver: 10,000,000 * major + 100,000 * minor + patch, as hipDriverGetVersion returns it.
-        runtime: the same of the runtime library.
+        runtime: the runtime library's version in the same form.
     """
     if driver // 100_000 < runtime // 100_000:
         raise RuntimeUnavailableError(
@@ -121,11 +121,11 @@ class HipDriver(Driver):
         )
 
     def context(self, ordinal: int) -> int:
-        """The device's number."""
+        """Returns the device's number."""
         return ordinal
 
     def current(self) -> int:
-        """The number of the thread's current device; it always has one."""
+        """Returns the number of the thread's current device, which always exists."""
         return int(self.call("CtxGetCurrent"))
 
     def adds_at_peer(self, ordinal: int, peer: int) -> bool:
@@ -135,11 +135,11 @@ class HipDriver(Driver):
     # -- memory ---
 
     def allocate(self, nbytes: int) -> int:
-        """Uncached device memory: a running kernel sees peers' writes and copies in it."""
+        """Allocates uncached device memory, in which a running kernel sees peers' writes and copies."""
         return int(self.call("ExtMallocWithFlags", nbytes, _MALLOC_UNCACHED))
 
     def allocate_block(self, nbytes: int) -> int:
-        """Refused: it has not been tried."""
+        """Raises RuntimeUnavailableError: this is untested on AMD GPUs."""
         raise RuntimeUnavailableError(
             "hip: memory of AMD GPUs is not passed between PID namespaces; start the ranks in one: --pid=host or "
             "hostPID for containers"
@@ -157,12 +157,12 @@ class HipDriver(Driver):
         return number.value
 
     def export_memory(self, base: int, size: int) -> bytes:
-        """A HIP IPC handle."""
+        """Returns a HIP IPC handle."""
         handle = self.call("IpcGetMemHandle", base)
         return ctypes.string_at(handle.as_c_void_p().value, handle.c_sizeof())
 
     def end_export(self, handle: bytes) -> None:
-        """Nothing to do: a HIP IPC handle holds nothing."""
+        """Does nothing: a HIP IPC handle keeps no resource."""
 
     def import_memory(self, handle: bytes) -> int:
         ipc = hip.hipIpcMemHandle_st.fromObj(bytearray(handle))
@@ -179,7 +179,7 @@ class HipDriver(Driver):
 
     def relax_capture(self, mode: int = CAPTURE_MODE_RELAXED) -> int:
         exchanged = ctypes.c_int(mode)
-        # hip-python's wrapper does not take a mode: it passes whatever is in the word.
+        # hip-python's wrapper takes no mode, but passes an uninitialised word.
         status = library().hipThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
         if status:
             raise DriverError("hipThreadExchangeStreamCaptureMode", status, self.error_text(status))
@@ -189,10 +189,10 @@ class HipDriver(Driver):
         return int(self.call("ModuleLoadData", bytearray(image)))  # hip-python keeps bytes for the process's life
 
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
-        """Nothing: a launch may ask for all shared memory."""
+        """Does nothing: any launch may use all shared memory."""
 
     def _own_calls(self) -> dict[str, int]:
-        """One call for each word: older ROCm lacks hipStreamBatchMemOp."""
+        """Returns calls for single words: older ROCm lacks hipStreamBatchMemOp."""
         return {
             "copy": self.address("MemcpyDtoDAsync"),
             "wait64": self.address("StreamWaitValue64"),

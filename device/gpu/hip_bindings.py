@@ -1,4 +1,4 @@
-"""hip-python, as the modules for HIP import it.
+"""Imports hip-python for the modules for HIP.
 
 hip-python wraps each call, with its arguments and results as Python objects. Functions that C calls, and the one
 call that it wraps wrongly, are taken from the library that it has loaded.
@@ -25,5 +25,5 @@ __all__ = ["hip", "hiprtc", "library"]
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library that hip-python calls."""
+    """Returns the library that hip-python calls."""
     return ctypes.CDLL(os.fsdecode(get_library_path("amdhip64")))

@@ -11,7 +11,7 @@ from proxyccl.device.gpu.hip_bindings import hiprtc
 
 @functools.cache
 def compiler_version() -> tuple[int, int]:
-    """HIPRTC's (major, minor). Raises RuntimeUnavailableError if it can't be loaded."""
+    """Returns HIPRTC's version (major, minor). Raises RuntimeUnavailableError if HIPRTC can't be loaded."""
     try:
         major, minor = _hiprtc("hiprtcVersion")
     except RuntimeError as error:
@@ -46,7 +46,7 @@ class HipCompiler:
         return compile_options(architecture)
 
     def compile(self, source: str, options: tuple[str, ...]) -> bytes:
-        """A code object from HIPRTC."""
+        """Compiles a source by HIPRTC to a code object."""
         program = _hiprtc("hiprtcCreateProgram", source.encode(), b"kernel.hip", 0, None, None)
         try:
             encoded = [option.encode() for option in options]

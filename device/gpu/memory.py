@@ -35,15 +35,15 @@ from proxyccl.device.process.namespaces import proc_view
 from proxyccl.device.runtime import Runtime
 
 _MOST_KEPT_BYTES, _MOST_KEPT_PINS = 1 << 30, 4096
-"""Most pinned memory without users; beyond them the oldest is unpinned, whatever that waits for."""
+"""The most unused memory that stays pinned. Beyond it the oldest is unpinned, even if that waits for kernels."""
 
 
 class GpuMemory:
-    """Device memory, allocated here or another's mapped here.
+    """Device memory that this process allocated, or mapped from another.
 
-    A driver that frees waits for the device's kernels. So memory without remaining references is freed when its
-    runtime next waits for its device or needs room, and not during garbage collection, which may run in the thread of a
-    rank for which those kernels wait.
+    Freeing waits for the device's kernels. So memory without references is freed when its runtime next waits for the
+    device or needs room, and not during garbage collection: that may run in a rank's thread for which those kernels
+    wait.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class GpuMemory:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Frees or unmaps it. Waits for the work that may use it."""
+        """Frees or unmaps the memory. Waits for the work that may use it."""
         if self._finalizer.detach() is not None and self._process.is_here:
             self._release()
 
 
 class GpuAllocation(GpuMemory):
-    """Device memory that was allocated here."""
+    """Device memory that this process allocated."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class GpuAllocation(GpuMemory):
         self._in_flight = in_flight
 
     def close(self) -> None:
-        """Frees it when this thread's launches are done; later, if kernels of another device may still use it."""
+        """Frees the memory when this thread's launches are done; later if kernels of another device may still use
+        it."""
         if self.closed:
             return
         if is_held():
@@ -122,30 +123,31 @@ class MemoryHandle:
 
     @classmethod
     def pack(cls, device: int, base: int, allocation: int, offset: int, nbytes: int, raw: bytes) -> bytes:
-        """A handle. `base` and `allocation` name the allocation, `offset` and `nbytes` the range in it."""
+        """Returns a handle. `base` and `allocation` name the allocation, `offset` and `nbytes` the range in it."""
         return cls._LAYOUT.pack(
             cls._MAGIC, forks.here().token, proc_view(), device, base, allocation, offset, nbytes, raw
         )
 
     @classmethod
     def unpack(cls, handle: bytes) -> tuple[bool, int, int, int, int, int, bytes]:
-        """(whether it is this process's, device, base, allocation, offset, nbytes, the driver's handle)."""
+        """Returns (whether this process made the handle, device, base, allocation, offset, nbytes, the driver's
+        handle)."""
         if len(handle) != cls.SIZE:
             raise ArgumentError(
                 "handle", f"expected a handle of device memory, {cls.SIZE} bytes, not {len(handle)} bytes"
             )
         magic, process, view, device, base, allocation, offset, nbytes, raw = cls._LAYOUT.unpack(handle)
         if magic != cls._MAGIC:
-            raise ArgumentError("handle", "expected a handle of device memory: these bytes begin differently")
+            raise ArgumentError("handle", "expected a handle of device memory: its first bytes are wrong")
         own = process == forks.here().token
         here = proc_view()
         if not own and view and here and view != here and not passes_namespaces(handle):
-            raise ArgumentError("handle", f"{NOT_PASSED}: its process is in another one")
+            raise ArgumentError("handle", f"{NOT_PASSED}: the owner is in another one")
         return own, device, base, allocation, offset, nbytes, raw
 
     @classmethod
     def process_of(cls, handle: bytes) -> bytes:
-        """The token of the process that made a handle."""
+        """Returns the token of the process that made a handle."""
         token: bytes = cls._LAYOUT.unpack(handle)[1]
         return token
 
@@ -160,12 +162,12 @@ def _undo(done: tuple[int, Callable[[int], None]]) -> None:
 
 
 class _PinHolds:
-    """Counts the holds of each device: a runtime's name and a number. A hold says that its kernels may wait for work of
-    this process.
+    """Counts each device's holds. A hold says that kernels of the device, a runtime's name and a number, may wait for
+    work of this process.
 
-    CUDA's call that unpins (`cuMemHostUnregister`) waits for the kernels of all devices of the process, as seen with
-    driver 580. One of these may wait for a launch of the thread that made the call, or for a proxy's copy that waits
-    for the driver. So memory without users stays pinned while other devices have holds.
+    CUDA's call that unpins (`cuMemHostUnregister`) waits for the kernels of all devices of the process (seen with
+    driver 580). Such a kernel may wait for a launch of the calling thread, or for a proxy's copy, which waits for the
+    driver: a deadlock. So unused memory stays pinned while other devices have holds.
     """
 
     def __init__(self) -> None:
@@ -173,16 +175,16 @@ class _PinHolds:
         self._holds: Counter[tuple[str, int]] = Counter()
 
     def unchanged(self) -> contextlib.AbstractContextManager[object]:
-        """Within the block no other thread begins or ends a hold: who decides to unpin does so inside."""
+        """A context in which no other thread begins or ends a hold, for a decision to unpin."""
         return self._lock
 
     def begin(self, device: tuple[str, int]) -> None:
-        """A device's hold begins. Each call is paired with an `end`."""
+        """Begins a hold of a device. Each call is paired with an `end`."""
         with self._lock:
             self._holds[device] += 1
 
     def end(self, device: tuple[str, int]) -> None:
-        """It has ended, and so have the kernels."""
+        """Ends a hold of a device, whose kernels have ended."""
         with self._lock:
             self._holds[device] -= 1
             self._holds = +self._holds
@@ -197,7 +199,7 @@ class _Pin(Struct, frozen=True):
     """Pinned memory of the host, from an address on.
 
     Attributes:
-        addresses: keeps the addresses, which other memory would be given, still pinned; None if somebody else does.
+        addresses: an object that keeps the addresses from reuse while they are pinned; None if other code does.
     """
 
     driver: Driver
@@ -206,7 +208,7 @@ class _Pin(Struct, frozen=True):
     addresses: object
 
     def unpin(self) -> None:
-        """In the current context: that of the device which pinned the memory may be lost by now."""
+        """Unpins the memory in the current context, as the context that pinned it may be lost."""
         self.driver.unregister_host(self.start)
 
 
@@ -219,7 +221,7 @@ class GpuMemoryRuntime(Runtime):
 
     Attributes:
         info: the driver's description of the device.
-        context: the device's.
+        context: the device's context.
         unused: memory without remaining references; freed when the device is waited for next.
 
     Raises:
@@ -312,7 +314,8 @@ class GpuMemoryRuntime(Runtime):
         return self._pin_shared(SharedMemory.adopt(descriptor, nbytes))
 
     def _pin_shared(self, shared: SharedMemory) -> GpuPinnedMemory:
-        """Pins shared memory of the host and maps it for the device. It closes with the result, or on a failure."""
+        """Pins shared memory of the host and maps it for the device. `shared` is closed with the result, or on a
+        failure."""
         # Pinned once a process, whole and for all devices; ranks that are threads see the same address.
         start, nbytes = shared.mapped_range
         key, addresses = (self.driver.runtime, start), shared.addresses()
@@ -351,7 +354,7 @@ class GpuMemoryRuntime(Runtime):
             try:
                 base, size = self.driver.address_range(ptr, nbytes)
                 if ptr + nbytes > base + size:
-                    raise ArgumentError("array", f"{nbytes} bytes at {ptr:#x} leave their allocation")
+                    raise ArgumentError("array", f"{nbytes} bytes at {ptr:#x} extend past their allocation")
                 allocation = self.driver.allocation_id(base)
                 raw = self.driver.export_memory(base, size)
             except DriverError as error:
@@ -366,7 +369,7 @@ class GpuMemoryRuntime(Runtime):
         self.driver.end_export(MemoryHandle.unpack(handle)[-1])
 
     def open(self, handle: bytes) -> GpuMemory:
-        """Maps memory that a process of this machine exported, or reaches memory of another thread of this one."""
+        """Maps memory that a process of this machine exported, this process included."""
         own, device, base, allocation, offset, nbytes, raw = MemoryHandle.unpack(handle)
         if own:
             self._check_own(device, base, allocation, offset + nbytes)
@@ -386,16 +389,16 @@ class GpuMemoryRuntime(Runtime):
             except (DriverError, OSError) as error:
                 meanwhile = isinstance(error, DriverError) and error.status == self.driver.already_mapped
                 kind = AlreadyMappedError if meanwhile else ArgumentError
-                raise kind("handle", f"the memory that it names can't be mapped: {error}") from None
+                raise kind("handle", f"the memory can't be mapped: {error}") from None
         release = functools.partial(self.context.call, self._imported.release, key)
         memory = GpuMemory(mapped + offset, nbytes, self.unused.append, release)
         if not self._holds(mapped, offset + nbytes):
             memory.close()
-            raise ArgumentError("handle", f"{nbytes} bytes at {offset} leave the allocation that it names")
+            raise ArgumentError("handle", f"{nbytes} bytes at offset {offset} extend past the allocation")
         return memory
 
     def _holds(self, mapped: int, nbytes: int) -> bool:
-        """Whether `nbytes` of another process's allocation are mapped at `mapped`, as far as the driver says."""
+        """Whether `nbytes` of another process's allocation are mapped at `mapped`; True if the driver can't tell."""
         with self.current():
             try:
                 base, size = self.driver.address_range(mapped, nbytes)
@@ -406,18 +409,18 @@ class GpuMemoryRuntime(Runtime):
     def _check_own(self, device: int, base: int, allocation: int, end: int) -> None:
         """Raises ArgumentError if a handle of this process is damaged, or its memory was freed."""
         if not 0 <= device < self.driver.device_count():
-            raise ArgumentError("handle", f"it names device {device}, which this process does not have")
+            raise ArgumentError("handle", f"names device {device}, which this process does not have")
         with DeviceContext(self.driver, device).current():
             try:
                 start, size = self.driver.address_range(base, end)
                 found = self.driver.allocation_id(base)
             except DriverError:
-                raise ArgumentError("handle", "this process has freed the memory that it names") from None
+                raise ArgumentError("handle", "names memory that this process has freed") from None
         unused = UnusedMemory.on(self.driver.runtime, device)
         if (start, found) != (base, allocation) or unused.has_allocation(base):
-            raise ArgumentError("handle", "this process has freed the memory that it names")
+            raise ArgumentError("handle", "names memory that this process has freed")
         if end > size:
-            raise ArgumentError("handle", f"it names {end} bytes of an allocation of {size}")
+            raise ArgumentError("handle", f"names {end} bytes of an allocation of {size} bytes")
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         with self.current():

@@ -1,7 +1,7 @@
 """The runtime of a GPU, over any vendor's `Driver`: memory, streams, kernels and the engine's calls.
 
-It does not know the vendors: their differences are in cuda.py and hip.py. Every method may be called from any thread;
-it makes the device current for the call and restores the previous one, as other libraries of the process do.
+This module does not know the vendors: their differences are in cuda.py and hip.py. Every method may be called from any
+thread; it makes the device current for the call and restores the previous one, as other libraries of the process do.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _NAMES = (
 class _LoadedModule:
     """An image in a device's context, unloaded when neither its runtime nor a kernel of it remains.
 
-    As with memory, that waits for the device, and so until its runtime next does.
+    Unloading waits for the device, so it is left until the runtime next waits for the device, as freeing memory is.
 
     Attributes:
-        handle: the driver's.
+        handle: the driver's handle.
         symbols: see `symbols_in_namespace`.
     """
 
@@ -112,7 +112,7 @@ class GpuRuntime(GpuMemoryRuntime):
         )
         self._lock = threading.Lock()
         self._warm: set[str] = set()  # devices, this one among them, to which copies were made ready
-        self._modules: dict[int, dict[str, _LoadedModule]] = {}  # by control block
+        self._modules: dict[int, dict[str, _LoadedModule]] = {}  # by control block address
         self._kernels: dict[tuple[str, ...], Kernel] = {}
         self._copies = GpuStream(self.context)
         self._order = stream_order.of(driver, self.device)
@@ -123,7 +123,7 @@ class GpuRuntime(GpuMemoryRuntime):
     def activate(self, *, for_proxy: bool = False) -> None:
         self.driver.make_current(self.context.handle)
         if for_proxy:
-            # The engine may query events at any time, which must not break a capture on another thread.
+            # The engine may query events at any time, and must not break a capture on another thread.
             self.driver.relax_capture()
 
     @property
@@ -173,14 +173,14 @@ class GpuRuntime(GpuMemoryRuntime):
         return self.info.orders_rdma_writes
 
     def _ordinal(self, device_id: str) -> int | None:
-        """The number of a device here; None if this process does not see it."""
+        """Returns this process's number for a device; None if it does not see the device."""
         every = range(self.driver.device_count())
         return next((each for each in every if self.driver.device(each).device_id == device_id), None)
 
     def can_access_peer(self, device_id: str) -> bool:
-        """Whether kernels here can touch the other device's memory.
+        """Whether this device's kernels can access the other device's memory.
 
-        If this process does not see the device, the answer is yes: drivers map its memory all the same.
+        Returns True if this process does not see the device: drivers map such a device's memory all the same.
         """
         if not device_id.startswith(f"{self.name}:"):
             return False
@@ -192,12 +192,12 @@ class GpuRuntime(GpuMemoryRuntime):
         return peer is not None and (peer == self.device or self.driver.adds_at_peer(self.device, peer))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Copies between any two addresses; without a stream it returns when it is done, not ordered after other
-        work."""
+        """Copies between any two addresses. Without a stream, returns when the copy is done; it is not ordered after
+        other work."""
         self._queue(functools.partial(self.driver.copy, dst, src, nbytes), stream)
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Sets bytes; without a stream it returns when it is done, not ordered after other work."""
+        """Sets bytes. Without a stream, returns when this is done; it is not ordered after other work."""
         self._queue(functools.partial(self.driver.fill, dst, value, nbytes), stream)
 
     def _queue(self, call: Callable[[int], None], stream: StreamLike) -> None:
@@ -209,7 +209,7 @@ class GpuRuntime(GpuMemoryRuntime):
     # -- streams ---
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> GpuStream:
-        """A stream; a proxy's comes before others."""
+        """Creates a stream. A proxy's stream has priority over others."""
         return GpuStream(self.context, first=for_proxy)
 
     def create_event(self, *, times: bool = True) -> GpuEvent:
@@ -227,7 +227,7 @@ class GpuRuntime(GpuMemoryRuntime):
         self._order.follow(first, then, alike=True)
 
     def stream_events(self) -> StreamEvents:
-        """Its streams' order, and events that live as long as the device's context."""
+        """Returns the order of this device's streams, and events that live as long as the device's context."""
         address, idle, take, _ = self._order.in_c()
         return StreamEvents(address, take, idle.append)
 
@@ -294,13 +294,13 @@ class GpuRuntime(GpuMemoryRuntime):
             return self._kernels.setdefault(key, made)
 
     def load_kernel(self, image: bytes, name: str, parameters: Sequence[tuple[int, int]], shared: int) -> Kernel:
-        """A kernel of an image that another compiler made. Waits until no work of this runtime runs.
+        """Loads a kernel of an image that another compiler made. Waits until no work of this runtime runs.
 
         Args:
-            image: for this device's architecture.
-            name: the kernel's.
+            image: an image for this device's architecture.
+            name: the kernel's name.
             parameters: size and kind of each (kernel.py).
-            shared: bytes of dynamic shared memory that it is launched with.
+            shared: bytes of dynamic shared memory of its launches.
         """
         self.in_flight.wait()
         module = _LoadedModule(self.context, image, self.unused)
@@ -311,7 +311,8 @@ class GpuRuntime(GpuMemoryRuntime):
         return Kernel(self, name, ffi.cast("void *", function), table, module)
 
     def release_control(self, control: int) -> None:
-        """Unloads the modules that were compiled for it, except those with kernels that are still referenced."""
+        """Unloads the modules that were compiled for a control block, except those with kernels that are still
+        referenced."""
         with self._lock:
             modules = self._modules.pop(control, {})
         with contextlib.suppress(DriverError):  # a failed device no longer runs kernels

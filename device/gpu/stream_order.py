@@ -1,4 +1,4 @@
-"""Order between a GPU's streams, by events that are used again: a microsecond each, where a binding takes ten."""
+"""Orders a GPU's streams by events that are reused. Each call takes a microsecond; through a binding it takes ten."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class StreamMark:
     """The point in a stream that an event marks; see `StreamOrder.mark`. The event is used again when this is freed.
 
     Args:
-        order: of the stream's device.
-        event: which the mark takes over.
+        order: the order of the stream's device.
+        event: the event, which the mark owns.
     """
 
     __slots__ = ("_event", "_order")
@@ -43,14 +43,14 @@ class StreamMark:
         self._order._idle.append(self._event)
 
     def hold(self, stream: int) -> None:
-        """Makes later work of the stream with this handle wait for it."""
+        """Makes later work of the stream with this handle wait for the mark."""
         status = lib.proxyccl_stream_wait(self._order._order, stream, self._event)
         if status:
             self._order.finish(status, "stream wait", (stream, self._event))
 
 
 class StreamOrder:
-    """Orders the streams of one device, which it is given by their handles. For any thread; `of` finds it.
+    """Orders the streams of one device, named by their handles. Any thread may use it; `of` finds a device's.
 
     The methods raise DriverError, among others once the device's context is lost.
     """
@@ -75,7 +75,8 @@ class StreamOrder:
         return bool(lib.proxyccl_stream_captures(self._order, stream))
 
     def ask_capture(self, stream: int) -> bool:
-        """The same whichever device is current, which a default stream's handle depends on."""
+        """Like `is_capturing`, with this device made current, on which the meaning of a default stream's handle
+        depends."""
         captures = ffi.new("int *")
         status = lib.proxyccl_stream_ask_capture(self._order, stream, captures)
         if status:
@@ -103,12 +104,12 @@ class StreamOrder:
             self.finish(status, "order of streams", (event, first, then, alike))
 
     def finish(self, status: int, name: str, arguments: tuple[Any, ...]) -> None:
-        """After a call with a nonzero status: repeats it with the device current, or raises its error.
+        """Handles a call's nonzero status: repeats the call with the device current, or raises its error.
 
         Args:
-            status: the call's.
-            name: of the call, as in `_CALLS`.
-            arguments: of the call, after the order.
+            status: the call's status.
+            name: the call's name in `_CALLS`.
+            arguments: the call's arguments, after the order.
         """
         if status == lib.PROXYCCL_OTHER_CONTEXT:
             with self._context.current():
@@ -135,7 +136,7 @@ _made: dict[tuple[str, int], StreamOrder] = {}
 
 
 def of(driver: Driver, ordinal: int) -> StreamOrder:
-    """The order of a device's streams, of which a process has one: its events live as long as the device's context."""
+    """Returns the process's only order of a device's streams: its events live as long as the device's context."""
     context = DeviceContext(driver, ordinal)
     with _lock:
         found = _made.get((driver.runtime, context.handle))

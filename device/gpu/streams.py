@@ -30,7 +30,7 @@ class GpuStream(OwnedStream):
         super().__init__(context.call, self._driver.destroy_stream, self.handle)
 
     def close(self) -> None:
-        """Destroys the stream, which the driver does when its work has ended; `end` marks that."""
+        """Destroys the stream, after an event `end` that marks its last work. The driver finishes that work first."""
         if not self.closed and self._process.is_here:
             with contextlib.suppress(KernelError):  # the device's context is lost, and with it the work
                 end = GpuEvent(self._context)
@@ -74,7 +74,7 @@ class GpuEvent(Owned):
         Raises:
             ArgumentError: it is not a stream; or there is none, and the calling thread captures one into a graph.
         """
-        # A stream that is named is marked also beside a capture: the mark of its end is not work for a graph.
+        # A named stream may be marked even while another is captured: an event record is not work for the graph.
         handle = stream_handle(self._context, None) if stream is None else handle_of(self._driver, stream)
         with self._context.current():
             self._driver.record_event(self.handle, handle)
@@ -101,7 +101,7 @@ def synchronize(context: DeviceContext, stream: int) -> None:
 
 
 def stream_handle(context: DeviceContext, stream: StreamLike) -> int:
-    """The handle of the stream of a call, as `handle_of`.
+    """Returns the handle of a call's stream, as `handle_of` does.
 
     Raises:
         ArgumentError: it is not a stream, or is closed; or the calling thread captures another stream into a graph,
@@ -125,7 +125,7 @@ def _refuse_beside_capture(context: DeviceContext, handle: int, others: tuple[tu
 
 
 def handle_of(driver: Driver, stream: StreamLike) -> int:
-    """The handle of a stream of any library, or the calling thread's default stream for None.
+    """Returns the handle of a stream of any library; for None, that of the calling thread's default stream.
 
     The thread's own default stream is ordered with the legacy default stream, where other libraries work unless told
     otherwise, but not with other threads', so ranks that are threads don't wait for each other's kernels.
@@ -135,7 +135,7 @@ def handle_of(driver: Driver, stream: StreamLike) -> int:
     """
     if stream is None:
         return driver.thread_stream
-    if type(stream) is int and stream >> 64 == 0:  # a handle, as the library's own calls give
+    if type(stream) is int and stream >> 64 == 0:  # a handle, as the library's own calls pass
         return stream
     if isinstance(stream, GpuStream):
         stream._require_open()

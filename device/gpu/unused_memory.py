@@ -1,4 +1,4 @@
-"""Memory and modules of a device without remaining references: freed when the device is waited for next.
+"""Frees memory and modules without references, when their device is next waited for.
 
 A wait for a device covers its kernels, but not those of other devices and processes that reach its memory.
 While a `Hold` says that such kernels may run, no allocation is freed in this process.
@@ -21,10 +21,10 @@ class Hold(Protocol):
     """A condition that may keep this process's allocations from being freed."""
 
     def holds(self) -> bool:
-        """Whether kernels that no call here waits for may use memory of this process now. Any thread may ask."""
+        """Whether kernels that this process can't wait for may use its memory now. Any thread may ask."""
 
 
-_lock = threading.RLock()  # garbage may be collected, and memory freed, anywhere
+_lock = threading.RLock()  # reentrant: garbage collection may free memory anywhere
 _holds: list[Hold] = []
 
 
@@ -35,7 +35,7 @@ def add_hold(hold: Hold) -> None:
 
 
 def remove_hold(hold: Hold) -> None:
-    """Ends `add_hold`; does nothing if it was ended before."""
+    """Ends `add_hold`. A second call does nothing."""
     with _lock, contextlib.suppress(ValueError):
         _holds.remove(hold)
 
@@ -51,7 +51,7 @@ def is_held() -> bool:
 
 
 class UnusedMemory:
-    """Calls that free one device's memory without remaining references. Objects for the same device share them."""
+    """The pending calls that free one device's unreferenced memory. Objects for the same device share them."""
 
     _on: ClassVar[dict[tuple[str, int], UnusedMemory]] = {}
     _kept: ClassVar[list[tuple[int, Free]]] = []
@@ -63,12 +63,12 @@ class UnusedMemory:
 
     @classmethod
     def on(cls, runtime: str, device: int) -> UnusedMemory:
-        """The object for a device. A runtime object may be gone before its memory is."""
+        """Returns the object for a device. It outlives runtime objects, whose memory may remain."""
         return cls._on.setdefault((runtime, device), cls())
 
     @classmethod
     def keep_all(cls) -> int:
-        """Never frees the allocations queued now, on any device. Returns their number."""
+        """Keeps the allocations that are pending now, on all devices, and never frees them. Returns their number."""
         kept = [each for unused in list(cls._on.values()) for each in take_each(unused._allocations)]
         cls._kept += kept
         return len(kept)
@@ -98,15 +98,16 @@ class UnusedMemory:
                     free()
 
     def append_allocation(self, ptr: int, free: Free) -> None:
-        """Adds memory that was allocated here, by its address."""
+        """Adds an allocation of this process, by its address."""
         self._allocations.append((ptr, free))
 
     def has_allocation(self, ptr: int) -> bool:
-        """Whether the memory that was allocated at an address waits here to be freed, or is never freed."""
+        """Whether the allocation at an address is pending here, or will never be freed."""
         return any(ptr == unused for unused, _ in (*self._allocations, *self._kept))
 
     def free(self) -> None:
-        """Frees everything, except allocations while they are held. The caller has waited for the device."""
+        """Makes the pending calls, except for allocations while a hold is active. The caller has waited for the
+        device."""
         for free in take_each(self._others):
             free()
         for *_, free in take_each(self._pins):

@@ -23,12 +23,12 @@ from proxyccl.device.host.shipped_libraries import ships_kernels
 T = TypeVar("T")
 
 _LIMIT = 600.0  # seconds that a compiler may take
-_PATIENCE = 1.0  # seconds that a process compiles in silence
+_PATIENCE = 1.0  # seconds that a process waits for compilers before it says so
 _LARGEST_FRAME = 96 << 10  # bytes of a function's variables: a kernel's thread has a stack of 128 KiB (platform_host.h)
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler's command.
+    """Returns the C++ compiler's command.
 
     Raises:
         CompileError: there is no compiler; the message says what to install.
@@ -65,7 +65,7 @@ def load_source(
     """
     command = _command(options, include_dirs)
     key = text = text_with_exports(for_the_host(source), names)
-    if include_dirs or _may_include(options):  # foreign headers may change
+    if include_dirs or _may_include(options):  # other projects' headers may change
         key = _run([*command, "-E"], text, "preprocess")
     return _loaded(key, command, lambda: _compiled(command, text, ", ".join(names)), load)
 
@@ -73,7 +73,8 @@ def load_source(
 def load_shipped(
     source: str, name: str, options: tuple[str, ...], load: Callable[[Path], T], *, compiled_only: bool = False
 ) -> T:
-    """`load_source` for a shipped kernel. With `compiled_only` it raises CompileError unless it is in the cache."""
+    """`load_source` for a shipped kernel. With `compiled_only`, raises CompileError unless the kernel is in the
+    cache."""
     command = _command((*options, f"-I{KERNEL_DIR}"), ())
     text = text_with_exports(source, ())
 
@@ -89,7 +90,7 @@ def load_shipped(
 
 
 def _may_include(options: tuple[str, ...]) -> bool:
-    """Whether options may bring in headers of others. Levels, such as -O1 and -g, and sanitizers are known not to."""
+    """Whether options may include other projects' headers. Levels, such as -O1 and -g, and sanitizers do not."""
     return not all(re.fullmatch(r"-(O|g)\w?|-fsanitize=\w+", option) for option in options)
 
 
@@ -107,7 +108,7 @@ def _compiled(command: list[str], text: str, kernels: str) -> bytes:
 
 
 def preprocessed(source: str, options: tuple[str, ...], include_dirs: tuple[str, ...]) -> str:
-    """A source in which `kernel_names` finds kernels that macros make."""
+    """Preprocesses a source, so that `kernel_names` also finds kernels that macros make."""
     command = _command(options, include_dirs)
     return _run([*command, "-E", "-DPROXYCCL_FIND_KERNELS"], text_with_exports(source, ()), "preprocess")
 
@@ -125,11 +126,12 @@ def _announce(kernels: str) -> None:
     )
 
 
-_compiling = 0.0  # seconds that this process has waited for compilers, of several at once their sum
+_compiling = 0.0  # seconds that this process has waited for compilers, summed over concurrent compilations
 
 
 def _run(command: list[str], text: str, action: str, announce: Callable[[], None] = lambda: None) -> str:
-    """The compiler's output. Calls `announce` once this process has waited a second for compilers."""
+    """Runs the compiler and returns its output. Calls `announce` once this process has waited a second for
+    compilers."""
     global _compiling  # noqa: PLW0603  of this process, as its user waits
     began = time.monotonic()
     with open(os.memfd_create("kernel source"), "w+b") as source:  # `communicate` can't resume writing to a pipe

@@ -1,6 +1,6 @@
-"""CUDA C++ on the host's compiler: what that can't parse is rewritten, and what the host target lacks is named.
+"""Rewrites CUDA C++ that the host's compiler can't parse, and names CUDA functions that the host target lacks.
 
-The functions that it has are in host_cuda.h and platform_host.h.
+The functions that the host target has are in host_cuda.h and platform_host.h.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CUDA = re.compile(r"__\w+|(?:atomic|cuda|tex|surf|cg|cooperative_groups)\w*")
 
 
 def for_the_host(source: str) -> str:
-    """The source with dynamic shared memory as the emulator has it, on the same lines.
+    """Returns the source with declarations of dynamic shared memory rewritten for the emulator, on the same lines.
 
-    In CUDA C++ it is an array without a size, ``extern __shared__ float values[];``. Here it is a pointer to the memory
-    that the launch has made.
+    CUDA C++ declares an array without a size, ``extern __shared__ float values[];``. The emulator needs a pointer to
+    the memory that the launch has allocated.
     """
 
     def declared(match: re.Match[str]) -> str:
@@ -46,7 +46,7 @@ def _in_a_function(before: str) -> bool:
 
 
 def missing(log: str) -> str:
-    """The names of CUDA's that a compiler's log says are unknown, as a clause for an error; "" if there are none."""
+    """Returns the CUDA names that a compiler's log reports as unknown, as a clause for an error; "" if none."""
     unknown = dict.fromkeys(match["name"] for match in _UNKNOWN.finditer(log))
     names = [name for name in unknown if _CUDA.fullmatch(name)]
     return f": the host runtime has no {', '.join(names)}" if names else ""

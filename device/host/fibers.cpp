@@ -111,7 +111,7 @@ namespace host {
 namespace {
 
 constexpr uint64_t kCanary = 0x5afec0de5afec0deull;
-constexpr uint64_t kCanaryOffset = 8 * 1024;  // from the stack's end: a smaller overrun does no harm
+constexpr uint64_t kCanaryOffset = 8 * 1024;  // from the stack's end: a smaller overrun is harmless
 constexpr uint32_t kWarp = PROXYCCL_WARP_SIZE;
 constexpr unsigned kTsanNoSync = 1;
 
@@ -124,7 +124,7 @@ struct FiberState : Fiber {
   void* sanitizer;
   uint32_t index;
   bool live;
-  // The warp exchange that this fiber waits in.
+  // The warp exchange for which this fiber waits.
   uint32_t exchange_mask, exchange_source;
   bool exchange_is_ballot;
   uint64_t exchange_value, exchange_result;
@@ -144,7 +144,7 @@ struct Block {
   uint32_t live, runnable, at_barrier;
   uint32_t idle_turns, idle_rounds;
   bool deadlocked;
-  FiberState* interrupted;  // the fiber with which the thread continues after it has looked around
+  FiberState* interrupted;  // the fiber with which the thread continues after lookAround()
   void* host_stack_pointer;
   void* host_sanitizer;
   uint64_t started, ended;  // addresses by which the sanitizer knows that all fibers start after, and end before, this
@@ -160,7 +160,7 @@ class StackPool {
     for (const Mapping& mapping : mappings_) munmap(mapping.begin, mapping.bytes);
   }
 
-  // `fibers` becomes the first `count` of them.
+  // Sets `fibers` to the first `count` fibers of the pool.
   void get(uint32_t count, std::vector<FiberState*>* fibers) {
     if (count > fibers_.size()) add(count - fibers_.size());
     fibers->assign(fibers_.begin(), fibers_.begin() + count);
@@ -175,7 +175,7 @@ class StackPool {
   };
 
   void add(size_t count) {
-    // One more than needed, as stacks are aligned. Pages that are not touched take no memory, unless they are huge.
+    // Room for one more stack, because stacks are aligned. Untouched pages take no memory, unless they are huge.
     const size_t bytes = (count + 1) * kStackBytes;
     void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
@@ -229,7 +229,7 @@ void linkAfter(FiberState* position, FiberState* fiber) {
   ++fiber->block->runnable;
 }
 
-// Takes the running fiber off the list and runs the next; returns once it is linked again.
+// Unlinks the running fiber and runs the next one. Returns once the fiber is linked again.
 void suspend(FiberState* fiber) {
   FiberState* next = fiber->next;
   Block* block = fiber->block;
@@ -241,7 +241,8 @@ void suspend(FiberState* fiber) {
   resume(fiber, next);
 }
 
-// Tells the sanitizer of a meeting: each fiber's past goes to the last to arrive, and from there to all.
+// Tells the sanitizer about a barrier: all fibers' earlier accesses happen before the last arrival, which happens
+// before all releases.
 void announceArrival(FiberState* fiber) {
   if (__tsan_release) __tsan_release(&fiber->arrived);
 }
@@ -344,12 +345,12 @@ uint32_t ballotLanes(Fiber* fiber, uint32_t mask, uint32_t predicate) {
 void spin(Fiber* base, uint32_t spins) {
   auto* fiber = static_cast<FiberState*>(base);
   Block* block = fiber->block;
-  if (spins == 0) block->idle_rounds = 0;        // a new wait: the previous one succeeded
-  if (++block->idle_turns >= block->runnable) {  // every fiber has spun since anything happened
+  if (spins == 0) block->idle_rounds = 0;        // a new wait, so the previous one has succeeded
+  if (++block->idle_turns >= block->runnable) {  // every fiber has spun since the last progress
     block->idle_turns = 0;
     backOff(block->idle_rounds++);
     if (timeToLook(block->idle_rounds)) {
-      block->interrupted = fiber;  // a fiber's stack is too small for the code that is called then
+      block->interrupted = fiber;  // a fiber's stack is too small for the code that lookAround() calls
       leaveToHost(fiber);
     }
   }
@@ -377,7 +378,7 @@ const EmulatorApi kApi = {syncBlock, shuffleLanes, ballotLanes, spin, nowNanosec
   --block->live;
   warp.live &= ~(1u << fiber->lane);
   block->idle_rounds = 0;
-  // Fibers that waited for this thread need not wait any longer. It stays in the list until they are linked after it.
+  // Releases the fibers that waited for this one, which stays in the list until they are linked after it.
   if (block->live > 0 && block->at_barrier == block->live) releaseBarrier(block, fiber);
   for (uint32_t lane = 0; lane < kWarp && warp.waiting; ++lane)
     if (warp.waiting >> lane & 1)
@@ -406,7 +407,7 @@ void prepare(FiberState* fiber) {
   fiber->stack_pointer = frame;
 }
 
-// Of the blocks of this thread.
+// The stacks of the blocks that this thread runs.
 thread_local StackPool stacks;
 thread_local std::vector<char> shared;
 thread_local Block block;
@@ -481,7 +482,7 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   for (FiberState* fiber : block.fibers) {
     auto* canary = reinterpret_cast<uint64_t*>(StackPool::base(fiber) + kCanaryOffset);
     overflowed |= *canary != kCanary;
-    *canary = kCanary;  // the stack is reused
+    *canary = kCanary;  // restored, because the stack is reused
   }
   if (overflowed) return BlockResult::kStackOverflow;
   return block.deadlocked ? BlockResult::kDeadlock : BlockResult::kDone;

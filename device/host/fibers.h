@@ -15,17 +15,17 @@ struct Launch {
   void** arguments;
   Dim3 grid, block;
   uint32_t shared_bytes;
-  ProxycclControl* default_control;  // the module's
+  ProxycclControl* default_control;  // the module's control block
 };
 
 enum class BlockResult { kDone, kDeadlock, kStackOverflow };
 
-// Called between two polls of a wait, after `rounds` polls without success: lets a helper with work to do run.
-// Otherwise it gives up the core: first by yielding, which costs the waiter least, then by sleeping, so that many
-// waiting ranks on few cores do not starve the one that works.
+// Called between two polls of a wait, after `rounds` polls without success. Runs a helper if one has work; otherwise
+// gives up the core: at first by yielding, which costs the waiter least, then by sleeping, so that many waiting ranks
+// on few cores do not starve the one that works.
 void backOff(uint32_t rounds);
 
-// Marks that the calling thread runs a stream's work itself, which it may interrupt to look around.
+// While it exists, the calling thread runs a stream's work itself, and may interrupt it for lookAround().
 class RunsHere {
  public:
   explicit RunsHere(void* stream);
@@ -34,20 +34,20 @@ class RunsHere {
   RunsHere& operator=(const RunsHere&) = delete;
 };
 
-// Whether the calling thread should look around now, after `rounds` polls of a wait. If so, it calls lookAround(), on
-// its own stack and holding only the stream's lock.
+// Whether the calling thread should call lookAround() now, after `rounds` polls of a wait: on its own stack, and
+// holding only the stream's lock.
 bool timeToLook(uint32_t rounds);
 void lookAround();
-// The same in a wait that sleeps for kBetweenLooks at a time.
+// Like timeToLook(), for a wait that sleeps for kBetweenLooks at a time.
 bool mayLook();
 constexpr std::chrono::milliseconds kBetweenLooks(50);
 
-// For the proxy's remaining work when a kernel ends.
+// Runs the helpers when a kernel ends, so that the proxy takes its last triggers.
 void helpOut();
 
-// Takes the memory that the calling thread needs for blocks of a launch. Returns false if there is too little.
+// Allocates the memory that the calling thread needs for blocks of a launch. Returns false if there is too little.
 bool prepareBlocks(const Launch& launch);
-// After prepareBlocks() for the same launch.
+// Runs a block. prepareBlocks() must have succeeded for the same launch.
 BlockResult runBlock(const Launch& launch, uint32_t block);
 
 }  // namespace host

@@ -6,7 +6,7 @@
 #ifndef PROXYCCL_HOST_LINK_OLD_SYMBOLS_H
 #define PROXYCCL_HOST_LINK_OLD_SYMBOLS_H
 
-#include <cstddef>  // says which libraries these are
+#include <cstddef>  // defines the libraries' version macros
 
 #if defined(PROXYCCL_LINK_OLD_SYMBOLS) && defined(__GLIBC__) && defined(__GLIBCXX__) && \
     (defined(__x86_64__) || defined(__aarch64__))
@@ -20,7 +20,7 @@
 #define PROXYCCL_GLIBC_DLINFO PROXYCCL_GLIBC_BASE
 #endif
 
-// glibc 2.34 moved them from libdl to libc.
+// glibc 2.34 moved these functions from libdl to libc.
 PROXYCCL_LINK("dlopen", "dlopen" PROXYCCL_GLIBC_BASE);
 PROXYCCL_LINK("dlsym", "dlsym" PROXYCCL_GLIBC_BASE);
 PROXYCCL_LINK("dlerror", "dlerror" PROXYCCL_GLIBC_BASE);
@@ -31,8 +31,8 @@ PROXYCCL_LINK("_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE",
 // A container that is too large throws std::bad_alloc, as before GCC 11, and not std::bad_array_new_length.
 PROXYCCL_LINK("_ZSt28__throw_bad_array_new_lengthv", "_ZSt17__throw_bad_allocv@GLIBCXX_3.4");
 
-// Since glibc 2.32 it tells std::shared_ptr whether it needs atomic operations. Here it does, because the runtime has
-// threads.
+// Since glibc 2.32, __libc_single_threaded tells std::shared_ptr whether it needs atomic operations. It always does
+// here, because the runtime has threads.
 #if __has_include(<sys/single_threaded.h>)
 #include <sys/single_threaded.h>
 static constexpr char proxyccl_single_threaded = 0;

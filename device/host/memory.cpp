@@ -39,7 +39,7 @@ constexpr std::chrono::seconds kMovingTime(2);
 
 struct Mapping {
   size_t bytes;
-  int descriptor;  // of an allocation of proxyccl_host_allocate, which owns it; else -1
+  int descriptor;  // owned by an allocation of proxyccl_host_allocate; else -1
   uint64_t id;
 };
 
@@ -48,7 +48,7 @@ struct Mappings {
   std::map<uintptr_t, Mapping> by_address;
   uint64_t last_id = 0;
 
-  // The mapping that an address lies in; end() if it lies in none. The lock is held.
+  // Returns the mapping that contains an address, else end(). The caller holds the lock.
   std::map<uintptr_t, Mapping>::iterator find(uint64_t ptr) {
     auto found = by_address.upper_bound(ptr);
     if (found == by_address.begin()) return by_address.end();
@@ -58,7 +58,7 @@ struct Mappings {
 };
 
 Mappings& mappings() {
-  // Never destroyed: memory is unmapped until the process has ended. Not on the heap: it may be full.
+  // Never destroyed, because memory is unmapped until the process has ended. Not on the heap, which may be full.
   alignas(Mappings) static char bytes[sizeof(Mappings)];
   static Mappings& all = *new (bytes) Mappings();
   return all;
@@ -70,8 +70,8 @@ Mappings& mappings() {
 
 uintptr_t roundUp(uintptr_t value, uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// mmap of a whole file. A file with room for a huge page is mapped at a multiple of its size; elsewhere the kernel uses
-// none.
+// Maps a whole file. A file with room for a huge page is mapped at a multiple of the huge page's size, as the kernel
+// uses huge pages only there.
 void* mapAligned(int descriptor, size_t bytes) {
   constexpr int kProtection = PROT_READ | PROT_WRITE;
   void* mapping = mmap(nullptr, bytes, kProtection, MAP_SHARED, descriptor, 0);
@@ -131,7 +131,7 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes) {
   end -= end % kHugePage;
   const auto deadline = std::chrono::steady_clock::now() + kMovingTime;
   for (uintptr_t piece = roundUp(ptr, kHugePage); piece < end; piece += kMovedAtOnce) {
-    // If the kernel can't, or has run out of huge pages, pages stay as they are.
+    // If the kernel lacks this call, or has run out of huge pages, the pages stay as they are.
     madvise(reinterpret_cast<void*>(piece), std::min(kMovedAtOnce, end - piece), kCollapse);
     if (std::chrono::steady_clock::now() > deadline) return;
   }
@@ -140,7 +140,7 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes) {
 int proxyccl_host_memory_unmap(void* address, size_t bytes) {
   Mappings& all = mappings();
   {
-    // Before the address is free: another thread may map something there at once.
+    // Removed before the address is unmapped, as another thread may map memory there at once.
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.by_address.erase(reinterpret_cast<uintptr_t>(address));
   }

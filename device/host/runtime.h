@@ -25,7 +25,7 @@ extern "C" {
 enum {
   PROXYCCL_HOST_SUCCESS = 0,
   PROXYCCL_HOST_INVALID_VALUE = 1,
-  PROXYCCL_HOST_OUT_OF_MEMORY = 2, /* or of threads */
+  PROXYCCL_HOST_OUT_OF_MEMORY = 2, /* out of memory or threads */
   PROXYCCL_HOST_NOT_FOUND = 500,
   PROXYCCL_HOST_NOT_READY = 600,
   PROXYCCL_HOST_IN_HANDLER = 601, /* a signal handler may not use the object that it interrupts */
@@ -33,26 +33,26 @@ enum {
   PROXYCCL_HOST_MAX_THREADS_PER_BLOCK = 1024,
   PROXYCCL_HOST_MAX_RESIDENT_BLOCKS = 512,
   PROXYCCL_HOST_MAX_SHARED_BYTES = 160 * 1024,
-  PROXYCCL_HOST_BUFFER_ID = 7 /* the attribute that is a mapping's number; the value is CUDA's and HIP's */
+  PROXYCCL_HOST_BUFFER_ID = 7 /* the attribute that returns a mapping's number; CUDA and HIP have the same value */
 };
 
 /* Which thread runs a stream's operations, in order and one at a time. */
 enum {
   /* The stream's own thread. */
   PROXYCCL_HOST_QUEUED,
-  /* The calling thread, before the call returns. For a proxy's stream, which one thread uses: it takes no launch and no
-   * wait. */
+  /* The calling thread, before the call returns. For a proxy's stream, which a single thread uses, and which accepts
+   * neither launches nor waits. */
   PROXYCCL_HOST_INLINE,
-  /* The same, including launches and waits; other threads' calls wait meanwhile. As with a queue, query and synchronize
-   * report failures. */
+  /* The calling thread, before the call returns, also for launches and waits; other threads' calls wait meanwhile. As
+   * with a queue, query and synchronize report failures. */
   PROXYCCL_HOST_IN_CALLER
 };
 int proxyccl_host_stream_create(void** stream, int kind);
 int proxyccl_host_stream_destroy(void* stream); /* waits for queued work */
 int proxyccl_host_stream_query(void* stream);
 int proxyccl_host_stream_synchronize(void* stream);
-/* The same for at most some milliseconds, after which it returns PROXYCCL_HOST_NOT_READY: the caller looks around and
- * calls again. *target is 0 in the first call; from then on it identifies the wait. */
+/* Synchronizes for at most this many milliseconds, then returns PROXYCCL_HOST_NOT_READY: the caller runs signal
+ * handlers and calls again. *target is 0 in the first call, and then identifies the wait. */
 int proxyccl_host_stream_await(void* stream, uint64_t* target, unsigned milliseconds);
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned flags);
 
@@ -61,38 +61,40 @@ int proxyccl_host_event_destroy(void* event);
 int proxyccl_host_event_record(void* event, void* stream);
 int proxyccl_host_event_query(void* event);
 int proxyccl_host_event_synchronize(void* event);
-int proxyccl_host_event_await(void* event, uint64_t* target, unsigned milliseconds); /* as for a stream */
+int proxyccl_host_event_await(void* event, uint64_t* target,
+                              unsigned milliseconds); /* like proxyccl_host_stream_await() */
 int proxyccl_host_event_elapsed(float* milliseconds, void* start, void* end);
 
 int proxyccl_host_copy(void* dst, const void* src, size_t bytes, void* stream);
 int proxyccl_host_set(void* dst, int value, size_t bytes, void* stream);
 int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsigned flags);
 int proxyccl_host_write32(void* stream, uint32_t* address, uint32_t value, unsigned flags);
-/* Queues them as one operation. A wait polls its word in the thread that runs it, with ever longer pauses; an inline
- * stream takes none. */
+/* Queues operations on words as one operation. A wait polls its word in the thread that runs the stream, with ever
+ * longer pauses; an inline stream accepts no wait. */
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);
 
-/* Called by threads of this process while a kernel or a stream waits, before they yield: help(argument, 1), which
- * returns whether it made progress. And when a kernel ends, for its last triggers: help(argument, 0). One thread at a
- * time is in it, and it may be on a kernel's stack. Without memory nothing is added: nobody relies on help. */
+/* Registers a helper. Threads of this process call help(argument, 1) while a kernel or a stream waits, before they
+ * yield; it returns whether it made progress. They call help(argument, 0) when a kernel ends, for its last triggers.
+ * One thread at a time is in a helper, possibly on a kernel's stack. If memory is short, the helper is not registered:
+ * helpers are optional. */
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
-void proxyccl_host_remove_helper(void* argument); /* when it returns, no thread is in it */
+void proxyccl_host_remove_helper(void* argument); /* returns when no thread is in the helper */
 
-/* Makes one thread call look(stream) every 50 ms while work that it runs itself on a stream (PROXYCCL_HOST_IN_CALLER)
- * waits. The call is made on the thread's own stack, between two steps of that work, which continues when it returns.
- * Meanwhile this thread may not run other work of such streams. */
+/* Makes one thread call look(stream) every 50 ms while work that the thread itself runs on a stream
+ * (PROXYCCL_HOST_IN_CALLER) waits. The call is made on the thread's own stack, between two steps of that work, which
+ * continues when it returns. Meanwhile this thread may not run other work of such streams. */
 void proxyccl_host_look_around(uint64_t thread, void (*look)(void* stream));
 /* Whether the calling thread is in look(). */
 int proxyccl_host_is_looking(void);
 
-/* A module is one use of a shared object, which stays loaded: several modules of one have different control blocks. */
+/* A module is one use of a shared object, which stays loaded. Modules of one object have different control blocks. */
 int proxyccl_host_module_load(void** module, const char* path); /* error text by dlerror */
 int proxyccl_host_module_unload(void* module);                  /* queued work still runs */
 const char* proxyccl_host_module_error(void);
 int proxyccl_host_module_function(void** function, void* module, const char* name); /* lives as long as the module */
-/* The address of a variable; proxyccl_default_control is each module's own. NULL if there is none. */
+/* Returns the address of a variable, or NULL if there is none. Each module has its own proxyccl_default_control. */
 void* proxyccl_host_module_variable(void* module, const char* name);
-/* The parameter table of kernel.h, or NULL. */
+/* Returns the kernel's parameter table (kernel.h), or NULL. */
 const uint32_t* proxyccl_host_function_parameters(void* function);
 int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                          unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** parameters,
@@ -103,18 +105,17 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
 int proxyccl_host_memory_create(int* descriptor, size_t bytes);
 int proxyccl_host_memory_map(void** address, int descriptor, size_t bytes);
 int proxyccl_host_memory_unmap(void* address, size_t bytes);
-/* Moves a range that was used before to huge pages, where the kernel has them. It stays mapped, and the contents the
- * same, also for whoever uses it meanwhile. Moves as much as it can within two seconds, as peers may wait. Does nothing
- * for memory that was not mapped here. */
+/* Moves a range that was used before to huge pages, if the kernel has them. The range stays mapped and usable
+ * meanwhile. Moves as much as it can within two seconds, as peers may wait. Does nothing for memory that was not mapped
+ * here. */
 void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes);
 
-/* The same as a driver's calls. Memory is freed by its address. */
+/* Allocate and free memory like a driver's calls, which free memory by its address. */
 int proxyccl_host_allocate(uint64_t* ptr, size_t bytes);
 int proxyccl_host_free(uintptr_t ptr);
-/* The allocation of proxyccl_host_allocate that contains an address. Returns PROXYCCL_HOST_NOT_FOUND if there is none.
- */
+/* Finds the allocation of proxyccl_host_allocate that contains an address, or returns PROXYCCL_HOST_NOT_FOUND. */
 int proxyccl_host_allocation(uint64_t ptr, uint64_t* base, uint64_t* bytes, int* descriptor);
-/* A number, unique to the mapping, of the shared memory that contains an address, mapped in either way. */
+/* Stores the unique number of the mapping that contains an address, whether mapped or allocated. */
 int proxyccl_host_pointer_attribute(void* data, int attribute, uint64_t ptr);
 
 #ifdef __cplusplus

@@ -50,8 +50,8 @@ class HostRuntime(Runtime):
         async_copies: give the proxy's copies a thread for each peer, as a copy engine would; by default the proxy's
             thread makes them, which is faster with few cores.
         cxxflags: added to every compile, for example for a sanitizer; shipped kernels are then compiled at run time
-        too. blocks: most blocks of a shipped collective, the same on all ranks. Each takes a core: more than one is
-        slower
+            too.
+        blocks: most blocks of a shipped collective, the same on all ranks. Each takes a core: more than one is slower
             unless there are as many cores for each rank.
     """
 
@@ -136,18 +136,18 @@ class HostRuntime(Runtime):
         return describe_cpu()
 
     def allocate(self, nbytes: int) -> SharedMemory:
-        """Zeroed shared memory. `host_ptr` equals `ptr`: the device is the CPU."""
+        """Allocates zeroed shared memory. `host_ptr` equals `ptr`: the device is the CPU."""
         memory = SharedMemory.allocate(nbytes)
         with self._allocations_lock:
             self._allocations[memory.ptr] = memory
         return memory
 
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
-        """Moves shared memory to huge pages, which Linux does not by itself. Other memory is left as it is."""
+        """Moves shared memory to huge pages, which Linux does not do by itself. Other memory is left as it is."""
         lib.proxyccl_host_memory_use_huge_pages(ptr, nbytes)
 
     def allocate_pinned(self, nbytes: int) -> SharedMemory:
-        """Zeroed shared memory: device memory and pinned memory are the same here."""
+        """Allocates zeroed shared memory: device memory and pinned memory are the same here."""
         return self.allocate(nbytes)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
@@ -190,25 +190,25 @@ class HostRuntime(Runtime):
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """Of shared memory that was allocated without a Python object; None for all other memory."""
+        """Returns the allocation of shared memory that has no Python object; None for all other memory."""
         base, size, descriptor = ffi.new("uint64_t *"), ffi.new("uint64_t *"), ffi.new("int *")
         if lib.proxyccl_host_allocation(ptr, base, size, descriptor) or ptr + nbytes > base[0] + size[0]:
             return None
         return base[0], size[0]
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
-        """The shared memory in which a range begins; empty for memory that is private to its process."""
+        """Returns the shared memory in which a range begins; empty for memory that is private to its process."""
         number = ffi.new("uint64_t *")
         if lib.proxyccl_host_pointer_attribute(number, lib.PROXYCCL_HOST_BUFFER_ID, ptr):
             return ()
         return ((ptr, number[0]),)
 
     def free_later(self, ptr: int) -> None:
-        """Frees memory at once: it disappears with its last mapping."""
+        """Frees memory at once: the system keeps it until its last mapping ends."""
         check_status(lib.proxyccl_host_free(ptr), "free")
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> HostStream:
-        """A stream; one for the proxy runs its copies in the proxy's thread unless `async_copies` is set."""
+        """Creates a stream. A proxy's stream runs its copies in the proxy's thread unless `async_copies` is set."""
         kind: int = lib.PROXYCCL_HOST_QUEUED
         if in_caller:
             kind = lib.PROXYCCL_HOST_IN_CALLER
@@ -227,7 +227,7 @@ class HostRuntime(Runtime):
         return HostEvent(self.stream_handle)
 
     def stream_handle(self, stream: StreamLike) -> int:
-        """The handle of a `HostStream`, or of the default stream for None."""
+        """Returns the handle of a `HostStream`; for None, of the default stream."""
         return self._stream_of(stream).handle
 
     def _stream_of(self, stream: StreamLike) -> HostStream:
@@ -238,7 +238,7 @@ class HostRuntime(Runtime):
             found = stream
         else:
             handle = foreign_stream_handle(stream)
-            # A closed stream's handle may be another's by now.
+            # A closed stream's handle may belong to another stream.
             found = next((own for own in self._all_streams() if own.handle == handle and not own.closed), None)
             if found is None:
                 expected = "a stream of the host runtime (runtime.create_stream() makes one)"
@@ -253,7 +253,7 @@ class HostRuntime(Runtime):
             return self._default_stream
 
     def stream_events(self) -> StreamEvents:
-        """The host runtime's own calls, and events that are destroyed when they are given back."""
+        """Returns the host runtime's own calls, with events that are destroyed when they are returned."""
         events = HostEvents(self.calls, self.create_event)
         return StreamEvents(events.order, events.take, events.give)
 
@@ -288,7 +288,7 @@ class HostRuntime(Runtime):
     def synchronize(self) -> None:
         failed: KernelError | None = None
         with self.in_flight.ending():
-            for stream in self._all_streams():  # those of other ranks too
+            for stream in self._all_streams():  # including streams of ranks that are threads
                 try:
                     stream.finish()
                 except KernelError as error:  # the others are still waited for
@@ -317,7 +317,7 @@ class HostRuntime(Runtime):
         return Module({name: self._kernel(module, name) for name in names})
 
     def release_control(self, control: int) -> None:
-        """Releases the modules that were compiled for it; kernels that are still referenced stay valid."""
+        """Releases the modules that were compiled for a control block; kernels that are still referenced stay valid."""
         with self._lock:
             modules = self._modules.pop(control, {})
         for module in modules.values():
@@ -332,8 +332,8 @@ class HostRuntime(Runtime):
         *,
         compiled_only: bool = False,
     ) -> Kernel:
-        """A shipped kernel, from the installation's library if it has one, and else from the cache. It is compiled now
-        if that lacks it.
+        """Returns a shipped kernel: from the installation's library if it has one, else from the cache, else compiled
+        now.
         """
         name = "_".join(filter(None, (kernel, dtype, op)))
         known = self._shipped.get((file, name))
@@ -356,7 +356,7 @@ class HostRuntime(Runtime):
         check_status(status, call)
 
     def pointer_device(self, ptr: int) -> int:
-        """This device: every address is the CPU's."""
+        """Returns this device: every address is the CPU's."""
         return self.device
 
     def _load(self, path: Path, control: int = 0) -> VoidPointer:

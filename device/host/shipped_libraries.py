@@ -13,7 +13,7 @@ from pathlib import Path
 
 @functools.cache
 def shipped_library(group: str) -> Path | None:
-    """The installation's library of shipped kernels.
+    """Returns the installation's library of shipped kernels; None if it lacks one.
 
     Args:
         group: an element type that kernels reduce, "experts", or "moves" for those that only move bytes.

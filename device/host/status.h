@@ -8,7 +8,7 @@
 namespace proxyccl {
 namespace host {
 
-// Returns the call's status. Its exceptions become one: it has run out of memory or of threads.
+// Returns the call's status. An exception becomes the status for a lack of memory or threads.
 template <class Call>
 int statusOf(Call&& call) noexcept {
   try {

@@ -33,8 +33,8 @@ namespace proxyccl {
 namespace host {
 namespace {
 
-// Threads that run blocks. It grows to as many threads as there are blocks waiting to run, and never blocks a
-// submitter.
+// A pool of threads that run blocks. It grows to as many threads as there are blocks waiting to run, so submitters
+// never wait.
 class BlockThreads {
  public:
   // Never destroyed: at exit, detached threads may still be parked in it.
@@ -43,13 +43,13 @@ class BlockThreads {
     return threads;
   }
 
-  // In a fork's child: the threads are the parent's, and so may be the lock.
+  // Called in a fork's child, which lacks the threads, one of which may hold the lock.
   static void startAnew() {
     instance();
     new (room()) BlockThreads();
   }
 
-  // Has each task run by a thread of its own. Throws if there can't be as many: then none of them runs.
+  // Runs each task in a separate thread. Throws, without running any, if there can't be enough threads.
   void submit(std::list<std::function<void()>> tasks) {
     std::lock_guard<std::mutex> lock(mutex_);
     const size_t added = tasks.size();
@@ -93,7 +93,7 @@ class BlockThreads {
 
 [[maybe_unused]] const int kForksStartAnew = pthread_atfork(nullptr, nullptr, BlockThreads::startAnew);
 
-// Waits for a condition. A thread that runs a stream's work itself looks around meanwhile.
+// Waits for a condition. A thread that runs a stream's work itself calls lookAround() meanwhile.
 template <class Condition>
 void waitFor(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, Condition condition) {
   if (!mayLook()) {
@@ -123,13 +123,13 @@ struct Module {
   std::map<std::string, Function> functions;
 };
 
-// The threads of a launch meet here before any block begins: each has its memory by then, or none of them begins. A
-// launch without memory thus leaves nothing half done for the next one.
+// A barrier of a launch's threads before any block begins: blocks begin only if all threads have their memory. So a
+// launch that lacks memory leaves nothing half done.
 class Start {
  public:
   explicit Start(uint32_t threads) : missing_(threads) {}
 
-  // Called by each thread once, with whether it has its memory. Returns whether all have.
+  // Called once by each thread; `ready` tells whether it has its memory. Returns whether all threads have theirs.
   bool meet(bool ready) {
     std::unique_lock<std::mutex> lock(mutex_);
     ready_ &= ready;
@@ -226,7 +226,7 @@ class Stream {
     std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
     if (kind_ != PROXYCCL_HOST_IN_CALLER) {
       lock.lock();
-    } else if (!lock.try_lock()) {  // another caller runs something
+    } else if (!lock.try_lock()) {  // another caller's operation is running
       return PROXYCCL_HOST_NOT_READY;
     }
     return completed_ == queued_ ? takeStatus() : PROXYCCL_HOST_NOT_READY;
@@ -253,7 +253,7 @@ class Stream {
   }
 
  private:
-  // Returns false if another caller's operation runs for longer than that.
+  // Takes the lock, and returns false if another caller's operation runs for longer than `longest`.
   bool lockWithin(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds longest) const {
     if (kind_ != PROXYCCL_HOST_IN_CALLER) {
       lock.lock();
@@ -296,7 +296,8 @@ class Stream {
   }
 
   const int kind_;
-  std::mutex mutex_;  // of the following; held while an operation runs in its caller, so that nothing overtakes it
+  std::mutex
+      mutex_;  // guards the following; held while an operation runs in its caller, so that no operation overtakes it
   std::condition_variable changed_;
   std::deque<std::function<int()>> operations_;
   uint64_t queued_ = 0, completed_ = 0;
@@ -312,8 +313,7 @@ class Event {
     pending_.push_back(++recorded_);
     return recorded_;
   }
-  // Takes back the record that begin() returned, which no stream will finish. Who waits for it waits for the one
-  // before.
+  // Takes back a record that begin() returned and no stream will finish. Waits for it become waits for the one before.
   void withdraw(uint64_t record) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (recorded_ == record) --recorded_;
@@ -349,7 +349,7 @@ class Event {
   }
 
  private:
-  // Records on several streams end in any order, and one that ends says nothing of those before.
+  // Records on several streams end in any order, so each is tracked separately.
   bool isDone(uint64_t record) const {
     return std::find(pending_.begin(), pending_.end(), std::min(record, recorded_)) == pending_.end();
   }
@@ -481,7 +481,7 @@ namespace {
 void carryOut(const ProxycclStreamOperation& operation) {
   auto* word = reinterpret_cast<uint64_t*>(operation.address);
   if (operation.kind == PROXYCCL_STREAM_WRITE) {
-    __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // as write64
+    __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // like proxyccl_host_write64()
     return;
   }
   // Pairs with the release of the word's writer: later work sees everything done before.

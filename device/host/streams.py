@@ -19,10 +19,10 @@ class HostStream(OwnedStream):
     """A queue of host-runtime work, run by its own thread or by the caller.
 
     Args:
-        kind: the thread that runs it: one of PROXYCCL_HOST_QUEUED, INLINE and IN_CALLER (runtime.h).
+        kind: the thread that runs the stream: PROXYCCL_HOST_QUEUED, INLINE or IN_CALLER (runtime.h).
 
     Raises:
-        ResourceError: its thread can't be started.
+        ResourceError: the stream's thread can't be started.
     """
 
     def __init__(self, kind: int) -> None:
@@ -35,10 +35,10 @@ class HostStream(OwnedStream):
         self._end = threading.Lock()
 
     def close(self) -> None:
-        """Ends the stream when its queued work is done, and no thread waits for it in `finish`."""
+        """Destroys the stream once its queued work is done and no thread waits for it in `finish`."""
         with self._end:
             if not self.closed and self._process.is_here:
-                self._await()  # first, because nothing could interrupt the stream's end
+                self._await()  # waits here, because the destruction's own wait can't be interrupted
             super().close()
 
     def finish(self) -> None:
@@ -52,7 +52,7 @@ class HostStream(OwnedStream):
         check_status(self._await(), "stream synchronize")
 
     def _await(self) -> int:
-        # In slices: handlers of signals run in between.
+        # Waits in slices, between which signal handlers run.
         target = ffi.new("uint64_t *")
         while True:
             status = lib.proxyccl_host_stream_await(self._stream, target, SLICE_MS)
@@ -97,7 +97,7 @@ class HostEvent(Owned):
         self._process.require("the event")
         target = ffi.new("uint64_t *")
         while lib.proxyccl_host_event_await(self._event, target, SLICE_MS) == lib.PROXYCCL_HOST_NOT_READY:
-            pass  # handlers of signals run here
+            pass  # signal handlers run here
 
     def elapsed(self, start: Any) -> float:
         out = ffi.new("float *")
@@ -109,7 +109,7 @@ class HostEvents:
     """Events for a caller in C that orders host streams itself.
 
     Args:
-        calls: the host runtime's.
+        calls: the host runtime's calls.
         create: makes an event.
 
     Attributes:
@@ -124,7 +124,7 @@ class HostEvents:
         self._events: dict[int, HostEvent] = {}
 
     def take(self) -> int:
-        """A new event's handle."""
+        """Creates an event and returns its handle."""
         event = self._create()
         self._events[event.handle] = event
         return event.handle

@@ -1,5 +1,5 @@
-// A thread's actions while a kernel or a stream waits: it helps, or yields the core. And its actions when a kernel
-// ends.
+// What a thread does while a kernel or a stream waits: it runs helpers, or yields the core. Also what it does when a
+// kernel ends.
 //
 // A proxy of this process is a helper. Where ranks outnumber cores, a thread that waits for its proxy would have to
 // give its core to the proxy's thread and then get it back. It does the proxy's work itself instead. A kernel whose
@@ -39,7 +39,7 @@ class Helpers {
     return helpers;
   }
 
-  // In a fork's child: the proxies are the parent's. The lock may be held by a thread that the child does not have.
+  // Called in a fork's child: the proxies belong to the parent, and a thread that the child lacks may hold the lock.
   static void startAnew() {
     instance();
     new (room()) Helpers();
@@ -60,9 +60,9 @@ class Helpers {
   }
 
   bool help(bool waits) {
-    // One thread in two roles would order what the kernel and the proxy do, and hide their races from the sanitizer.
+    // A thread that ran both the kernel and the proxy would order their accesses, and hide races from the sanitizer.
     if (__tsan_get_current_fiber) return false;
-    if (count_.load(std::memory_order_relaxed) == 0) return false;  // orders nothing: the list has a lock
+    if (count_.load(std::memory_order_relaxed) == 0) return false;  // relaxed: the lock orders accesses to the list
     std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock()) return false;
     bool helped = false;
@@ -81,7 +81,7 @@ class Helpers {
     void* argument;
   };
 
-  std::mutex mutex_;  // of the list; held while helpers work, so that none is removed meanwhile
+  std::mutex mutex_;  // guards the list; held while helpers run, so that none is removed meanwhile
   std::vector<Helper> helpers_;
   std::atomic<size_t> count_{0};
 };

@@ -25,8 +25,8 @@
 
 namespace proxyccl {
 
-// One crossing, (n-1) times the bytes: for data so short that crossings dominate, over links without packets, and
-// between two ranks. Where all peers are mapped, one block does it.
+// An all-reduce in one crossing with (n-1) times the bytes: for data so short that crossings dominate, over links
+// without packets, and between two ranks. If all peers are mapped, one block does all.
 template <class T, class Op>
 PROXYCCL_DEVICE void allReduceInOneCrossing(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   Exchange exchange(team);

@@ -46,7 +46,7 @@ class TwoShot : ScatteredReduction<T, Op> {
       scatter(0);
       links_.post();
     }
-    // While the data is in flight.
+    // Learns the peers' outputs while the data is in flight.
     const bool reached = outputs_.learn();
     if (offers && outputs_.peersOffer()) return loadAndReduce();
     if (offers) {
@@ -93,7 +93,7 @@ class TwoShot : ScatteredReduction<T, Op> {
     reduceRuns<T, Op>(team_.world_size, team_.divisor, count * thread() / threads(), count * (thread() + 1) / threads(),
                       array, store);
 #else
-    // One unit of a thread at a time, of several ranks at once: there are few, and each load crosses a link.
+    // A thread loads one unit at a time from several ranks at once: units are few, and each load crosses a link.
     constexpr uint32_t kWide = Units<T>::kWide;
     const uint64_t whole = count / kWide * kWide;
 #pragma unroll 1

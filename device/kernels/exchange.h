@@ -90,7 +90,7 @@ class Lane {
     return blockIdx.x == number_ && threadIdx.x == peer && peer < team_.world_size && peer != team_.rank;
   }
 
-  // Called by all threads of the lane. What any of them wrote before it, all of them see after it.
+  // A barrier of the lane, called by all its threads, which then see each other's earlier writes.
   PROXYCCL_DEVICE void sync() const {
     if (one_lane_) {
       reinterpret_cast<DeviceSyncer*>(team_.counters->grid_barrier)->sync(gridDim.x, team_.control);
@@ -98,20 +98,20 @@ class Lane {
       __syncthreads();
     }
   }
-  // The same before a post(): once the peer is signalled, it sees everything that the lane wrote.
+  // A barrier of the lane before a post(): once the peer is signalled, it sees everything that the lane wrote.
   PROXYCCL_DEVICE void syncBeforePost() const {
     syncThreadsSystem();
     if (one_lane_) sync();
   }
 
   PROXYCCL_DEVICE uint64_t slotBytes() const { return buffers_.slot_bytes; }
-  // Where data of `peer` arrives for this rank's slot `slot`.
+  // Returns where data of `peer` for this rank's slot `slot` arrives.
   PROXYCCL_DEVICE char* inbox(uint32_t buffer, uint32_t peer, uint32_t slot) const {
     return (outboxes().proxied[peer] ? team_.proxied : team_.scratch) + slotOffset(buffer, slot);
   }
 
-  // Where to write data for slot `remote_slot` of `peer`. Data for the proxy is staged in `local_slot`, which no other
-  // send of the lane uses.
+  // Returns where to write data for slot `remote_slot` of `peer`. Data for the proxy is staged in `local_slot`, which
+  // no other send of the lane uses.
   PROXYCCL_DEVICE char* outbox(uint32_t buffer, uint32_t peer, uint32_t remote_slot, uint32_t local_slot) const {
     const uint32_t slot = outboxes().proxied[peer] ? local_slot : remote_slot;
     return outboxes().base[peer] + buffer * buffers_.bytes + slot * buffers_.slot_bytes;
@@ -160,7 +160,7 @@ class Lane {
   uint64_t offset_;
 };
 
-// All-pairs rounds.
+// Rounds in which every rank exchanges data with every other.
 class Exchange {
  public:
   PROXYCCL_DEVICE explicit Exchange(const ProxycclTeam& team)
@@ -183,8 +183,8 @@ class Exchange {
     copyBytes(dst, src, bytes, lane_.thread(), lane_.threads());
   }
 
-  // The two halves of send(), for data that is not contiguous: outbox() is where to write it, announce() says how many
-  // bytes were written.
+  // The two halves of send(), for data that is not contiguous: outbox() returns where to write, announce() records how
+  // many bytes were written.
   PROXYCCL_DEVICE char* outbox(uint32_t peer) const {
     return lane_.outbox(buffer(round_), peer, slotOf(peer, team_.rank), slotOf(team_.rank, peer));
   }
@@ -224,14 +224,14 @@ class Exchange {
     return lane_.inbox(buffer(round_ - 1), peer, slotOf(team_.rank, peer));
   }
 
-  // Rounds for this lane's share of `total` elements of `size` bytes. In each it calls send(offset, length), which
-  // sends a piece, and then take(offset, length) for the piece before, whose data of every peer inbox() has: what is
-  // under way crosses the links meanwhile.
+  // Runs rounds for this lane's share of `total` elements of `size` bytes. Each round calls send(offset, length), which
+  // sends a piece, and then take(offset, length) for the previous piece, whose data inbox() holds for every peer. So a
+  // piece crosses the links while the previous one is processed.
   template <class Send, class Take>
   PROXYCCL_DEVICE void forEachRound(uint64_t total, uint64_t size, Send send, Take take) {
     if (total == 0) return;
     const uint64_t lanes = lane_.count(), length = pieceLength(total, size);
-    uint64_t begin = 0, taken = 0;  // of the piece before
+    uint64_t begin = 0, taken = 0;  // bounds of the previous piece
     for (uint64_t start = 0;; start += length * lanes) {
       const uint64_t offset = minimum(start + lane_.number() * length, total), n = minimum(length, total - offset);
       if (start < total) send(offset, n);
@@ -253,7 +253,7 @@ class Exchange {
   PROXYCCL_DEVICE void finish() const { finishKernel(team_, round_ - first_round_); }
 
  private:
-  // Elements of a lane's pieces, in whole cache lines, so that they fit the slots and lanes have equal shares.
+  // Returns the elements of a lane's pieces: whole cache lines that fit the slots and give lanes equal shares.
   PROXYCCL_DEVICE uint64_t pieceLength(uint64_t total, uint64_t size) const {
     const uint64_t lanes = lane_.count(), line = 128 / size;
     const uint64_t rounds = divideUp(total, lanes * (slotBytes() / size));

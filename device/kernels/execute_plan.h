@@ -51,8 +51,8 @@ class PlanBlock {
   PROXYCCL_DEVICE const ProxycclStep& step(uint32_t i) const { return steps_[i]; }
   PROXYCCL_DEVICE uint64_t executions() const { return executions_; }
   PROXYCCL_DEVICE uint64_t alternate() const { return alternate_; }
-  // An even number of flags, so that they alternate with the halves of the scratch memory when they wrap. Not 0, which
-  // fresh memory holds.
+  // The execution's packet flag. The number of flags is even, so that flags alternate with the halves of the scratch
+  // memory also when they wrap around. A flag is never 0, which fresh memory holds.
   PROXYCCL_DEVICE uint32_t flag() const { return static_cast<uint32_t>(executions_ % 0xfffffffeu) + 1; }
 
   PROXYCCL_DEVICE const ProxycclOperand& operand(const ProxycclStep& step, uint32_t i) const {
@@ -79,7 +79,7 @@ class PlanBlock {
 
 // Out of line: they are large, and called from several places.
 
-// Payload number p of a source; waits for it if it comes in a packet.
+// Returns payload number p of a source. Waits for the payload if it comes in a packet.
 PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const ProxycclStep& step, uint32_t source, size_t p) {
   const PlanBlock& block = PlanBlock::own();
   const char* from = block.at(step, source, 0);
@@ -92,7 +92,7 @@ PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const ProxycclStep& step
   return payload;
 }
 
-// Packet by packet: a thread waits only for its own packets. Loops have no such steps, so there is no offset.
+// Combines packet by packet: a thread waits only for its own packets. Loops have no such steps, so there is no offset.
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t bytes) {
   const PlanBlock& block = PlanBlock::own();
@@ -173,7 +173,7 @@ PROXYCCL_OUT_OF_LINE void combineRanges(const ProxycclStep& step, uint64_t offse
       });
 }
 
-// One thread of a block.
+// The interpreter's state in one thread of a block.
 template <class T>
 class PlanExecutor {
  public:
@@ -200,7 +200,7 @@ class PlanExecutor {
     }
   }
 
-  // The kernel's last use of this object.
+  // Ends the execution: the kernel's last use of this object.
   PROXYCCL_DEVICE void finish() const {
     __syncthreads();
     if (threadIdx.x != 0) return;

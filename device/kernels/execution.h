@@ -8,21 +8,22 @@
 
 /* The kinds of steps. A step that needs one thread is executed by that thread of the block: ProxycclStep.thread. */
 enum ProxycclStepCode {
-  PROXYCCL_STEP_SYNC = 0,    /* the block's threads; one thread's release then covers their writes */
-  PROXYCCL_STEP_BARRIER = 1, /* `option` blocks, at barrier number `channel` */
+  PROXYCCL_STEP_SYNC = 0,    /* a barrier of the block's threads; one thread's release then covers their writes */
+  PROXYCCL_STEP_BARRIER = 1, /* a barrier of `option` blocks: number `channel` */
   PROXYCCL_STEP_SIGNAL = 2,  /* memory channel */
   PROXYCCL_STEP_RELAXED_SIGNAL = 3,
   PROXYCCL_STEP_WAIT = 4,
   PROXYCCL_STEP_RELAXED_WAIT = 5,
   PROXYCCL_STEP_PORT = 6,      /* a trigger whose operation is `option`; waits for its flush, if it has one */
-  PROXYCCL_STEP_PORT_WAIT = 7, /* for the port channel's next signal */
+  PROXYCCL_STEP_PORT_WAIT = 7, /* waits for the port channel's next signal */
   PROXYCCL_STEP_ACQUIRE = 8,   /* semaphore number `channel` */
   PROXYCCL_STEP_RELEASE = 9,
-  PROXYCCL_STEP_COPY = 10,    /* operand 0 to operand 1 */
-  PROXYCCL_STEP_COMBINE = 11, /* the combination of the sources, by `option`, to each destination */
+  PROXYCCL_STEP_COPY = 10,    /* copies operand 0 to operand 1 */
+  PROXYCCL_STEP_COMBINE = 11, /* combines the sources by `option`, and stores the result in each destination */
   PROXYCCL_STEP_AWAIT_PACKETS = 12,
-  PROXYCCL_STEP_LOOP = 13, /* `option` steps that follow, on `unit` bytes at a time, `iterations` times; both >= 1 */
-  PROXYCCL_STEP_END = 14   /* of the block's steps */
+  PROXYCCL_STEP_LOOP =
+      13,                /* repeats the next `option` steps `iterations` times, on `unit` bytes at a time; both >= 1 */
+  PROXYCCL_STEP_END = 14 /* the end of the block's steps */
 };
 
 /* How COMBINE combines. */
@@ -38,10 +39,10 @@ enum ProxycclBase { PROXYCCL_BASE_NONE = 0, PROXYCCL_BASE_INPUT = 1, PROXYCCL_BA
 
 /* A range of memory that a step reads or writes. */
 typedef struct ProxycclOperand {
-  uint64_t address;    /* or an offset, by `base` */
+  uint64_t address;    /* an address, or an offset from `base` */
   uint32_t base;       /* ProxycclBase */
-  uint32_t packets;    /* it holds packets (LL16Packet), which take twice the bytes */
-  uint32_t alternates; /* it is in scratch memory, whose halves alternate between executions */
+  uint32_t packets;    /* 1: the range holds packets (LL16Packet), which take twice the bytes */
+  uint32_t alternates; /* 1: the range is in scratch memory, whose halves alternate between executions */
   uint32_t reserved;
 } ProxycclOperand;
 
@@ -51,22 +52,22 @@ enum { PROXYCCL_PLACE_OPERATION_BITS = 20 };
 typedef struct ProxycclStep {
   uint32_t code;                  /* ProxycclStepCode */
   uint32_t place;                 /* threadblock << PROXYCCL_PLACE_OPERATION_BITS | operation */
-  uint32_t thread;                /* the one that executes it; all do if it moves data */
+  uint32_t thread;                /* the thread that executes the step; all threads execute a step that moves data */
   uint32_t channel;               /* number of a port channel, barrier or semaphore */
-  uint32_t option;                /* of a wait for a channel's signal, the peer */
+  uint32_t option;                /* by `code`; for a wait for a channel's signal: the peer */
   uint32_t sources, destinations; /* operands first_operand … of the block: the sources, then the destinations */
   uint32_t first_operand;
-  uint64_t bytes; /* of data */
+  uint64_t bytes; /* bytes of data */
   uint64_t unit;
   uint32_t iterations;
   uint32_t packets; /* whether an operand holds packets */
   uint32_t dst_memory, src_memory;
   uint64_t dst_offset, src_offset;
   uint32_t dst_alternates, src_alternates;
-  ProxycclSemaphore semaphore; /* of the channel, if it is for a signal to its peer or from there */
+  ProxycclSemaphore semaphore; /* the channel's semaphore, for a signal to or from its peer */
 } ProxycclStep;
 
-/* In device memory, advanced by the kernel: a captured graph replays. */
+/* In device memory, where the kernel advances them, so that a captured graph can replay. */
 typedef struct ProxycclExecutionCounters {
   uint64_t executions;
   uint32_t blocks_done;
@@ -82,10 +83,10 @@ typedef struct ProxycclExecution {
   const ProxycclOperand* operands;
   uint32_t block_steps, block_operands; /* the same number for all blocks: each finds its own without a load */
   const ProxycclProxyChannel* port_channels;
-  uint32_t* barriers;  /* the two words of a DeviceSyncer for each */
-  int32_t* semaphores; /* a DeviceSemaphore for each */
+  uint32_t* barriers;  /* two words, a DeviceSyncer, for each barrier */
+  int32_t* semaphores; /* a DeviceSemaphore for each semaphore */
   ProxycclExecutionCounters* counters;
-  uint64_t alternate_bytes; /* from the first half of the scratch memory to the second; 0 if there is one */
+  uint64_t alternate_bytes; /* offset of the scratch memory's second half; 0 if there is only one */
 } ProxycclExecution;
 
 #endif

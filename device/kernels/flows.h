@@ -10,19 +10,19 @@
 #include "team.h"
 
 enum {
-  PROXYCCL_FLOW_SLOTS = 4,          /* of a lane: pieces that are sent before the first is read */
+  PROXYCCL_FLOW_SLOTS = 4,          /* slots of a lane: pieces that can be sent before the first is read */
   PROXYCCL_FLOW_HEADER_BYTES = 128, /* before a slot's data: the transfer's size, which the receiver checks */
-  PROXYCCL_MAX_TRANSFERS = 64       /* of one launch, whose blocks must all be resident */
+  PROXYCCL_MAX_TRANSFERS = 64       /* most transfers of one launch, whose blocks must all be resident */
 };
 
 /* One transfer of a launch: to a peer, from a peer, or from `src` to `dst` where the peer is the rank itself. */
 typedef struct ProxycclTransfer {
-  const char* src; /* null: receives */
-  char* dst;       /* null: sends */
+  const char* src; /* null if the transfer receives */
+  char* dst;       /* null if the transfer sends */
   uint64_t bytes;
-  uint64_t lane_bytes; /* of each lane; the last may have fewer */
+  uint64_t lane_bytes; /* bytes of each lane; the last may have fewer */
   uint32_t peer;
-  uint32_t lanes; /* blocks that work on it, the same on both sides */
+  uint32_t lanes; /* blocks that work on the transfer, the same on both sides */
 } ProxycclTransfer;
 
 /* A kernel parameter, passed by value. */
@@ -30,9 +30,9 @@ typedef struct ProxycclFlows {
   uint32_t rank;
   uint32_t world_size;
   uint32_t lanes;
-  uint32_t count; /* of transfers */
+  uint32_t count; /* number of transfers */
   ProxycclControl* control;
-  /* [lanes][2][world_size]: of each pair of ranks first the flow from the lower to the higher. */
+  /* [lanes][2][world_size]: for each pair of ranks, first the flow from the lower to the higher rank. */
   ProxycclLink* links;
   uint64_t* pieces; /* [lanes][2][world_size], in device memory: pieces that have passed this rank's end */
   /* Scratch memory, the same on each rank: [lanes][world_size][PROXYCCL_FLOW_SLOTS] slots for data from a rank, and

@@ -11,7 +11,7 @@
 
 namespace proxyccl {
 
-// The type of a kernel's team parameter: that of the template, by value where the template takes a reference.
+// The type of a kernel's team parameter: the template's, without a reference.
 template <class Template>
 struct TeamParameter;
 template <class Team, class T>

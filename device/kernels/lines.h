@@ -52,11 +52,11 @@ PROXYCCL_DEVICE void storeUnit(T* array, uint64_t count, uint64_t unit, Bytes16 
 // A packet is one thread's part of two lines; the data of a share are consecutive units. All threads of a warp call
 // each function together, for packets p that follow one another.
 struct LineForm {
-  // The thread's two units; the second is empty in the last of eight threads.
+  // A thread's two units of data; the last of eight threads has no second unit.
   struct Payload {
     Bytes16 units[2];
   };
-  // The thread's words in both lines.
+  // A thread's words in both lines.
   struct Words {
     Bytes16 lines[2];
   };
@@ -119,7 +119,7 @@ struct LineForm {
       fenceSystem();
     }
     syncWarp();
-    if (flagged) {  // not by one load of a flag and of the data beside it
+    if (flagged) {  // the flag and the data beside it need separate loads
       result.lines[0].low = loadRelaxedSystem(words);
       result.lines[1].low = loadRelaxedSystem(words + kLineWords);
     } else {
@@ -136,7 +136,7 @@ struct LineForm {
     const Bytes16 first = words.lines[0], second = words.lines[1];
     return hasFlag(p) ? Payload{{{first.low, second.low}, {}}} : Payload{{first, second}};
   }
-  // As waitUntil(), until all threads of the warp are ready or one of them gives up.
+  // Like waitUntil(), but waits until all threads of the warp are ready or one of them gives up.
   template <class Ready>
   static PROXYCCL_DEVICE bool wait(ProxycclControl* control, const WaitFor& what, Ready ready) {
     uint64_t seen = 0, started = 0;
@@ -155,7 +155,7 @@ struct LineForm {
   static constexpr uint32_t kThreads = 8, kUnits = 15, kLineWords = 2 * kThreads;
 
   static PROXYCCL_DEVICE bool hasFlag(uint64_t p) { return p % kThreads == kThreads - 1; }
-  // The thread's words in line 0; those in line 1 are kLineWords further on.
+  // Returns the thread's words in line 0; its words in line 1 are kLineWords further on.
   static PROXYCCL_DEVICE uint64_t* wordsIn(const LL16Packet* slot, uint64_t p) {
     return const_cast<uint64_t*>(reinterpret_cast<const uint64_t*>(slot + p / kThreads * 2 * kThreads + p % kThreads));
   }

@@ -9,7 +9,7 @@ namespace proxyccl {
 
 class Links {
  public:
-  // Loads in advance what the first post would otherwise wait for.
+  // Loads the words in advance for which the first post would otherwise wait.
   PROXYCCL_DEVICE explicit Links(const ProxycclTeam& team) : control_(team.control) {
     const uint32_t peer = threadIdx.x;
     handles_ = peer < team.world_size && peer != team.rank;
@@ -21,20 +21,21 @@ class Links {
     prefetch(semaphore_.expected);
   }
 
-  // By all threads: a peer that has awaited the post sees the earlier stores of all of them.
+  // Called by all threads: posts to every peer. A peer that has awaited the post sees all threads' earlier stores.
   PROXYCCL_DEVICE void post() const {
     syncThreadsSystem();
     if (handles_) semaphore_.signal();
   }
-  // By all threads, before they have stored anything: a peer that has awaited it may load what earlier kernels wrote.
+  // Called by all threads before they have stored anything: posts to every peer. A peer that has awaited the post may
+  // load what earlier kernels wrote.
   PROXYCCL_DEVICE void postLoads() const {
     if (handles_) semaphore_.signalLoads();
   }
-  // By the thread that handles a peer: waits for that peer's next post.
+  // Called by the thread that handles a peer: waits for that peer's next post.
   PROXYCCL_DEVICE void awaitOne() const {
     semaphore_.wait(control_, PROXYCCL_WAIT_SM_SIGNAL, peer_, PROXYCCL_NO_CHANNEL);
   }
-  // By all threads: waits for every peer's next post.
+  // Called by all threads: waits for every peer's next post.
   PROXYCCL_DEVICE void await() const {
     if (handles_) awaitOne();
     __syncthreads();

@@ -15,8 +15,8 @@
 
 namespace proxyccl {
 
-// By all threads: whether every output is reached. A rank whose own output is not reached knows the answer, and goes on
-// at once.
+// Called by all threads: meets the other ranks, and returns whether every output is reached. A rank whose own output is
+// not reached knows the answer, and does not wait.
 PROXYCCL_DEVICE bool meet(const ProxycclTeam& team, Exchange& exchange, const Outputs& outputs) {
   if (!team.meet) return false;
   outputs.tell();

@@ -22,7 +22,7 @@ class Outputs {
   // Whether all peers reach this rank's output.
   PROXYCCL_DEVICE bool ownIsReached() const { return team_.reached_at[team_.rank] != nullptr; }
 
-  // By all threads.
+  // Called by all threads: tells every peer this rank's output, and whether it offers its input.
   PROXYCCL_DEVICE void tell(bool offers = false) const {
     if (!handlesPeer()) return;
     const uint64_t address = reinterpret_cast<uint64_t>(team_.reached_at[peer_]) | (offers ? kOffered : 0);
@@ -30,7 +30,7 @@ class Outputs {
         ->write({static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)}, flag_);
   }
 
-  // By all threads: whether every output is reached. It waits for every peer's message.
+  // Called by all threads: waits for every peer's message, and returns whether every output is reached.
   PROXYCCL_DEVICE bool learn() const {
     if (peer_ < team_.world_size) outputs()[peer_] = handlesPeer() ? told() : own();
     endEpoch();
@@ -38,10 +38,10 @@ class Outputs {
       if (outputs()[rank] == 0) return false;
     return true;
   }
-  // Instead of learn(), where this rank's output is not reached, so the answer is known.
+  // Called instead of learn() if this rank's output is not reached, so that the answer is known.
   PROXYCCL_DEVICE void ignore() const { endEpoch(); }
 
-  // After learn(): a rank's output.
+  // After learn(): returns a rank's output.
   PROXYCCL_DEVICE char* of(uint32_t rank) const { return reinterpret_cast<char*>(outputs()[rank] & ~kOffered); }
   // After learn(): whether every rank but this one offers its input.
   PROXYCCL_DEVICE bool peersOffer() const {
@@ -62,13 +62,13 @@ class Outputs {
   PROXYCCL_DEVICE bool handlesPeer() const { return peer_ < team_.world_size && peer_ != team_.rank; }
   PROXYCCL_DEVICE uint64_t own() const { return reinterpret_cast<uint64_t>(team_.reached_at[team_.rank]); }
 
-  // By all threads, which have read the block's epoch.
+  // Ends the epoch. Called by all threads, after they have read the block's epoch.
   PROXYCCL_DEVICE void endEpoch() const {
     __syncthreads();
     if (threadIdx.x == 0) team_.epochs[blockIdx.x] = flag_;
   }
 
-  // The packet from a rank in some rank's scratch memory.
+  // Returns the packet from rank `from` in a rank's scratch memory.
   PROXYCCL_DEVICE LLPacket* packet(char* scratch, uint32_t from) const {
     const uint64_t row = static_cast<uint64_t>(flag_ % 2) * team_.lanes + blockIdx.x;
     return reinterpret_cast<LLPacket*>(scratch + team_.outputs_offset) + row * team_.world_size + from;
@@ -80,7 +80,7 @@ class Outputs {
   }
 
   const ProxycclTeam& team_;
-  uint32_t peer_;  // that this thread handles
+  uint32_t peer_;  // the peer that this thread handles
   uint32_t flag_;
 };
 

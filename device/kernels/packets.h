@@ -26,7 +26,7 @@
 
 namespace proxyccl {
 
-// As many values of T as one packet carries.
+// The values of T that one packet carries.
 template <class T>
 struct alignas(8) PayloadOf {
   static constexpr uint32_t kCount = sizeof(LL16Packet::Payload) / sizeof(T);
@@ -43,7 +43,7 @@ template <class T>
 PROXYCCL_DEVICE bool isWholePayload(const T* array, uint64_t count, uint64_t i) {
   return reinterpret_cast<uintptr_t>(array) % sizeof(PayloadOf<T>) == 0 && (i + 1) * PayloadOf<T>::kCount <= count;
 }
-// Payload number i of array[count]: values past the end are loaded as zero and not stored.
+// Loads and stores payload number i of array[count]: values past the end are loaded as zero and not stored.
 template <class T>
 PROXYCCL_DEVICE PayloadOf<T> loadPayload(const T* array, uint64_t count, uint64_t i) {
   if (isWholePayload(array, count, i)) return reinterpret_cast<const PayloadOf<T>*>(array)[i];
@@ -147,7 +147,7 @@ class Lanes {
       body((static_cast<uint64_t>(e) * gridDim.x + blockIdx.x) * team_.epoch_packets);
       const uint32_t since_clear = epoch_ & (kClearInterval - 1);
       if (since_clear < 2) clear();
-      if (since_clear == 2) fenceSystem();  // for the peers' second clear()
+      if (since_clear == 2) fenceSystem();  // orders this block's next packets after the peers' second clear()
       ++epoch_;
     }
     __syncthreads();  // all threads have read the old value
@@ -160,7 +160,7 @@ class Lanes {
     Form::forEach(team_.epoch_packets, body);
   }
 
-  // The data of packet p of the call in share `number` of an array.
+  // Loads and stores the data of packet p of the call in share `number` of an array.
   template <class T>
   PROXYCCL_DEVICE Payload load(const T* array, uint64_t count, uint32_t number, uint64_t p) const {
     return Form::load(array, count, team_.share, number, p);
@@ -177,8 +177,8 @@ class Lanes {
   PROXYCCL_DEVICE void sendToAll(uint32_t slot, uint64_t p, const Payload& payload) const {
     for (uint32_t i = 1; i < team_.world_size; ++i) send(peerAt(i), slot, p, payload);
   }
-  // The same with payload(rank) for each rank. Several are loaded at once: a store between two loads would delay the
-  // second.
+  // Sends payload(rank) to every other rank. Several payloads are loaded at once: a store between two loads would delay
+  // the second.
   template <class PayloadFor>
   PROXYCCL_DEVICE void sendToEach(uint32_t slot, uint64_t p, PayloadFor payload) const {
     for (uint32_t first = 1; first < team_.world_size; first += kAtOnce) {
@@ -192,7 +192,7 @@ class Lanes {
     }
   }
 
-  // By PacketForm alone.
+  // Receives a packet; only for PacketForm.
   PROXYCCL_DEVICE Payload receive(uint32_t peer, uint32_t slot, uint64_t p) const {
     return readPacket(&slotIn(team_.scratch, slot)[p], flag(), team_.control, peer);
   }

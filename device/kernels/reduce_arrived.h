@@ -34,7 +34,7 @@ PROXYCCL_DEVICE void meetInBlock() {
 #endif
 }
 
-// The first thread's value, and what it has acquired. By all threads of a block.
+// Returns the first thread's value, with everything that the thread has acquired. Called by all threads of a block.
 PROXYCCL_DEVICE uint32_t ofFirstThread(uint32_t value) {
 #if PROXYCCL_SMALL_BLOCKS
   syncWarp();
@@ -48,7 +48,8 @@ PROXYCCL_DEVICE uint32_t ofFirstThread(uint32_t value) {
 #endif
 }
 
-// The next chunk that no block has taken; beyond the last one, none is left. By all threads of a block.
+// Takes the next chunk that no block has taken; none is left if the number is past the last. Called by all threads of a
+// block.
 PROXYCCL_DEVICE uint32_t takeChunk(const ProxycclArrived& arrived) {
   return ofFirstThread(threadIdx.x == 0 ? fetchAddRelaxedDevice<uint32_t>(arrived.taken, 1) : 0);
 }
@@ -60,7 +61,7 @@ PROXYCCL_DEVICE bool awaitOthers(const ProxycclArrived& arrived, uint32_t kind, 
   return waitUntil(arrived.control, what, ready);
 }
 
-// Waits for the transfers of a piece. By all threads of a block; false if the communicator has ended.
+// Waits for the transfers of a piece. Called by all threads of a block. Returns false if the communicator has ended.
 //
 // One thread of the grid reads the proxy's word: the more read a word of host memory at once, the later each sees it
 // change. It has the piece's first chunk, and was the first to take one.
@@ -177,7 +178,7 @@ PROXYCCL_OUT_OF_LINE void reduceUnitsOf(uint32_t divisor, uint32_t units, const 
   }
 }
 
-// The same of any number of ranks.
+// Reduces units of any number of ranks.
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void reduceUnitsOfAny(uint32_t ranks, uint32_t divisor, uint32_t units,
                                            const ChunkSource<T> source, Bytes16* to) {

@@ -27,7 +27,7 @@ PROXYCCL_DEVICE void floatsToE4M3(uint8_t* to, const float* values) {
   for (uint32_t i = 0; i < kCount; ++i) to[i] = floatToE4M3(values[i]);
 }
 
-// The greater of a magnitude and the magnitude of a value; NaN is ignored.
+// Returns the greater of a magnitude and a value's magnitude; a NaN is ignored.
 PROXYCCL_DEVICE float greaterMagnitude(float greatest, float value) {
 #if PROXYCCL_ON_HOST
   const float magnitude = value < 0 ? -value : value;
@@ -61,7 +61,7 @@ struct ScaledPart {
       for (uint32_t i = 0; i < kEach; ++i) given.at[i] = from[i];
     }
   }
-  // By a group. Returns the greatest magnitude.
+  // Called by a group: makes the elements. Returns the greatest magnitude.
   PROXYCCL_DEVICE float quantize(const Group& group, Elements* elements) const {
     float values[kEach], greatest = 0;
     for (uint32_t i = 0; i < kEach; ++i) {
@@ -113,7 +113,7 @@ class ScaledNumbers {
     uint32_t at[kEach / 4];
   };
 
-  // By a group: loads blocks [first, last), at most kParts * kBlocks. Past them it loads zeros.
+  // Called by a group: loads blocks [first, last), at most kParts * kBlocks, and zeros for blocks past them.
   PROXYCCL_DEVICE void load(const Group& group, const T* row, uint32_t first, uint32_t last) {
     const Half* words = inGlobal(reinterpret_cast<const Half*>(row));
 #pragma unroll

@@ -63,7 +63,7 @@ class ScatteredReduction {
 
   PROXYCCL_DEVICE uint64_t thread() const { return static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
   PROXYCCL_DEVICE uint64_t threads() const { return static_cast<uint64_t>(gridDim.x) * blockDim.x; }
-  // The i-th rank after this one: each rank begins with a different peer.
+  // Returns the i-th rank after this one: each rank begins with a different peer.
   PROXYCCL_DEVICE uint32_t after(uint32_t i) const {
     const uint32_t rank = team_.rank + i;
     return rank < team_.world_size ? rank : rank - team_.world_size;
@@ -191,7 +191,7 @@ class ScatteredReduction {
 #endif
 
   const ProxycclTeam& team_;
-  T* in_;  // only read
+  T* in_;  // only read, never written
   uint64_t count_;
   Links links_;
 };

@@ -8,14 +8,14 @@
 typedef struct ProxycclAllocationGuard {
   /* cuPointerGetAttribute, hipPointerGetAttribute, proxyccl_host_pointer_attribute */
   int (*pointer_attribute)(void* data, int attribute, uint64_t ptr);
-  int attribute;        /* the one that is the allocation's number, of 64 bits */
-  const uint64_t* ptrs; /* rising: each allocation ends where the next begins */
-  const uint64_t* ids;  /* by address, the driver's expected answer */
+  int attribute;        /* the attribute that returns the allocation's number, of 64 bits */
+  const uint64_t* ptrs; /* ascending addresses: each allocation ends where the next begins */
+  const uint64_t* ids;  /* the expected number for each address */
   uint32_t count;
 } ProxycclAllocationGuard;
 
-/* Asks for the allocations that contain a range. 1 if all are the same. 0 if one is not, or if the driver can't tell.
- */
+/* Queries the numbers of the allocations that contain a range. Returns 1 if all are unchanged; 0 if one has changed or
+ * the driver can't tell. */
 static inline int proxyccl_allocations_hold(const ProxycclAllocationGuard* self, uint64_t start, uint64_t end) {
   for (uint32_t i = 0; i < self->count && self->ptrs[i] < end; ++i) {
     if (i + 1 < self->count && self->ptrs[i + 1] <= start) continue;

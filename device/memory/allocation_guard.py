@@ -9,10 +9,10 @@ _LAST_ADDRESS = (1 << 64) - 1
 
 
 class AllocationGuard:
-    """Remembers allocations (allocation_guard.h).
+    """Remembers the numbers of allocations, to check them later (allocation_guard.h).
 
     Args:
-        calls: the runtime's.
+        calls: the runtime's driver calls.
         allocations: the result of `BaseRuntime.allocations`.
     """
 
@@ -31,6 +31,6 @@ class AllocationGuard:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """For callers in C: of the function that tells the same of a range, and of its first argument."""
+        """The addresses, for callers in C, of the function that checks a range, and of its first argument."""
         function = ffi.addressof(lib, "proxyccl_allocations_hold")
         return int(ffi.cast("uintptr_t", function)), int(ffi.cast("uintptr_t", self._guard))

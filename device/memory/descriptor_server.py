@@ -1,8 +1,8 @@
 """Hands file descriptors to other processes of this machine: memory is shared by descriptor.
 
-A descriptor can't travel in bytes, so the handle that ranks exchange names a server: a thread of the process that owns
-the memory, which makes descriptors on request and does not keep them. Its name is the process's token, which only
-handles contain. It is reached by that name through a socket that both processes see (`sockets.py`).
+A descriptor can't be sent as bytes, so the handle that ranks exchange names a server: a thread of the process that owns
+the memory, which makes descriptors on request and does not keep them. The server's name is the process's token, which
+only handles contain; clients reach it by that name through a socket that both processes see (`sockets.py`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from proxyccl.device.process.threads import Thread
 
 _TIMEOUT = 10.0
 _PAUSE_SECONDS = 0.01
-_REQUEST_SECONDS = 2.0  # a client asks at once; a stopped one holds up the others no longer than this
+_REQUEST_SECONDS = 2.0  # clients send at once; a stopped client blocks the others no longer than this
 _LONGEST_REQUEST = 256
 _PART = struct.Struct("<Q")
 
 Supply = Callable[[bytes], Iterator[tuple[int, int]]]
-"""Makes (number, descriptor) pairs for a request; the server closes the descriptors. It raises for a request that it
-can't serve."""
+"""Makes (number, descriptor) pairs for a request, or raises if it can't serve the request. The server closes the
+descriptors."""
 
 _supplies: dict[bytes, tuple[Supply, tuple[type[Exception], ...]]] = {}
 _lock = threading.Lock()
@@ -43,12 +43,13 @@ forks.hold_while_forking(_lock)
 
 
 def supply(kind: bytes, make: Supply, failures: tuple[type[Exception], ...]) -> None:
-    """Has this process's server supply descriptors of a kind.
+    """Makes this process's server supply descriptors of a kind.
 
     Args:
-        kind: one byte, with which the requests begin; the rest is passed on.
-        make: called in a thread of the server's.
-        failures: the exceptions that it raises for a request that can't be served, such as one for memory that is gone.
+        kind: the first byte of the requests; `make` gets the rest.
+        make: called in a thread of the server.
+        failures: the exceptions that `make` raises for a request that can't be served, such as one for memory that is
+            gone.
     """
     _supplies[kind] = make, failures
 
@@ -72,7 +73,7 @@ class DescriptorServer:
         """Accepts processes of other network namespaces too, where they see the directory of sockets.
 
         Raises:
-            OSError: the directory does not take a socket.
+            OSError: no socket can be made in the directory.
         """
         with _lock:
             directory = sockets.directory()
@@ -110,7 +111,7 @@ class DescriptorServer:
         self.answer(connection)
 
     def answer(self, connection: socket.socket) -> None:
-        """Serves one client, which has connected in any way, and closes the connection. From any thread."""
+        """Serves one client on any kind of connection, and closes the connection. Any thread may call it."""
         # A client that leaves, or does not read, loses only its own answer.
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_REQUEST_SECONDS)
@@ -135,7 +136,7 @@ class DescriptorServer:
         except failures as error:
             _refuse(connection, str(error) or repr(error))
         except OSError as error:
-            if error.errno not in EXHAUSTED:  # the client's end
+            if error.errno not in EXHAUSTED:  # the client closed its end
                 raise
             _refuse(connection, str(error))
 
@@ -149,7 +150,7 @@ _left_files: list[tuple[forks.Process, str]] = []
 
 
 def serve() -> DescriptorServer:
-    """This process's server, started with the first call: processes of its network namespace reach it.
+    """Returns this process's server, which the first call starts. Processes of the same network namespace reach it.
 
     Raises:
         ResourceError: there are too few descriptors or threads.
@@ -170,16 +171,16 @@ def _remove_files() -> None:
 
 
 def fetch_descriptors(token: bytes, kind: bytes, request: bytes) -> list[tuple[int, int]]:
-    """The descriptors that the server of a process supplies for a request. The caller closes them.
+    """Fetches the descriptors that a process's server supplies for a request. The caller closes them.
 
     Args:
-        token: the process's.
+        token: the process's token.
         kind: as for `supply`.
-        request: for it.
+        request: the rest of the request.
 
     Raises:
         UnreachableError: the process is gone, or no socket that both processes see leads to it.
-        OSError: it belongs to another user, has not answered within 10 s, or can't serve the request.
+        OSError: the process belongs to another user, did not answer within 10 s, or can't serve the request.
     """
     deadline = time.monotonic() + _TIMEOUT
     parts: list[tuple[int, int]] = []
@@ -202,11 +203,11 @@ def fetch_descriptors(token: bytes, kind: bytes, request: bytes) -> list[tuple[i
 
 
 def fetch_descriptor(token: bytes, kind: bytes, request: bytes = b"") -> int:
-    """The one descriptor that a server supplies for a request. Raises OSError as `fetch_descriptors`."""
+    """Fetches the only descriptor that a server supplies for a request. Raises OSError like `fetch_descriptors`."""
     parts = fetch_descriptors(token, kind, request)
     if len(parts) != 1:
         _close(parts)
-        raise OSError("its process has ended while it was asked" if not parts else f"it sent {len(parts)} descriptors")
+        raise OSError("the owner ended before it answered" if not parts else f"the owner sent {len(parts)} descriptors")
     return parts[0][1]
 
 

@@ -1,4 +1,4 @@
-"""Open descriptors: a limited resource, of a process and of the system. They are passed over Unix sockets."""
+"""File descriptors: errors for their limits, and passing them over Unix sockets."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def out_of_descriptors(what: str, number: int | None) -> ResourceError:
-    """The error for a descriptor that could not be opened.
+    """Returns the error for a descriptor that could not be opened.
 
     Args:
-        what: its purpose.
-        number: the system's, ENFILE if the system's table of files is full.
+        what: the descriptor's purpose.
+        number: the errno; ENFILE if the system's table of files is full.
     """
     if number == errno.ENFILE:
-        return ResourceError(f"no descriptor is left for {what}: the system has as many open files as it allows")
+        return ResourceError(f"no file descriptor is left for {what}: the system's limit on open files is reached")
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ResourceError(
-        f"no descriptor is left for {what}: this process may have {limit} open (ulimit -n; it can be raised to {most})"
+        f"no file descriptor is left for {what}: this process may open {limit} (ulimit -n; it can be raised to {most})"
     )
 
 
 @contextlib.contextmanager
 def naming_exhaustion(what: str) -> Iterator[None]:
-    """Around code that opens descriptors. Raises ResourceError, with their purpose, if there are too few."""
+    """A context for code that opens descriptors: raises ResourceError, which names their purpose, if there are too
+    few."""
     try:
         yield
     except OSError as error:
@@ -64,9 +65,9 @@ def send_with_descriptors(connection: socket.socket, data: bytes, descriptors: S
 def receive_with_descriptors(
     connection: socket.socket, longest: int, most: int, flags: int = 0
 ) -> tuple[bytes, list[int], int]:
-    """The next message, its descriptors, and the flags with which it came. The caller closes the descriptors.
+    """Receives a message. Returns its bytes, its descriptors, which the caller closes, and its flags.
 
-    Processes that this one starts do not inherit them.
+    Child processes do not inherit the descriptors.
 
     Args:
         connection: a socket.

@@ -1,4 +1,4 @@
-"""Mappings of memory that other processes exported, kept for a while when they are unused."""
+"""A cache of mappings of memory that other processes exported."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _POLL_SECONDS = 0.001
 
 
 class HandleCache:
-    """Mappings of memory that others exported, by handle. The most recently used stay mapped when they are unused.
+    """Mappings of memory that other processes exported, by handle. The most recently used ones stay mapped while
+    unused.
 
-    A handle names the memory itself and not its address, so a cached mapping is never stale. But a driver may
-    refuse to map new memory in the place of memory that its owner has freed, as long as that is mapped: then all idle
-    mappings of this process are removed. In a daemon the old memory may still be mapped for another client, which has
-    yet to close it: that is waited for, at most PATIENCE seconds.
+    A handle names the memory itself and not its address, so a cached mapping is never stale. But while freed memory is
+    still mapped here, a driver may refuse to map new memory of the same address at its owner: then all idle mappings of
+    this process are removed. In a daemon the old memory may be mapped for another client that has yet to close it:
+    `acquire` waits for that for at most PATIENCE seconds.
 
     Args:
         open_handle: maps memory.
@@ -45,7 +46,7 @@ class HandleCache:
             self._caches.add(self)
 
     def acquire(self, handle: bytes) -> Memory:
-        """Maps the memory, or finds it mapped. Each call is paired with a `release`."""
+        """Returns the memory, mapped unless it is already. Each call is paired with a `release`."""
         return self._mappings.acquire(handle, lambda: self._map(handle))
 
     def _map(self, handle: bytes) -> Memory:
@@ -71,24 +72,24 @@ class HandleCache:
         return unmapped
 
     def lease(self, handle: bytes) -> Memory:
-        """The result of `acquire`, as memory that is released when it is closed: for a cache on top of this one."""
+        """Like `acquire`, but closing the result releases it: for a cache on top of this one."""
         return _Leased(self, handle)
 
     def release(self, handle: bytes, *, keep: bool = True) -> None:
-        """Ends one use. Without `keep`, memory that is unused then is unmapped, as its owner frees it: until then a
-        driver keeps it occupied."""
+        """Ends one use. Without `keep`, memory that is then unused is unmapped: its owner frees it, and a driver keeps
+        the memory until it is unmapped."""
         self._mappings.release(handle, keep=keep)
         if not keep and self._below is not None:
             self._below._mappings.discard(handle)
 
     def hold(self) -> HandleCache:
-        """The cache itself, for one more holder, which calls `close` too."""
+        """Returns this cache for one more holder, which must also call `close`."""
         with self._caches_lock:
             self._holders += 1
         return self
 
     def close(self) -> None:
-        """Unmaps everything, with the last holder."""
+        """Ends a hold. The last one unmaps everything."""
         with self._caches_lock:
             self._holders -= 1
             if self._holders:

@@ -1,16 +1,17 @@
-"""How the memory that a handle names is shared."""
+"""Tells from a handle how its memory is shared."""
 
 from __future__ import annotations
 
 DEVICE_MEMORY = b"PXCCLgpu"
-"""Begins handles of a GPU's memory."""
+"""The first bytes of handles of a GPU's memory."""
 
 MAPPED_BLOCKS = b"PXCCLvmm"
-"""Begins a driver's handle of memory that a program mapped itself."""
+"""The first bytes of a driver's handle of memory that a program mapped itself."""
 
 
 def sharing_of(handle: bytes) -> str:
-    """Names it: "IPC" or "VMM" for the two kinds of GPU memory, "shared memory" for the host runtime's."""
+    """Returns how a handle's memory is shared: "IPC" or "VMM" for GPU memory, "shared memory" for the host
+    runtime's."""
     if not handle.startswith(DEVICE_MEMORY):
         return "shared memory"
     return "VMM" if MAPPED_BLOCKS in handle else "IPC"
@@ -24,5 +25,5 @@ NOT_PASSED = (
 
 
 def passes_namespaces(handle: bytes) -> bool:
-    """Whether processes of other PID namespaces can open a handle: drivers pass plain memory of a GPU in one only."""
+    """Whether processes of other PID namespaces can open a handle: drivers share plain GPU memory within one only."""
     return sharing_of(handle) != "IPC"

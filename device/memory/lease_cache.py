@@ -1,4 +1,4 @@
-"""Values that are made once for a key, shared by counted users, and kept for a while when they are unused."""
+"""A cache of values that are made once for a key, shared by counted users, and kept for a while when unused."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _Entry(Struct, Generic[Value], eq=False):
 class LeaseCache(Generic[Key, Value]):
     """Makes a value for the first user of a key, and discards it some time after the last.
 
-    Threads may share it. A thread that makes or discards a value holds up only those that want the same one: a driver
-    may take long.
+    Threads may share a cache. A thread that makes or discards a value blocks only threads that want the same value: a
+    driver may take long.
 
     Args:
         discard: undoes a `make`.
@@ -51,7 +51,7 @@ class LeaseCache(Generic[Key, Value]):
         self._entries: dict[Key, _Entry[Value]] = {}
         self._idle: OrderedDict[Key, float] = OrderedDict()  # weights
         self._closed = False
-        self._lock = threading.Lock()  # of the fields; never held while a value is made or discarded
+        self._lock = threading.Lock()  # guards the fields; never held while a value is made or discarded
 
     @property
     def closed(self) -> bool:
@@ -101,7 +101,7 @@ class LeaseCache(Generic[Key, Value]):
             if entry.users:
                 return
             weight = 0 if entry.value is None else self._weigh(entry.value)
-            keep = keep and weight <= self._keep_weight  # a heavier one alone would push out all others
+            keep = keep and weight <= self._keep_weight  # a heavier value alone would push out all others
             if keep and entry.value is not None:
                 self._idle[key] = weight
         if not keep:
@@ -157,7 +157,7 @@ class LeaseCache(Generic[Key, Value]):
         with entry.lock:
             with self._lock:
                 value = entry.value
-                if entry.users or value is None:  # another thread acquired or discarded it meanwhile
+                if entry.users or value is None:  # another thread acquired or discarded the value meanwhile
                     return False
                 entry.value = None
                 self._idle.pop(key, None)

@@ -27,9 +27,9 @@ class Limit:
 
 
 def memory_limit() -> Limit | None:
-    """The smallest limit; None if the system tells none.
+    """Returns the smallest limit; None if the system reports none.
 
-    It counts all memory, not only what is free: pages are taken when they are first touched, and others may be freed
+    The limit counts all memory, not only free memory: pages are taken when first touched, and other memory may be freed
     until then.
     """
     totals = dict(re.findall(r"^(MemTotal|SwapTotal): +(\d+) kB", _text(_PROC / "meminfo"), re.MULTILINE))

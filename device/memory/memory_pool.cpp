@@ -25,7 +25,7 @@ Device devices[PROXYCCL_POOL_DEVICES];
 
 Device* find_device(int number) { return number >= 0 && number < PROXYCCL_POOL_DEVICES ? &devices[number] : nullptr; }
 
-// The place of the link to a segment; the link is null if there is no such segment. The device's lock is held.
+// Returns the link to the segment that matches, or to null if none does. The caller holds the device's lock.
 template <typename Predicate>
 Segment** find_link(Device& device, Predicate wanted) {
   Segment** link = &device.segments;
@@ -33,7 +33,7 @@ Segment** find_link(Device& device, Predicate wanted) {
   return link;
 }
 
-// Takes a segment from the table; the device's lock is held.
+// Removes a segment from the table. The caller holds the device's lock.
 uint64_t remove(Device& device, Segment** link) {
   Segment* segment = *link;
   const uint64_t ptr = segment->shown.ptr;
@@ -43,7 +43,7 @@ uint64_t remove(Device& device, Segment** link) {
   return ptr;
 }
 
-// While it lives, makes the device's context the thread's current one, in the capture mode that allows allocating.
+// While it exists, the device's context is the thread's current one, in the capture mode that allows allocations.
 class InContext {
  public:
   explicit InContext(const ProxycclPoolCalls& calls) : calls_(calls), mode_(calls.relaxed) {
@@ -82,7 +82,7 @@ uint64_t allocate(const ProxycclPoolCalls& calls, size_t bytes) {
   return calls.allocate_with_flags(&ptr, bytes, calls.flags) == 0 ? reinterpret_cast<uintptr_t>(ptr) : 0;
 }
 
-// The library asks for no status. If a device can't free memory it has failed, and reports that to its next caller.
+// The library takes no status. A device that can't free memory has failed, and reports that to its next caller.
 void free_memory(const ProxycclPoolCalls& calls, uint64_t ptr) {
   const InContext context(calls);
   if (!context.failed()) calls.free(ptr);

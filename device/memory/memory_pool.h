@@ -45,7 +45,7 @@ typedef struct ProxycclSegment {
   uint64_t number; /* counts up from 1; unique to this segment */
   uint64_t ptr;
   uint64_t bytes;
-  uint32_t freed; /* the library has freed it, and somebody holds it */
+  uint32_t freed; /* 1: the library has freed the segment, and a hold remains */
 } ProxycclSegment;
 
 /* Makes a device's segments come from these calls. Returns 0, or -1 if the number is not a device's or the device has
@@ -57,11 +57,11 @@ int proxyccl_pool_configure(int device, const ProxycclPoolCalls* calls);
 PROXYCCL_EXPORTED void* proxyccl_pool_allocate(ssize_t bytes, int device, void* stream); /* NULL: out of memory */
 PROXYCCL_EXPORTED void proxyccl_pool_free(void* ptr, ssize_t bytes, int device, void* stream);
 
-/* The number of changes of a device's segments. */
+/* Returns the number of changes of a device's segments so far. */
 uint64_t proxyccl_pool_changes(int device);
 /* Copies the segments, at most `room` of them. Returns how many there are. */
 size_t proxyccl_pool_segments(int device, ProxycclSegment* segments, size_t room);
-/* Keeps a segment's memory when the library frees it. Returns whether it was not freed before. */
+/* Holds a segment: its memory stays when the library frees it. Returns 0 if the library had freed it before. */
 int proxyccl_pool_hold(int device, uint64_t number);
 /* Ends a hold. Returns the segment's address if the caller must now free it, else 0. */
 uint64_t proxyccl_pool_release(int device, uint64_t number);

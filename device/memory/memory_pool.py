@@ -17,7 +17,7 @@ ALLOCATE, FREE = "proxyccl_pool_allocate", "proxyccl_pool_free"
 
 
 def library() -> str:
-    """The path of the library that exports them."""
+    """Returns the path of the library that exports the functions."""
     found = importlib.util.find_spec("proxyccl.device._native")
     assert found is not None
     assert found.origin is not None  # it was imported above
@@ -25,7 +25,7 @@ def library() -> str:
 
 
 class Segment(Struct, frozen=True):
-    """An allocation.
+    """An allocation of the library.
 
     Attributes:
         number: unique to this segment.
@@ -97,7 +97,7 @@ class MemoryPool:
             room = count
 
     def hold(self, number: int) -> SegmentHold | None:
-        """Keeps a segment's memory even if the library frees it. None if it has freed it already."""
+        """Keeps a segment's memory even if the library frees it. Returns None if the library has freed it already."""
         if not lib.proxyccl_pool_hold(self._device, number):
             return None
         return SegmentHold(self._runtime, number)

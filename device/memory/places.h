@@ -22,13 +22,13 @@ typedef struct ProxycclPlaces ProxycclPlaces;
 
 /* `count` places of `bytes` each from `start` on. NULL: out of memory. */
 ProxycclPlaces* proxyccl_places_open(uint64_t start, uint64_t bytes, uint32_t count);
-/* The source of this thread's allocations; NULL for none. */
+/* Sets the places that this thread's allocations come from; NULL for none. */
 void proxyccl_places_choose(ProxycclPlaces* places);
-/* The number of the last freeing of those places that nobody has renewed since; 0 if there are none. */
+/* Returns the number of the last free among places that were not renewed since; 0 if there are none. */
 uint64_t proxyccl_places_idle(ProxycclPlaces* places);
-/* Lets the library allocate those again that it freed up to then. The caller must have waited for the device since. */
+/* Makes places freed up to number `last` available again. The caller must have waited for the device since. */
 void proxyccl_places_renew(ProxycclPlaces* places, uint64_t last);
-/* Closes the places if the library uses none of them. Returns whether it did. No thread may have them chosen. */
+/* Closes the places if the library uses none of them, and returns whether it did. No thread may have them chosen. */
 int proxyccl_places_close(ProxycclPlaces* places);
 
 /* For the library, by name; the signatures are those of torch.cuda.memory.CUDAPluggableAllocator. */

@@ -15,41 +15,42 @@ _MIN_LARGE, _ROUND_LARGE = 10 << 20, 2 << 20
 
 
 def own_segment_bytes(nbytes: int) -> int:
-    """The least size, from `nbytes` on, of an array that torch's caching allocator gives an allocation of its own.
+    """Returns the least size of at least `nbytes` for which torch's caching allocator makes a separate allocation.
 
-    It cuts smaller ones out of larger allocations (c10/cuda/CUDACachingAllocator.cpp, kMinLargeAlloc and kRoundLarge).
+    It cuts smaller arrays out of larger allocations (c10/cuda/CUDACachingAllocator.cpp, kMinLargeAlloc and
+    kRoundLarge).
     """
     return -(-max(nbytes, _MIN_LARGE) // _ROUND_LARGE) * _ROUND_LARGE
 
 
 class Places:
-    """Places in one memory, which they keep until the library has freed all of them.
+    """Places in one memory. The memory is kept until the library has freed all of them.
 
     Args:
-        runtime: of the memory.
-        memory: the memory that they are parts of.
-        offset: where the first begins.
-        nbytes: size of each.
+        runtime: the memory's runtime.
+        memory: the memory that contains the places.
+        offset: the offset of the first place.
+        nbytes: size of each place.
         count: their number.
 
     Raises:
-        ResourceError: there is no room for their table.
+        ResourceError: the table of places can't be allocated.
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _outlived: ClassVar[list[Places]] = []  # closed, while the library has some of their places
+    _outlived: ClassVar[list[Places]] = []  # closed, but the library still uses some of their places
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> None:
         self._runtime, self._memory = runtime, memory
         self._start, self._nbytes, self._count = memory.ptr + offset, nbytes, count
         self._native = lib.proxyccl_places_open(self._start, nbytes, count)
         if not self._native:
-            raise ResourceError("no memory is left for a table of places")
+            raise ResourceError("can't allocate the table of places")
         self._let_go()
 
     def choose(self) -> None:
-        """Has this thread's allocations until `leave` get a place or, if none is left, an address that belongs to no
-        place. Such an allocation must be freed at once, unused.
+        """Makes this thread's allocations until `leave` return a place or, if none is left, an address outside all
+        places. Such an allocation must be freed at once, unused.
         """
         idle = lib.proxyccl_places_idle(self._native)
         if idle:

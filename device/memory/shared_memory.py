@@ -1,7 +1,7 @@
 """Shared memory without a name, as the host runtime's device memory and as every runtime's pinned memory.
 
-It is a memfd. Another process of the same user opens it as /proc/<pid>/fd/<fd>, so a killed process leaves no files,
-and the size limit of /dev/shm does not apply. A process of another PID or user namespace asks the owner for a
+The memory is a memfd. Another process of the same user opens it as /proc/<pid>/fd/<fd>, so a killed process leaves no
+files, and the size limit of /dev/shm does not apply. A process of another PID or user namespace asks the owner for a
 descriptor (`descriptor_server.py`).
 """
 
@@ -26,16 +26,16 @@ from proxyccl.device.process import forks
 from proxyccl.device.process.namespaces import proc_view
 
 _LARGE = 64 << 20
-"""Bytes from which an allocation is compared with the machine's memory. Linux itself would refuse none: it takes pages
-when they are first touched, and ends the process if there are none."""
+"""The least bytes of an allocation that is checked against the machine's memory. Linux would not refuse it: pages are
+taken when first touched, and Linux kills the process if there are none."""
 
 
 class _Origin(Struct, frozen=True):
     """The process that offers a file, and its descriptor there.
 
     Attributes:
-        view: the process's `proc_view`, in which `pid` is its number.
-        token: of the process (`forks.Process`).
+        view: the process's `proc_view`, in which `pid` is valid.
+        token: the process's token (`forks.Process`).
     """
 
     view: int
@@ -45,7 +45,7 @@ class _Origin(Struct, frozen=True):
 
     @classmethod
     def here(cls, descriptor: int) -> _Origin:
-        """A descriptor of this process."""
+        """Returns the origin for a descriptor of this process."""
         process = forks.here()
         return cls(proc_view(), process.pid, process.token, descriptor)
 
@@ -79,17 +79,17 @@ class _Mapping:
         self._users = 1
         self._descriptors: list[int] = []  # of its own file: one, while it has users
         self._name_by(descriptor, origin)
-        # Not at exit: the communicators are closed later than that, and their proxies still use it.
+        # The finalizer does not run at exit: communicators close later, and their proxies still use the memory.
         weakref.finalize(self, _Mapping._release, self.address, nbytes, self._descriptors).atexit = False
 
     @property
     def descriptor(self) -> int:
-        """The descriptor of its file; -1 for a file of another process, and when it has no users."""
+        """The descriptor of the file; -1 for another process's file, and without users."""
         return self._descriptors[0] if self._descriptors else -1
 
     @classmethod
     def of(cls, descriptor: int, origin: _Origin | None = None) -> _Mapping:
-        """The mapping of a descriptor's file, for one more user; it takes over the descriptor.
+        """Returns the mapping of a descriptor's file, for one more user. Takes ownership of the descriptor.
 
         For a file of another process, no descriptor stays open here: the owner's process and descriptor are enough to
         name it.
@@ -108,7 +108,7 @@ class _Mapping:
             return mapping
 
     def leave(self) -> None:
-        """A user ends. After the last one the descriptor is closed."""
+        """Removes a user. After the last one the descriptor is closed."""
         self._users -= 1
         if self._users == 0 and self._descriptors:
             os.close(self._descriptors.pop())
@@ -146,24 +146,25 @@ class SharedMemory:
 
     @property
     def handle(self) -> bytes:
-        """The handle with which other processes open it."""
+        """The handle by which other processes open this memory."""
         return self.export(self.ptr, self.nbytes)
 
     @property
     def mapped_range(self) -> tuple[int, int]:
-        """Address and size of the whole mapping that it lies in."""
+        """Address and size of the whole mapping that contains this memory."""
         if self._mapping is None:
             raise ClosedError("the memory is closed")
         return self._mapping.address, self._mapping.nbytes
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether this memory was closed."""
         return self._mapping is None
 
     @classmethod
     def allocate(cls, nbytes: int) -> SharedMemory:
-        """Zeroed memory. Raises ArgumentError unless the size is positive, ResourceError if there is no room."""
+        """Allocates zeroed memory. Raises ArgumentError unless the size is positive, ResourceError if there is no
+        room."""
         if nbytes <= 0:
             raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
         if nbytes >= 1 << 63:
@@ -202,7 +203,7 @@ class SharedMemory:
         return cls(_Mapping.of(descriptor), 0, nbytes)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
-        """A handle of a range of this memory."""
+        """Returns a handle of a range of this memory."""
         if self._mapping is None:
             raise ClosedError("the memory is closed")
         mapping = self._mapping
@@ -214,7 +215,7 @@ class SharedMemory:
         return self.ptr <= ptr and ptr + nbytes <= self.ptr + self.nbytes
 
     def addresses(self) -> object:
-        """An object that keeps its addresses from being given to other memory, also after `close`."""
+        """Returns an object that keeps this memory's addresses from reuse, also after `close`."""
         if self._mapping is None:
             raise ClosedError("the memory is closed")
         return self._mapping
@@ -228,7 +229,8 @@ class SharedMemory:
 
 
 def find_range(ptr: int, nbytes: int) -> SharedMemory | None:
-    """A range of memory that this process has mapped as `SharedMemory`, not to be closed; None if it lies in none."""
+    """Returns a `SharedMemory` for a range inside one that this process has mapped; the caller must not close it. None
+    if there is none."""
     with _Mapping._lock:
         for mapping in list(_Mapping._by_file.values()):
             if mapping._users and mapping.address <= ptr and ptr + nbytes <= mapping.address + mapping.nbytes:
@@ -237,22 +239,23 @@ def find_range(ptr: int, nbytes: int) -> SharedMemory | None:
 
 
 def open_descriptor(handle: bytes) -> tuple[int, int, int]:
-    """A descriptor of the file that a handle names, for the caller to close; and the range's offset and size in it.
+    """Opens the file that a handle names. Returns the descriptor, for the caller to close, and the range's offset and
+    size.
 
-    Raises ArgumentError as `SharedMemory.open`.
+    Raises ArgumentError like `SharedMemory.open`.
     """
     return _Handle.open(handle)
 
 
 def export_descriptor(descriptor: int, offset: int, nbytes: int) -> bytes:
-    """A handle of a range of a descriptor's file in this process, valid while the descriptor is open."""
+    """Returns a handle of a range of a descriptor's file in this process, valid while the descriptor is open."""
     info = os.fstat(descriptor)
     return _Handle.pack(_Origin.here(descriptor), (info.st_dev, info.st_ino), offset, nbytes)
 
 
 class _Handle:
-    """The handle by which another process opens a `SharedMemory`: the owner and its descriptor, and enough to check
-    that it is still the same.
+    """The handle by which another process opens a `SharedMemory`: the owner, its descriptor, and the identity of the
+    file.
     """
 
     _LAYOUT = struct.Struct("<8sQq16sqQQQQ")
@@ -266,20 +269,20 @@ class _Handle:
 
     @classmethod
     def origin(cls, handle: bytes) -> _Origin:
-        """The process and the descriptor that a handle names."""
+        """Returns the process and the descriptor that a handle names."""
         _, *owner = cls._LAYOUT.unpack(handle)[:5]
         return _Origin(*owner)
 
     @classmethod
     def open(cls, handle: bytes) -> tuple[int, int, int]:
-        """(own descriptor, offset, nbytes)."""
+        """Opens a handle's file. Returns (a descriptor here, offset, nbytes)."""
         if len(handle) != cls.SIZE:
             raise ArgumentError(
                 "handle", f"expected a handle of shared memory, {cls.SIZE} bytes, not {len(handle)} bytes"
             )
         magic, *_, device, inode, offset, nbytes = cls._LAYOUT.unpack(handle)
         if magic != cls._MAGIC:
-            raise ArgumentError("handle", "expected a handle of shared memory: these bytes begin differently")
+            raise ArgumentError("handle", "expected a handle of shared memory: its first bytes are wrong")
         origin = cls.origin(handle)
         try:
             own = _descriptor_of(origin, (device, inode))
@@ -298,10 +301,10 @@ class _Handle:
 
 
 def _descriptor_of(origin: _Origin, identity: tuple[int, int]) -> int:
-    """A descriptor of the file that a process offers, for the caller to close. Raises OSError."""
+    """Returns a descriptor of the file that a process offers, for the caller to close. Raises OSError."""
     if origin.view and origin.view == proc_view():
         return os.open(f"/proc/{origin.pid}/fd/{origin.descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    if origin.token == forks.here().token:  # without a /proc
+    if origin.token == forks.here().token:  # works without /proc
         return os.dup(origin.descriptor)
     return fetch_descriptor(origin.token, _KIND, _REQUEST.pack(origin.descriptor, *identity))
 
@@ -311,7 +314,7 @@ _REQUEST = struct.Struct("<qQQ")  # descriptor, device, inode
 
 
 def _supply(request: bytes) -> Iterator[tuple[int, int]]:
-    """A descriptor of memory of this process, for one of another PID namespace."""
+    """Supplies a descriptor of this process's memory to a process of another PID namespace."""
     if len(request) != _REQUEST.size:
         raise ArgumentError("request", f"expected {_REQUEST.size} bytes, not {len(request)}")
     named, device, inode = _REQUEST.unpack(request)
@@ -322,7 +325,7 @@ def _supply(request: bytes) -> Iterator[tuple[int, int]]:
     except OSError as error:
         if error.errno in EXHAUSTED:
             raise
-        raise ArgumentError("handle", "its process has closed the memory that it names") from None
+        raise ArgumentError("handle", "the owner has closed the memory") from None
     try:
         _require_memory(copy, 0, (device, inode))
     except ArgumentError:
@@ -341,12 +344,12 @@ def _require_memory(descriptor: int, nbytes: int, identity: tuple[int, int] | No
     """
     info = os.fstat(descriptor)
     if identity is not None and (info.st_dev, info.st_ino) != identity:
-        raise ArgumentError("handle", "its process has closed the memory that it names")
+        raise ArgumentError("handle", "the owner has closed the memory")
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
         seals = 0
     if not seals & fcntl.F_SEAL_SHRINK:
-        raise ArgumentError("handle", "it names a file that is not ProxyCCL's shared memory")
+        raise ArgumentError("handle", "names a file that is not ProxyCCL's shared memory")
     if info.st_size < nbytes:
-        raise ArgumentError("handle", f"it names {nbytes} bytes of a memory of {info.st_size}")
+        raise ArgumentError("handle", f"names {nbytes} bytes of a memory of {info.st_size} bytes")

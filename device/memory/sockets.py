@@ -1,8 +1,8 @@
-"""The sockets by which a process's server of descriptors is reached (descriptor_server.py), from containers too.
+"""The sockets through which clients reach a process's descriptor server (descriptor_server.py), also from containers.
 
-Processes with one network namespace meet at an abstract name, which needs no file. Others meet at a file in a directory
-that both see: ``PROXYCCL_SOCKETS``, else the user's runtime directory. Where they share nothing but the node daemon's
-socket, the daemon introduces them (proxy/daemon/broker.py).
+Processes of one network namespace use an abstract name, which needs no file. Others use a file in a directory that both
+see: ``PROXYCCL_SOCKETS``, else the user's runtime directory. If they share only the node daemon's socket, the daemon
+connects them (proxy/daemon/broker.py).
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ _LONGEST_PATH = 107
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Connect = Callable[[bytes, float], socket.socket]
-"""Connects to the server of a process by its token, within seconds. Raises OSError."""
+"""Connects to the server of a process, by the process's token and a time-out in seconds. Raises OSError."""
 
 _brokers: dict[str, Connect] = {}
 
 
 class UnreachableError(ConnectionRefusedError):
-    """No socket leads to a process: it has ended, or is in a container that shares none with this process's."""
+    """A process can't be reached: it has ended, or its container shares no socket with this process's."""
 
 
 def directory() -> Path:
-    """The directory of sockets. It need not exist."""
+    """Returns the directory of sockets, which need not exist."""
     named = os.environ.get("PROXYCCL_SOCKETS")
     return Path(named).absolute() if named else runtime_directory()
 
 
 def usable_directory() -> tuple[str, str]:
-    """The mark of processes that see the same directory of sockets, and why this process can't use it; one is "".
+    """Returns a mark that processes with the same directory of sockets share, and the reason if this process can't use
+    the directory; one of the two is "".
 
     The user's runtime directory is made if it is missing.
     """
@@ -63,13 +64,13 @@ def usable_directory() -> tuple[str, str]:
 
 
 def shared_network() -> str:
-    """The mark of processes in one network namespace; "" if /proc does not show it."""
+    """Returns a mark that processes of one network namespace share; "" if /proc does not show the namespace."""
     number = network_namespace()
     return f"network {number}" if number else ""
 
 
 def listen_in_network(token: bytes) -> socket.socket:
-    """A socket that listens at a process's abstract name. Raises OSError."""
+    """Returns a socket that listens at a process's abstract name. Raises OSError."""
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(_socket())
         listener.bind(_abstract(token))
@@ -79,7 +80,7 @@ def listen_in_network(token: bytes) -> socket.socket:
 
 
 def listen_in_directory(place: Path, token: bytes) -> tuple[socket.socket, str]:
-    """A socket that listens at a process's file in a directory, and the file's path. Raises OSError."""
+    """Returns a socket that listens at a process's file in a directory, and the file's path. Raises OSError."""
     _remove_left(place)
     path = _path(place, token)
     draft = os.path.join(place, f".{os.path.basename(path)[:8]}")
@@ -100,7 +101,7 @@ def _remove_left(place: Path) -> None:
         with contextlib.suppress(OSError), _socket() as probe:
             if not stat.S_ISSOCK(path.lstat().st_mode):
                 continue
-            probe.setblocking(False)  # BlockingIOError: it lives, and is busy
+            probe.setblocking(False)  # BlockingIOError means that the process is alive and busy
             try:
                 probe.connect(os.fspath(path))
             except ConnectionRefusedError:
@@ -118,7 +119,7 @@ def _abstract(token: bytes) -> bytes:
 
 
 def _fits(place: Path) -> bool:
-    """Whether a socket may have the path of one in a directory."""
+    """Whether the path of a socket in this directory is short enough."""
     return len(os.fsencode(_path(place, bytes(TOKEN_BYTES)))) <= _LONGEST_PATH
 
 
@@ -127,11 +128,11 @@ def _path(place: Path, token: bytes) -> str:
 
 
 def add_broker(name: str, connect: Connect) -> None:
-    """Connects by way of a process that introduces others, where no other socket leads to one.
+    """Registers a broker, a process that connects others, for processes that no other socket reaches.
 
     Args:
-        name: names it in errors. Another one of this name is replaced.
-        connect: raises OSError if it does not know the process either.
+        name: the broker's name in errors. It replaces a broker of the same name.
+        connect: connects by the broker. Raises OSError if the broker does not know the process.
     """
     _brokers[name] = connect
 
@@ -142,16 +143,16 @@ def remove_broker(name: str) -> None:
 
 
 def connect(token: bytes, timeout: float) -> socket.socket:
-    """A connection to the server of a process.
+    """Connects to the server of a process.
 
     Args:
         token: the process's.
         timeout: seconds for each step.
 
     Raises:
-        UnreachableError: there is none.
-        PermissionError: it belongs to another user.
-        OSError: it does not answer.
+        UnreachableError: the process can't be reached.
+        PermissionError: the process belongs to another user.
+        OSError: the process does not answer.
     """
     tried = []
     for name, way in _ways(token):
@@ -163,7 +164,7 @@ def connect(token: bytes, timeout: float) -> socket.socket:
 
 
 def _ways(token: bytes) -> Iterator[tuple[str, Callable[[float], socket.socket]]]:
-    """The ways to a process's server, and how errors name them."""
+    """Yields the ways to connect to a process's server, with their names in errors."""
     yield "in this network namespace", lambda timeout: _connect(_abstract(token), timeout)
     place = directory()
     if _fits(place):
@@ -187,8 +188,8 @@ def _connect(address: str | bytes, timeout: float) -> socket.socket:
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel knows them; 0 for a process of another PID namespace that has no
-    number here."""
+    """Returns the process id and user id at the other end, from the kernel. The process id is 0 if the process has no
+    number in this PID namespace."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     return pid, user

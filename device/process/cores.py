@@ -1,4 +1,4 @@
-"""The cores that there are for a process's threads: as many as the machine and its control groups allow."""
+"""The cores that a process's threads may use, by the machine and the control groups."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def usable_cores(cores: int | None = None) -> int:
-    """The number of threads for which there are cores: no more than control groups allow this process.
+    """Returns the number of cores that this process may use, limited by its control groups.
 
     Args:
-        cores: those that there are; None for all of the machine's.
+        cores: the number of cores to limit; None for the machine's.
     """
     allowed = cores_allowed()
     found = cores if cores is not None else os.cpu_count() or 1
@@ -23,7 +23,8 @@ def usable_cores(cores: int | None = None) -> int:
 
 
 def core_share(host_ranks: int, container_ranks: int) -> int:
-    """The cores that a rank's threads may keep busy: an equal share of the machine's, and of its control groups' limit.
+    """Returns the cores that a rank's threads may keep busy: an equal share of the machine's and of its control
+    groups'.
 
     Args:
         host_ranks: the ranks on the machine. A launcher may have bound this one to few cores, so these don't count.
@@ -34,12 +35,12 @@ def core_share(host_ranks: int, container_ranks: int) -> int:
 
 
 def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | None:
-    """The cores that control groups allow this process, by their quotas of CPU time and their sets of cores; None for
-    no limit, or none that can be read.
+    """Returns the cores that control groups allow this process, by quotas of CPU time and sets of cores. None if there
+    is no limit or none can be read.
 
     Args:
         root: where control groups are mounted.
-        own: the file that names those of the process.
+        own: the file that names the process's control groups.
     """
     limits = []
     with contextlib.suppress(OSError, ValueError):
@@ -56,7 +57,7 @@ def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | No
 
 
 def _upwards(mounted: Path, path: str) -> list[Path]:
-    """A group's directory and those of its parents, whose limits hold for it too."""
+    """Returns the directories of a group and of its parents, whose limits also apply."""
     group = PurePosixPath(path).relative_to("/")
     return [mounted / group, *(mounted / parent for parent in group.parents)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """The CPU's name in /proc/cpuinfo."""
+    """Returns the CPU's name in /proc/cpuinfo."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -18,5 +18,5 @@ def cpu_name() -> str:
 
 
 def describe_cpu() -> str:
-    """One line on the CPU: its name, the cores that this process may run on, and its architecture."""
+    """Returns one line on the CPU: its name, the cores that this process may run on, and its architecture."""
     return f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, {platform.machine()}"

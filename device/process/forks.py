@@ -1,6 +1,6 @@
 """Ownership by one process: a fork's child has copies of its parent's objects, but not its threads or its role.
 
-In the child such an object does nothing at its end, and its use is refused. The child may make its own.
+In the child, using such an object raises ClosedError, and its finalizer does nothing. The child may make its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Process(Struct, frozen=True, eq=False):
     """A process that makes objects. There is one instance in each process (`here`).
 
     Attributes:
-        pid: its number, which the system reuses for a later process.
+        pid: the process id, which the system may reuse for a later process.
         token: 16 bytes that no other process has.
     """
 
@@ -29,7 +29,7 @@ class Process(Struct, frozen=True, eq=False):
 
     @property
     def is_here(self) -> bool:
-        """Whether it is the calling process, and not one that this process is a fork of."""
+        """Whether this is the calling process, and not an ancestor that forked it."""
         return self is _here
 
     def require(self, owned: str) -> None:
@@ -38,7 +38,7 @@ class Process(Struct, frozen=True, eq=False):
             raise ClosedError(self.refusal(owned))
 
     def refusal(self, owned: str) -> str:
-        """The reason why another process may not use this one's objects."""
+        """Returns the error text for another process that uses this process's objects."""
         return (
             f"{owned} belongs to process {self.pid}; this process, {_here.pid}, is a fork of it and must make its own"
         )
@@ -49,14 +49,14 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def here() -> Process:
-    """The calling process, for an object that it makes to keep."""
+    """Returns the calling process, for an object to remember as its maker."""
     return _here
 
 
 def finalizer(owner: Any, release: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
-    """A `weakref.finalize` that runs only in the process that made it.
+    """Returns a `weakref.finalize` that runs only in the process that made it.
 
-    The end of the process does not call it: communicators are closed later than that.
+    It does not run at exit: communicators are closed later.
     """
     made = weakref.finalize(owner, _release, _here, release, arguments)
     made.atexit = False
@@ -79,8 +79,8 @@ class _Lock(Protocol):
 
 
 def hold_while_forking(lock: _Lock) -> None:
-    """Makes a fork wait for a lock of the process: no other thread of the child could release it. It is held
-    briefly."""
+    """Makes forks wait until a lock is free, because the child lacks the thread that would release it. The lock must be
+    held only briefly."""
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 

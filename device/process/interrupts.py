@@ -1,9 +1,9 @@
-"""Lets Python's handlers of signals run while the main thread waits in C, so that Ctrl-C ends any wait at once.
+"""Lets Python's signal handlers run while the main thread waits in C, so that Ctrl-C ends any wait at once.
 
-Python runs them only in the main thread, and only when that has returned from C. So waits return from time to time.
-Those that can't, such as a kernel that the host runtime runs in its caller, call `_look`; the handler's exception is
-kept, the work waited for is told to end, and `raise_interrupt` raises the exception when the wait has ended. A driver's
-wait for a whole device runs in another thread.
+Python runs handlers only in the main thread, and only after it has returned from C. So waits return from time to time.
+Waits that can't return, such as for a kernel that the host runtime runs in its caller, call `_look`: if a handler
+raises, the exception is kept, the awaited work is told to end, and `raise_interrupt` raises the exception after the
+wait. A driver's wait for a whole device runs in another thread.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.process.threads import Thread
 
 SLICE_MS = 50
-"""How long a wait stays in C at a time."""
+"""Milliseconds that a wait stays in C at a time."""
 
 _interrupted: BaseException | None = None
 _when_interrupted: dict[int, Callable[[BaseException], None]] = {}
 
 
 def _look(stream: object) -> None:
-    """Called from C. Handlers of pending signals run before a Python function's first statement."""
+    """Does nothing. C calls it because Python runs pending signal handlers before a function's first statement."""
 
 
 def _keep(_kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
-    """Called when a handler raised in `_look`."""
+    """Keeps the exception that a handler raised in `_look`."""
     global _interrupted  # noqa: PLW0603  the main thread's, of which there is one
     if _interrupted is None:
         _interrupted = error
@@ -51,11 +51,11 @@ os.register_at_fork(after_in_child=_look_from_main_thread)
 
 
 def when_interrupted(stream: int, end: Callable[[BaseException], None]) -> None:
-    """Sets how waits end in work that a stream of the host runtime runs in its caller.
+    """Sets how to end the waits of work that a host stream runs in its caller.
 
     Args:
         stream: the stream's handle.
-        end: called with a handler's exception. Afterwards, waits of that work find that they must end.
+        end: called with a handler's exception. It must make the waits of that work end.
     """
     _when_interrupted[stream] = end
 
@@ -66,7 +66,7 @@ def forget(stream: int) -> None:
 
 
 def raise_interrupt() -> None:
-    """In the main thread, raises the exception of a signal's handler in a wait in C."""
+    """In the main thread, raises the exception that a signal handler raised during a wait in C, if any."""
     global _interrupted
     if _interrupted is not None and threading.current_thread() is threading.main_thread():
         error, _interrupted = _interrupted, None
@@ -77,17 +77,17 @@ def raise_interrupt() -> None:
 
 
 def in_handler() -> bool:
-    """Whether the caller is a handler that interrupts a wait in C. The interrupted code continues when it returns."""
+    """Whether the caller is a signal handler that interrupts a wait in C, which continues when the handler returns."""
     return bool(lib.proxyccl_host_is_looking())
 
 
 def await_driver(query: int, handle: int) -> None:
-    """In the main thread, waits until a driver has finished a stream or an event. The driver's own wait then gives the
-    result.
+    """In the main thread, polls until a stream or an event is done. The driver's own wait, made afterwards, returns the
+    status.
 
     Args:
         query: address of the driver's call that queries a stream or an event.
-        handle: its handle.
+        handle: the stream's or event's handle.
     """
     if threading.current_thread() is threading.main_thread():
         while lib.proxyccl_driver_await(query, handle, SLICE_MS) == lib.PROXYCCL_HOST_NOT_READY:
@@ -110,7 +110,7 @@ class _Helper:
         Thread(self._run, "proxyccl-waits").start()
 
     def call(self, function: Callable[[], None]) -> _Outcome:
-        """Begins a call."""
+        """Starts a call in the thread."""
         outcome = _Outcome()
         self._calls.put((function, outcome))
         return outcome
@@ -137,7 +137,8 @@ def wait_elsewhere(wait: Callable[[], None], look: Callable[[], None] | None = N
 
     Args:
         wait: the call.
-        look: called from time to time meanwhile; it raises to end the wait, in any thread. The call goes on elsewhere.
+        look: called from time to time, in any thread; it may raise to end the wait. The call itself continues in the
+            other thread.
     """
     if look is None and threading.current_thread() is not threading.main_thread():
         wait()

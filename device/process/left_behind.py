@@ -1,6 +1,6 @@
 """Work that finalizers leave to later calls.
 
-Garbage is collected anywhere: the thread may have any lock. So a finalizer only appends to a deque.
+Garbage collection may run while its thread holds any lock. So a finalizer only appends to a deque.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import os
 
 
 def pid_namespace() -> str:
-    """The namespace that this process's ids of processes belong to; empty if /proc does not show it.
+    """Returns the PID namespace of this process; "" if /proc does not show it.
 
-    That is the case without a /proc, and if it shows another namespace's processes.
+    /proc does not show it if /proc is missing or belongs to another namespace.
     """
     try:
         if os.readlink("/proc/self") == str(os.getpid()):
@@ -19,19 +19,20 @@ def pid_namespace() -> str:
 
 
 def proc_view() -> int:
-    """A number that processes share which may use each other's entries in /proc; 0 if /proc does not show this process.
+    """Returns a number that is equal for processes that can open each other's entries in /proc; 0 if /proc does not
+    show this process.
 
-    They have one PID namespace, where a number means the same process, and one user namespace: another one's entries
-    are not to be opened, even by the same user.
+    Such processes have the same PID namespace, so a process id means the same process, and the same user namespace:
+    entries of another can't be opened, even by the same user.
 
-    It has at most 61 bits: the system numbers namespaces from 0xe0000000 on.
+    The number has at most 61 bits: the system numbers namespaces from 0xe0000000 on.
     """
     processes, users = _number(pid_namespace()), _number(_link("user"))
     return (processes & 0x1FFFFFFF) << 32 | users if processes and users else 0
 
 
 def network_namespace() -> int:
-    """The number of this process's network namespace; 0 if /proc does not show it."""
+    """Returns the number of this process's network namespace; 0 if /proc does not show it."""
     return _number(_link("net"))
 
 

@@ -1,8 +1,8 @@
 """Directories and files that only this user and root can change, as ssh asks of its keys.
 
-The checks apply to the opened object, not to a name, and use the descriptor from then on: nobody can replace it
-meanwhile. Directories above are not checked. A user who may rename a directory on the way can at most lead to another
-one that passes.
+The checks apply to the opened object, and later accesses use the same descriptor, so that nobody can replace the object
+in between. Parent directories are not checked: a user who can rename one can at most substitute another directory that
+passes the checks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def require_private(directory: Path, argument: str = "directory", *, secret: boo
     """Checks that only this user and root can change a directory's contents.
 
     Args:
-        directory: it exists.
+        directory: an existing directory.
         argument: its name in the error.
         secret: other users must not be able to read or enter it either.
 
@@ -35,12 +35,12 @@ def require_private(directory: Path, argument: str = "directory", *, secret: boo
 
 
 def make_private(directory: Path, argument: str = "directory", *, secret: bool = False) -> None:
-    """Makes a directory, and those above it that are missing, unless it exists; then as `require_private`."""
+    """Makes a directory and its missing parents, unless it exists; then checks it by `require_private`."""
     os.close(open_private(directory, argument, secret=secret, make=True))
 
 
 def open_private(directory: Path, argument: str = "directory", *, secret: bool = False, make: bool = False) -> int:
-    """A descriptor of a directory that passes `require_private`, which the caller closes.
+    """Opens a directory that passes `require_private`. Returns its descriptor, which the caller closes.
 
     Args:
         directory: see `require_private`.
@@ -68,7 +68,7 @@ def open_private(directory: Path, argument: str = "directory", *, secret: bool =
 def read_private(
     directory: int, path: Path, limit: int | None = None, *, argument: str = "file", secret: bool = False
 ) -> bytes:
-    """The bytes of a file that only this user and root can change.
+    """Reads a file that only this user and root can change.
 
     Args:
         directory: a descriptor of the file's directory.
@@ -78,8 +78,9 @@ def read_private(
         secret: other users must not be able to read it either.
 
     Raises:
-        UntrustedPathError: it belongs to another user, other users can write to it, or it is a link or not a file.
-        OSError: it can't be read. FileNotFoundError: there is none.
+        UntrustedPathError: the file belongs to another user, other users can write to it, or it is a link or not a
+            file.
+        OSError: the file can't be read. FileNotFoundError: it does not exist.
     """
     try:  # a pipe must not block the open
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -108,7 +109,7 @@ def write_private(directory: int, path: Path, data: bytes) -> None:
         data: its contents.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
     """
     draft = f".{path.name}-{os.urandom(8).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -1,5 +1,5 @@
-"""Threads of the library. Their start is bounded: it raises a named error if memory or threads have run out. An error
-that ends one is logged, and passed to the thread's owner.
+"""Threads of the library. Starting one is bounded, and raises ResourceError if memory or threads have run out. An error
+that ends a thread is logged, and passed to the thread's owner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Started(threading.Event):
 
     def wait(self, timeout: float | None = None) -> bool:
         if not super().wait(_BEGIN_SECONDS if timeout is None else timeout):
-            raise RuntimeError(f"it did not begin within {_BEGIN_SECONDS:g} s")
+            raise RuntimeError(f"the thread did not begin within {_BEGIN_SECONDS:g} s")
         return True
 
 
@@ -31,10 +31,11 @@ class Thread(threading.Thread):
     """A daemon thread: the process's end does not wait for it.
 
     Args:
-        run: its function.
-        name: its name in debuggers and reports.
-        arguments: of `run`.
-        failed: called in the thread with the exception of `run`, which is logged: it ends the thread's dependents.
+        run: the thread's function.
+        name: the thread's name in debuggers and reports.
+        arguments: the arguments of `run`.
+        failed: called in the thread with an exception of `run`, which is also logged; it should end the thread's
+            dependents.
     """
 
     def __init__(
@@ -51,17 +52,17 @@ class Thread(threading.Thread):
         self._call: Callable[[], object] | None = functools.partial(run, *arguments)  # until it begins or is abandoned
 
     def start(self) -> None:
-        """Returns when the thread has begun.
+        """Starts the thread, and returns when it has begun.
 
         Raises:
-            ResourceError: it can't, and never will.
+            ResourceError: the thread can't be started, and will not begin later.
         """
         try:
             super().start()
         except (RuntimeError, MemoryError) as error:
             if self._take() is not None:
-                reason = error if isinstance(error, RuntimeError) else "there is no memory"
-                raise ResourceError(f"no thread {self.name} can be started: {reason}") from None
+                reason = error if isinstance(error, RuntimeError) else "out of memory"
+                raise ResourceError(f"can't start thread {self.name}: {reason}") from None
 
     def run(self) -> None:
         """Called in the thread."""

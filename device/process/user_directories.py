@@ -14,11 +14,11 @@ NAME = "proxyccl"
 
 
 def user_directory(variable: str, below_home: str, purpose: str) -> Path:
-    """The directory of this library's files of a kind. It need not exist, and may be refused by `require_private`.
+    """Returns the directory for a kind of this library's files. It need not exist, and may fail `require_private`.
 
     Args:
-        variable: the XDG variable that names the directory above it.
-        below_home: its place in the user's home if the variable is not set.
+        variable: the XDG variable that names the parent directory.
+        below_home: the parent directory's path in the user's home, if the variable is not set.
         purpose: the kind of files, for a name in ``$TMPDIR``, else ``/tmp``, if the home can't be used.
     """
     named = os.environ.get(variable, "")
@@ -31,7 +31,7 @@ def user_directory(variable: str, below_home: str, purpose: str) -> Path:
 
 
 def runtime_directory() -> Path:
-    """The directory of this user's sockets and of files that end with their process. It need not exist."""
+    """Returns the directory for this user's sockets and for files that end with their process. It need not exist."""
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named and os.path.isdir(named):
         return Path(named) / NAME
@@ -39,7 +39,7 @@ def runtime_directory() -> Path:
 
 
 def _home() -> Path | None:
-    """The user's home directory, if it exists."""
+    """Returns the user's home directory; None if it does not exist."""
     named = os.environ.get("HOME", "")
     try:
         home = named or pwd.getpwuid(os.getuid()).pw_dir

@@ -96,7 +96,7 @@ def test_a_gpu_frees_no_memory_that_is_held(held: Held, how: str) -> None:
         del memory
         runtime.synchronize()
         assert runtime.allocations(ptr, 4096)
-        with pytest.raises(ArgumentError, match="handle: this process has freed the memory that it names"):
+        with pytest.raises(ArgumentError, match="handle: names memory that this process has freed"):
             runtime.open(handle)
         held.now = False
         runtime.synchronize()

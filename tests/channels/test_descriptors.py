@@ -58,7 +58,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 def test_the_error_names_the_purpose_and_the_limit() -> None:
-    limit = r"for a test: this process may have \d+ open \(ulimit -n"
+    limit = r"for a test: this process may open \d+ \(ulimit -n"
     with pytest.raises(ResourceError, match=limit), naming_exhaustion("a test"):
         exhausted()
     with pytest.raises(ResourceError, match="for a test: the system has as many"), naming_exhaustion("a test"):
@@ -97,7 +97,7 @@ def test_all_ranks_hear_at_once_that_one_has_too_few(where: str, monkeypatch: py
     assert isinstance(errors[1], ResourceError), errors
     for rank in (0, 2):
         assert isinstance(errors[rank], AbortedError), errors
-        assert "rank 1 can't take part: ResourceError: no descriptor is left" in str(errors[rank])
+        assert "rank 1 can't take part: ResourceError: no file descriptor is left" in str(errors[rank])
 
 
 def transfer(comm: Communicator) -> None:
@@ -133,7 +133,7 @@ def test_all_ranks_hear_at_once_that_one_has_too_few_for_a_call(
             raised = error
         if raised is not None and comm.rank == 1:
             assert isinstance(raised, ResourceError), raised
-            assert "no descriptor is left" in str(raised)
+            assert "no file descriptor is left" in str(raised)
         elif raised is not None:
             assert isinstance(raised, AbortedError), raised
             assert re.search("rank 1 can't take part: ResourceError: no descriptor|rank 1 ended", str(raised))
@@ -155,7 +155,7 @@ def test_the_communicator_goes_on_where_all_ranks_have_too_few(monkeypatch: pyte
         if comm.rank == 0:
             monkeypatch.setattr(HostRuntime, "allocate", exhausted_on("rank-", HostRuntime.allocate))
         all_limited.wait(TIMEOUT)
-        with pytest.raises(ResourceError, match="no descriptor is left"):
+        with pytest.raises(ResourceError, match="no file descriptor is left"):
             comm.all_reduce(np.ones(10), algorithm="ring")
         if all_limited.wait(TIMEOUT) == 0:
             monkeypatch.undo()
@@ -174,7 +174,7 @@ def test_the_others_shrink_at_once_without_a_rank_that_has_too_few(step: str, mo
         comm.all_gather_bytes(b"")
         began = time.monotonic()
         if comm.rank == 1:
-            with pytest.raises(ResourceError, match="no descriptor is left"):
+            with pytest.raises(ResourceError, match="no file descriptor is left"):
                 comm.shrink()
             assert comm.closed
         else:
@@ -190,7 +190,7 @@ def test_a_rank_without_descriptors_still_has_messages_for_its_peers(tmp_path: P
     with no_descriptors():
         for number in range(3):
             assert bootstrap.all_gather(b"%d" % number, TIMEOUT, lambda: None) == [b"%d" % number]
-        with pytest.raises(ResourceError, match=r"no descriptor is left for the directory .*/other"):
+        with pytest.raises(ResourceError, match=r"no file descriptor is left for the directory .*/other"):
             FileBootstrap(tmp_path / "other", 0, 1)
     assert bootstrap.all_gather(b"", TIMEOUT, lambda: None) == [b""]
 
@@ -198,9 +198,9 @@ def test_a_rank_without_descriptors_still_has_messages_for_its_peers(tmp_path: P
 def test_links_to_other_hosts_are_refused_before_peers_wait_for_them() -> None:
     listener = Listener(0)
     with no_descriptors():
-        with pytest.raises(ResourceError, match="no descriptor is left for links to 3 ranks of other hosts"):
+        with pytest.raises(ResourceError, match="no file descriptor is left for links to 3 ranks of other hosts"):
             listener.offer(3)
-        with pytest.raises(ResourceError, match="no descriptor is left for links to ranks of other hosts"):
+        with pytest.raises(ResourceError, match="no file descriptor is left for links to ranks of other hosts"):
             Listener(0)
     assert listener.offer(3).port
     listener.close()
@@ -209,7 +209,7 @@ def test_links_to_other_hosts_are_refused_before_peers_wait_for_them() -> None:
 def test_a_daemon_is_not_blamed_for_too_few_descriptors(tmp_path: Path) -> None:
     daemon = JobDaemon(new_name(), JobOptions(1, None, [0], 1))
     with no_descriptors():
-        with pytest.raises(ResourceError, match="no descriptor is left for a connection to the node daemon"):
+        with pytest.raises(ResourceError, match="no file descriptor is left for a connection to the node daemon"):
             daemon_process(tmp_path / "socket")
-        with pytest.raises(ResourceError, match="no descriptor is left for a connection to the node daemon"):
+        with pytest.raises(ResourceError, match="no file descriptor is left for a connection to the node daemon"):
             daemon.connect(TIMEOUT)

@@ -726,7 +726,7 @@ def test_a_handle_beyond_its_memory_is_refused(field: int) -> None:
             values = list(MemoryHandle._LAYOUT.unpack(handle))
             values[field] = 1 << 40
             forged = MemoryHandle._LAYOUT.pack(*values)
-            with pytest.raises(ArgumentError, match="leave the allocation"):
+            with pytest.raises(ArgumentError, match="extend past the allocation"):
                 runtime.open(forged)
         finally:
             owner.stdin.close()

@@ -163,7 +163,7 @@ except ArgumentError as error:
     )
     values, refused = out.splitlines()
     assert values == "[7, 8]"
-    assert refused.startswith("handle: the memory that it names can't be mapped: hipIpcOpenMemHandle")
+    assert refused.startswith("handle: the memory can't be mapped: hipIpcOpenMemHandle")
 
 
 def test_what_the_compiler_says_is_told() -> None:

@@ -504,5 +504,5 @@ def test_memory_of_a_gpu_is_not_taken_for_the_hosts() -> None:
 def test_values_that_an_array_can_not_hold_are_refused(values: Any) -> None:
     runtime = rank_runtime(0)
     x = Array(runtime, runtime.allocate(4), (4,), as_dtype("uint8"))
-    with pytest.raises(ArgumentError, match="values: can't become"):
+    with pytest.raises(ArgumentError, match="values: can't be converted to"):
         x.upload(values)

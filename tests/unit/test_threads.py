@@ -25,7 +25,7 @@ def test_a_thread_that_has_begun_has_its_name_and_its_arguments() -> None:
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(RuntimeError("can't start new thread"), "can't start new thread"), (MemoryError(), "no memory")],
+    [(RuntimeError("can't start new thread"), "can't start new thread"), (MemoryError(), "out of memory")],
 )
 def test_a_thread_that_cannot_be_made_is_an_error_by_name(
     error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -34,7 +34,7 @@ def test_a_thread_that_cannot_be_made_is_an_error_by_name(
         raise error
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(ResourceError, match=f"no thread worker can be started: .*{reason}"):
+    with pytest.raises(ResourceError, match=f"can't start thread worker: .*{reason}"):
         Thread(lambda: None, "worker").start()
 
 
@@ -53,7 +53,7 @@ def test_a_thread_that_does_not_begin_is_an_error_and_never_runs(monkeypatch: py
     monkeypatch.setattr(threads, "_BEGIN_SECONDS", 0.05)
     ran = threading.Event()
     thread, used = Late(ran.set, "worker"), weakref.ref(ran)
-    with pytest.raises(ResourceError, match=r"no thread worker can be started: it did not begin within 0\.05 s"):
+    with pytest.raises(ResourceError, match=r"can't start thread worker: the thread did not begin within 0\.05 s"):
         thread.start()
     thread.may_begin.set()
     assert thread.ended.wait(30)

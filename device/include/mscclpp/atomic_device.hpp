@@ -10,7 +10,7 @@ enum MemoryOrder { memoryOrderRelaxed, memoryOrderAcquire, memoryOrderRelease, m
 enum ThreadScope { scopeSystem, scopeDevice };
 
 namespace detail {
-// T, but not deduced from the argument, which is converted.
+// T itself, in a form from which T is not deduced, so that an argument is converted to T.
 template <class T>
 struct SameType {
   using Type = T;

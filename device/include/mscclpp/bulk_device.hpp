@@ -1,4 +1,4 @@
-// Bulk copies through shared memory, in name only: a kernel asks whether they are there, and they are not.
+// MSCCL++'s names for bulk copies through shared memory. Only the names are here: MSCCLPP_BULK_AVAILABLE is 0.
 #ifndef MSCCLPP_BULK_DEVICE_HPP_
 #define MSCCLPP_BULK_DEVICE_HPP_
 

@@ -10,7 +10,7 @@ namespace mscclpp {
 
 /// A barrier over blocks, ready in zero-initialised device memory.
 struct DeviceSyncer : proxyccl::DeviceSyncer {
-  /// Called by every thread of the blocks. What any of them wrote before it is visible to all of them after it.
+  /// Waits until all blocks have arrived; every thread calls it. All threads then see each other's earlier writes.
   PROXYCCL_DEVICE void sync(int blocks, int64_t = -1) { proxyccl::DeviceSyncer::sync(blocks); }
 };
 

@@ -1,5 +1,5 @@
-// ProxyTrigger and FifoDeviceHandle. The trigger's layout is ours (proxyccl/trigger.h). It is MSCCL++'s, except that
-// one bit of the size has another meaning: a transfer has at most 2 GiB.
+// ProxyTrigger and FifoDeviceHandle. The trigger's layout (proxyccl/trigger.h) is MSCCL++'s, except that one bit of the
+// size marks a get: a transfer has at most 2 GiB.
 #ifndef MSCCLPP_FIFO_DEVICE_HPP_
 #define MSCCLPP_FIFO_DEVICE_HPP_
 
@@ -28,7 +28,7 @@ union alignas(16) ProxyTrigger {
   struct {
     uint64_t fst, snd;
   };
-  /// The upper bit of `size` is that of a get; `reserved` is the ring's.
+  /// The upper bit of `size` marks a get; the ring uses `reserved`.
   struct {
     uint64_t size : TriggerBitsSize;
     uint64_t srcOffset : TriggerBitsOffset;
@@ -64,8 +64,8 @@ struct FifoDeviceHandle {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_FIFO;
 
   ProxyTrigger* triggers;  // in host memory
-  uint64_t* tail;          // in host memory: triggers that the proxy has taken
-  uint64_t* head;          // triggers that were pushed
+  uint64_t* tail;          // in host memory: the number of triggers taken
+  uint64_t* head;          // number of triggers pushed
   uint64_t* tailCache;     // the producers' copy of `tail`
   uint32_t* refreshLock_;
   uint32_t sizeShift;
@@ -83,7 +83,7 @@ struct FifoDeviceHandle {
     proxyccl::spinHint(0);  // threads of a block take turns on the host
     return false;
   }
-  /// Waits until poll().
+  /// Waits until poll(place) is true.
   PROXYCCL_DEVICE void sync(uint64_t place, int64_t = -1) const { ours().sync(place, nullptr); }
 
  private:

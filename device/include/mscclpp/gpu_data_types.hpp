@@ -41,7 +41,7 @@ struct __fp8_e4m3b15 {
     const uint32_t half = proxyccl::floatToHalf(value), magnitude = half & 0x7fff;
     __x = static_cast<uint8_t>((half & 0x8000) >> 8 | ((magnitude < 0x3f80 ? magnitude : 0x3f80) * 2 + 0x80) >> 8);
   }
-  /// The value with these bits.
+  /// Returns the value with these bits.
   static PROXYCCL_DEVICE __fp8_e4m3b15 fromRaw(uint8_t bits) { return __fp8_e4m3b15(bits); }
   PROXYCCL_DEVICE operator float() const {
     return proxyccl::halfToFloat(static_cast<uint16_t>((__x & 0x80) << 8 | (__x & 0x7f) << 7));
@@ -67,7 +67,7 @@ enum class DataType {
 
 enum ReduceOp { SUM = 0, MIN = 3, NOP = 255 };
 
-/// Words of 4 bytes.
+/// A vector's bytes as words of 4 bytes.
 template <int Bytes, bool Enabled = (Bytes >= 4 && Bytes % 4 == 0)>
 struct alignas(Bytes) Words {
   uint32_t w[Bytes / 4];
@@ -79,7 +79,8 @@ template <int Bytes>
 struct Words<Bytes, false> {};
 
 namespace detail {
-// The type that a vector converts to and from: by its size, or of its type where CUDA has one.
+// The CUDA type that a vector converts to and from: CUDA's vector of the element type if there is one, else unsigned
+// integers of the same size.
 template <class T, int N, int Bytes = N * sizeof(T)>
 struct StorageOf {
   using Type = Words<Bytes>;
@@ -168,7 +169,7 @@ MSCCLPP_VECTORS_OF_1_BYTE(f8_e5m2, __fp8_e5m2)
 MSCCLPP_VECTORS_OF_1_BYTE(f8_e4m3b15, __fp8_e4m3b15)
 #undef MSCCLPP_VECTORS_OF_1_BYTE
 
-/// The bits of a value as another type of the same size.
+/// Returns the bits of a value as another type of the same size.
 template <class To, class From>
 PROXYCCL_DEVICE To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the size");
@@ -212,13 +213,13 @@ PROXYCCL_DEVICE Half clipped(Half value) {
 
 }  // namespace detail
 
-/// The value; for an infinite half, the greatest finite one of its sign.
+/// Returns the value. Replaces an infinite half by the greatest finite one with its sign.
 template <class T>
 PROXYCCL_DEVICE T clip(T value) {
   return detail::clipped(value);
 }
 
-/// Element by element. With UseClip, sums of halves are clipped.
+/// Adds two vectors element by element. With UseClip, sums of halves are clipped to the finite range.
 template <bool UseClip = true, class T, int N, class S>
 PROXYCCL_DEVICE VectorTypeImpl<T, N, S> operator+(const VectorTypeImpl<T, N, S>& a, const VectorTypeImpl<T, N, S>& b) {
   VectorTypeImpl<T, N, S> sum;
@@ -230,7 +231,7 @@ PROXYCCL_DEVICE VectorTypeImpl<T, N, S> operator+(const VectorTypeImpl<T, N, S>&
   return sum;
 }
 
-/// The smaller one.
+/// Returns the smaller value.
 template <class T>
 PROXYCCL_DEVICE T min(const T& a, const T& b) {
   return a < b ? a : b;
@@ -248,7 +249,7 @@ PROXYCCL_DEVICE VectorTypeImpl<T, N, S> min(const VectorTypeImpl<T, N, S>& a, co
   return least;
 }
 
-/// A vector's elements as those of another type.
+/// Converts a vector's elements to another type.
 template <class To, class From>
 PROXYCCL_DEVICE To to(const From& from) {
   static_assert(To::Size == From::Size, "to() keeps the number of elements");

@@ -12,7 +12,7 @@ namespace mscclpp {
 
 namespace detail {
 
-// MSCCL++'s bound of a wait, where a plain number would make calls ambiguous: a flag is not a signed number.
+// The type of MSCCL++'s bound of a wait. A plain int64_t would make calls ambiguous with those that pass a flag.
 template <class T>
 struct SignedNumber;
 template <>
@@ -57,10 +57,10 @@ struct BaseMemoryChannelDeviceHandle {
   uint64_t dstBytes_, srcBytes_, packetBufferBytes_;
   uint32_t peer_, channel_;
 
-  /// Adds one to the peer's semaphore. It covers what the block wrote before a __syncthreads(); on AMD, before a
-  /// proxyccl::syncThreadsSystem(). Any number of threads may call this at once, and wait() and poll() too.
+  /// Adds one to the peer's semaphore. The peer then sees what the block wrote before a __syncthreads(); on AMD, before
+  /// a proxyccl::syncThreadsSystem(). Any number of threads may call signal(), wait() and poll() at once.
   PROXYCCL_DEVICE void signal() const { ours().signal(); }
-  /// The same for a signal that announces no data.
+  /// Adds one to the peer's semaphore without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { ours().relaxedSignal(); }
   PROXYCCL_DEVICE void signalPacket() const { ours().relaxedSignal(); }
   /// Waits for the peer's next signal and consumes it.
@@ -83,7 +83,7 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
       : BaseMemoryChannelDeviceHandle{semaphore, dst,   src,   packetBuffer,     nullptr,
                                       ~0ull,     ~0ull, ~0ull, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL} {}
 
-  /// One element of the peer's memory, by a relaxed access.
+  /// Reads one element of the peer's memory by a relaxed access.
   template <class T>
   PROXYCCL_DEVICE T read(uint64_t index) const {
     return handle().read<T>(index);

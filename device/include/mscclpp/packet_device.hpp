@@ -1,4 +1,4 @@
-// Packets of MSCCL++'s LL protocol. Their layout is that of ours.
+// Packets of MSCCL++'s LL protocol, with the layout of proxyccl's packets (proxyccl/packet.h).
 #ifndef MSCCLPP_PACKET_DEVICE_HPP_
 #define MSCCLPP_PACKET_DEVICE_HPP_
 
@@ -7,7 +7,7 @@
 
 namespace mscclpp {
 
-/// 16 bytes that carry 8.
+/// A packet of 16 bytes that carries 8 bytes of data.
 union alignas(16) LL16Packet {
   struct {
     uint32_t data1, flag1, data2, flag2;
@@ -51,7 +51,7 @@ union alignas(16) LL16Packet {
   }
 };
 
-/// 8 bytes that carry 4.
+/// A packet of 8 bytes that carries 4 bytes of data.
 union alignas(8) LL8Packet {
   struct {
     uint32_t data, flag;
@@ -125,7 +125,7 @@ PROXYCCL_DEVICE void copyFromPackets(void* origin, const void* target, uint64_t 
                           [&](size_t i) { payloads[i] = packets[i].read(flag); });
 }
 
-/// The older names of the two, with offsets in bytes.
+/// The older names of copyToPackets() and copyFromPackets(), with offsets in bytes.
 template <class Packet = LL16Packet>
 PROXYCCL_DEVICE void putPackets(void* target, uint64_t targetOffset, const void* origin, uint64_t originOffset,
                                 uint64_t bytes, uint32_t threadId, uint32_t numThreads, uint32_t flag) {

@@ -25,7 +25,7 @@ PROXYCCL_DEVICE void waitForCondition(Ready ready) {
     ::mscclpp::detail::waitForCondition([&] { return !(condition); }); \
   } while (0)
 
-/// Spins while both conditions hold; otherwise the same.
+/// Spins while both conditions hold; otherwise like POLL_MAYBE_JAILBREAK.
 #define OR_POLL_MAYBE_JAILBREAK(first, second, max_spins) POLL_MAYBE_JAILBREAK((first) && (second), max_spins)
 
 #endif

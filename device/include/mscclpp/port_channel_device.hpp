@@ -22,7 +22,7 @@ struct BasePortChannelDeviceHandle {
   ProxycclControl* control_;
   SemaphoreId semaphoreId_;
   uint32_t peer_;
-  MemoryId dst_, src_;  // those of a PortChannel
+  MemoryId dst_, src_;  // the fixed memories of a PortChannel
 
   /// Starts a copy from local memory to the peer's. One thread calls it.
   /// @param dstId      the peer's memory: in Python RegisteredMemory.peer_id(peer)
@@ -97,7 +97,7 @@ struct PortChannelDeviceHandle : BasePortChannelDeviceHandle {
     ours().get(dstOffset, srcOffset, size);
   }
   PROXYCCL_DEVICE void get(uint64_t offset, uint64_t size) const { ours().get(offset, size); }
-  /// Not supported either.
+  /// Not supported: neither copy engines nor the fabric add atomically.
   template <class Value>
   PROXYCCL_DEVICE void atomicAdd(uint64_t, Value) const {
     static_assert(sizeof(Value) == 0, "PortChannel::atomicAdd is not offered: no transport adds atomically");

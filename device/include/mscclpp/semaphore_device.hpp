@@ -13,7 +13,7 @@ namespace mscclpp {
 
 namespace detail {
 
-// The fields of ProxycclSemaphore under other names.
+// The fields of ProxycclSemaphore under MSCCL++'s names.
 struct Semaphore {
   uint64_t* inboundToken;          // the peer's signals, as they arrive here
   uint64_t* expectedInboundToken;  // in local memory: those consumed or waited for
@@ -23,11 +23,11 @@ struct Semaphore {
 
   /// Consumes the next signal if it has arrived.
   PROXYCCL_DEVICE bool poll() const { return ours().poll(); }
-  /// The count of signals that have arrived; what was written before them may be read.
+  /// Returns the count of signals that have arrived, by an acquire load: data written before them may be read.
   PROXYCCL_DEVICE uint64_t loadInbound() const { return proxyccl::loadAcquireSystem(inboundToken); }
-  /// The count of signals that were consumed or are waited for.
+  /// Returns the count of signals that were consumed or are waited for.
   PROXYCCL_DEVICE uint64_t loadExpectedInbound() const { return proxyccl::loadRelaxedDevice(expectedInboundToken); }
-  /// The number of the next signal, for which the caller then waits.
+  /// Takes and returns the number of the next signal, for which the caller must wait.
   PROXYCCL_DEVICE uint64_t incExpectedInbound() const { return ours().takeNext(); }
 
  protected:
@@ -39,7 +39,7 @@ static_assert(sizeof(Semaphore) == sizeof(ProxycclSemaphore), "the semaphores di
 
 }  // namespace detail
 
-/// Signalled by the peer's proxy. In Python: `proxy_channels(…).semaphores`.
+/// A semaphore that the peer's proxy signals. In Python: `proxy_channels(…).semaphores`.
 struct Host2DeviceSemaphoreDeviceHandle : detail::Semaphore {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_PROXY_SEMAPHORE;
 
@@ -49,20 +49,20 @@ struct Host2DeviceSemaphoreDeviceHandle : detail::Semaphore {
   }
 };
 
-/// Signalled by the peer's kernels. In Python: `sm_channels(…).semaphores`.
+/// A semaphore that the peer's kernels signal. In Python: `sm_channels(…).semaphores`.
 struct MemoryDevice2DeviceSemaphoreDeviceHandle : detail::Semaphore {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_SM_SEMAPHORE;
 
   PROXYCCL_DEVICE void wait(int64_t = -1) const {
     ours().wait(nullptr, PROXYCCL_WAIT_SM_SIGNAL, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL);
   }
-  /// The same without ordering: for a signal that announces no data.
+  /// Waits for the next signal without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedWait(int64_t = -1) const {
     ours().relaxedWait(nullptr, PROXYCCL_WAIT_SM_SIGNAL, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL);
   }
-  /// Adds one at the peer, after what this thread wrote.
+  /// Adds one to the peer's semaphore. The peer then sees what this thread wrote before.
   PROXYCCL_DEVICE void signal() const { ours().signal(); }
-  /// The same for a signal that announces no data.
+  /// Adds one at the peer without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { ours().relaxedSignal(); }
   PROXYCCL_DEVICE uint64_t loadInboundRelaxed() const { return proxyccl::loadRelaxedSystem(inboundToken); }
 };

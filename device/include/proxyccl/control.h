@@ -57,7 +57,7 @@ enum ProxycclWaitKind {
   PROXYCCL_WAIT_SCHEDULE_DATA = 9,
   PROXYCCL_WAIT_SCHEDULE_SEND = 10,
   PROXYCCL_WAIT_SCHEDULE_GATE = 11,
-  /* More waits of kernels: */
+  /* Further waits of kernels: */
   PROXYCCL_WAIT_CONDITION = 12, /* a condition of a user's kernel (mscclpp/poll_device.hpp) */
   PROXYCCL_WAIT_EXECUTION = 13, /* in an operation of an execution plan; `channel` says which (execution.h) */
   PROXYCCL_WAIT_COMPLETION = 14,
@@ -67,8 +67,8 @@ enum ProxycclWaitKind {
 /* Whether a rank may still access its peers' memory. */
 enum ProxycclPresence {
   PROXYCCL_PRESENT = 0,
-  PROXYCCL_CLOSING_ANOTHER = 1, /* it waits for another communicator to close */
-  PROXYCCL_LEFT = 2,            /* it has closed the communicator and no longer accesses memory */
+  PROXYCCL_CLOSING_ANOTHER = 1, /* the rank waits for another communicator to close */
+  PROXYCCL_LEFT = 2,            /* the rank has closed the communicator, and accesses no peer's memory */
   PROXYCCL_STOPPED = 3          /* the communicator has failed, and its kernels and its proxy have ended */
 };
 
@@ -86,22 +86,22 @@ typedef struct ProxycclErrorRecord {
   uint32_t operation; /* bits of a trigger's operation, if there is one; out of range: ProxycclSmCall */
   uint32_t channel;   /* channel id, or PROXYCCL_NO_CHANNEL */
   int32_t status;     /* a driver's or transport's own status */
-  uint64_t expected;  /* value waited for: ticket, semaphore value or packet flag; of a schedule: its number;
-                         out of range: the offset and the size are multiples of it; of such a trigger: the memory's id */
+  uint64_t expected;  /* value waited for: ticket, semaphore value or packet flag; for a schedule: its number;
+                         out of range: the required alignment; for such a trigger: the memory's id */
   uint64_t seen;      /* value last seen; out of range, or of such a trigger: the memory's size in bytes */
   uint64_t offset;    /* byte offset of the transfer that failed */
-  uint64_t size;      /* its size in bytes */
+  uint64_t size;      /* size of that transfer in bytes */
 } ProxycclErrorRecord;
 
 /* One kernel wait's answer to a question from the CPU. */
 typedef struct ProxycclWait {
   uint32_t claimed;  /* number of the question: the first wait to store it claims this place and fills it … */
-  uint32_t answered; /* … then publishes it by storing the number here */
+  uint32_t answered; /* the same number, stored when the fields below are filled */
   uint32_t kind;     /* ProxycclWaitKind */
   uint32_t peer;     /* rank waited for, or PROXYCCL_NO_PEER */
   uint32_t channel;  /* channel id, or PROXYCCL_NO_CHANNEL */
   uint32_t reserved;
-  uint64_t expected; /* as in an error record */
+  uint64_t expected; /* value waited for, as in ProxycclErrorRecord */
   uint64_t seen;
 } ProxycclWait;
 
@@ -120,7 +120,7 @@ typedef struct ProxycclControl {
   struct ProxycclControl* const* peers; /* the other ranks' of this host, as this rank's device maps them */
   uint32_t peer_count;
   uint32_t presence;  /* ProxycclPresence, written by this rank's CPU and read by its peers' */
-  uint32_t exchanges; /* how many bootstrap exchanges the rank took part in before it left */
+  uint32_t exchanges; /* number of bootstrap exchanges that the rank took part in before it left */
   uint32_t reserved;
   ProxycclErrorRecord error;
   ProxycclWait waits[PROXYCCL_WAIT_PLACES];

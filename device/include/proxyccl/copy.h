@@ -44,7 +44,7 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
   forEachInTurn(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
 }
 
-// 16 bytes of two words that follow each other: those from number `first` on, at most 15.
+// Returns 16 bytes from two consecutive words, beginning with byte `first` < 16 of the first word.
 PROXYCCL_DEVICE Bytes16 bytesFrom(uint32_t first, const Bytes16& word, const Bytes16& next) {
   const bool near = first < 8;
   const uint64_t low = near ? word.low : word.high, middle = near ? word.high : next.low,
@@ -53,9 +53,9 @@ PROXYCCL_DEVICE Bytes16 bytesFrom(uint32_t first, const Bytes16& word, const Byt
   return {low >> bits | middle << 1 << (63 - bits), middle >> bits | high << 1 << (63 - bits)};
 }
 
-// The same as copyWords() if the addresses are not equally far from a word: whole words of 16 bytes at the destination,
-// each from two of the source. A link carries these faster than more and narrower stores. A thread has one word in
-// flight: with more, kernels that call this would have to spill registers. All accesses are within the two ranges.
+// copyWords() for addresses with different alignment: stores whole words of 16 bytes at the destination, each made of
+// two words of the source. A link carries these faster than more and narrower stores. A thread has one word in flight:
+// with more, kernels that call this would have to spill registers. All accesses are within the two ranges.
 PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
   const uintptr_t target = reinterpret_cast<uintptr_t>(dst), source = reinterpret_cast<uintptr_t>(src);
   const uint32_t shift = (source - target) % 16;
@@ -73,8 +73,8 @@ PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint3
   forEachInTurn(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
 }
 
-/// Copies bytes. A group of threads calls it together, and each copies its part: which one is unspecified, so the group
-/// meets before and after. It orders nothing.
+/// Copies bytes. A group of threads calls it together, and each thread copies a part. Which part is unspecified, so the
+/// group needs a barrier before and after. The accesses are unordered.
 /// @param dst      destination; the ranges must not overlap
 /// @param src      source
 /// @param bytes    number of bytes; both addresses may have any alignment
@@ -90,7 +90,7 @@ PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, ui
   const uintptr_t misaligned = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
   if (misaligned % 16 == 0) return copyWords<Bytes16>(to, from, bytes, thread, threads);
   const uint32_t width = misaligned % 8 == 0 ? 8 : misaligned % 4 == 0 ? 4 : 1;
-  // Fewer are faster as they are: all of a thread's loads are in flight at once.
+  // For fewer bytes the narrower words are faster: all of a thread's loads are in flight at once.
   if (bytes > static_cast<size_t>(4 * width) * threads) return copyShifted(to, from, bytes, thread, threads);
   if (width == 8) return copyWords<uint64_t>(to, from, bytes, thread, threads);
   if (width == 4) return copyWords<uint32_t>(to, from, bytes, thread, threads);
@@ -111,7 +111,7 @@ PROXYCCL_DEVICE void copyRest(char* dst, const char* src, size_t bytes, uint32_t
   forEachInTurn(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
 }
 
-// Both addresses are equally far from a whole word.
+// Copies between addresses that are equally far from a whole word.
 template <class Word, bool kRemainder>
 PROXYCCL_DEVICE void copyWholeWords(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
   const size_t misaligned = reinterpret_cast<uintptr_t>(dst) % sizeof(Word);

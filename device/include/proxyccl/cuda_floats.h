@@ -1,11 +1,11 @@
-// CUDA's names of narrow floats, where CUDA's own headers are not: on the host, and under NVRTC without a toolkit. They
-// are there as far as conversions, arithmetic and comparisons; the files in cuda_names include this one.
+// CUDA's names of narrow floats, for targets without CUDA's own headers: the host, and NVRTC without a toolkit. Only
+// conversions, arithmetic and comparisons are defined. The files in cuda_names include this one.
 #ifndef PROXYCCL_CUDA_FLOATS_H
 #define PROXYCCL_CUDA_FLOATS_H
 
 #include "proxyccl/narrow_float.h"
 
-// CUDA's headers, should they come later, would define the names again.
+// These guards keep CUDA's headers, if included later, from defining the names again.
 #define __CUDA_FP16_H__
 #define __CUDA_BF16_H__
 #define __CUDA_FP8_H__
@@ -49,7 +49,7 @@ PROXYCCL_DEVICE __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return 
 PROXYCCL_DEVICE __nv_bfloat162 __float22bfloat162_rn(float2 x) { return {x.x, x.y}; }
 PROXYCCL_DEVICE float2 __bfloat1622float2(__nv_bfloat162 x) { return make_float2(x.x, x.y); }
 
-// Of both types of 16 bits, and of pairs.
+// Defines an operation on both 16-bit types, and on pairs of them.
 #define PROXYCCL_CUDA_OPERATION(name, expression)                                                                     \
   template <class S>                                                                                                  \
   PROXYCCL_DEVICE ::proxyccl::NarrowFloat<S> name(::proxyccl::NarrowFloat<S> a, ::proxyccl::NarrowFloat<S> b) {       \

@@ -53,7 +53,7 @@ PROXYCCL_DEVICE void storePiece(Piece* to, Piece piece) {
 PROXYCCL_DEVICE void loadPiece(const Bytes16* from, Bytes16* to) { loadRelaxed128(&from->low, &to->low, &to->high); }
 PROXYCCL_DEVICE void storePiece(Bytes16* to, Bytes16 piece) { storeRelaxed128(&to->low, piece.low, piece.high); }
 
-/// Loads an element of any trivially copyable type. It orders nothing.
+/// Loads an element of any trivially copyable type. The access orders nothing.
 /// @param from  aligned to T
 template <class T>
 PROXYCCL_DEVICE T loadElement(const T* from) {
@@ -64,7 +64,7 @@ PROXYCCL_DEVICE T loadElement(const T* from) {
   return __builtin_bit_cast(T, value);
 }
 
-/// Stores an element; otherwise like loadElement().
+/// Stores an element of any trivially copyable type. The access orders nothing.
 template <class T>
 PROXYCCL_DEVICE void storeElement(T* to, const T& element) {
   using Piece = typename Pieces<T>::Piece;

@@ -14,7 +14,7 @@ struct Float8E5M2 {
   uint8_t bits;
 };
 
-// Rounds to nearest, ties to even, and saturates at 448. A NaN stays a NaN.
+// Converts to E4M3: rounds to nearest, ties to even, and saturates at 448. A NaN stays a NaN.
 PROXYCCL_DEVICE uint8_t floatToE4M3(float value) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, value), magnitude = bits & 0x7fffffff;
   uint32_t result;
@@ -29,7 +29,7 @@ PROXYCCL_DEVICE uint8_t floatToE4M3(float value) {
   }
   return static_cast<uint8_t>(result | (bits >> 24 & 0x80));
 }
-// The same, and saturates at 57344.
+// Converts to E5M2: rounds to nearest, ties to even, and saturates at 57344. A NaN stays a NaN.
 PROXYCCL_DEVICE uint8_t floatToE5M2(float value) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, value), magnitude = bits & 0x7fffffff;
   uint32_t result;
@@ -45,12 +45,12 @@ PROXYCCL_DEVICE uint8_t floatToE5M2(float value) {
   return static_cast<uint8_t>(result | (bits >> 24 & 0x80));
 }
 
-// A half with the same digits: its exponent's bias is greater by 8.
+// Shifts the bits to those of a half, whose exponent's bias is greater by 8.
 PROXYCCL_DEVICE float e4m3ToFloat(uint8_t bits) {
   if ((bits & 0x7f) == 0x7f) return __builtin_bit_cast(float, 0x7fc00000u);
   return 256 * halfToFloat(static_cast<uint16_t>((bits & 0x80) << 8 | (bits & 0x7f) << 7));
 }
-// A half's upper byte.
+// An E5M2 is the upper byte of a half.
 PROXYCCL_DEVICE float e5m2ToFloat(uint8_t bits) { return halfToFloat(static_cast<uint16_t>(bits << 8)); }
 
 template <>

@@ -15,8 +15,8 @@ enum ProxycclHandleKind {
   PROXYCCL_HANDLE_NONE = 0,
   PROXYCCL_HANDLE_SM_CHANNEL = 1,
   PROXYCCL_HANDLE_PROXY_CHANNEL = 2,
-  PROXYCCL_HANDLE_SEMAPHORE = 3,       /* of either kind of channel */
-  PROXYCCL_HANDLE_SM_SEMAPHORE = 4,    /* signalled by the peer's kernels */
+  PROXYCCL_HANDLE_SEMAPHORE = 3,       /* a semaphore of either kind of channel */
+  PROXYCCL_HANDLE_SM_SEMAPHORE = 4,    /* a semaphore that the peer's kernels signal */
   PROXYCCL_HANDLE_PROXY_SEMAPHORE = 5, /* signalled by the peer's proxy */
   PROXYCCL_HANDLE_FIFO = 6
 };
@@ -29,7 +29,7 @@ typedef struct ProxycclFifo {
   uint64_t* tail_cache;   /* the producers' copy of `tail`, which saves them the trip to the host */
   uint32_t* refresh_lock; /* held by the producer that refreshes tail_cache */
   uint32_t size_log2;     /* slots = 1 << size_log2 */
-  uint32_t size;          /* the number of slots, and one less: for kernels that read them */
+  uint32_t size;          /* the number of slots, and that number less one, for kernels that read them */
   uint64_t size_mask;
 } ProxycclFifo;
 
@@ -37,7 +37,7 @@ typedef struct ProxycclFifo {
 typedef struct ProxycclSemaphore {
   uint64_t* inbound;  /* the peer's count of signals, as it arrives here */
   uint64_t* expected; /* in local device memory: signals consumed or waited for; then a word for Triton's checks */
-  uint64_t* remote_inbound; /* the peer's `inbound`, if it is mapped */
+  uint64_t* remote_inbound; /* the peer's `inbound`, if mapped; else null */
   uint64_t* outbound;       /* in local device memory: signals sent */
   uint64_t adds;            /* not 0 if kernels here may add to `remote_inbound` atomically */
 } ProxycclSemaphore;
@@ -57,7 +57,7 @@ typedef struct ProxycclSmChannel {
 
 typedef struct ProxycclProxyChannel {
   ProxycclFifo fifo;
-  ProxycclSemaphore semaphore;   /* signalled by the peer's proxy; remote_inbound and outbound are the engine's */
+  ProxycclSemaphore semaphore;   /* the peer's proxy signals it; only the engine uses remote_inbound and outbound */
   uint64_t* flushed;             /* pinned: one more than the ticket of the channel's last complete flush */
   uint64_t* completed;           /* pinned: one more than the ticket up to which all of the channel is complete */
   const uint64_t* memory_limits; /* pinned: bytes from each memory id on; NULL for a handler's channel */

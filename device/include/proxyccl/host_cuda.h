@@ -86,7 +86,7 @@ PROXYCCL_DEVICE constexpr auto max(A a, B b) -> decltype(true ? A() : B()) {
   using Common = decltype(true ? A() : B());
   return static_cast<Common>(a) < static_cast<Common>(b) ? b : a;
 }
-// Of a number and a NaN, the number.
+// If one argument is a NaN, these return the other one.
 PROXYCCL_DEVICE float min(float a, float b) { return __builtin_fminf(a, b); }
 PROXYCCL_DEVICE float max(float a, float b) { return __builtin_fmaxf(a, b); }
 PROXYCCL_DEVICE double min(double a, double b) { return __builtin_fmin(a, b); }
@@ -276,7 +276,7 @@ PROXYCCL_STORE_WITH_HINT(__stcg)
 PROXYCCL_STORE_WITH_HINT(__stcs)
 #undef PROXYCCL_STORE_WITH_HINT
 
-// -- the block, and what it says ---
+// -- clock, block-wide votes, printf and assert ---
 
 PROXYCCL_DEVICE long long clock64() { return static_cast<long long>(::proxyccl::nanoseconds()); }
 PROXYCCL_DEVICE void __nanosleep(unsigned) { ::proxyccl::spinHint(0); }

@@ -7,7 +7,7 @@
 
 namespace proxyccl {
 
-// Stored: Half, BFloat16, Float8E4M3 or Float8E5M2.
+// A float with operators. `Stored` is Half, BFloat16, Float8E4M3 or Float8E5M2.
 template <class Stored>
 struct NarrowFloat : Stored {
   NarrowFloat() = default;
@@ -37,7 +37,7 @@ PROXYCCL_DEVICE NarrowFloat<Stored> operator-(const NarrowFloat<Stored>& a) {
   return -static_cast<float>(a);
 }
 
-// Two that lie side by side.
+// A pair of such floats, side by side.
 template <class Stored>
 struct alignas(2 * sizeof(Stored)) NarrowFloat2 {
   NarrowFloat<Stored> x, y;

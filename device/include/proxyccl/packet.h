@@ -9,7 +9,8 @@
 
 namespace proxyccl {
 
-// 16 bytes that carry 8. Each 8-byte half has its own flag, so a store that is torn in halves does no harm.
+// A packet of 16 bytes that carries 8. Each 8-byte half has its own flag, so a store that is torn in halves is
+// harmless.
 struct alignas(16) LL16Packet {
   uint32_t data1, flag1, data2, flag2;
 
@@ -31,7 +32,7 @@ struct alignas(16) LL16Packet {
     return words.carries(flag);
   }
 
-  // A packet as loaded, whatever its flags: a thread may load several before it waits for the first.
+  // A packet's bits as loaded, with any flags: a thread may load several packets before it waits for the first.
   struct Words {
     uint64_t low, high;
 
@@ -45,7 +46,7 @@ struct alignas(16) LL16Packet {
   }
 };
 
-// 8 bytes that carry 4.
+// A packet of 8 bytes that carries 4.
 struct alignas(8) LL8Packet {
   uint32_t data, flag;
 
@@ -69,10 +70,10 @@ using LLPacket = LL16Packet;
 
 /// Waits for a packet with this flag. Any thread may call it.
 /// @param packet   the packet, in local memory
-/// @param flag     the sender's
+/// @param flag     the flag that the sender used
 /// @param control  the communicator's control block; null for the module's
 /// @param peer     the rank that sends it, for the error record if it does not arrive
-/// @param channel  channel id, likewise
+/// @param channel  channel id, for the error record
 /// @return its data; zeros if the communicator has ended or the time-out passed
 template <class Packet>
 PROXYCCL_DEVICE typename Packet::Payload readPacket(const Packet* packet, uint32_t flag, Control* control = nullptr,

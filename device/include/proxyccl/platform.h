@@ -59,8 +59,8 @@ template <class T>
 PROXYCCL_DEVICE void storeRelaxedSystem(T* p, T v) {
   PROXYCCL_STORE(p, v, RELAXED, SYSTEM);
 }
-// Weaker than a release: it comes after the stores of earlier kernels, and after loads whose values the block has used
-// before its last barrier. It does not order stores of this kernel.
+// A store weaker than a release: ordered after the stores of earlier kernels, and after loads whose values the block
+// used before its last barrier. Stores of this kernel are not ordered before it.
 template <class T>
 PROXYCCL_DEVICE void storeReleaseLoadsSystem(T* p, T v) {
 #ifdef PROXYCCL_LOADS_NEED_NO_RELEASE
@@ -97,7 +97,7 @@ PROXYCCL_DEVICE T exchangeRelaxedDevice(T* p, T v) {
 PROXYCCL_DEVICE void addReleaseSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELEASE, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedDevice(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, DEVICE); }
-// The same for the greater of the two.
+// Atomically replaces *p by the greater of *p and v, without a result.
 PROXYCCL_DEVICE void maxRelaxedDevice(uint64_t* p, uint64_t v) { PROXYCCL_MAX(p, v); }
 template <class T>
 PROXYCCL_DEVICE bool compareExchangeDevice(T* p, T expected, T desired) {
@@ -118,11 +118,10 @@ PROXYCCL_DEVICE void forEachInTurn(size_t n, uint32_t thread, uint32_t threads, 
   for (size_t i = thread; i < n; i += threads) body(i);
 }
 
-/// The same where it does not matter which thread takes which element: the group meets before and after. Parameters as
-/// for forEachInTurn().
-///
-/// On a GPU it is forEachInTurn(): neighbouring threads take neighbouring elements, so that accesses coalesce. On a CPU
-/// each fiber takes one contiguous run, so that the loop vectorises, which is 20 to 30 times faster there.
+/// Like forEachInTurn(), but which thread takes which element is unspecified, so the group needs a barrier before and
+/// after. The parameters are those of forEachInTurn().
+/// On a GPU this is forEachInTurn(): neighbouring threads take neighbouring elements, so that accesses coalesce. On a
+/// CPU each fiber takes one contiguous run, so that the loop vectorises, which is 20 to 30 times faster there.
 template <class Body>
 PROXYCCL_DEVICE void forEach(size_t n, uint32_t thread, uint32_t threads, Body body) {
 #if PROXYCCL_ON_HOST

@@ -23,7 +23,7 @@
 #define PROXYCCL_LOAD(p, ORDER, SCOPE) \
   __nv_atomic_load_n(::proxyccl::withoutConst(p), __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
 #define PROXYCCL_STORE(p, v, ORDER, SCOPE) __nv_atomic_store_n(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
-// Without a result, which the built-in always asks for: of 64 bits, in global memory.
+// An atomic add of 64 bits in global memory without a result; the built-in always fetches one.
 #define PROXYCCL_ADD(p, v, ORDER, SCOPE) asm volatile(PROXYCCL_PTX_ADD(ORDER, SCOPE)::"l"(p), "l"(v) : "memory")
 #define PROXYCCL_PTX_ADD(ORDER, SCOPE) "red" PROXYCCL_PTX_##ORDER PROXYCCL_PTX_##SCOPE ".global.add.u64 [%0], %1;"
 #define PROXYCCL_MAX(p, v) asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory")
@@ -67,7 +67,7 @@ PROXYCCL_DEVICE uint64_t nanoseconds() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 }
-// A check reads across PCIe.
+// Checks are rare because each reads a word across PCIe.
 constexpr uint32_t kSpinsPerCheck = 4096, kFirstCheck = kSpinsPerCheck - 1;
 
 template <class T>
@@ -78,7 +78,7 @@ PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 PROXYCCL_DEVICE void syncWarp() { __syncwarp(); }
 PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__popcll(bits)); }
-// A single access; NVRTC makes one of a plain store only sometimes. The address is aligned to 16 bytes.
+// Stores 16 bytes by one access, which NVRTC does not always make of a plain store. The address is aligned to 16 bytes.
 PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
   asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(low), "l"(high) : "memory");
 }
@@ -95,9 +95,9 @@ PROXYCCL_DEVICE void* dynamicShared() {
   return proxyccl_dynamic_shared;
 }
 
-// From sm_90 on, storeTrigger()'s release is split into this fence and a relaxed store. The fence takes as long as the
-// fetch of the ticket, and the two overlap. Before sm_90, the first of two words is stored relaxed: this fence orders
-// it after the load that found room, which the branch between them does not do in PTX.
+// From sm_90 on, storeTrigger()'s release is split into this fence and a relaxed store, so that the fence overlaps with
+// the fetch of the ticket, which takes as long. Before sm_90, the first of two words is stored relaxed: this fence
+// orders it after the load that found room, which the branch between them does not do in PTX.
 PROXYCCL_DEVICE void orderBeforeTrigger() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -166,7 +166,7 @@ PROXYCCL_DEVICE uint16_t floatToBFloat16(float value) {
 #define PROXYCCL_HAS_FLOAT_TO_BFLOAT16
 #endif
 #if __CUDA_ARCH__ >= 890
-// Four at a time, the first in the lowest byte. The sign of a NaN is lost.
+// Converts four floats, the first to the lowest byte. The sign of a NaN is lost.
 PROXYCCL_DEVICE uint32_t floatsToE4M3(float first, float second, float third, float fourth) {
   uint32_t bits;
   asm("{\n\t.reg .b16 low, high;\n\tcvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n\t"
@@ -175,7 +175,7 @@ PROXYCCL_DEVICE uint32_t floatsToE4M3(float first, float second, float third, fl
       : "f"(first), "f"(second), "f"(third), "f"(fourth));
   return bits;
 }
-// The greater of the lower halves and of the upper halves.
+// Returns the greater of the lower 16-bit halves, and of the upper halves, as unsigned integers.
 PROXYCCL_DEVICE uint32_t maxHalves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
 #define PROXYCCL_HAS_FLOATS_TO_E4M3
 #endif

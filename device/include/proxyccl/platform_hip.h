@@ -131,7 +131,7 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *low = pair.x;
   *high = pair.y;
 }
-// The hardware moves an aligned dwordx4 in one piece.
+// storePacket128() suffices: the hardware moves an aligned dwordx4 in one piece.
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
 PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 

@@ -82,7 +82,7 @@ PROXYCCL_DEVICE T fromBits(uint64_t bits) {
 
 template <size_t... I>
 struct Indices {};
-// 0 to N - 1. Written out, because g++ and clang++ have different builtins for it.
+// The sequence 0 to N - 1. Written out, because g++ and clang++ have different builtins for it.
 template <size_t N, size_t... I>
 struct IndicesBelow : IndicesBelow<N - 1, N - 1, I...> {};
 template <size_t... I>
@@ -172,11 +172,11 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *high = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
 }
 
-// Two accesses, because neither C++ nor the sanitizers have a lock-free one of 16 bytes.
+// Makes two accesses of 8 bytes, because neither C++ nor the sanitizers have a lock-free access of 16 bytes.
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
 PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 
-// Written out, because not every C++ compiler has a 16-bit float.
+// Conversions to and from halves are written out, because not every C++ compiler has a 16-bit float.
 PROXYCCL_DEVICE float halfToFloat(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
   // The exponents' biases differ by 112; the multiplication is exact and makes subnormal halves normal.
@@ -184,7 +184,7 @@ PROXYCCL_DEVICE float halfToFloat(uint16_t bits) {
   const uint32_t infinite = magnitude >= 0x7c00 ? 0x7f800000u : 0;
   return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, scaled) | infinite | sign);
 }
-// Rounds to nearest, ties to even.
+// Converts to a half: rounds to nearest, ties to even.
 PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, value), magnitude = bits & 0x7fffffff;
   const uint32_t sign = bits >> 16 & 0x8000;
@@ -264,7 +264,7 @@ PROXYCCL_DEVICE T __shfl_up_sync(uint32_t mask, T value, uint32_t delta) {
 }
 namespace proxyccl {
 namespace host {
-// T, but not deduced from the argument: atomicAdd(&counter, 1) converts the 1.
+// T itself, in a form from which T is not deduced: atomicAdd(&counter, 1) converts the 1.
 template <class T>
 struct SameType {
   using Type = T;

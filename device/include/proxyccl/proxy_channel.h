@@ -46,7 +46,7 @@ PROXYCCL_DEVICE ProxycclTrigger makeTrigger(uint32_t op, uint32_t channel, uint3
   return trigger;
 }
 
-/// The same with a value instead of a source.
+/// Makes a trigger that carries a value instead of naming a source. Other parameters as for makeTrigger().
 /// @param value  1, 2, 4 or 8 bytes
 PROXYCCL_DEVICE ProxycclTrigger makeValueTrigger(uint32_t op, uint32_t channel, uint32_t dst_memory,
                                                  uint64_t dst_offset, uint64_t value, uint32_t bytes) {
@@ -70,9 +70,9 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   PROXYCCL_DEVICE uint64_t put(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return push(PROXYCCL_OP_DATA, dst_memory, dstOffset, src_memory, srcOffset, size);
   }
-  /// The same with one offset for both memories.
+  /// put() with one offset for both memories.
   PROXYCCL_DEVICE uint64_t put(uint64_t offset, uint64_t size) const { return put(offset, offset, size); }
-  /// The same between memories other than the channel's two.
+  /// put() between memories other than the channel's two.
   /// @param dstMemory  the peer's memory: in Python RegisteredMemory.peer_id(peer)
   /// @param srcMemory  local memory: in Python RegisteredMemory.source_id(peer)
   PROXYCCL_DEVICE uint64_t put(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
@@ -92,9 +92,9 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   PROXYCCL_DEVICE uint64_t get(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_GET, src_memory, dstOffset, dst_memory, srcOffset, size);
   }
-  /// The same with one offset for both memories.
+  /// get() with one offset for both memories.
   PROXYCCL_DEVICE uint64_t get(uint64_t offset, uint64_t size) const { return get(offset, offset, size); }
-  /// The same between memories other than the channel's two.
+  /// get() between memories other than the channel's two.
   /// @param dstMemory  local memory: in Python RegisteredMemory.source_id(peer)
   /// @param srcMemory  the peer's memory: in Python RegisteredMemory.peer_id(peer)
   PROXYCCL_DEVICE uint64_t get(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
@@ -130,11 +130,11 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   PROXYCCL_DEVICE uint64_t putWithSignal(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dst_memory, dstOffset, src_memory, srcOffset, size);
   }
-  /// The same with one offset for both memories.
+  /// putWithSignal() with one offset for both memories.
   PROXYCCL_DEVICE uint64_t putWithSignal(uint64_t offset, uint64_t size) const {
     return putWithSignal(offset, offset, size);
   }
-  /// The same between memories other than the channel's two.
+  /// putWithSignal() between memories other than the channel's two.
   PROXYCCL_DEVICE uint64_t putWithSignal(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
                                          uint64_t size) const {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstMemory, dstOffset, srcMemory, srcOffset, size);
@@ -145,7 +145,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return waitFlushed(push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH, dst_memory, dstOffset,
                             src_memory, srcOffset, size));
   }
-  /// The same with one offset for both memories.
+  /// putWithSignalAndFlush() with one offset for both memories.
   PROXYCCL_DEVICE bool putWithSignalAndFlush(uint64_t offset, uint64_t size) const {
     return putWithSignalAndFlush(offset, offset, size);
   }

@@ -95,7 +95,8 @@ struct Avg {
   static PROXYCCL_DEVICE A combine(A a, A b) {
     return a + b;
   }
-  // By the least power of two that is not below the number of ranks: a float holds the quotient of a bfloat16 exactly.
+  // Scales values by the least power of two that is not below the number of ranks: a float holds such a quotient of a
+  // bfloat16 exactly.
   template <class T, class A>
   static PROXYCCL_DEVICE A scale(A a, uint32_t ranks) {
     if constexpr (Element<T>::kScaled) return a * inverse(ranks);
@@ -123,14 +124,14 @@ struct Avg {
     return isPowerOfTwo(ranks) ? a * static_cast<double>(inverse(ranks)) : a / static_cast<double>(ranks);
   }
   static PROXYCCL_DEVICE bool isPowerOfTwo(uint32_t ranks) { return (ranks & (ranks - 1)) == 0; }
-  // The reciprocal of the least power of two that is not below `ranks`.
+  // Returns the reciprocal of the least power of two that is not below `ranks`.
   static PROXYCCL_DEVICE float inverse(uint32_t ranks) {
-    uint32_t bits = ranks - 1;  // and all lower ones
+    uint32_t bits = ranks - 1;  // then set all lower bits
     for (uint32_t shift = 1; shift < 32; shift *= 2) bits |= bits >> shift;
     return __builtin_bit_cast(float, (127u - countBits(bits)) << 23);
   }
 };
-// Bitwise, for integers.
+// Bitwise operations, for integers.
 struct Band : Unscaled {
   template <class A>
   static PROXYCCL_DEVICE A combine(A a, A b) {
@@ -150,7 +151,7 @@ struct Bxor : Unscaled {
   }
 };
 
-// Replaces a NaN by the one without sign and payload.
+// Replaces any NaN by the one without sign and payload.
 template <class A>
 PROXYCCL_DEVICE A withOneNan(A value) {
   return value;
@@ -162,7 +163,7 @@ PROXYCCL_DEVICE double withOneNan(double value) {
   return value == value ? value : __builtin_bit_cast(double, 0x7ff8000000000000ull);
 }
 
-// A rank's value as combine() takes it.
+// Returns a rank's value in the form that combine() takes.
 template <class T, class Op>
 PROXYCCL_DEVICE typename Element<T>::Accumulator contribution(T value, uint32_t ranks) {
   return Op::template scale<T>(Element<T>::widen(value), ranks);

@@ -1,7 +1,6 @@
 // Counting semaphores between two ranks. Counters only grow, in device memory, so a captured graph can be replayed.
-//
-// This is the semaphore of the library's own kernels, in which one thread at a time signals and waits. That of channels
-// is in shared_semaphore.h.
+// The library's own kernels use this semaphore: one thread at a time signals and waits. Channels use the one in
+// shared_semaphore.h.
 #ifndef PROXYCCL_SEMAPHORE_H
 #define PROXYCCL_SEMAPHORE_H
 
@@ -18,10 +17,11 @@ struct Semaphore : ProxycclSemaphore {
   /// store of the count is enough, without an atomic across the link.
   PROXYCCL_DEVICE void signal() const { storeReleaseSystem<uint64_t>(remote_inbound, ++*outbound); }
 
-  /// The same as a release of loads: what earlier kernels wrote is there, and what the block has loaded (platform.h).
+  /// Adds one to the count at the peer, as a release of loads (storeReleaseLoadsSystem in platform.h): ordered after
+  /// the stores of earlier kernels and after this block's loads, but not after its stores.
   PROXYCCL_DEVICE void signalLoads() const { storeReleaseLoadsSystem<uint64_t>(remote_inbound, ++*outbound); }
 
-  /// The same without ordering: for a signal that announces no data.
+  /// signal() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { storeRelaxedSystem<uint64_t>(remote_inbound, ++*outbound); }
 
   /// Waits for the next signal and consumes it. One thread at a time calls it.
@@ -35,7 +35,7 @@ struct Semaphore : ProxycclSemaphore {
                    [](const uint64_t* p) { return loadAcquireSystem(p); });
   }
 
-  /// The same without ordering: for a signal that announces no data.
+  /// wait() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE bool relaxedWait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
     return consume(control, {kind, peer, channel, *expected + 1},
                    [](const uint64_t* p) { return loadRelaxedSystem(p); });

@@ -16,8 +16,8 @@ struct SharedSemaphore : ProxycclSemaphore {
   /// Adds one to the count at the peer.
   ///
   /// The release pairs with the acquire in the peer's wait() and poll(): once the signal is visible, so is what this
-  /// thread wrote before, and what its block wrote before a syncThreadsSystem(). An addition to a count continues the
-  /// release of those before it.
+  /// thread wrote before, and what its block wrote before a syncThreadsSystem(). An addition to the count continues the
+  /// release sequence of earlier additions.
   ///
   /// Where the link to the peer does not add atomically (`adds`), the count is stored, and one thread at a time calls
   /// this.
@@ -27,7 +27,7 @@ struct SharedSemaphore : ProxycclSemaphore {
     addReleaseSystem(remote_inbound, 1);
   }
 
-  /// The same without ordering: for a signal that announces no data.
+  /// signal() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const {
     if (adds == 0) return storeRelaxedSystem<uint64_t>(remote_inbound, ++*outbound);
     addRelaxedDevice(outbound, 1);
@@ -36,7 +36,7 @@ struct SharedSemaphore : ProxycclSemaphore {
 
   /// Raises the count at the peer to `value`; ordered like signal().
   /// @param count  the count so far, if that is not below `value`
-  /// @return false if it is not: then nothing is signalled
+  /// @return false if the count so far is not below `value`: then nothing is signalled
   PROXYCCL_DEVICE bool signal(uint64_t value, uint64_t* count) const {
     *count = raise(outbound, value);
     if (*count >= value) return false;
@@ -57,7 +57,7 @@ struct SharedSemaphore : ProxycclSemaphore {
     return await(control, {kind, peer, channel, takeNext()}, [](const uint64_t* p) { return loadAcquireSystem(p); });
   }
 
-  /// The same without ordering: for a signal that announces no data.
+  /// wait() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE bool relaxedWait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
     return await(control, {kind, peer, channel, takeNext()}, [](const uint64_t* p) { return loadRelaxedSystem(p); });
   }
@@ -82,7 +82,8 @@ struct SharedSemaphore : ProxycclSemaphore {
     return false;
   }
 
-  /// The number of the next signal that no thread waits for, from 1 on; the caller waits for it.
+  /// Takes and returns the number, from 1, of the next signal that no thread waits for. The caller must wait for that
+  /// signal.
   PROXYCCL_DEVICE uint64_t takeNext() const { return fetchAddRelaxedDevice<uint64_t>(expected, 1) + 1; }
 
  private:
@@ -91,7 +92,7 @@ struct SharedSemaphore : ProxycclSemaphore {
     return proxyccl::waitUntil(control, what, [&](uint64_t* seen) { return (*seen = load(inbound)) >= what.expected; });
   }
 
-  // Raises a count in local memory to `value`, unless it is not below. Returns the count before.
+  // Raises a count in local memory to `value` if the count is lower. Returns the count before.
   PROXYCCL_DEVICE uint64_t raise(uint64_t* count, uint64_t value) const {
     uint64_t before = loadRelaxedDevice(count);
     while (before < value && !compareExchangeDevice(count, before, value)) before = loadRelaxedDevice(count);

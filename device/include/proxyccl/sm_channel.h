@@ -59,7 +59,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     if (peerMemoryHas(PROXYCCL_SM_PUT, targetOffset, bytes) && ownMemoryHas(PROXYCCL_SM_PUT, originOffset, bytes))
       copyInTurn<kWord, kRemainder>(dst + targetOffset, src + originOffset, bytes, threadId, numThreads);
   }
-  /// The same with one offset for both memories.
+  /// put() with one offset for both memories.
   template <uint32_t kWord = 16, bool kRemainder = true>
   PROXYCCL_DEVICE void put(uint64_t offset, uint64_t bytes, uint32_t threadId, uint32_t numThreads) const {
     put<kWord, kRemainder>(offset, offset, bytes, threadId, numThreads);
@@ -82,7 +82,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     if (ownMemoryHas(PROXYCCL_SM_GET, targetOffset, bytes) && peerMemoryHas(PROXYCCL_SM_GET, originOffset, bytes))
       copyInTurn<kWord, kRemainder>(src + targetOffset, dst + originOffset, bytes, threadId, numThreads);
   }
-  /// The same with one offset for both memories.
+  /// get() with one offset for both memories.
   template <uint32_t kWord = 16, bool kRemainder = true>
   PROXYCCL_DEVICE void get(uint64_t offset, uint64_t bytes, uint32_t threadId, uint32_t numThreads) const {
     get<kWord, kRemainder>(offset, offset, bytes, threadId, numThreads);
@@ -157,7 +157,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
       recordError(control, PROXYCCL_ERROR_SIGNAL_VALUE, {PROXYCCL_WAIT_SM_SIGNAL, peer, channel, count}, value);
   }
 
-  /// The same for a signal that announces no data: it orders nothing.
+  /// signal() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { semaphoreHandle().relaxedSignal(); }
 
   /// Waits for the peer's next signal and consumes it. Any number of threads may call it at once: each consumes one
@@ -172,7 +172,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel, value);
   }
 
-  /// The same for a signal that announces no data: it orders nothing.
+  /// wait() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE bool relaxedWait() const {
     return semaphoreHandle().relaxedWait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel);
   }

@@ -7,8 +7,8 @@
 
 namespace proxyccl {
 
-// Takes back an arrival at a barrier whose wait was given up, unless the barrier has completed since. Every block that
-// arrived and did not get through does so: none is counted when the kernel ends.
+// Takes back an arrival at a barrier after the wait was given up, unless the barrier has completed since. Every block
+// that gave up does so, so no arrival is left when the kernel ends.
 PROXYCCL_OUT_OF_LINE void withdrawArrival(uint32_t* arrived, const uint32_t* generation, uint32_t now) {
   uint32_t count = loadRelaxedDevice(arrived);
   while (count > 0 && loadRelaxedDevice(generation) == now && !compareExchangeDevice(arrived, count, count - 1))
@@ -21,7 +21,7 @@ struct DeviceSyncer {
   uint32_t arrived;
   uint32_t generation;
 
-  /// Called by every thread of the blocks. What any of them wrote before it is visible to all of them after it.
+  /// Waits until all blocks have arrived; every thread calls it. All threads then see each other's earlier writes.
   /// @param blocks   number of blocks; it may differ from call to call
   /// @param control  the communicator's control block; null for the module's
   /// @return to a block's thread 0, false if the communicator has ended or the time-out passed; to all others, true

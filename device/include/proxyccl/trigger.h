@@ -3,8 +3,9 @@
  *   word 0:  size:31 | get:1 | source offset:32
  *   word 1:  destination offset:32 | source memory:9 | destination memory:9 | operation:3 | channel:10 | parity:1
  *
- * A transfer goes from the source to the destination. A put's source is own memory, a get's the peer's. The bit `get`
- * tells them apart; it belongs to the size where a trigger transfers nothing, and to the value where it carries one.
+ * A transfer goes from the source to the destination. A put's source is local memory, a get's is the peer's. The bit
+ * `get` distinguishes them. The bit belongs to the size if a trigger transfers nothing, and to the value if it carries
+ * one.
  *
  * A trigger may carry a value of up to 8 bytes instead of the name of a source: the source memory is then the id of the
  * value's size, and word 0 is the value, in its low bytes. With a signal and no data the value is the count that the
@@ -33,7 +34,7 @@ enum {
 };
 
 enum {
-  PROXYCCL_SIZE_BITS = 31, /* of a transfer; 32 where a trigger transfers nothing */
+  PROXYCCL_SIZE_BITS = 31, /* size of a transfer; 32 bits if a trigger transfers nothing */
   PROXYCCL_OFFSET_BITS = 32,
   PROXYCCL_MEMORY_BITS = 9,
   PROXYCCL_OP_BITS = 3,

@@ -21,7 +21,7 @@ struct WaitFor {
   uint64_t expected;
 };
 
-// The given control block, or else the module's: that of the communicator that compiled the kernel.
+// Returns the given control block; if null, that of the communicator that compiled the kernel.
 PROXYCCL_DEVICE Control* controlOr(Control* given) { return given != nullptr ? given : defaultControl(); }
 
 /// Whether the communicator has ended; a kernel's own loop must then end too. Any thread may call it; it reads a word
@@ -34,7 +34,7 @@ PROXYCCL_DEVICE bool aborted(const Control* given = nullptr) {
          loadAcquireSystem(&control->abort) != PROXYCCL_OK;
 }
 
-// The transfer that an error is about, if any.
+// The transfer that an error concerns, if any.
 struct Transfer {
   uint32_t operation;
   uint64_t offset, size;
@@ -46,7 +46,7 @@ struct Transfer {
 // succeed. Therefore every rank has the name before any wait ends: a rank that has used such data finds out at its next
 // check.
 PROXYCCL_DEVICE void spreadAbort(Control* control, uint32_t code) {
-  // The first name stays: that rank's record says why. It need not be stored twice.
+  // The first failed rank's name stays, because that rank's record says why.
   for (uint32_t i = 0; i < control->peer_count; ++i) {
     uint32_t* failed_rank = &control->peers[i]->failed_rank;
     if (loadRelaxedSystem(failed_rank) == 0) storeReleaseSystem(failed_rank, control->rank + 1);
@@ -114,12 +114,12 @@ PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t s
   const uint64_t now = nanoseconds();
   if (started == 0) return now;
   const uint64_t bound = control != nullptr ? loadRelaxedSystem(&control->timeout_ns) : kDefaultTimeoutNs;
-  // Blocks that wait for another block of their grid, or for the proxy, give up last: those wait for a peer, and know
-  // which.
+  // Blocks that wait for another block of their grid, or for the proxy, give up last: the blocks that they wait for
+  // know which peer is missing.
   const bool last = what.kind == PROXYCCL_WAIT_GRID || what.kind == PROXYCCL_WAIT_STAGE;
   if (now - started <= (last ? 2 * bound : bound)) return started;
   if (control != nullptr) {
-    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // before the others are told to stop
+    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // before other waits are told to stop
     recordError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
   }
   return 0;

@@ -15,8 +15,8 @@ namespace proxyccl {
 
 class Announcement {
  public:
-  // Announcements count from 1. A flag is the low 32 bits of the number. Fresh memory holds flag 0, so 1 << 31 replaces
-  // it, which no nearby announcement has.
+  // Announcements are numbered from 1, and a flag is the number's low 32 bits. Fresh memory holds flag 0, so flag 1 <<
+  // 31, which no nearby announcement has, replaces 0.
   PROXYCCL_DEVICE Announcement(const ProxycclExperts& experts, uint64_t number)
       : e_(experts),
         flag_(static_cast<uint32_t>(number) != 0 ? static_cast<uint32_t>(number) : 1u << 31),
@@ -27,17 +27,17 @@ class Announcement {
   PROXYCCL_DEVICE uint32_t outputBuffer(uint32_t source) const { return heads()[source] >> 16 & 0xffff; }
   PROXYCCL_DEVICE uint32_t wantedTokens(uint32_t source) const { return static_cast<uint32_t>(heads()[source] >> 32); }
 
-  // The value that travels with a slot. Waits for its packet.
+  // Returns the value that travels with a slot. Waits for its packet.
   PROXYCCL_DEVICE uint64_t carried(uint32_t source, uint32_t slot) const {
     const uint32_t each = sizeof(LL16Packet::Payload) / e_.weight_bytes;
     return awaitPacket(source, front() + slot / each) >> slot % each * 8 * e_.weight_bytes;
   }
 
  protected:
-  // Packets of one rank that come before its weights.
+  // The number of packets of one rank before its weights.
   PROXYCCL_DEVICE uint32_t front() const { return 1 + e_.choice_packets; }
   PROXYCCL_DEVICE uint32_t packetsOfRank() const { return front() + e_.weight_packets; }
-  // All ranks' front packets, as the block keeps them: heads, then choices.
+  // The block's copy of all ranks' front packets: heads, then choices.
   static PROXYCCL_DEVICE uint64_t* heads() {
     __shared__ uint64_t words[PROXYCCL_ANNOUNCED_PAYLOADS];
     return words;
@@ -66,7 +66,7 @@ class Announcement {
     for (uint32_t packet = begin + thread; packet < end; packet += threads)
       sendPacket(peers, packet, bitsOfPacket(packet));
   }
-  // The payload of a rank's packet. Waits for the packet.
+  // Waits for a rank's packet and returns its payload.
   PROXYCCL_DEVICE uint64_t awaitPacket(uint32_t source, uint32_t packet) const {
     return bitsOf(readPacket(packets(e_.workspace) + placeOf(source, packet), flag_, e_.control, source));
   }
@@ -92,7 +92,7 @@ class Announcement {
     return (e_.world_size - (known < e_.world_size ? 1 : 0)) * front();
   }
   PROXYCCL_DEVICE uint32_t placeBut(uint32_t known, uint32_t i) const { return i / front() < known ? i : i + front(); }
-  // awaitAllBut() with this many loads in flight per thread.
+  // awaitAllBut() with kAtOnce loads in flight per thread.
   template <uint32_t kAtOnce, class Keep>
   PROXYCCL_DEVICE bool awaitEach(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
     const uint32_t all = packetsBut(known);

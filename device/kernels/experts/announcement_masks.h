@@ -134,7 +134,7 @@ class MaskAnnouncement : public Announcement {
   struct Choice {
     uint32_t expert;  // among those of all ranks, or PROXYCCL_NO_EXPERT
     float weight;
-    bool is_first;  // of its token's slots for that rank
+    bool is_first;  // whether it is the first of its token's slots for that rank
   };
   // Called by each of `threads` threads: calls body(source, slot, choice) for every slot of all sources for which
   // wanted(source, slot). Waits for their packets. Of few tokens it loads several at once. Of many it loads one,
@@ -177,8 +177,8 @@ class MaskAnnouncement : public Announcement {
         }
     }
   }
-  // The same for the slots of tokens that come here, and body(expert), with several loads in flight per thread: one
-  // after the other, those of many tokens would take as long as the rows.
+  // Calls body(expert) for every slot of the tokens that come here, with several loads in flight per thread: one after
+  // the other, the loads of many tokens would take as long as the rows.
   template <class Body>
   PROXYCCL_DEVICE void forEachArriving(uint32_t thread, uint32_t threads, Body body) const {
     constexpr uint32_t kAtOnce = 8;
@@ -209,11 +209,11 @@ class MaskAnnouncement : public Announcement {
     }
   }
 
-  // The tokens of this rank that go to a rank, and the tokens of a source that come here.
+  // A set of tokens: those of this rank that go to one rank, or those of one source that come here.
   class Mask {
    public:
     PROXYCCL_DEVICE bool has(uint32_t token) const { return words_[token / 32] >> token % 32 & 1; }
-    // The number of its tokens before this one.
+    // Returns the number of tokens in the mask before this one.
     PROXYCCL_DEVICE uint32_t countBefore(uint32_t token) const {
       const uint32_t word = token / 32, sum = kShared ? word / PROXYCCL_SUMMED_WORDS : 0;
       uint32_t count = kShared ? sums_[sum] : 0;
@@ -230,7 +230,7 @@ class MaskAnnouncement : public Announcement {
   };
   PROXYCCL_DEVICE Mask to(uint32_t rank) const { return mask(rank); }
   PROXYCCL_DEVICE Mask from(uint32_t source) const { return mask(e_.world_size + source); }
-  // How many tokens go from any rank to any other.
+  // Returns how many tokens go from a source to a rank.
   PROXYCCL_DEVICE uint32_t count(uint32_t source, uint32_t rank) const {
     const uint32_t i = source * e_.world_size + rank;
     return counts()[i / 2] >> i % 2 * 16 & 0xffff;
@@ -248,8 +248,8 @@ class MaskAnnouncement : public Announcement {
     const uint32_t expert = static_cast<uint32_t>(given.expert);
     return {expert & ~PROXYCCL_FIRST_CHOICE, given.weight, (expert & PROXYCCL_FIRST_CHOICE) != 0};
   }
-  // A bit for each rank that a token goes to; none if there is no such token. A slot of it with an id that is out of
-  // range goes to *bad_slot, if that is greater.
+  // Returns a bit for each rank that a token goes to; 0 if there is no such token. Lowers *bad_slot to the token's
+  // first slot whose id is out of range.
   PROXYCCL_DEVICE uint64_t ranksOf(const Choices& choices, const ProxycclDispatch& call, uint32_t token,
                                    uint32_t* bad_slot) const {
     uint64_t ranks = 0;
@@ -273,7 +273,7 @@ class MaskAnnouncement : public Announcement {
   PROXYCCL_DEVICE uint32_t packetOf(uint32_t rank, uint32_t pair) const {
     return 1 + announcers() + rank * pairs() + pair;
   }
-  // A word of the tokens that go from a source to a rank, one of which may be this one.
+  // Keeps a word of the mask of the tokens that go from a source to a rank, if one of the two is this rank.
   PROXYCCL_DEVICE void keep(uint32_t source, uint32_t rank, uint32_t w, uint32_t word) const {
     if (source == e_.rank) leaving(rank)[w] = word;
     if (rank == e_.rank) arriving(source)[w] = word;
@@ -281,14 +281,15 @@ class MaskAnnouncement : public Announcement {
     if (word != 0) atomicAdd(&counts()[i / 2], countBits(word) << i % 2 * 16);
   }
 
-  // -- kept by the block after the heads ---
+  // -- the block's data after the heads ---
   PROXYCCL_DEVICE uint32_t pairs() const { return (e_.max_tokens + kTokensOfPair - 1) / kTokensOfPair; }
   PROXYCCL_DEVICE uint32_t words() const { return 2 * pairs(); }
   PROXYCCL_DEVICE uint32_t sums() const { return (words() + PROXYCCL_SUMMED_WORDS - 1) / PROXYCCL_SUMMED_WORDS; }
   PROXYCCL_DEVICE uint32_t* badSlots() const { return reinterpret_cast<uint32_t*>(behindHeads()); }
-  PROXYCCL_DEVICE uint32_t* counts() const { return badSlots() + e_.world_size; }  // two in a word
+  PROXYCCL_DEVICE uint32_t* counts() const { return badSlots() + e_.world_size; }  // two counts in a word
   PROXYCCL_DEVICE uint32_t countWords() const { return (e_.world_size * e_.world_size + 1) / 2; }
-  // Masks have numbers: first those of the tokens that leave for each rank, then those that come from each source.
+  // The words of a mask. Masks are numbered: first the tokens that leave for each rank, then those that come from each
+  // source.
   PROXYCCL_DEVICE uint32_t* wordsOf(uint32_t mask) const { return counts() + countWords() + mask * words(); }
   PROXYCCL_DEVICE uint32_t* sumsOf(uint32_t mask) const { return wordsOf(2 * e_.world_size) + mask * sums(); }
   PROXYCCL_DEVICE Mask mask(uint32_t number) const { return {wordsOf(number), sumsOf(number)}; }

@@ -7,7 +7,7 @@
 
 namespace proxyccl {
 
-// An element of 2, 4 or 8 bytes of any type.
+// Loads an element of 2, 4 or 8 bytes of any type.
 PROXYCCL_DEVICE uint64_t loadRaw(const char* from, uint32_t bytes) {
   if (bytes == 4) return *reinterpret_cast<const uint32_t*>(from);
   if (bytes == 8) return *reinterpret_cast<const uint64_t*>(from);
@@ -36,11 +36,11 @@ class Choices {
   // Whether a token has a row for each rank. A repeated dispatch takes the ids that its dispatch counted.
   PROXYCCL_DEVICE bool byRank() const { return e_.chosen_per_rank != 0 && call_.redispatch == 0; }
 
-  // Where a slot goes: its expert, or that expert's rank where a token has a row for each rank (of which id() counts
-  // only the first slot). The number of experts or ranks if the slot is dropped, -1 if its id is out of range.
+  // Returns where a slot goes: its expert or, with a row for each rank, that expert's rank. Returns the number of
+  // experts or ranks if the slot is dropped, and -1 if its id is out of range.
   PROXYCCL_DEVICE int32_t target(uint32_t slot) const {
     const int64_t expert = given(slot);
-    if (call_.redispatch) return static_cast<int32_t>(expert);  // as a dispatch has stored it
+    if (call_.redispatch) return static_cast<int32_t>(expert);  // the target that the dispatch has stored
     const uint32_t of_rank = byRank() ? e_.chosen_per_rank : e_.experts_per_rank;
     const int64_t experts = static_cast<int64_t>(e_.world_size) * of_rank;
     const uint32_t none = byRank() ? e_.world_size : static_cast<uint32_t>(experts);
@@ -49,8 +49,8 @@ class Choices {
     return static_cast<int32_t>(byRank() ? static_cast<uint32_t>(expert) / of_rank : static_cast<uint32_t>(expert));
   }
 
-  // The id under which a slot is counted: its target. With a row for each rank it is the rank at the first slot of a
-  // token that goes there, and the id that drops a slot at later ones.
+  // Returns the id under which a slot is counted: its target. With a row for each rank, only a token's first slot for a
+  // rank counts; later ones return the id that drops a slot.
   PROXYCCL_DEVICE int32_t id(uint32_t slot) const {
     const int32_t none = static_cast<int32_t>(e_.world_size), found = target(slot);
     if (!byRank() || found < 0 || found == none) return found;
@@ -84,12 +84,12 @@ class Choices {
     return __builtin_bit_cast(uint64_t, ProxycclExpertChoice{chosen ? static_cast<int32_t>(expert) : -1, weight(slot)});
   }
 
-  // A slot of a token with a row for each rank.
+  // A slot of a token, with a row for each rank.
   struct Slot {
     uint32_t k;
     int64_t id;
-    uint32_t rank;  // of its expert; world_size if the id names none
-    bool is_first;  // of the token's slots for that rank
+    uint32_t rank;  // the expert's rank; world_size if the id names no expert
+    bool is_first;  // whether this is the token's first slot for that rank
   };
   // With a row for each rank, of at most PROXYCCL_MASKED_RANKS: calls body(slot) for each slot of a token.
   template <class Body>
@@ -127,7 +127,7 @@ class Choices {
   PROXYCCL_DEVICE void loadIds(uint32_t first, uint32_t begin, int64_t* ids) const {
     const int64_t* wide = reinterpret_cast<const int64_t*>(call_.expert_ids) + first + begin;
     const int32_t* narrow = reinterpret_cast<const int32_t*>(call_.expert_ids) + first + begin;
-    // All of one width: a branch between two loads would make the second wait.
+    // All loads have one width: a branch between two loads would make the second wait.
     if (call_.id_bytes == 8) {
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) ids[i] = begin + i < e_.topk ? wide[i] : -1;

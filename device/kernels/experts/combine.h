@@ -64,7 +64,7 @@ PROXYCCL_DEVICE void sumWords(char* out, char* const* rows, const float* weights
     Bytes16 held[kWords][kCount];
 #pragma unroll
     for (uint32_t w = 0; w < kWords; ++w) {
-      const uint32_t next = word + w * kGroupLanes, at = next < end ? next : word;  // past the end, any word
+      const uint32_t next = word + w * kGroupLanes, at = next < end ? next : word;  // past the end, load any word
 #pragma unroll
       for (uint32_t k = 0; k < kCount; ++k) held[w][k] = from[k][at];
     }
@@ -159,7 +159,8 @@ enum class CombineStage : uint32_t {
   sum_nodes,  // sum the nodes' sums for this rank's tokens
 };
 constexpr uint32_t kCombineStages = 3;
-constexpr uint32_t kBufferBits = 16;  // of the flag `loadable`: an output buffer, below the number of the combine
+constexpr uint32_t kBufferBits =
+    16;  // the low bits of the flag `loadable`: an output buffer; above them: the number of the combine
 
 // One combine, as one block sees it.
 template <class T>
@@ -180,8 +181,8 @@ class Combine {
     team_.loadLookup();
   }
 
-  // Called by the block: waits until the node has summed the rows of the previous combine, or where two are kept of the
-  // one before it.
+  // Called by the block: waits until the node has summed the rows of the previous combine or, with kept_calls = 2, of
+  // the one before it.
   PROXYCCL_DEVICE void awaitSummed() const {
     if (threadIdx.x < team_->local_size)
       team_.await(team_.summed(threadIdx.x, block_), number_ - team_->kept_calls, team_.nearRank(threadIdx.x));
@@ -323,19 +324,19 @@ class Combine {
     buffers()[local] = static_cast<uint32_t>(said & ((1u << kBufferBits) - 1));
     return buffers()[local] != 0;
   }
-  // By rank of the node: the buffer in which its rows lie, or 0.
+  // For each rank of the node, the buffer that holds its rows, or 0.
   static PROXYCCL_DEVICE uint32_t* buffers() {
     __shared__ uint32_t buffers[PROXYCCL_MAX_EXPERT_RANKS];
     return buffers;
   }
-  // Where the row of a slot is: the number of its rank within this node, and the row there. The row is known only if
-  // the rank is this one, or if it can be loaded.
+  // The place of a slot's row: its rank's number within this node, and the row there. The row is known only if the rank
+  // is this one or the row can be loaded.
   struct SlotRow {
     uint32_t local;
     int32_t row;
   };
   static constexpr uint32_t kNotHere = ~0u;  // instead of a rank: the slot has no row in this node
-  // Slot k of a token of a source, which is this rank or a counterpart.
+  // Finds the row of slot k of a token of a source, which is this rank or a counterpart.
   PROXYCCL_DEVICE SlotRow findSlotRow(uint32_t source, uint64_t token, uint32_t k) const {
     const uint64_t of_node = static_cast<uint64_t>(team_.nodeOf(source)) * team_->max_tokens + token;
     const uint32_t rank = static_cast<uint32_t>(call_.layout.expert_ids[of_node * topk_ + k]) / team_->experts_per_rank;
@@ -367,13 +368,13 @@ class Combine {
     team_.segmentOf(source) = Segment::of(tokens, block_, team_->blocks);
     if (team_->nodes > 1) team_.batchFrom(source) = team_.batchOf(tokens, block_);
   }
-  // Where the rows of a source's tokens lie in their batches.
+  // Returns the places of the rows of a source's tokens in their batches.
   PROXYCCL_DEVICE const int32_t* placesOf(uint32_t source) const {
     return call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens;
   }
-  // Offset of the row of slot k of token i of a source, which comes from a rank of the node, in the workspace of the
-  // rank that sums it. There is a place for each slot or, where a token has one row per rank, for each rank of the
-  // node.
+  // Returns the offset, in the workspace of the rank that sums it, of the row of slot k of token i of a source, sent by
+  // rank `from` of the node. There is a place for each slot or, where a token has one row per rank, for each rank of
+  // the node.
   PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k, uint32_t from) const {
     const uint32_t places = by_rank_ ? team_->local_size : topk_;
     const uint64_t segment = places * team_->return_segment_bytes;
@@ -382,11 +383,12 @@ class Combine {
                               : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
     return area + block_ * segment + (i * places + (by_rank_ ? from : k)) * stride_;
   }
-  // A row's weight, stored after the row once for each piece: different groups write the pieces.
+  // Returns a row's weight for a piece. It is stored after the row once for each piece, as different groups write the
+  // pieces.
   PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
     return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
   }
-  // With local_combine: the offset of the sum from a rank of the node.
+  // Returns, with local_combine, the offset of the sum from a rank of the node.
   PROXYCCL_DEVICE uint64_t sumRow(uint32_t local, uint32_t i) const {
     return team_->returns + (local * team_->blocks + block_) * team_->return_segment_bytes + i * stride_;
   }
@@ -481,7 +483,7 @@ class Combine {
     return target;
   }
 
-  // The first summand of a token of this rank.
+  // Returns the number of `added` arrays, with which a sum begins.
   PROXYCCL_DEVICE uint32_t countAdded() const {
     return call_.added[0] == nullptr ? 0 : call_.added[1] == nullptr ? 1 : 2;
   }
@@ -491,7 +493,7 @@ class Combine {
     return true;
   }
 
-  // The rank of a slot by the ids that order sums; world_size if it has none.
+  // Returns the rank of a slot by the ids that order sums; world_size if the slot has none.
   PROXYCCL_DEVICE uint32_t orderedRank(uint64_t token, uint32_t k) const {
     const uint64_t slot = token * topk_ + k;
     const int64_t id = call_.id_bytes == 8 ? reinterpret_cast<const int64_t*>(call_.order_ids)[slot]
@@ -500,8 +502,8 @@ class Combine {
     const bool exists = static_cast<uint64_t>(id) < static_cast<uint64_t>(per_rank) * team_->world_size;
     return exists ? static_cast<uint32_t>(id) / per_rank : team_->world_size;
   }
-  // Called by one thread: the slot whose row comes into the sum at slot k. With ids that order sums it is the token's
-  // first slot for a rank, at the last one for that rank; topk where nothing comes.
+  // Called by one thread: returns the slot whose row is added at position k. With ids that order sums, returns at a
+  // token's last slot for a rank the first one for that rank, and topk at all others.
   PROXYCCL_DEVICE uint32_t slotInOrder(uint64_t token, uint32_t k) const {
     if (call_.order_ids == nullptr) return k;
     const uint32_t rank = orderedRank(token, k);

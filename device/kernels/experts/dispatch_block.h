@@ -47,11 +47,11 @@ class Dispatch {
   static constexpr bool kQuantizes = !kIsSame<typename Mode::Quantized, void>;
   static constexpr bool kOnlyStores = Mode::kStores;
 
-  // The totals of all ranks' counts.
+  // Totals of all ranks' counts.
   struct Gathered {
-    uint32_t rows;                // of this rank
+    uint32_t rows;                // rows that this rank receives
     uint32_t bad_rank, bad_slot;  // the first slot with a bad expert id, or ~0
-    uint32_t wanted_tokens;       // the most of any rank
+    uint32_t wanted_tokens;       // the most that any rank wants to send
   };
 
   PROXYCCL_DEVICE Dispatch(const ProxycclExperts& experts, const ProxycclDispatch& call)
@@ -93,13 +93,14 @@ class Dispatch {
   PROXYCCL_DEVICE bool gatherCounts(const Group& group, Gathered* gathered) const;
   // Called by the block: sets the segments of all sources and this rank's range of rows. `rows` is from gatherCounts().
   PROXYCCL_DEVICE void prepareReceive(uint32_t rows) const;
-  // Called by one thread: tells the CPU how many rows come.
+  // Called by one thread: stores the number of received rows for the CPU.
   PROXYCCL_DEVICE void publishReceivedRows(const Gathered& gathered) const;
-  // Called by the block, with how many rows each of this rank's experts gets from each source, and how many of them
-  // come before this block's: makes the first the rows of this block's slots. Returns the number of rows.
+  // Called by the block. `first` holds how many rows each of this rank's experts gets from each source, and `before`
+  // how many of those precede this block's. Replaces `first` by the first rows of this block's slots. Returns the
+  // number of rows.
   PROXYCCL_DEVICE uint32_t placeRows(uint32_t* first, const uint32_t* before) const;
-  // Called by the block, with how many rows each of this rank's experts gets from each source: counts the padding up to
-  // a multiple of the alignment as rows of the last source. Block 0 tells the CPU how many rows each expert has.
+  // Called by the block. `rows` holds how many rows each of this rank's experts gets from each source. Adds the padding
+  // up to a multiple of the alignment to the last source's rows. Block 0 tells the CPU how many rows each expert has.
   PROXYCCL_DEVICE void alignExperts(uint32_t* rows) const;
   // Called by one block: writes the counts of all ranks to the descriptor, and stores the most rows of any rank, or
   // padded of any expert.
@@ -138,11 +139,12 @@ class Dispatch {
     constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
     return kOnlyStores || (kMasks && storesRows() && (call_.phases & kBoth) == kBoth);
   }
-  // Whether one kernel does both with counts. Then the last block tells the CPU about them, else the first.
+  // Whether one kernel both counts and stores rows, with counts. Then the last block reports them to the CPU, else the
+  // first.
   PROXYCCL_DEVICE bool storesCounted() const {
     return !kAnnounced && storesRows() && call_.phases & PROXYCCL_EXPERT_SEND && movesRows();
   }
-  // Called by the block when it has announced masks, or sent its counts: does the rest.
+  // Called by the block when it has announced masks or sent counts: does the rest of the dispatch.
   PROXYCCL_DEVICE void storeMaskedRows(const Group& group, uint32_t* next_item) const {
     if constexpr (kSharedMasks) {
       storeManyRows(group);
@@ -182,7 +184,8 @@ class Dispatch {
   PROXYCCL_DEVICE void countSlots(uint32_t n, uint32_t* counts) const;
   // Called by the block, with a row for each rank: keeps only the first of each token's equal targets.
   PROXYCCL_DEVICE void dropLaterTargets() const;
-  // The id under which slot s of this block's tokens counts; the number of experts, or more, if it does not.
+  // Returns the id under which slot s of this block's tokens counts; at least the number of experts if it does not
+  // count.
   PROXYCCL_DEVICE uint32_t countedId(uint32_t s) const;
   // Calls body(routing) with the routing of this block's segment on each rank of the node.
   template <class Body>
@@ -201,15 +204,16 @@ class Dispatch {
   // Called by the block: for each node, numbers the segment's tokens that go there, after those of the batch's earlier
   // segments. Their rows lie one after the other.
   PROXYCCL_DEVICE void placeTokens() const;
-  // Called by the block: waits for the counts of all ranks. And after that: whether no thread's wait was given up. Both
-  // end with a barrier.
+  // Called by the block: the first waits for the counts of all ranks; the second then returns whether all threads'
+  // waits succeeded. Both end with a barrier.
   PROXYCCL_DEVICE void awaitRouting() const;
   PROXYCCL_DEVICE bool hasRouting() const;
   // Called by the block, before counts are added to the memory that it clears.
   PROXYCCL_DEVICE void clearOutgoing() const;
-  // Called by the block after that: for each rank and segment of this rank's tokens, the first row there.
+  // Called by the block after clearOutgoing(): finds, for each rank and segment of this rank's tokens, the first row
+  // there.
   PROXYCCL_DEVICE void placeOutgoing() const;
-  // The same for each source and its segments: the first row here. Returns the number of this rank's rows.
+  // Finds, for each source and its segments, the first row here. Returns the number of this rank's rows.
   PROXYCCL_DEVICE uint32_t placeIncoming() const;
   // The results of placeOutgoing() and placeIncoming(): [world_size][segments].
   PROXYCCL_DEVICE uint32_t* firstRowsThere() const {
@@ -262,7 +266,7 @@ class Dispatch {
   };
   // Called by one thread, with a row for each rank: writes the descriptor's entries of slot k of a source's token.
   PROXYCCL_DEVICE void describeSlot(uint32_t source, uint64_t token, uint32_t k, const OwnChoice& own) const;
-  // With counts, the choice that describeSlot() takes. The segment's rows begin at `first`.
+  // With counts, returns the choice that describeSlot() takes. The segment's rows begin at `first`.
   template <class SlotOf>
   PROXYCCL_DEVICE OwnChoice findOwnChoice(uint32_t k, uint32_t first, uint64_t carried, SlotOf slotOf) const;
   // Called by a group: stores an item of a segment, which is a piece of a token's row and its scales, at each place
@@ -288,19 +292,20 @@ class Dispatch {
   }
   template <class Body>
   PROXYCCL_DEVICE void forEachWord(const Group& group, uint32_t piece, Body body) const;
-  // Called by a group for a piece of this rank's rows: loads it; lists where it goes, which needs this rank's masks
-  // alone; stores it.
+  // Three steps for a piece of this rank's rows, called by a group: load it; list where it goes, which needs only this
+  // rank's masks; store it.
   PROXYCCL_DEVICE void loadPiece(const Group& group, uint32_t piece, Bytes16* words) const;
   PROXYCCL_DEVICE void listPiece(const Group& group, uint32_t piece) const;
   PROXYCCL_DEVICE void storePiece(const Group& group, uint32_t piece, const Bytes16* words) const;
-  // The row of a slot of this rank's tokens on its rank, where the rows of the slot's segment begin at `first`.
+  // Returns the row, on its rank, of a slot of this rank's tokens, if the rows of the slot's segment begin at `first`.
   PROXYCCL_DEVICE int32_t rowAtRank(const ProxycclExpertSlot& slot, uint32_t first) const {
     return slot.expert == PROXYCCL_NO_EXPERT ? static_cast<int32_t>(PROXYCCL_NO_ROW) : inBuffer(first + slot.position);
   }
   PROXYCCL_DEVICE int32_t inBuffer(uint32_t row) const {
     return row < team_->output_rows ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
-  // A rank that has named none of its buffers makes another call than this rank: its rows are moved past the last.
+  // A rank that named no buffer makes a different call than this rank: moves its rows past the last one, so that none
+  // is stored.
   PROXYCCL_DEVICE void checkBufferOn(uint32_t rank) const {
     const WaitFor what = {PROXYCCL_WAIT_NONE, rank, PROXYCCL_NO_CHANNEL, 0};
     if (outgoing()[rank].buffer - 1 < team_->output_buffers) return;
@@ -313,8 +318,8 @@ class Dispatch {
 
   // Called by one thread: writes the number of this rank's rows, and the most rows of any rank.
   PROXYCCL_DEVICE void writeRowTotals(uint32_t rows, uint32_t most) const;
-  // Called by a group: the same, where rowsOf(rank), called once for each rank, says how many rows that rank gets, or
-  // padded its fullest expert.
+  // Called by a group: writes these totals from rowsOf(rank), called once for each rank, which returns how many rows
+  // that rank gets or, with padded rows, its fullest expert.
   template <class RowsOf>
   PROXYCCL_DEVICE void writeTotals(const Group& group, uint32_t rows, RowsOf rowsOf) const;
 
@@ -330,7 +335,7 @@ class Dispatch {
   PROXYCCL_DEVICE void placeLeaving(const Group& group) const;
   PROXYCCL_DEVICE void placeArriving(uint32_t thread, uint32_t threads) const;
   PROXYCCL_DEVICE Gathered arriving() const;
-  // With masks: this rank's row of a source's token.
+  // With masks: returns this rank's row of a source's token.
   PROXYCCL_DEVICE int32_t maskedRow(uint32_t source, uint32_t token) const {
     const auto mask = announced_.from(source);
     return mask.has(token) ? within(bases()[source] + mask.countBefore(token)) : static_cast<int32_t>(PROXYCCL_NO_ROW);
@@ -338,7 +343,8 @@ class Dispatch {
   PROXYCCL_DEVICE int32_t within(uint64_t row) const {
     return row < call_.capacity ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
-  // Whether the CPU wants them: only if it also waits for the number of rows, and launches another kernel for these.
+  // Whether the CPU wants the choices of experts: only if it also waits for the number of rows, and launches another
+  // kernel to move the rows.
   PROXYCCL_DEVICE bool tellsChosen() const {
     return team_->chosen_per_rank != 0 && call_.phases & PROXYCCL_EXPERT_TELL;
   }
@@ -371,12 +377,12 @@ class Dispatch {
   // Called by a group: stores in space.row this rank's row of each slot of token i of a source's segment. Also writes
   // the rows to the descriptor if `describe`.
   PROXYCCL_DEVICE void findTokenRows(const Group& group, uint32_t source, uint32_t i, bool describe) const;
-  // This rank's row of a token's slot.
+  // Returns this rank's row of a token's slot.
   PROXYCCL_DEVICE int32_t rowOf(const ProxycclExpertSlot& slot, uint32_t source, uint64_t token, uint32_t k) const;
   // Called by a group: copies bytes [begin, end) of a row, which are scales, to the scales of each row that the group
   // has listed.
   PROXYCCL_DEVICE void copyScales(const Group& group, const char* from, uint64_t begin, uint64_t end) const;
-  // Where a row's scale is stored, with padded rows whose scales are columns.
+  // Returns the place of a row's scale, with padded rows whose scales are columns.
   PROXYCCL_DEVICE uint64_t placeInColumn(uint32_t row, uint64_t columns, uint64_t column) const;
   // Called by a group: writes the descriptor's entries of token i of a source's segment, if there is one.
   PROXYCCL_DEVICE void describeToken(const Group& group, uint32_t source, uint32_t i) const;
@@ -395,16 +401,16 @@ class Dispatch {
   }
   // Raises this block's flag on every rank of the node: it has read all data up to call `number`.
   PROXYCCL_DEVICE void raiseRead(uint32_t thread, uint64_t number) const;
-  // Waits until the node has read the previous dispatch, or where two are kept the one before it, so that its slabs can
-  // be written again. Every block reads all routing, but only the rows of its own segment. A block that only sends
+  // Waits until the node has read the previous dispatch or, with kept_calls = 2, the one before it, so that its slabs
+  // can be written again. Every block reads all routing, but only the rows of its own segment. A block that only sends
   // writes to all segments.
   PROXYCCL_DEVICE void awaitReaders() const;
   // Called by `threads` threads of the block: sets how many tokens each source has, and this block's segment of them.
   PROXYCCL_DEVICE void setSegments(uint32_t thread, uint32_t threads) const;
 
-  // Whether each expert has room for this many rows. Then the fullest expert counts, and not the rows of a rank.
+  // Whether rows are padded. Then the maximum is over experts, and not over ranks.
   PROXYCCL_DEVICE bool isPadded() const { return team_->padded_rows != 0; }
-  // The rows that an expert's rows take, with the gap after them.
+  // Rounds an expert's rows up, to include the gap after them.
   PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
     const uint32_t alignment = team_->expert_alignment;
     return alignment > 1 ? (rows + alignment - 1) / alignment * alignment : rows;
@@ -414,7 +420,7 @@ class Dispatch {
   // Whether receive() writes the descriptor's entries apart from copying rows.
   PROXYCCL_DEVICE bool describesApart() const { return !call_.redispatch && (kAnnounced || describesSlots()); }
 
-  // The ids under which the slots of this block's tokens count, from token i of its segment on.
+  // The ids under which this block's slots count, beginning with token i of its segment.
   PROXYCCL_DEVICE const int32_t* ownIds(uint32_t i) const {
     return (cachesIds() ? cachedIds() : idsOf(team_->node, own_.begin)) + i * topk_;
   }
@@ -424,7 +430,7 @@ class Dispatch {
     return ids;
   }
 
-  // Findings of the block's threads in the announcements.
+  // Results of the block's threads from the announcements.
   struct AnnouncedState {
     uint32_t
         bad_slot;  // the first with a bad expert id, with its rank in the upper 16 bits, or ~0; with masks the rank
@@ -442,7 +448,7 @@ class Dispatch {
     __shared__ uint16_t positions[PROXYCCL_ANNOUNCED_OWN_SLOTS];
     return positions;
   }
-  // Slot k of token i of a source's segment.
+  // Returns slot k of token i of a source's segment.
   PROXYCCL_DEVICE ProxycclExpertSlot slotOf(uint32_t source, uint32_t i, uint32_t k) const {
     const uint32_t slot = i * topk_ + k;
     if constexpr (kIds) {
@@ -472,7 +478,7 @@ class Dispatch {
   PROXYCCL_DEVICE int32_t* placesOf(const char* routing) const {
     return reinterpret_cast<int32_t*>(const_cast<char*>(routing) + team_->places_offset);
   }
-  // Of this block's segment of a source.
+  // The routing of this block's segment of a source.
   PROXYCCL_DEVICE const char* routingOf(uint32_t source) const { return slabOf(source) + team_.routingAt(segment_); }
   PROXYCCL_DEVICE const ProxycclExpertSegment& segmentOf(uint32_t source, uint32_t block) const {
     return *reinterpret_cast<const ProxycclExpertSegment*>(slabOf(source) + team_.routingAt(block));
@@ -516,10 +522,12 @@ class Dispatch {
     const uint32_t n = 2 * team_.experts();
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
   }
-  // With a row for each rank: in the block that tells them, choices of each of this rank's experts. Bases are few then.
+  // With a row for each rank, in the block that reports them: the choices of each of this rank's experts. They follow
+  // the bases, which are few then.
   PROXYCCL_DEVICE uint32_t* chosen() const { return bases() + 2 * team_.experts(); }
   PROXYCCL_DEVICE uint32_t countersUsed() const { return 2 * team_.experts() + team_->chosen_per_rank; }
-  static constexpr uint32_t kStoredPiecesLog2 = 1, kStoredPieces = 1u << kStoredPiecesLog2;  // of a row, in turns
+  static constexpr uint32_t kStoredPiecesLog2 = 1,
+                            kStoredPieces = 1u << kStoredPiecesLog2;  // pieces of a row, taken in turn
   static constexpr uint32_t kScratch = PROXYCCL_EXPERT_COUNTERS;
   static PROXYCCL_DEVICE uint32_t* scratch() {
     __shared__ uint32_t words[kScratch];
@@ -540,11 +548,11 @@ class Dispatch {
     const uint32_t local = team_.localOf(source), node = team_.nodeOf(source);
     return node == team_->node ? inbox(team_->local_rank, local) : team_.peer(local) + team_.rail(number_, node);
   }
-  // The offset in a slab of a row of this block's segment.
+  // Returns the offset in a slab of a row of this block's segment.
   PROXYCCL_DEVICE uint64_t rowAt(uint32_t place) const {
     return team_.rowAt(segment_, place, rowStride(call_.row_bytes));
   }
-  // The same of a row on its way between nodes.
+  // Returns the offset in a slab of a batch's row, which travels between nodes.
   PROXYCCL_DEVICE uint64_t batchRowAt(const Batch& batch, uint32_t place) const {
     return team_.rowAt(batch.first, place, rowStride(call_.row_bytes));
   }

@@ -25,8 +25,8 @@ static_assert(kMaxPieces << 24 <= kAllItems, "an item's number fits in a flag");
 
 PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call << kItemBits | items; }
 
-// Whether a flag has reached a value. Both wrap, so their difference counts. `ahead` is more than a flag can be past a
-// value that is still awaited; every other difference is that of a flag that has not reached it.
+// Whether a flag has reached a value. Both wrap around, so only their difference matters. `ahead` is more than a flag
+// can be past an awaited value; a greater difference means that the flag has not reached the value.
 constexpr uint64_t kHalfOfAll = 1ull << 63;  // for flags that every call raises
 // For flags that say how many items have arrived, which not every call raises. Calls wait for each other, so no flag is
 // more than one call ahead. A flag that was not raised for a long time counts as old until its number wraps around.
@@ -66,7 +66,7 @@ struct Group {
     for (uint32_t i = lane; i < n; i += kGroupLanes) found |= test(i);
     return ballot(found) != 0;
   }
-  // A bit for each thread of the group.
+  // Returns a word with the bit of each thread of the group.
   PROXYCCL_DEVICE uint64_t ballot(bool bit) const {
 #if PROXYCCL_ON_HOST
     return bit;
@@ -75,14 +75,14 @@ struct Group {
 #endif
   }
 
-  // After it every thread of the group sees what the others wrote before it.
+  // A barrier of the group, after which its threads see each other's earlier writes.
   PROXYCCL_DEVICE void sync() const {
 #if !PROXYCCL_ON_HOST
     syncWarp();
 #endif
   }
 
-  // The first thread's value.
+  // Returns the first thread's value.
   PROXYCCL_DEVICE uint32_t ofFirst(uint32_t value) const {
 #if PROXYCCL_ON_HOST
     return value;
@@ -128,7 +128,7 @@ struct Group {
   PROXYCCL_DEVICE void orderByNumber(uint32_t begin) const {
     GroupSpace& space = this->space();
     constexpr uint32_t kEach = (PROXYCCL_MAX_TOPK + kGroupLanes - 1) / kGroupLanes;  // entries that a thread moves
-    RowEntry moved[kEach];                                                           // with its new place as the number
+    RowEntry moved[kEach];  // `number` is the entry's new place
     const uint32_t end = space.count, first = begin + lane;
     for (uint32_t i = 0, from = first; i < kEach && from < end; ++i, from += kGroupLanes) {
       uint32_t to = begin;
@@ -148,11 +148,11 @@ struct Group {
 // A segment of a source's tokens, cut into items: pieces of rows, so that few tokens keep all groups busy.
 struct Segment {
   uint32_t begin, tokens, pieces_log2;
-  // The most tokens of any of `segments` segments.
+  // Returns the most tokens of any of `segments` segments.
   static PROXYCCL_DEVICE uint32_t longest(uint32_t source_tokens, uint32_t segments) {
     return (source_tokens + segments - 1) / segments;
   }
-  // Segment `number` of `segments`.
+  // Returns segment `number` of `segments`.
   static PROXYCCL_DEVICE Segment of(uint32_t source_tokens, uint32_t number, uint32_t segments) {
     const uint32_t begin = source_tokens * number / segments;
     Segment segment = {begin, source_tokens * (number + 1) / segments - begin, 0};
@@ -163,7 +163,7 @@ struct Segment {
 #endif
     return segment;
   }
-  // The number of the segment that a token is in.
+  // Returns the number of the segment that contains a token.
   static PROXYCCL_DEVICE uint32_t numberOf(uint32_t source_tokens, uint32_t token, uint32_t segments) {
     return ((token + 1) * segments - 1) / source_tokens;
   }
@@ -231,7 +231,7 @@ class ExpertTeam {
   static PROXYCCL_DEVICE char* const* peers() { return lookup().peers; }
   // This block's segment of each source's tokens. The caller fills it in.
   static PROXYCCL_DEVICE Segment& segmentOf(uint32_t source) { return lookup().segments[source]; }
-  // The most items that any source has for this block.
+  // Returns the most items that any source has for this block.
   PROXYCCL_DEVICE uint32_t mostItems() const {
     uint32_t most = 0;
     for (uint32_t s = 0; s < e_.world_size; ++s) {
@@ -246,11 +246,11 @@ class ExpertTeam {
   }
 
   // -- slabs ---
-  // In the first inbox, or the second.
+  // Returns the slab of a source in the first or second inbox of a rank of the node.
   PROXYCCL_DEVICE char* inbox(uint32_t number, uint32_t local, uint32_t source_local) const {
     return peer(local) + e_.inbox + (number * e_.local_size + source_local) * e_.slab_bytes;
   }
-  // Offsets in a workspace.
+  // These return offsets in a workspace.
   PROXYCCL_DEVICE uint64_t rail(uint64_t call, uint32_t node) const {
     return e_.rail + (call % 2 * e_.nodes + node) * e_.slab_bytes;
   }
@@ -273,8 +273,8 @@ class ExpertTeam {
   }
 
   // -- flags, as offsets in a workspace ---
-  // Raised when block `block` of `source` has sent its counts. For a source on another node, block 0's says that those
-  // of all its blocks have come.
+  // Raised when block `block` of `source` has sent its counts. For a source on another node, block 0's flag covers the
+  // counts of all its blocks.
   PROXYCCL_DEVICE uint64_t routed(uint32_t source, uint32_t block) const {
     return e_.routed + 8ull * (source * e_.segments + block);
   }
@@ -308,8 +308,7 @@ class ExpertTeam {
   PROXYCCL_DEVICE void raise(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
-  // The same for a flag that says only that the block has loaded something, or that covers only stores of earlier
-  // kernels.
+  // Raises a flag that says only that the block has loaded something, or that covers only stores of earlier kernels.
   PROXYCCL_DEVICE void raiseBehindLoads(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseLoadsSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
@@ -323,13 +322,13 @@ class ExpertTeam {
   }
 
   // -- transfers to other nodes; each block has a segment then ---
-  // The batch of this block's segment of a source. The caller fills it in, with batchOf().
+  // The batch of this block's segment of a source. The caller fills it in by batchOf().
   static PROXYCCL_DEVICE Batch& batchFrom(uint32_t source) {
     __shared__ Batch batches[PROXYCCL_MAX_EXPERT_RANKS];
     return batches[source];
   }
-  // The batch that a segment of a source with this many tokens belongs to. Few tokens are one batch: one long message
-  // fills the network better than several.
+  // Returns the batch of a segment of a source with this many tokens. Few tokens are one batch: one long message fills
+  // the network better than several.
   PROXYCCL_DEVICE Batch batchOf(uint32_t source_tokens, uint32_t segment) const {
     const uint32_t segments = e_.blocks, wanted = source_tokens / e_.batch_tokens;
     const uint32_t batches = wanted == 0 ? 1 : wanted < segments ? wanted : segments;
@@ -338,20 +337,20 @@ class ExpertTeam {
     const uint32_t begin = source_tokens * first / segments;
     return {first, end, begin, source_tokens * end / segments - begin};
   }
-  // Called by one thread of each of `blocks` blocks when its part of a message is stored: whether it was the last one.
-  // It has acquired the parts of all others then, and the proxy reads them after a post that comes later in the block.
+  // Called by one thread of each of `blocks` blocks when its part of a message is stored. Returns whether the block was
+  // the last, which has then acquired all others' parts; the proxy reads the parts after a later post of that block.
   PROXYCCL_DEVICE bool completes(uint32_t* arrivals, uint32_t blocks) const {
     if (fetchAddAcqRelDevice<uint32_t>(arrivals, 1) + 1 != blocks) return false;
     storeRelaxedDevice<uint32_t>(arrivals, 0);
     return true;
   }
-  // Of the routing; and of the batch that begins with this segment, for a node.
+  // The arrival counters of the routing, and of the batch for a node that begins with this segment.
   PROXYCCL_DEVICE uint32_t* routingArrivals() const { return e_.arrivals + e_.nodes * e_.blocks; }
   PROXYCCL_DEVICE uint32_t* arrivals(uint32_t node, uint32_t first) const {
     return e_.arrivals + node * e_.blocks + first;
   }
-  // The channel to a node for the routing; and for the batch that begins with this segment, of out_channels or
-  // back_channels. The routing's is its own, because a batch may leave before it.
+  // The channel to a node for the routing, and the one (of out_channels or back_channels) for the batch that begins
+  // with this segment. The routing has a separate channel because a batch may leave before it.
   PROXYCCL_DEVICE const ProxycclProxyChannel& routingChannel(uint32_t node) const { return e_.routing_channels[node]; }
   PROXYCCL_DEVICE const ProxycclProxyChannel& channel(const ProxycclProxyChannel* channels, uint32_t node,
                                                       uint32_t first) const {
@@ -378,7 +377,7 @@ class ExpertTeam {
   const ProxycclExperts& e_;
 };
 
-// The number of rows of the tokens with these places; a token may have none.
+// Returns the number of rows of the tokens with these places; a token may have none.
 PROXYCCL_DEVICE uint64_t rowsPlaced(const int32_t* places, uint32_t tokens) {
   for (uint32_t i = tokens; i > 0; --i)
     if (places[i - 1] != PROXYCCL_NO_ROW) return places[i - 1] + 1;
@@ -393,13 +392,13 @@ PROXYCCL_DEVICE bool advance(const ProxycclExperts& e, uint64_t* calls) {
   storeRelaxedDevice<uint64_t>(calls, *calls + 1);
   return true;
 }
-// Ends a kernel; `last` says whether it is its call's last one.
+// Ends a kernel; `last` tells whether it is the last kernel of its call.
 PROXYCCL_DEVICE void finishExperts(const ProxycclExperts& e, uint64_t* calls, bool last) {
   __syncthreads();
   if (threadIdx.x == 0 && last) advance(e, calls);
 }
 
-// A kernel's other parameter, besides ProxycclExperts.
+// The type of a kernel's second parameter, after ProxycclExperts.
 template <class Kernel>
 struct CallOf;
 template <class Call>

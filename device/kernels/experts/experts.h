@@ -42,23 +42,24 @@
 
 enum {
   PROXYCCL_MAX_TOPK = 16,
-  PROXYCCL_ADDED = 2,            /* arrays that the sums of a combine may begin with */
-  PROXYCCL_EXPERT_THREADS = 512, /* threads of a block on a GPU; at most as many elsewhere */
+  PROXYCCL_ADDED = 2,            /* most arrays that a combine adds to its sums */
+  PROXYCCL_EXPERT_THREADS = 512, /* threads of a block on a GPU, and the most elsewhere */
   PROXYCCL_MAX_EXPERT_RANKS = 256,
   PROXYCCL_SCALED_ELEMENTS = 128, /* elements that share a scale, if rows are sent in float8 */
-  /* How much of announcements a block can keep: slots of all ranks, slots of its own segments, slots of one segment,
-   * and experts. */
+  /* Limits of announcements, as a block keeps them: slots of all ranks, slots of the block's segments, slots of one
+   * segment, experts. */
   PROXYCCL_ANNOUNCED_SLOTS = 8192,
   PROXYCCL_ANNOUNCED_OWN_SLOTS = 2048,
   PROXYCCL_ANNOUNCED_SEGMENT_SLOTS = 256,
   PROXYCCL_ANNOUNCED_EXPERTS = 1024,
   PROXYCCL_IDS_PER_PACKET = 4,
   PROXYCCL_MASKED_RANKS = 64,         /* with a row for each rank: a token's ranks are bits of a word */
-  PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* of 8 bytes: heads and choices of all ranks that a block keeps */
-  PROXYCCL_SUMMED_WORDS = 16,         /* of a mask of tokens, whose bits are counted together */
-  PROXYCCL_KEPT_TARGETS = 4096,       /* slots of a segment that a block keeps while it counts them */
-  PROXYCCL_CACHED_ROWS = 2048,        /* slots of a block whose rows a combine looks up before it waits */
-  PROXYCCL_EXPERT_COUNTERS = 2048,    /* that a block keeps in shared memory; with more, bases lie in device memory */
+  PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* most payloads of 8 bytes, heads and choices of all ranks, that a block keeps */
+  PROXYCCL_SUMMED_WORDS = 16,         /* words of a token mask whose bits are counted together */
+  PROXYCCL_KEPT_TARGETS = 4096,       /* most slots of a segment that a block keeps while it counts them */
+  PROXYCCL_CACHED_ROWS = 2048,        /* most slots of a block whose rows a combine looks up before it waits */
+  PROXYCCL_EXPERT_COUNTERS =
+      2048, /* most counters that a block keeps in shared memory; with more, bases lie in device memory */
   /* Phases of a dispatch, in any split over kernels that keeps their order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and send the counts to all ranks */
   PROXYCCL_EXPERT_GATHER = 2,  /* gather everyone's counts, and tell the CPU how many rows come */
@@ -73,25 +74,25 @@ enum {
   PROXYCCL_MINUS_ONE_DROPS = 2, /* -1 */
   /* Instead of a row: */
   PROXYCCL_NO_ROW = -1,   /* the slot is dropped, or its expert is elsewhere */
-  PROXYCCL_PAST_END = -2, /* its row is on this rank, but does not fit in the output */
+  PROXYCCL_PAST_END = -2, /* the row belongs on this rank, but does not fit in the output */
 };
 #define PROXYCCL_NO_EXPERT 0xffffffffu
 
-/* At the head of a segment's routing; after it, at the offsets of ProxycclExperts:
+/* The head of a segment's routing. After it, at the offsets of ProxycclExperts:
  *   uint32 counts[experts]            slots of the segment for each expert
  *   uint32 chosen[ranks * chosen_per_rank]  with a row for each rank: choices of the segment, for each expert
  *   ProxycclExpertSlot slots[segment_tokens * topk]
  *   int32 places[segment_tokens]      across nodes: where in its batch's rows each token lies, or PROXYCCL_NO_ROW
  *   weights[segment_tokens * topk] */
 typedef struct ProxycclExpertSegment {
-  uint32_t tokens;        /* of the whole source */
+  uint32_t tokens;        /* tokens of the whole source */
   uint32_t bad_slot;      /* the first slot with a bad expert id, or 0xffffffff */
   uint32_t wanted_tokens; /* see ProxycclDispatch */
-  uint32_t output_buffer; /* of the source, see ProxycclDispatch */
+  uint32_t output_buffer; /* the source's output buffer, see ProxycclDispatch */
 } ProxycclExpertSegment;
 
 typedef struct ProxycclExpertSlot {
-  uint32_t expert;   /* or PROXYCCL_NO_EXPERT */
+  uint32_t expert;   /* the slot's expert, or PROXYCCL_NO_EXPERT */
   uint32_t position; /* among the segment's slots for this expert */
 } ProxycclExpertSlot;
 
@@ -100,23 +101,24 @@ typedef struct ProxycclExpertChoice {
   float weight;
 } ProxycclExpertChoice;
 
-/* Pinned: how many rows a dispatch brings, which the CPU reads without waiting for the stream. */
+/* In pinned memory: the number of rows that a dispatch receives, which the CPU reads without waiting for the stream. */
 typedef struct ProxycclReceivedRows {
-  uint64_t ticket;        /* of the dispatch that rows and wanted_tokens belong to; stored after all that it tells */
-  uint32_t rows;          /* rows that this rank receives */
-  uint32_t bad_rank;      /* the first rank with a bad expert id in the latest dispatch with one, or PROXYCCL_NO_PEER if
-                             there was none since the CPU last set it to that */
-  uint32_t bad_slot;      /* the first such slot of that rank */
-  uint32_t bad_index;     /* 1 if full_scatter_indices were not a permutation of this rank's rows, or too few */
-  uint32_t most_rows;     /* of any rank, or padded of any expert, in any dispatch, since the CPU last set it to 0 */
-  uint32_t wanted_tokens; /* the most of any rank; see ProxycclDispatch */
+  uint64_t ticket;    /* number of the dispatch that rows and wanted_tokens belong to; stored after the other fields */
+  uint32_t rows;      /* rows that this rank receives */
+  uint32_t bad_rank;  /* the first rank with a bad expert id in the latest dispatch with one, or PROXYCCL_NO_PEER if
+                         there was none since the CPU last set it to that */
+  uint32_t bad_slot;  /* the first such slot of that rank */
+  uint32_t bad_index; /* 1 if full_scatter_indices were not a permutation of this rank's rows, or too few */
+  uint32_t most_rows; /* most rows of a rank, or with padded rows of an expert, since the CPU last set this to 0 */
+  uint32_t wanted_tokens; /* the greatest of any rank; see ProxycclDispatch */
 } ProxycclReceivedRows;
 
 /* In device memory. The last block of a kernel advances them, never the host, so a captured graph can replay. */
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
   uint64_t routings;             /* dispatches other than redispatches */
-  uint32_t next_item[2][2];      /* by the parity of the dispatch: of the rows that go to peers, and that stay here */
+  uint32_t
+      next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of those that stay here */
   uint32_t blocks_done;
   uint32_t has_failed; /* a dispatch gave up before it wrote its layout, and calls that read layouts must do nothing */
 } ProxycclExpertCounters;
@@ -128,27 +130,27 @@ typedef struct ProxycclExperts {
   const uint32_t* places;  /* [world_size]: node << 16 | number within the node */
   const uint32_t* members; /* [nodes][local_size]: ranks */
   uint32_t experts_per_rank, topk, max_tokens;
-  uint32_t blocks;                   /* of a kernel, and as many segments of a combine */
+  uint32_t blocks;                   /* blocks of a kernel, and segments of a combine */
   uint32_t segments, segment_tokens; /* segments of a dispatch, the most tokens of one; blocks without one only send */
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;                /* with a row for each rank: experts of each rank; else 0 */
   uint32_t padded_rows;                    /* with padded rows: the most that an expert has room for; else 0 */
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of it, if not 0 */
   uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
-  uint32_t output_buffers, output_rows;    /* how many, the last for a combine's rows; rows that each has room for */
+  uint32_t output_buffers, output_rows; /* number of buffers, of which the last is for a combine's rows; rows of each */
   uint32_t senders;    /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is one */
   uint32_t kept_calls; /* 2: inbox and returns are double-buffered, so that a call sends before peers have read the
                           previous one; else 1 */
   uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
-  uint32_t batch_tokens;         /* across nodes: a source's tokens that are worth a message of their own */
-  uint64_t segment_bytes;        /* of the rows of a segment, at most */
-  uint64_t return_segment_bytes; /* the same for a combine, with one row per token */
+  uint32_t batch_tokens;         /* across nodes: least tokens of a source that make a separate message */
+  uint64_t segment_bytes;        /* most bytes of a segment's rows */
+  uint64_t return_segment_bytes; /* most bytes of a segment's rows in a combine, with one row per token */
   uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* in a segment's routing */
-  uint64_t routing_bytes, slab_bytes;                                  /* of a segment; of a slab */
+  uint64_t routing_bytes, slab_bytes;                                  /* bytes of a segment's routing; of a slab */
   uint64_t least_message; /* across nodes: bytes to which shorter messages are lengthened */
-  /* In a workspace. */
+  /* Offsets in a workspace. */
   uint64_t announced, inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
-  uint64_t outputs, output_bytes, output_scales;                    /* the last two: of a buffer, in a buffer */
+  uint64_t outputs, output_bytes, output_scales; /* the last two: bytes of a buffer; offset of the scales in a buffer */
   uint64_t routed, sent, read, returned, summed, loadable, crossed; /* flags; see experts/expert_team.h */
   ProxycclControl* control;
   char* workspace;
@@ -156,28 +158,29 @@ typedef struct ProxycclExperts {
   const ProxycclProxyChannel* routing_channels; /* [nodes] */
   const ProxycclProxyChannel* out_channels;     /* [nodes][blocks], for dispatch: across nodes segments == blocks */
   const ProxycclProxyChannel* back_channels;    /* [nodes][blocks], for combine */
-  /* [nodes][blocks] and one: blocks that are done with their part of a message, by the first segment of its batch: of a
-   * dispatch in this node's row, of a combine in that of the node it goes to; the last one of the routing. */
+  /* [nodes * blocks + 1] counters of the blocks that are done with their part of a message, indexed by node and by the
+   * first segment of the message's batch. A dispatch uses this node's row, a combine the row of the target node. The
+   * last counter is for the routing. */
   uint32_t* arrivals;
   uint32_t* bases; /* [segments][2][experts]; with output buffers at least [blocks][2][world_size][segments] */
   ProxycclReceivedRows* received_rows;
-  /* Pinned: choices of each of this rank's experts, stored before the ticket. With a row for each rank
+  /* In pinned memory: the choices of each of this rank's experts, stored before the ticket. With a row for each rank
    * [chosen_per_rank], with expert_alignment [experts_per_rank]. */
   uint32_t* chosen_rows;
   ProxycclExpertCounters* counters;
 } ProxycclExperts;
 
-/* Where one dispatch put its rows, in device memory. Combine reads it, and later dispatches by the same routing. */
+/* The places of a dispatch's rows, in device memory. Combines and dispatches by the same routing read them. */
 typedef struct ProxycclExpertLayout {
-  int32_t* tokens;      /* [world_size]: of each rank */
+  int32_t* tokens;      /* [world_size]: tokens of each rank */
   int32_t* counts;      /* [world_size][experts] */
   int32_t* rows;        /* [world_size][max_tokens][topk]: this rank's row of each slot */
   int32_t* places;      /* [world_size][max_tokens]: across nodes, where the token lies in its batch's rows */
-  int32_t* sent_places; /* [nodes][max_tokens]: the same of this rank's tokens, for each node */
+  int32_t* sent_places; /* [nodes][max_tokens]: for each node, places of this rank's tokens in their batch's rows */
   int32_t* expert_ids;  /* [nodes][max_tokens][topk]: of this rank's tokens and its counterparts' */
   int32_t* first_rows;  /* [rows]: the first row of the same token on this rank */
   int32_t* token_rows;  /* [rows][topk]: if this is its token's first row, the row of each slot of the token */
-  int32_t* row_slots;   /* [rows]: which of its token's slots a row is for */
+  int32_t* row_slots;   /* [rows]: the slot, of its token, that each row is for */
   int32_t* row_tokens;  /* [rows]: the token's number on its rank; or null */
   int32_t* row_experts; /* with a row for each rank, [rows][topk] of id_bytes each: this rank's experts that the token
                            chose, by their number here; -1 for others */
@@ -188,7 +191,7 @@ typedef struct ProxycclExpertLayout {
 
 typedef struct ProxycclDispatch {
   uint32_t phases;
-  uint32_t tokens;        /* of this rank */
+  uint32_t tokens;        /* tokens of this rank */
   uint32_t capacity;      /* rows of the output */
   uint32_t redispatch;    /* 1: use an existing layout and count nothing */
   uint64_t ticket;        /* see ProxycclReceivedRows */
@@ -196,19 +199,19 @@ typedef struct ProxycclDispatch {
   uint32_t scale_bytes;   /* scales at the end of each row, which go to output_scales */
   uint32_t scale_column;  /* with padded rows: words of a column of an expert's scales, one column for each scale of a
                              row; 0: each row's scales lie together */
-  uint32_t id_bytes;      /* 4 or 8; of row_experts, too, unless it is a repeated dispatch */
-  uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's; else 0 */
+  uint32_t id_bytes;      /* 4 or 8; also of row_experts, unless this is a repeated dispatch */
+  uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's buffer; else 0 */
   uint32_t padded_rows;   /* with padded rows: how many each expert has room for in this call */
   uint64_t row_bytes;
   const char* input;       /* [tokens][row_bytes] */
-  const char* expert_ids;  /* [tokens][topk] of id_bytes each; of a repeated dispatch those of the layout */
+  const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
   const char* weights;     /* [tokens][topk], or null; float32 with a row for each rank */
   const int32_t* scatter;  /* [scatter_tokens][topk], or null */
-  uint64_t scatter_tokens; /* of all ranks, as the caller has them: a stopped rank's data may claim more */
+  uint64_t scatter_tokens; /* tokens of all ranks, as the caller passed them: a stopped rank's data may claim more */
   char* output;            /* [capacity][row_bytes - scale_bytes] */
   char* output_scales;     /* [capacity][scale_bytes] */
   char* output_weights;    /* [capacity], or null; with a row for each rank [capacity][topk] */
-  int32_t* received;       /* how many rows there are, or null */
+  int32_t* received;       /* output: the number of received rows; or null */
   ProxycclExpertLayout layout;
 } ProxycclDispatch;
 
@@ -231,15 +234,16 @@ typedef struct ProxycclCombine {
   ProxycclExpertLayout layout;
 } ProxycclCombine;
 
-/* The operations of expert_weigh on rows in place. Rows that no dispatch has filled become zero. */
+/* The arguments of expert_weigh, which changes rows in place. Rows that no dispatch has filled become zero. */
 typedef struct ProxycclWeighing {
   uint64_t rows, hidden;
-  char* values;             /* [rows][hidden] */
-  const float* weights;     /* [rows]: the factor of each row; or null for 1 */
-  const char* others;       /* [rows][hidden], or null */
-  float* products;          /* [rows]: of each row, before it is weighed, with the other; zero where none is. Or null */
-  const int32_t* received;  /* how many rows are filled; or null for all */
-  const int32_t* row_slots; /* [rows]: negative where no row is; or null */
+  char* values;         /* [rows][hidden] */
+  const float* weights; /* [rows]: the factor of each row; or null for 1 */
+  const char* others;   /* [rows][hidden], or null */
+  float* products; /* [rows]: scalar product of each row, before weighing, with its row of `others`; zero for unfilled
+                      rows. Or null */
+  const int32_t* received;  /* number of filled rows; null if all are */
+  const int32_t* row_slots; /* [rows]: negative for unfilled rows; or null */
 } ProxycclWeighing;
 
 #endif

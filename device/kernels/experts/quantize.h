@@ -12,7 +12,7 @@ template <class T>
 PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombine& call) {
   constexpr uint32_t kBlocks = PROXYCCL_ON_HOST ? 1 : 8;
   const Group group;
-  const uint32_t blocks = static_cast<uint32_t>(call.hidden / PROXYCCL_SCALED_ELEMENTS);  // of a row
+  const uint32_t blocks = static_cast<uint32_t>(call.hidden / PROXYCCL_SCALED_ELEMENTS);  // scaled blocks of a row
   const uint32_t parts = (blocks + kBlocks - 1) / kBlocks;
   const T* rows = reinterpret_cast<const T*>(call.rows);
   const bool aligned = reinterpret_cast<uintptr_t>(rows) % 16 == 0;
@@ -25,7 +25,7 @@ PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombi
     scaleBlocks<2>(
         group, rows + token * call.hidden, first, last, aligned,
         [&](const auto& parts, uint32_t at, uint32_t end) {
-          struct alignas(4) Words {  // rows are not aligned to more, because of the scales between them
+          struct alignas(4) Words {  // the scales between rows limit their alignment to 4
             uint32_t at[sizeof(parts[0]) / 4];
           };
 #pragma unroll
@@ -44,7 +44,7 @@ PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombi
 
 }  // namespace proxyccl
 
-// The same for rows that are already in float8: packed[tokens][row_bytes + scale_bytes].
+// Packs rows that are already in float8 with their scales: packed[tokens][row_bytes + scale_bytes].
 extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
     expert_pack(const char* rows, const char* scales, char* packed, uint32_t tokens, uint64_t row_bytes,
                 uint64_t scale_bytes) {

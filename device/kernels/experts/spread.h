@@ -1,4 +1,4 @@
-// Values of rows as a matrix, for a combine that brings each back to its slot.
+// Makes a matrix of rows' values, for a combine that returns each value to its slot.
 #ifndef PROXYCCL_EXPERT_SPREAD_H
 #define PROXYCCL_EXPERT_SPREAD_H
 

@@ -4,9 +4,9 @@
 
 #include "experts/choices.h"
 
-// From ids[slots] of 4 or 8 bytes, among all_ranks * per_rank experts, and left[all_ranks], a rank's number among the
-// remaining ones, or -1: kept[slots], the expert's number among those of the remaining ranks, `dropped` where the slot
-// is dropped, and -2 where an id is out of range; and lost[slots], whether the expert's rank is lost.
+// Reads ids[slots] of 4 or 8 bytes, among all_ranks * per_rank experts, and left[all_ranks], each rank's number among
+// the remaining ones, or -1. Writes kept[slots]: the expert's number among the remaining ranks' experts, `dropped` for
+// a dropped slot, -2 for an id out of range; and lost[slots]: whether the expert's rank is lost.
 extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
     expert_survivors(const char* ids, const int32_t* left, int32_t* kept, bool* lost, uint32_t slots, uint32_t id_bytes,
                      uint32_t all_ranks, uint32_t per_rank, uint32_t dropping_ids, int32_t dropped) {

@@ -1,5 +1,5 @@
-// Rows times their weights, their products with other rows, and the rows that no dispatch has filled: what a backward
-// pass does with rows on their own rank, in one pass over them.
+// The local work of a backward pass in one pass over the rows: multiplies rows by their weights, computes scalar
+// products with other rows, and clears rows that no dispatch has filled.
 #ifndef PROXYCCL_EXPERT_WEIGH_H
 #define PROXYCCL_EXPERT_WEIGH_H
 
@@ -29,7 +29,8 @@ class WeighedRow {
     for (uint64_t i = units_ * kUnit + group.lane; i < hidden_; i += kGroupLanes) values_[i] = Element<T>::narrow(A{});
   }
 
-  // Multiplies the row by `weight`, if `scales`. Returns this thread's part of its product with the other row, before.
+  // Multiplies the row by `weight`, if `scales`. Returns this thread's part of the unweighted row's product with the
+  // other row.
   PROXYCCL_DEVICE A weigh(const Group& group, A weight, bool scales) const {
     A sum{};
     for (uint64_t first = group.lane; first < units_; first += kAtOnce * kGroupLanes) {
