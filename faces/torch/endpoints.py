@@ -309,8 +309,8 @@ class Endpoints:
         return False
 
     def end_calls(self, peer: int | None, reason: str) -> None:
-        """Ends the calls in progress with a peer, or with None the calls of all ranks, and closes their
-        communicators.
+        """Aborts the communicators with a peer, or with None those of all ranks, which ends the calls in progress on
+        them.
         """
         with self._lock:
             made = [comm for (_, _, other), comm in self._made.items() if other == peer]
