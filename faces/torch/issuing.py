@@ -100,16 +100,16 @@ def reduce_to(root: int) -> str:
 
 class _Call(Struct, eq=False):
     """A call that Python issues instead of C. Attributes:
-        name: the call's name, for messages.
-        outs: the tensors that the call writes, which are its result.
-        xs: the other tensors that the call uses.
-        make: makes the call on the current stream.
-        device: the tensors' device.
-        waits: whether the call is synchronous.
-        seconds: the call's time-out; None for the group's.
-        flow: for a single transfer, which runs concurrently with other calls, the peer and whether it is a send.
-        blocks: whether the CPU waits for the end of a call on a device.
-        number: the call's number in the group.
+    name: the call's name, for messages.
+    outs: the tensors that the call writes, which are its result.
+    xs: the other tensors that the call uses.
+    make: makes the call on the current stream.
+    device: the tensors' device.
+    waits: whether the call is synchronous.
+    seconds: the call's time-out; None for the group's.
+    flow: for a single transfer, which runs concurrently with other calls, the peer and whether it is a send.
+    blocks: whether the CPU waits for the end of a call on a device.
+    number: the call's number in the group.
     """
 
     name: str
