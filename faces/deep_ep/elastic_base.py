@@ -60,7 +60,9 @@ class ElasticBase(Connected):
 
 
 def require_bytes(argument: str, value: Any, least: int) -> int:
-    """An argument as a number of bytes. Raises ArgumentError unless it is an integer of at least `least`."""
+    """Returns an argument that is a number of bytes. Raises ArgumentError unless it is an integer of at least
+    `least`.
+    """
     return as_integer(
         value, argument, f"must be an integer of at least {least}, and at most {MOST_BYTES}", least, MOST_BYTES
     )
