@@ -1,4 +1,4 @@
-"""NIXL's helpers for tests: plain memory by its address."""
+"""NIXL's helpers for tests, which allocate plain memory by address."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Launch:
         """Runs all programs. Raises the exception of the first one that failed.
 
         When it returns or raises, all of them have ended. If a signal handler raises, all programs end at their next
-        wait; if it raises again meanwhile, nobody waits for the programs any more.
+        wait; if it raises again during that time, this returns without waiting for them.
         """
         if threading.current_thread() is threading.main_thread():
             # A signal handler's exception could end a program between two steps of a push, which can't be undone. So
