@@ -170,4 +170,4 @@ def refuse_unknown(call: str, options: Mapping[str, Any]) -> None:
     """
     for name, value in options.items():
         if value is not None and value is not False:
-            raise refuse(f"{call}({name}=)", "DeepEP does not have it either")
+            raise refuse(f"{call}({name}=)", "DeepEP has no such argument either")

@@ -74,7 +74,7 @@ class Connected:
         if layers is None or routing.layer.ctx not in layers.all:
             self._usable()
             raise ArgumentError(
-                "handle", "is of a dispatch before ranks were lost, or of another buffer; dispatch again"
+                "handle", "comes from a dispatch before ranks were lost, or from another buffer; dispatch again"
             )
         return routing_of(handle, *layouts) if routing.layer.layout not in layouts else routing
 
@@ -87,7 +87,7 @@ class Connected:
             if was_called:
                 raise ArgumentError("hook", "was called already; a hook receives once")
             if layer.ctx not in self._usable().all:
-                raise ArgumentError("hook", "is of a call before ranks were lost; dispatch again")
+                raise ArgumentError("hook", "comes from a call before ranks were lost; dispatch again")
             with names.told():
                 finish()
             was_called = True

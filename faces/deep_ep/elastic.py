@@ -358,5 +358,5 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
 
     def _require_current(self, handle: Any, *layouts: str) -> Routing:
         if not isinstance(handle, EPHandle):
-            raise ArgumentError("handle", f"must be what dispatch returned, not {type(handle).__name__}")
+            raise ArgumentError("handle", f"must be a handle that dispatch returned, not {type(handle).__name__}")
         return super()._require_current(handle, *layouts)

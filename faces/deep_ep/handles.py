@@ -63,10 +63,10 @@ def routing_of(handle: Any, *layouts: str) -> Routing:
     """
     routing = getattr(handle, "routing", None)
     if not isinstance(routing, Routing):
-        raise ArgumentError("handle", f"must be what dispatch returned, not {type(handle).__name__}")
+        raise ArgumentError("handle", f"must be a handle that dispatch returned, not {type(handle).__name__}")
     if layouts and routing.layer.layout not in layouts:
         mode = "low-latency" if routing.layer.layout == "padded" else "normal"
-        raise ArgumentError("handle", f"is of a dispatch in {mode} mode; expected one of the other mode")
+        raise ArgumentError("handle", f"comes from a dispatch in {mode} mode; expected a handle of the other mode")
     return routing
 
 

@@ -215,7 +215,7 @@ class SessionCalls(ElasticBase):
 
         def handle() -> None:
             if not self._in_session or session != self._session:
-                raise ArgumentError("handle", "is of a session that has ended")
+                raise ArgumentError("handle", "comes from a session that has ended")
             if event is None:
                 return
             if torch.cuda.current_stream() != current:

@@ -16,7 +16,7 @@ def malloc_passthru(size: int) -> int:
     """Allocates memory, in whole pages. The caller frees it."""
     address = _libc.aligned_alloc(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
     if address is None:
-        raise MemoryError(f"there are no {size} bytes")
+        raise MemoryError(f"can't allocate {size} bytes")
     return int(address)
 
 

@@ -129,7 +129,7 @@ def annotated(argument: Argument, kind: str, name: str) -> Argument:
     if kind in ("fp32", "fp64"):
         return Argument(kind, float(value))
     if kind[0] not in "iu" or isinstance(value, float):
-        raise ArgumentError(name, f"the parameter's annotation is {kind}, which {value!r} can't be passed as")
+        raise ArgumentError(name, f"{value!r} can't be passed as {kind}, the type in the parameter's annotation")
     signed, bits = kind[0] == "i", int(kind[1:])
     lowest = -(1 << (bits - 1)) if signed else 0
     if not lowest <= value < lowest + (1 << bits):
