@@ -253,7 +253,7 @@ class Buffer(Connected):
         allocate_on_comm_stream: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Sends rows back and sums those of each token, in float32.
+        """Sends rows back and sums each token's rows, in float32.
 
         Args:
             x: [rows, hidden], in the order of the dispatch's output.
@@ -371,11 +371,11 @@ class Buffer(Connected):
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
-        """Sends the experts' rows back, and sums those of each token times their weights, in float32.
+        """Sends the experts' rows back, and sums each token's rows times their weights, in float32.
 
         Args:
             x: bfloat16 [experts of this rank, ranks * most tokens, hidden].
-            topk_idx: those of the dispatch; the handle has them.
+            topk_idx: the dispatch's expert ids, which the handle has too.
             topk_weights: float32 [T, topk].
             handle: the dispatch's handle.
             use_logfmt: without effect: rows travel in bfloat16.

@@ -52,8 +52,8 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
 
     Attributes:
-        rank_idx, num_ranks: of the ranks.
-        num_rdma_ranks, num_nvlink_ranks: nodes, and ranks of a node.
+        rank_idx, num_ranks: this rank's number, and the number of ranks.
+        num_rdma_ranks, num_nvlink_ranks: the numbers of nodes, and of ranks of a node.
         num_scaleout_ranks, num_scaleup_ranks, scaleout_rank_idx, scaleup_rank_idx: the same as dispatches count them.
         communicator: the ranks, for calls that DeepEP lacks. Other attributes are as given.
 
@@ -329,7 +329,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         allocate_on_comm_stream: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Sends rows back and sums those of each token, in float32.
+        """Sends rows back and sums each token's rows, in float32.
 
         Args:
             x: bfloat16 [rows, hidden], in the order of the dispatch's output and with as many rows.

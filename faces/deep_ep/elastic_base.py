@@ -21,8 +21,8 @@ class ElasticBase(Connected):
     """A buffer of ranks with a stated size.
 
     Attributes:
-        rank_idx, num_ranks: of the ranks.
-        num_rdma_ranks: nodes.
+        rank_idx, num_ranks: this rank's number, and the number of ranks.
+        num_rdma_ranks: the number of nodes.
         num_bytes, num_cpu_bytes: as the caller stated them.
     """
 

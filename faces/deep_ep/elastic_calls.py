@@ -24,9 +24,9 @@ class Options:
     """The options of a dispatch.
 
     Attributes:
-        num_experts, expert_alignment, num_sms: as for `ElasticBuffer.dispatch`.
-        max_tokens: of one rank.
-        ranks, scaleup_ranks: of the buffer.
+        num_experts, expert_alignment, num_sms: see `ElasticBuffer.dispatch`.
+        max_tokens: the most tokens of a rank.
+        ranks, scaleup_ranks: the buffer's numbers of ranks.
         waits: whether the CPU waits for the number of rows.
         expands: whether there is a row for each expert.
         sums_rows: see `Shape`.

@@ -108,11 +108,11 @@ class StoredRows:
         group.exchange.barrier("rows: all have written theirs")
 
     def fetch(self, indices: ArrayView, out: ArrayView, stream: StreamLike) -> None:
-        """Reads rows by their numbers, in one kernel.
+        """Reads rows by their numbers, with one kernel.
 
         Args:
             indices: int32. Row n of rank r has number r * `entries` + n. A number without a row gives zeros.
-            out: as many rows.
+            out: memory for as many rows.
             stream: the stream of the kernel; None on the host runtime, where the read has ended on return.
 
         Raises:

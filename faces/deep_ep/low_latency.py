@@ -58,9 +58,9 @@ class Dispatches:
     """Dispatches of one form: with the same options, and with tensors that differ only in their number of tokens.
 
     Args:
-        layers: of the buffer.
-        options: of the calls.
-        x, topk_idx: of the call for which the form is prepared.
+        layers: the buffer's layers.
+        options: the calls' options.
+        x, topk_idx: the tensors of the call for which the form is prepared.
 
     Raises:
         ArgumentError: an argument is wrong.

@@ -54,11 +54,11 @@ def dispatch(
         moved = x if tokens is None else tokens.moved
         values, weights, desc, layer = layers.dispatch(shape, moved, topk_idx, topk_weights)
     except ArgumentError:
-        _check(options, *given)  # in DeepEP's words
+        _check(options, *given)  # raises the error in DeepEP's terms
         raise
     counts = [] if options.most_rows is not None else desc.num_tokens_per_expert(options.expert_alignment)
     ids = desc.local_expert_ids
-    if ids.dtype is not topk_idx.dtype:  # of a layer that has lost ranks
+    if ids.dtype is not topk_idx.dtype:  # a layer that has lost ranks returns another type
         ids = ids.to(topk_idx.dtype)
     handle = options.handle(Routing(layer, desc), is_token_in_rank, has_ids=True)
     return values if tokens is None else tokens.as_given(values), ids, weights, counts, handle

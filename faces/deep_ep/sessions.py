@@ -42,7 +42,7 @@ class SessionCalls(ElasticBase):
         """The bytes that all-gathers of tensors of these shapes take in a session.
 
         Args:
-            group: the ranks, as for `ElasticBuffer`.
+            group: the ranks; see `ElasticBuffer`.
             shapes: the shapes of one rank's tensors: one shape, or several.
             dtype: of their elements.
         """
@@ -128,7 +128,8 @@ class SessionCalls(ElasticBase):
         """This rank's part of the next `all_gather`'s results. Tensors written here need not be copied.
 
         Args:
-            shapes: of this rank's tensors for the next call of `all_gather`, in order: one shape, or several.
+            shapes: the shapes of this rank's tensors for the next call of `all_gather`, in order: one shape, or
+                several.
             dtype: of their elements.
 
         Returns:

@@ -129,7 +129,7 @@ class nixlRegDList(_DescList):
     _fields = 4
 
     def trim(self) -> nixlXferDList:
-        """The same descriptors for a transfer."""
+        """These descriptors as a list for a transfer."""
         return nixlXferDList(self._type, self.rows)
 
 

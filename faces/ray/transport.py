@@ -38,7 +38,7 @@ class ProxyCCLMetadata(TensorTransportMetadata):
     """Where the tensors of an object are.
 
     Attributes:
-        agent: name of the source's agent; "" for an object without tensors.
+        agent: the name of the source's agent; "" for an object without tensors.
         agent_metadata: that agent's metadata, with the regions of this object.
         places: (address, bytes) of each tensor.
         generation: counts deregistrations of device memory. When it changes, peers may have mapped memory that is gone.
@@ -98,9 +98,9 @@ class ProxyCCLTransport(TensorTransportManager):
         self._made: Agent | None = None
         self._generation = 0
         self._objects: dict[str, list[Region]] = {}
-        self._peers: dict[str, _Peer] = {}  # in the order of their last use
+        self._peers: dict[str, _Peer] = {}  # ordered by last use
         self._readings: list[_Reading] = []  # reads that may be active, whose memory is registered
-        self._dropped: deque[_Reading] = deque()  # of fetches that were freed
+        self._dropped: deque[_Reading] = deque()  # reads whose fetches were freed
         self._aborted: set[str] = set()
 
     @property

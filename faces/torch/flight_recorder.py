@@ -106,8 +106,8 @@ def write_failure() -> None:
 
 
 def write_flight_record(prefix: str) -> Path:
-    """Writes the calls of this process's groups for the analyzer of torch's flight recorder: those in progress and the
-    latest that have ended.
+    """Writes the calls of this process's groups that are in progress or have ended recently, for the analyzer of
+    torch's flight recorder.
 
     Args:
         prefix: the file's path without the number of this rank in the default group, which is appended.

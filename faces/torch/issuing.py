@@ -170,9 +170,9 @@ class IssuedCalls:
         self._overlaps: dict[int, Overlaps | None] = {}  # by GPU index, added by the first long call
         self._in_c: dict[int, _InC] = {}  # by GPU index, once its communicator exists: collectives, …
         self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # … and transfers, by GPU and flow
-        self._numbers = itertools.count(1)  # of the group's calls
-        self._collectives = 0  # that C has not issued
-        self._waited = itertools.count(1)  # synchronous ones on GPUs, of which few have a mark
+        self._numbers = itertools.count(1)  # the group's calls
+        self._collectives = 0  # collectives that Python issued
+        self._waited = itertools.count(1)  # synchronous calls on GPUs, of which few have a mark
         self.coalescing = _Coalescing()
         self.group_name = self.group_desc = ""
         self.unwaited = Unwaited()
@@ -374,7 +374,7 @@ class IssuedCalls:
             try:
                 with torch.no_grad(), self._endpoints.bounded(CPU, call.peer, call.seconds):
                     call.make()
-            except BaseException as error:  # it is raised where the work is waited for
+            except BaseException as error:  # the wait for the Work raises it
                 failure = error
             if not isinstance(failure, CommunicatorError):
                 self.under_way.end(call.flow, call.number)
@@ -451,7 +451,7 @@ class IssuedCalls:
                     if not is_captured:
                         for tensor in (*call.outs, *call.xs):
                             tensor.record_stream(stream)
-            except BaseException as error:  # it is raised where the work is waited for
+            except BaseException as error:  # the wait for the Work raises it
                 failure = error
                 if not is_captured and not isinstance(error, CommunicatorError):
                     self.under_way.end(order, call.number)

@@ -168,7 +168,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         """Does nothing: every rank counts its calls from 0, so ranks need not agree on a start."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.calls.collectives  # which torch compares between ranks at its debug level DETAIL
+        return self.calls.collectives  # torch compares this number between ranks at its debug level DETAIL
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Makes the communicator of a device now. All ranks call this together."""

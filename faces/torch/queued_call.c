@@ -17,7 +17,7 @@ typedef struct {
 } QueuedCall;
 
 PyTypeObject* proxyccl_gpu_type;
-static PyTypeObject *mark_type, *call_type; /* of the process's one module */
+static PyTypeObject *mark_type, *call_type; /* types of the process's one module */
 
 /* Takes an unused event. Returns 0 with an exception. */
 static uintptr_t take_event(const Gpu* self) {

@@ -11,7 +11,7 @@ typedef struct Gpu {
   const ProxycclStreamOrder* order;
   PyObject* idle; /* events for reuse */
   PyObject *more, *finish;
-  PyObject *owner, *current, *check, *record; /* of the owner */
+  PyObject *owner, *current, *check, *record; /* the owner's */
 } Gpu;
 
 /* The type Gpu, of the process's one module. */

@@ -22,7 +22,7 @@ from proxyccl.device.runtime import StreamLike
 
 
 class _Dispatch(torch.autograd.Function):
-    """A token's gradient is the sum of its rows' gradients; a weight's is that of its row's weight."""
+    """A token's gradient is the sum of its rows' gradients; a weight's gradient is the gradient of its row's weight."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,9 @@ class _Redispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """A row's gradient is its token's, times its weight; a weight's is the product of that gradient and its row."""
+    """A row's gradient is its token's gradient times the row's weight. A weight's gradient is the product of the
+    token's gradient and the row.
+    """
 
     @staticmethod
     def forward(

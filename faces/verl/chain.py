@@ -27,8 +27,8 @@ class Piece(Message, frozen=True):
 
     Attributes:
         name: the weight's name.
-        dtype: name of its element type in torch.
-        shape: of the whole weight.
+        dtype: torch's name of the element type.
+        shape: the whole weight's shape.
         first: the index of the weight's byte at which the piece begins.
         offset, nbytes: the piece's place and size in the bucket.
     """

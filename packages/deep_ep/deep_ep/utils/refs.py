@@ -92,7 +92,7 @@ def combine(
 
     Args:
         y: [T, topk, hidden]: the row of each slot.
-        topk_idx: [T, topk]: its expert.
+        topk_idx: [T, topk]: the expert of each slot.
         num_scaleout_ranks, num_scaleup_ranks: nodes, and ranks of each.
         num_experts: of all ranks together.
         bias: [T, hidden], a pair of such tensors, or None: the initial value of the sums.
