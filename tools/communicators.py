@@ -30,19 +30,19 @@ class RankView(Message, frozen=True):
     """A rank of this machine.
 
     Attributes:
-        rank: its number.
-        pid: its process id.
+        rank: the rank's number.
+        pid: the id of the rank's process.
         state: "runs"; "failed" if an error has ended the communicator; "leaves" while the rank closes it. A rank is
             missing if its process has "ended" or was "stopped" by a signal, or if it is "absent": it does not have the
             communicator open. The fields below say nothing about a missing rank.
-        host: its host (`host_name`).
-        device: the ordinal of its device; None if the rank is missing.
+        host: the rank's host (`host_name`).
+        device: the ordinal of the rank's device; None if the rank is missing.
         calls: the number of collective calls that the rank has made, by collective. A graph's calls count when they are
             captured, not when the graph is replayed.
         made: the number of all these calls.
         last: the last call, in words; "" if there is none, or while the rank logs it.
-        failure: the error that has ended the communicator, in words; "" if it can be used.
-        failure_code: its ProxycclErrorCode; 0 if it can be used.
+        failure: the error that has ended the communicator, in words; "" if the communicator can be used.
+        failure_code: that error's ProxycclErrorCode; 0 if the communicator can be used.
         leaving: whether the rank closes the communicator.
     """
 
@@ -71,10 +71,10 @@ class CommunicatorView(Message, frozen=True):
     """A communicator and its ranks on this machine.
 
     Attributes:
-        name: its name.
-        program: its first rank's program.
-        size: the number of its ranks, on all hosts.
-        ranks: by number.
+        name: the communicator's name.
+        program: the first rank's program.
+        size: the number of ranks, on all hosts.
+        ranks: the ranks by number.
         waits: which ranks wait for which, if waits were looked up.
     """
 

@@ -60,9 +60,9 @@ class Finding:
     """Something that ProxyCCL can use, found or missing.
 
     Attributes:
-        section: the heading that it is listed under.
-        name: its name.
-        available: whether it can be used.
+        section: the heading that lists the finding.
+        name: the finding's name.
+        available: whether ProxyCCL can use it.
         detail: the finding, or the reason why it cannot be used.
         advice: how to make it available; "" if there is nothing to do.
     """

@@ -15,11 +15,11 @@ class Column:
     """A column of a table.
 
     Attributes:
-        title: its heading.
+        title: the heading.
         unit: the text under the title.
-        width: characters.
+        width: the width in characters.
         spec: how a value is formatted; None is shown as "-".
-        left: aligned to the left.
+        left: whether to align to the left.
     """
 
     title: str

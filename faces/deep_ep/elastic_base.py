@@ -18,7 +18,7 @@ from proxyccl.torch_tensors.flat import byte_view
 
 
 class ElasticBase(Connected):
-    """A buffer of ranks with a stated size.
+    """The ranks of a buffer and its stated size.
 
     Attributes:
         rank_idx, num_ranks: this rank's number, and the number of ranks.

@@ -17,7 +17,7 @@ ELEMENTS = 128
 _GREATEST = 448.0  # the largest float8_e4m3fn
 _LEAST_MAGNITUDE = 1e-4  # the least magnitude that a group's scale is computed from
 _EXPONENTS_OF_A_WORD = 4
-_WORDS_OF_A_LINE = 4  # of 16 bytes
+_WORDS_OF_A_LINE = 4  # 16 bytes
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
