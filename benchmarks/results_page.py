@@ -19,23 +19,23 @@ from results_sections import SECTIONS, Result, Section
 
 RESULTS = Path(__file__).parent / "results"
 _PARTS = ("title", "kind", "memory", "tcp")
-"""By these entries, results of one program, number of ranks and runtime are of different things."""
+"""The entries that tell apart results of one program with the same number of ranks and runtime."""
 Key = tuple[str, int, str, tuple[str, ...]]
 _INTRODUCTION = """\
 # Results
 
-This page shows what the benchmarks of ProxyCCL measured, on which machine and beside which peers. Ours and its peers
-take turns in one run. Compare the ratios: a time holds only for its machine
-([how it is measured](../README.md#how-it-is-measured)). `make bench-page` makes this page from the JSON files beside
-it.
+This page shows what ProxyCCL's benchmarks measured, on which machine and against which peers. ProxyCCL and its peers
+take turns in one run. Compare the ratios, because a time holds only for its machine
+([how it is measured](../README.md#how-it-is-measured)). `make bench-page` makes this page from the JSON files in the
+same folder.
 
-- *ours*: ProxyCCL. Entries without this mark are peers or bare loops. *auto*: the algorithm that a call chooses itself.
-- *limit*: what the machine allows. *aim*: what we want to reach. Both were measured or set on H200 GPUs earlier
+- *ours*: ProxyCCL. Entries without this mark are peers or bare loops. *auto*: ProxyCCL chooses the algorithm.
+- *limit*: the best that the machine allows, measured earlier on H200 GPUs. *aim*: our goal, set for these GPUs
   (`benchmarks/aims.py`).
-- *busbw*: bus bandwidth as nccl-tests defines it: what a link carries, whatever the number of ranks.
+- *busbw*: bus bandwidth as nccl-tests defines it: the rate of a link, comparable between numbers of ranks.
 - *proxy*: the CPU thread that takes triggers out of a ring and moves data. As an algorithm: the proxy moves all data.
 - *host runtime*: the CPU emulates the kernels. Ratios show how ring and proxy behave; they say nothing about a GPU.
-- The fastest entry of a row is bold. `-` means not measured or not possible; the reason is given if there is one.
+- The fastest entry of a row is bold. `-` means not measured or not possible; a reason follows where one is known.
 """
 
 
@@ -77,7 +77,7 @@ def anchor(title: str) -> str:
 def contents(sections: Iterable[Section]) -> list[str]:
     """The table at the top: each section with its summary."""
     return [
-        "| what | in short |",
+        "| benchmark | main result |",
         "|---|---|",
         *(f"| [{each.title}]({anchor(each.title)}) | {each.summary} |" for each in sections),
         "",

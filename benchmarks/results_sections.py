@@ -101,9 +101,9 @@ def programs_section(result: Result) -> Section:
     rows = result["rows"]
     lines = [
         *origin(result),
-        "*CPU's share*: the part of the time in which the CPU issued the work; near 1 a faster GPU gains nothing. Of "
-        "calls after a rest it is the share of a core that an idle proxy takes. Where ours is not the faster, the last "
-        "column is below 1, of tokens a second above 1.",
+        "*CPU's share*: the part of the time in which the CPU issued the work. Near 1, a faster GPU gains nothing. For "
+        "calls after a rest it is the share of a core that an idle proxy takes. *over ours*: the contender's value, "
+        "divided by ours. Ours is slower where this is below 1 for a time, or above 1 for tokens a second.",
         "",
         *table(
             ["program", "figure", "by", "value", "CPU's share", "over ours"],
@@ -112,18 +112,21 @@ def programs_section(result: Result) -> Section:
         *(f"- Not measured: {part}, {reason}." for part, reason in result["failed"].items()),
         *([""] if result["failed"] else []),
     ]
-    parts = []
+    steps, trainings = [], []
     for row in rows:
         peer = next((value for value in row["values"] if not value["ours"]), None)
         ours = row["values"][0]["value"]
         if peer and ours and row["figure"] in ("a step", "training, eager", "training, captured"):
-            ratio, what = ours / peer["value"], row["figure"].removeprefix("a step").replace("training", "")
-            parts.append(f"{row['program']}{what} {number(ratio)}")
+            ratio, mode = ours / peer["value"], row["figure"].removeprefix("a step").replace("training", "")
+            (trainings if mode else steps).append(f"{row['program']}{mode} {number(ratio)}")
         settings = [value["value"] for value in row["values"][1:] if value["ours"] and "," in value["name"]]
         if settings and ours > 1.03 * min(settings):
             over = number(ours / min(settings))
             lines.append(f"- {row['program']}: the defaults take {over} of our best setting's time.")
-    summary = f"ours over the peer's: {'; '.join(parts) or '-'} (of steps their time, of training its tokens a second)"
+    parts = [f"our time of a step, divided by the peer's: {'; '.join(steps)}"] if steps else []
+    if trainings:
+        parts.append(f"Our tokens a second in training, divided by the peer's: {'; '.join(trainings)}")
+    summary = ". ".join(parts) or "nothing that a peer runs too"
     return Section(f"{result.get('title', 'Programs')} {place(result)}", summary, lines)
 
 
@@ -260,8 +263,8 @@ def all_reduce_section(result: Result) -> Section:
     means = [f"{number(mean.get('peer_over_auto'))} ({dtype})" for dtype, mean in result["geometric_means"].items()]
     ratios = [row["peer_over_auto"] for row in result["comparison"] if row["peer_over_auto"]]
     summary = (
-        f"geometric mean of the best peer's time over ours: {', '.join(means) or '-'}; aim {aims.ALL_REDUCE_RATIO}; "
-        f"slower than the best peer at {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} sizes"
+        f"the best peer takes {', '.join(means) or '-'} times our time, geometric mean (aim: at least "
+        f"{aims.ALL_REDUCE_RATIO}); ours is slower at {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} sizes"
     )
     return Section(f"all_reduce {place(result)}", summary, lines)
 
@@ -280,7 +283,7 @@ def move_section(result: Result) -> Section:
         rows = [row for row in compared if row["type"] == dtype]
         if rows:
             lines += [
-                "NCCL's times over ours with registered arrays. The aim is at least "
+                "NCCL's times, divided by ours with registered arrays. The aim is at least "
                 f"{aims.COPY_ENGINES_RATIO:g} for copy engines over the proxy from "
                 f"{show_size(aims.COPY_ENGINES_BYTES)} on, and 1 for NCCL over kernels, with a geometric mean of "
                 f"{aims.MOVED_BY_KERNELS_RATIO:g} for all_to_all.",
@@ -291,7 +294,7 @@ def move_section(result: Result) -> Section:
                 ),
             ]
     means = [f"{number(mean)} ({dtype})" for dtype, mean in result["geometric_means"].items()]
-    summary = f"geometric mean of NCCL's time over ours: {', '.join(means) or '-'}"
+    summary = f"NCCL takes {', '.join(means) or '-'} times our time, geometric mean"
     engines = [
         row["copy_engines_over_proxy"]
         for row in compared
@@ -299,8 +302,8 @@ def move_section(result: Result) -> Section:
     ]
     if engines:
         summary += (
-            f"; its copy engines' time over ours by proxy from {show_size(aims.COPY_ENGINES_BYTES)} on: "
-            f"{number(min(engines))} at least (aim {aims.COPY_ENGINES_RATIO:g})"
+            f"; from {show_size(aims.COPY_ENGINES_BYTES)} on, NCCL by copy engines takes at least "
+            f"{number(min(engines))} times our time by proxy (aim: at least {aims.COPY_ENGINES_RATIO:g})"
         )
     return Section(f"{name} {place(result)}", summary, lines)
 
@@ -343,9 +346,9 @@ def overlap_section(result: Result) -> Section:
         for key in ("beside_over_alone", "product_over_copy_engines")
     )
     summary = (
-        f"by proxy, at worst: a collective's time beside a matrix product over that alone {number(beside)} (aim: at "
-        f"most {aims.BESIDE_RATIO:g}), the product's over that beside NCCL's copy engines {number(product)} (aim: "
-        f"at most {aims.PRODUCT_RATIO:g})"
+        f"beside a matrix product, a collective by proxy takes at most {number(beside)} times its time alone (aim: "
+        f"{aims.BESIDE_RATIO:g}), and the product at most {number(product)} times its time beside NCCL's copy engines "
+        f"(aim: {aims.PRODUCT_RATIO:g})"
     )
     return Section(f"Collectives beside a matrix product {place(result)}", summary, lines)
 
@@ -360,8 +363,10 @@ def _moe_summary(result: Result) -> str:
         both = min((row["time_us"] for row in rows if row["ours"] and row["name"].startswith("both")), default=None)
         legs = [[row["time_us"] for row in rows if row["name"] == f"NCCL, {leg}"] for leg in ("there", "back")]
         peer = sum(map(min, legs)) if all(legs) else None
-        parts.append(f"{tokens} tokens per rank in {number(both, 0)} µs (NCCL moves the bytes in {number(peer, 0)})")
-    return f"dispatch and combine: {', '.join(parts)}"
+        parts.append(
+            f"{number(both, 0)} µs for {tokens} tokens per rank (NCCL moves the bytes in {number(peer, 0)} µs)"
+        )
+    return f"dispatch and combine together take {', '.join(parts)}"
 
 
 def expert_parallel_section(result: Result) -> Section:
@@ -388,8 +393,8 @@ def deep_ep_buffer_section(result: Result) -> Section:
     rows = [[str(row["tokens"]), row["name"], *(number(row[name], 1) for name in columns)] for row in result["results"]]
     of_tokens = {(row["tokens"], row["name"]): row for row in result["results"]}
     parts = [
-        f"{tokens} tokens in {number(row['dispatch_us'], 0)} µs"
-        f" (NCCL moves the bytes in {number(of_tokens[tokens, 'NCCL']['dispatch_us'], 0)})"
+        f"{number(row['dispatch_us'], 0)} µs for {tokens} tokens"
+        f" (NCCL moves the bytes in {number(of_tokens[tokens, 'NCCL']['dispatch_us'], 0)} µs)"
         for (tokens, name), row in of_tokens.items()
         if name == "Buffer, num_worst_tokens"
     ]
@@ -400,7 +405,7 @@ def deep_ep_buffer_section(result: Result) -> Section:
         "",
         *table(["tokens per rank", "contender", "dispatch, µs", "combine, µs", "issuing both, µs"], rows),
     ]
-    return Section(f"DeepEP's normal mode {place(result)}", f"a dispatch of {', '.join(parts)}", lines)
+    return Section(f"DeepEP's normal mode {place(result)}", f"a dispatch takes {', '.join(parts)}", lines)
 
 
 def launch_cost_section(result: Result) -> Section:
@@ -417,7 +422,10 @@ def launch_cost_section(result: Result) -> Section:
     ]
     names = ("all_reduce, torch tensor", "torch.add, out given", "NCCL all_reduce")
     ours, add, nccl = (medians.get(name, "-") for name in names)
-    summary = f"CPU time to issue an all_reduce: {ours} µs, aim {result['aim_us']:g} (torch.add {add}, NCCL {nccl})"
+    summary = (
+        f"the CPU issues an all_reduce in {ours} µs (aim: {result['aim_us']:g}), torch.add in {add} µs, NCCL's "
+        f"all_reduce in {nccl} µs"
+    )
     return Section(f"Launch cost {place(result)}", summary, lines)
 
 
@@ -446,7 +454,10 @@ def triton_kernels_section(result: Result) -> Section:
         for row in result["results"]
         if row["name"] in ("Triton", "Triton, overlapped")
     ]
-    summary = f"Triton's time over that of C++, or of NCCL and torch.matmul in turn: {'; '.join(ratios)}"
+    summary = (
+        "time of the kernel in Triton, divided by that of the kernel in C++, or for a GEMM by that of NCCL and "
+        f"torch.matmul one after the other: {'; '.join(ratios)}"
+    )
     return Section(f"Kernels in Triton {place(result)}", summary, lines)
 
 
@@ -489,12 +500,12 @@ def put_signal_section(result: Result) -> Section:
         *table(["blocks", "operation", "GB/s", "limit, GB/s"], sm_bandwidth),
     ]
     parts = []
-    for rows, what in (("latency", "by proxy"), ("sm_latency", "from kernel to kernel")):
+    for rows, what in (("latency", "by proxy"), ("sm_latency", "by the kernel itself")):
         if result[rows]:
             parts.append(
-                f"{result[rows][0].get('signal', 'signal')} {what} in {number(result[rows][0]['one_way_us'])} µs"
+                f"{result[rows][0].get('signal', 'signal')} {what} takes {number(result[rows][0]['one_way_us'])} µs"
             )
-    for rows, what in (("bandwidth", "a proxy moves"), ("sm_bandwidth", "a kernel's own loads and stores")):
+    for rows, what in (("bandwidth", "a proxy moves"), ("sm_bandwidth", "a kernel's own loads and stores move")):
         if result[rows]:
             parts.append(f"{what} up to {number(max(row['gbs'] for row in result[rows]), 0)} GB/s")
     return Section(f"Channels {place(result)}", "; ".join(parts), lines)
@@ -514,7 +525,7 @@ def ring_section(result: Result) -> Section:
             "",
         ]
         ratio = number(trip["over_bare"])
-        parts.append(f"push and sync in {number(trip['median_ns'] / 1e3)} µs, {ratio} times a bare loop's time")
+        parts.append(f"push and sync take {number(trip['median_ns'] / 1e3)} µs, {ratio} times a bare loop's time")
     idle = result.get("idle")
     if idle:
         short, long = (number(idle[f"wake_after_{ms}_ms"]["median_us"], 0) for ms in (1, 20))
@@ -590,8 +601,8 @@ def rdma_writes_section(result: Result) -> Section:
         ]
         peer, best = rows[0]["name"], max(rows, key=lambda row: row["ours"] * row["median_per_s"])
         parts.append(
-            f"writes of {show_size(rows[0]['bytes'])}: {number(best['over'][peer])} times the rate of “{peer}”, "
-            f"aim {aim}"
+            f"writes of {show_size(rows[0]['bytes'])} reach {number(best['over'][peer])} times the rate of “{peer}” "
+            f"(aim: {aim})"
         )
     return Section("RDMA writes", "; ".join(parts), lines)
 
@@ -649,9 +660,10 @@ def daemon_section(result: Result) -> Section:
     rate = min(row["ratio"] for row in result["triggers_per_s"])
     busy = cores["busy"]
     summary = (
-        f"the daemon over proxies in the ranks, at worst: latency {number(latency)} (aim: at most "
-        f"{aims.DAEMON_LATENCY_RATIO:g}), rate {number(rate)} (aim: at least {aims.DAEMON_RATE_RATIO:g}); cores when "
-        f"busy: {number(busy['daemon'])} in the daemon, {number(busy['thread'])} in the ranks"
+        f"with the daemon, latency is at most {number(latency)} times that with proxies in the ranks (aim: "
+        f"{aims.DAEMON_LATENCY_RATIO:g}), and the rate of triggers at least {number(rate)} times (aim: "
+        f"{aims.DAEMON_RATE_RATIO:g}); busy proxies take {number(busy['daemon'])} cores in the daemon, "
+        f"{number(busy['thread'])} in the ranks"
     )
     return Section(f"The node daemon {place(result)}", summary, lines)
 
@@ -684,9 +696,9 @@ def proxy_place_section(result: Result) -> Section:
     latency, issue = (max(row["ratio"] for row in result[key]) for key in ("latency_us", "issue_us"))
     rate = min(row["ratio"] for row in result["triggers_per_s"])
     summary = (
-        f"a process of the job's own over proxies in the ranks, at worst: latency {number(latency)} and time to issue "
-        f"{number(issue)} (aim: at most {aims.DAEMON_LATENCY_RATIO:g}), rate {number(rate)} (aim: at least "
-        f"{aims.DAEMON_RATE_RATIO:g})"
+        f"with proxies in a process of the job's own, latency is at most {number(latency)} times and the time to issue "
+        f"a call at most {number(issue)} times that with proxies in the ranks (aim: {aims.DAEMON_LATENCY_RATIO:g}), "
+        f"and the rate of triggers at least {number(rate)} times (aim: {aims.DAEMON_RATE_RATIO:g})"
     )
     return Section(f"Proxies in a process of their own {place(result)}", summary, lines)
 
@@ -724,11 +736,11 @@ def after_a_rest_section(result: Result) -> Section:
     calls = [row for row in result["rows"] if row["issued"] == "call"]
     (kernels,) = (row[longest] for row in calls if row["by"] == "kernels")
     parts = [
-        f"{number(row[longest], 0)} by proxy in a {row['place']}"
+        f"{number(row[longest], 0)} µs by proxy in a {row['place']}"
         for row in calls
         if row["by"] == "proxy" and row["policy"] == "default"
     ]
-    summary = f"a call after {rests[-1]} ms of rest, µs: {number(kernels, 0)} by kernels, {', '.join(parts)}"
+    summary = f"a call after {rests[-1]} ms of rest takes {number(kernels, 0)} µs by kernels, {', '.join(parts)}"
     return Section(f"Calls after a rest {place(result)}", summary, lines)
 
 
@@ -762,11 +774,15 @@ def first_result_section(result: Result) -> Section:
         taken = result["daemon_bytes_of_each_gpu"] / (1 << 20)
         lines += [f"The process of the job's proxies takes {number(taken, 0)} MiB of each GPU.", ""]
     summary = (
-        f"first result after {number(next(iter(rows.values()))['first result'])} s; first proxied call when the "
-        f"communicator is 2 s old: {number(1e3 * proxied['value'], 0)} ms (aim: at most {1e3 * proxied['aim']:.0f})"
+        f"a program has its first result {number(next(iter(rows.values()))['first result'])} s after its start; its "
+        f"first proxied call, made when the communicator is 2 s old, takes {number(1e3 * proxied['value'], 0)} ms "
+        f"(aim: at most {1e3 * proxied['aim']:.0f})"
     )
     if over_nccl is not None:
-        summary += f"; {number(over_nccl['value'])} of NCCL's time by torch (aim: at most {over_nccl['aim']:g})"
+        summary += (
+            f"; with torch, the first result takes {number(over_nccl['value'])} of NCCL's time (aim: at most "
+            f"{over_nccl['aim']:g})"
+        )
     return Section(f"From python to the first result {place(result)}", summary, lines)
 
 
@@ -827,8 +843,8 @@ def observing_section(result: Result) -> Section:
     least = []
     for what, rows in parts:
         rates = [number(min(row[mode]["rate_of_unobserved"] for row in rows)) for mode in _OBSERVED]
-        least.append(f"{what}, {rates[0]} {_OBSERVED[0]} and {rates[1]} {_OBSERVED[1]}")
-    summary = f"what remains of the rate, at worst: {'; '.join(least)}"
+        least.append(f"{what}, {rates[0]} while its counters are read and {rates[1]} while it is traced")
+    summary = f"lowest rate of triggers, divided by that without an observer: {'; '.join(least)}"
     return Section(f"The cost of being observed {place(result)}", summary, lines)
 
 
@@ -875,9 +891,8 @@ def host_collectives_section(result: Result) -> Section:
     def lowest(peer: str) -> float | None:
         return min((row[f"{peer.lower()}_over_{own}"] for row in reductions for own in judged), default=None)
 
-    reached = [f"{peer}'s {number(lowest(peer))}" for peer in peers]
-    summary = f"peers' times over ours, all_reduce {sizes}: {', '.join(reached)} at least"
-    summary += f" (aim {aim:g})"
+    reached = [f"{peer} takes at least {number(lowest(peer))} times our time" for peer in peers]
+    summary = f"all_reduce {sizes}: {', '.join(reached)} (aim: {aim:g})"
     title = f"Collectives {'between hosts ' if between_hosts else ''}beside {' and '.join(peers)} {place(result)}"
     return Section(title, summary, lines)
 
@@ -907,8 +922,12 @@ def fabric_writes_section(result: Result) -> Section:
         ],
     )
     lines += [wrong_line(result["wrong"]), ""]
-    reached = ", ".join(f"{number(row['ratio'])} of {show_size(row['bytes'])} (aim {row['aim']:g})" for row in rows)
-    return Section("Writes through libfabric beside a bare loop", f"proxied over bare: {reached}", lines)
+    reached = ", ".join(f"{number(row['ratio'])} for {show_size(row['bytes'])} (aim {row['aim']:g})" for row in rows)
+    return Section(
+        "Writes through libfabric beside a bare loop",
+        f"rate of proxied writes, divided by a bare loop's: {reached}",
+        lines,
+    )
 
 
 def between_nodes_section(result: Result) -> Section:
@@ -953,9 +972,11 @@ def between_nodes_section(result: Result) -> Section:
         what: [row["peer_over_ours"] for row in rows if (row["size"] >= aims.MIB) is long]
         for what, long in (("below 1 MiB", False), ("from 1 MiB on", True))
     }
-    reached = [f"{number(min(ratios))} to {number(max(ratios))} {what}" for what, ratios in spans.items() if ratios]
+    reached = [f"{number(min(ratios))} to {number(max(ratios))} ({what})" for what, ratios in spans.items() if ratios]
     return Section(
-        f"Calls between rehearsed nodes {place(result)}", f"peer's time over ours: {', '.join(reached)} (aim 1)", lines
+        f"Calls between rehearsed nodes {place(result)}",
+        f"a peer takes {', '.join(reached)} times our time (aim: 1)",
+        lines,
     )
 
 
@@ -985,7 +1006,7 @@ def execution_plans_section(result: Result) -> Section:
     )
     lines += [wrong_line(sum(row["wrong"] for row in result["results"])), ""]
     worst = max((row["plan_over_two_shot"] for row in rows), default=None)
-    summary = f"at most {number(worst)} of `two_shot`'s time (aim {aims.PLAN_OVER_TWO_SHOT:g})"
+    summary = f"the best plan takes at most {number(worst)} times `two_shot`'s time (aim: {aims.PLAN_OVER_TWO_SHOT:g})"
     return Section(f"Execution plans beside two_shot {place(result)}", summary, lines)
 
 
@@ -1003,10 +1024,10 @@ def regroup_section(result: Result) -> Section:
         [[name, number(row["call_ms"]), number(row["with_all_reduce_ms"])] for name, row in rows.items()],
     )
     lines += [wrong_line(result["wrong"]), ""]
-    summary = f"`shrink` in {number(rows['shrink']['call_ms'], 1)} ms"
-    summary += f", anew in {number(rows['Communicator']['call_ms'], 1)} ms"
+    summary = f"`shrink` takes {number(rows['shrink']['call_ms'], 1)} ms"
+    summary += f", a new communicator {number(rows['Communicator']['call_ms'], 1)} ms"
     if "ncclCommShrink" in rows:
-        summary += f", NCCL's in {number(rows['ncclCommShrink']['call_ms'], 1)} ms"
+        summary += f", NCCL's shrink {number(rows['ncclCommShrink']['call_ms'], 1)} ms"
     return Section(f"Communicators of fewer ranks, {place(result)}", summary, lines)
 
 
@@ -1039,7 +1060,7 @@ def transfers_section(result: Result) -> Section:
     lines += table([*titles, "post, µs", "NIXL's post, µs"], rows)
     idle = [f"{name} {number(each['idle']['cores'])}" for name, each in medians.items()]
     lines += [f"Share of a core that a process with an idle agent takes: {', '.join(idle)}.", ""]
-    summary = f"NIXL's time over ours {number(min(ratios))} to {number(max(ratios))}" if ratios else "without NIXL"
+    summary = f"NIXL takes {number(min(ratios))} to {number(max(ratios))} times our time" if ratios else "without NIXL"
     return Section(f"Transfers of {_TRANSFERRED[result['memory']]}{way}", summary, lines)
 
 
@@ -1069,9 +1090,9 @@ def scale_section(result: Result) -> Section:
         shown.append([title, *values, line, f"{fitted['worst_error']:.0%}"])
     lines += table(titles, shown)
     first, last = rows[0], rows[-1]
-    summary = f"{last['ranks']} ranks made in {number(last['made_s'], 2)} s; descriptors of a rank "
-    summary += f"{number(first['used: descriptors'], 0)} at {first['ranks']} ranks, "
-    summary += f"{number(last['used: descriptors'], 0)} at {last['ranks']}"
+    summary = f"a communicator of {last['ranks']} ranks is made in {number(last['made_s'], 2)} s; a rank has "
+    summary += f"{number(first['used: descriptors'], 0)} file descriptors open among {first['ranks']} ranks, "
+    summary += f"{number(last['used: descriptors'], 0)} among {last['ranks']}"
     return Section(f"What grows with the number of ranks, {'hosts' if hosts else 'nodes of one host'}", summary, lines)
 
 

@@ -1,4 +1,4 @@
-"""This machine's communicators and their ranks at one moment, as RAS clients and `proxyccl top --web` show them.
+"""A snapshot of this machine's communicators and their ranks, for RAS clients and `proxyccl top --web`.
 
 It opens the segments that ranks publish, through `/proc`, and takes no part in the communicators.
 """
@@ -30,19 +30,19 @@ class RankView(Message, frozen=True):
     """A rank of this machine.
 
     Attributes:
-        rank: its number.
-        pid: its process.
-        state: "runs"; "failed" if an error has ended the communicator; "leaves" while the rank closes it. A rank whose
-            process has "ended" or is "stopped" by a signal is missing, and so is an "absent" one, which does not have
-            the communicator open: the fields below say nothing about them.
-        host: its host (`host_name`).
-        device: the ordinal of its device; None if the rank is missing.
-        calls: collective calls that it has made, by collective. A graph's calls count when they are captured, and not
-            when it is replayed.
-        made: their number.
-        last: the last of them, in words; "" if there is none, or it is being logged.
-        failure: the error that has ended the communicator, in words; "" if it can be used.
-        failure_code: its ProxycclErrorCode; 0 if it can be used.
+        rank: the rank's number.
+        pid: the id of the rank's process.
+        state: "runs"; "failed" if an error has ended the communicator; "leaves" while the rank closes it. A rank is
+            missing if its process has "ended" or was "stopped" by a signal, or if it is "absent": it does not have the
+            communicator open. The fields below say nothing about a missing rank.
+        host: the rank's host (`host_name`).
+        device: the ordinal of the rank's device; None if the rank is missing.
+        calls: the number of collective calls that the rank has made, by collective. A graph's calls count when they are
+            captured, not when the graph is replayed.
+        made: the number of all these calls.
+        last: the last call, in words; "" if there is none, or while the rank logs it.
+        failure: the error that has ended the communicator, in words; "" if the communicator can be used.
+        failure_code: that error's ProxycclErrorCode; 0 if the communicator can be used.
         leaving: whether the rank closes the communicator.
     """
 
@@ -60,7 +60,7 @@ class RankView(Message, frozen=True):
 
 
 class WaitView(Message, frozen=True):
-    """A rank that waits for another, and how it shows."""
+    """A rank that waits for another, and the evidence for that."""
 
     rank: int
     peer: int
@@ -68,14 +68,14 @@ class WaitView(Message, frozen=True):
 
 
 class CommunicatorView(Message, frozen=True):
-    """A communicator: its ranks on this machine.
+    """A communicator and its ranks on this machine.
 
     Attributes:
-        name: its name.
-        program: its first rank's program.
-        size: the number of its ranks, on all hosts.
-        ranks: by number.
-        waits: who waits for whom, where that was looked for.
+        name: the communicator's name.
+        program: the first rank's program.
+        size: the number of ranks, on all hosts.
+        ranks: the ranks by number.
+        waits: which ranks wait for which, if waits were looked up.
     """
 
     name: str
@@ -91,12 +91,12 @@ class CommunicatorView(Message, frozen=True):
 
     @property
     def missing(self) -> list[RankView]:
-        """The others."""
+        """The ranks that are missing."""
         return [rank for rank in self.ranks if rank.device is None]
 
 
 def communicators() -> list[CommunicatorView]:
-    """This user's communicators on this machine, by name, those that one of their ranks still has open.
+    """This user's communicators on this machine that at least one rank still has open, by name.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.
@@ -106,7 +106,7 @@ def communicators() -> list[CommunicatorView]:
         seen = {}
         first = None
         for _, publication in of:
-            with contextlib.suppress(ArgumentError):  # it was closed meanwhile
+            with contextlib.suppress(ArgumentError):  # the communicator was closed meanwhile
                 view = rank_view(publication)
                 first = first or publication
                 if not is_stopped(view.pid):
@@ -163,6 +163,6 @@ def _failure(segment: ControlSegment) -> tuple[int, str]:
     if not segment.aborted:
         return 0, ""
     record = segment.filed()
-    if record is None:  # a peer has told it
+    if record is None:  # a peer reported the failure to this rank
         return lib.PROXYCCL_ERROR_LOCAL, "another rank has failed"
     return record.code, str(exception_from(record, -1))

@@ -1,8 +1,8 @@
 """`proxyccl compile`: compiles shipped kernels into the cache, for this machine's GPUs or for architectures by name.
-On a machine without GPUs it compiles those for the CPU.
+On a machine without GPUs it compiles the kernels for the CPU.
 
-It compiles the kernels of the expert-parallel layer for all its element types, and the collectives of a training step:
-those that only move bytes, and the sums and averages of float32 and bfloat16. Compilers need no GPU, so a container
+It compiles the kernels of the expert-parallel layer for all element types, and the collectives of a training step:
+collectives that only move bytes, and sums and averages of float32 and bfloat16. Compilers need no GPU, so a container
 image for a cluster can be built anywhere. Package and cache must have the same paths there as on the cluster.
 """
 
@@ -49,7 +49,7 @@ def runtime_of(architecture: str) -> str:
     """The runtime of a GPU's architecture: "cuda" for "sm_90", "hip" for "gfx942".
 
     Raises:
-        ArgumentError: it does not name a GPU architecture.
+        ArgumentError: the text does not name a GPU architecture.
     """
     for prefix, runtime in (("sm_", "cuda"), ("gfx", "hip")):
         if architecture.startswith(prefix) and architecture[len(prefix) :].isalnum():
@@ -58,11 +58,11 @@ def runtime_of(architecture: str) -> str:
 
 
 def compile_all(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int]:
-    """`compile_kernels`, as many at a time as there are cores.
+    """Compiles kernels with `compile_kernels`, one on each core at a time.
 
     Raises:
         ArgumentError: there is no such architecture.
-        RuntimeUnavailableError: its compiler is not installed.
+        RuntimeUnavailableError: the architecture's compiler is not installed.
         CompileError: the compiler failed.
     """
     compiler, threads = open_compiler(runtime_of(architecture)), usable_cores(len(os.sched_getaffinity(0)))
@@ -81,7 +81,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """The command. Returns the exit code."""
+    """Runs the command. Returns the exit code."""
     kernels = (*EXPERT_KERNELS, *KERNELS_OF_STEPS)
     for architecture in parsed.arch or _here():
         began = time.perf_counter()
@@ -92,7 +92,7 @@ def run(parsed: Namespace) -> int:
 
 
 def _here() -> list[str]:
-    """The architectures of this machine's GPUs; none where kernels run on the CPU."""
+    """The architectures of this machine's GPUs; empty where kernels run on the CPU."""
     name = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     if name != "host":
         driver = open_driver(name)

@@ -1,4 +1,4 @@
-"""`proxyccl daemon`: runs the proxies of this node's ranks, with servers of what they do."""
+"""`proxyccl daemon`: runs the proxies of this node's ranks, with servers for metrics, RAS clients and browsers."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def _idle(parsed: Namespace) -> IdlePolicy | None:
-    """The idle policy that options name; None if they name none."""
+    """The idle policy that the options name; None if the options name no policy."""
     names = ("spin_us", "yield_us", "max_sleep_us")
     given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
     return IdlePolicy(**given) if given else None
 
 
 def run(parsed: Namespace) -> int:
-    """The command. Returns the exit code."""
+    """Runs the command. Returns the exit code."""
     served: list[command.Server] = []
     if parsed.metrics is not None:
         from proxyccl.proxy.observe import metrics

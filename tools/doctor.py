@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Prints why ranks wait: 0 if the reports say why, else 1.
+    """Prints why ranks wait. Returns 0 if the reports say why, else 1.
 
     A single report is also printed in full, and so are daemons' reports if there are none of ranks. Without paths it
     takes this user's newest reports of one group of communicators, and notes a newer report of a daemon; if there are
@@ -70,7 +70,9 @@ def run(parsed: Namespace) -> int:
 
 
 def _with_later(diagnosis: Diagnosis, files: Mapping[Path, DaemonReport]) -> Diagnosis:
-    """A diagnosis with a note on the newest report of a daemon, if that is newer than all reports in the diagnosis."""
+    """Adds a note on a daemon's newest report to a diagnosis, if that report is newer than all reports in the
+    diagnosis.
+    """
     path, newest = max(files.items(), key=lambda item: item[1].written, default=(None, None))
     if newest is None or newest.written <= diagnosis.written:
         return diagnosis

@@ -60,9 +60,9 @@ class Finding:
     """Something that ProxyCCL can use, found or missing.
 
     Attributes:
-        section: the heading that it is listed under.
-        name: its name.
-        available: whether it can be used.
+        section: the heading that lists the finding.
+        name: the finding's name.
+        available: whether ProxyCCL can use it.
         detail: the finding, or the reason why it cannot be used.
         advice: how to make it available; "" if there is nothing to do.
     """
@@ -76,8 +76,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Vendor:
-    """The requirements of a GPU vendor's runtime: driver library, Python module, its package, and the device file; and
-    a variable that may name where the library is.
+    """The requirements of a GPU vendor's runtime: the driver library, the Python module and its package, the device
+    file, and a variable that may hold the library's path.
     """
 
     library: str
@@ -87,7 +87,9 @@ class _Vendor:
     variable: str = ""
 
     def is_here(self) -> bool:
-        """Whether the machine may have it. Otherwise its package need not be imported, which takes 0.1 s."""
+        """Whether the machine may have the vendor's GPUs. Otherwise the package need not be imported, which takes 0.1
+        s.
+        """
         named = bool(self.variable and os.environ.get(self.variable))
         return named or Path(self.device_file).exists() or _loadable(self.library)
 
@@ -108,7 +110,7 @@ _PLACES: dict[Where, str] = {
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is missing
+    except ModuleNotFoundError:  # the module's parent package is missing
         return False
 
 
@@ -121,8 +123,8 @@ def _loadable(library: str) -> bool:
 
 
 def _describe(name: str) -> str:
-    """One line on a runtime. Raises RuntimeUnavailableError."""
-    if name == "host":  # it is always there, and takes longer to import than all that is shown
+    """Describes a runtime in one line. Raises RuntimeUnavailableError."""
+    if name == "host":  # the host runtime is always there, and takes longer to import than all other checks
         return describe_cpu()
     if not _VENDORS[name].is_here():
         raise RuntimeUnavailableError("there is neither a GPU nor its driver")
@@ -153,7 +155,7 @@ def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
 
 
 def _devices() -> list[Finding]:
-    """Devices of the runtimes that can be opened, and which devices each one's kernels can access."""
+    """The devices of the available runtimes, and for each device the others that its kernels can access."""
     findings = [Finding("Devices", "host:0", True, "peers: all ranks, as device memory is shared memory")]
     for name, vendor in _VENDORS.items():
         if not vendor.is_here():
@@ -197,7 +199,7 @@ def _rdma(root: Path = SYSFS) -> list[Finding]:
 
 
 def _device_memory() -> Finding:
-    from proxyccl.proxy.verbs.device_memory import unsupported_reason  # here: few machines have a device
+    from proxyccl.proxy.verbs.device_memory import unsupported_reason  # few machines have a device
     from proxyccl.proxy.verbs.endpoint import VerbsDevice
     from proxyccl.proxy.verbs.registrations import Registrations
 
@@ -217,7 +219,7 @@ def _device_memory() -> Finding:
 
 
 def _fabric() -> list[Finding]:
-    """The offers of libfabric's providers, one line for each of their interfaces, and the one that ranks would use."""
+    """One line for each interface of libfabric's providers, and the interface that ranks would use."""
     lacks = requirements.missing()
     if lacks:
         return [Finding("Fabric", "missing", False, lacks)]
@@ -263,7 +265,7 @@ def _compiler() -> list[Finding]:
 
 
 def _shipped() -> list[Finding]:
-    """Where the library's own kernels for the CPU come from."""
+    """The origin of the library's own kernels for the CPU."""
     source = "compiled, in this installation" if ships_kernels() else "compiled at their first use, into the cache"
     return [Finding("Kernels", "shipped", True, f"for the CPU: {source}")]
 
@@ -281,14 +283,14 @@ def _cache() -> list[Finding]:
             return [Finding("Kernels", "cache", False, str(error), advice)]
     files = []
     for path in directory.glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed the file
             if path.is_file():
                 files.append(path.stat().st_size)
     return [Finding("Kernels", "cache", True, f"{directory}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")]
 
 
 def _tuning() -> list[Finding]:
-    """The tables that communicators on this machine start with, if they have as many ranks."""
+    """The tuning tables that communicators on this machine load if their number of ranks matches."""
     measure = "mpiexec -n RANKS python -m mpi4py -m proxyccl tune measures them; so does comm.tune() in a program"
     findings = []
     try:
@@ -312,14 +314,14 @@ def _tuning() -> list[Finding]:
 
 
 def _proxies(watch: Watch) -> list[Finding]:
-    """The default place of a communicator's proxies, and those that run."""
+    """The default place of a communicator's proxies, and the proxies' processes that run."""
     named = requested_place(None)
     runtime = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     where = named or default_place(runtime)
     reason = "PROXYCCL_PROXY" if named is not None else f"the default on the {runtime} runtime"
     found = Finding("Proxies", "place", True, f"{where} ({reason}): {_PLACES[where]}")
     if where == "daemon":
-        from proxyccl.proxy.daemon.connection import daemon_process  # here: few jobs use one
+        from proxyccl.proxy.daemon.connection import daemon_process  # imported here, because few jobs use a daemon
         from proxyccl.proxy.daemon.protocol import socket_path
 
         try:
@@ -352,7 +354,7 @@ def _idle_policies(watch: Watch) -> list[Finding]:
 
 
 def _containers() -> list[Finding]:
-    """Where ranks in other PID namespaces of this machine meet."""
+    """The place where ranks in different PID namespaces of this machine meet."""
     _, problem = usable_directory()
     advice = "mount one directory into all containers of the machine, and name it by PROXYCCL_SOCKETS"
     return [Finding("Containers", "sockets", not problem, problem or str(directory()), advice if problem else "")]
@@ -371,7 +373,7 @@ def _agents() -> list[Finding]:
 
 
 def _environment() -> list[Finding]:
-    """The variables of ProxyCCL that are set, misspelt ones too."""
+    """ProxyCCL's environment variables that are set, including misspelt ones."""
     found = []
     for name, value in set_variables().items():
         problem = problem_with(name)
@@ -380,9 +382,9 @@ def _environment() -> list[Finding]:
 
 
 def findings() -> list[Finding]:
-    """All findings, in the order in which they are shown. Proxies are watched while the others are made."""
+    """All findings, in the order of the output. Proxies are watched while the other findings are made."""
     watch = Watch()
-    with contextlib.suppress(ArgumentError):  # `_idle_policies` reports it
+    with contextlib.suppress(ArgumentError):  # `_idle_policies` reports the error
         watch.rates()
     mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer one
     kernels = (*_shipped(), *_compiler(), *_cache())
@@ -403,7 +405,7 @@ def _marks(out: TextIO) -> tuple[str, str, str]:
 
 
 def show(found: list[Finding], out: TextIO) -> None:
-    """Prints the findings for a person."""
+    """Prints the findings as text."""
     yes, no, arrow = _marks(out)
     facts = machine()
     print(f"ProxyCCL {own_version()} on Python {platform.python_version()}", file=out)
@@ -426,7 +428,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """The command. Returns the exit code."""
+    """Runs the command. Returns the exit code."""
     found = findings()
     if parsed.json:
         import json

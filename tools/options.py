@@ -1,4 +1,4 @@
-"""Command-line arguments that tools share; types of arguments, for argparse's `type`, that benchmarks use too."""
+"""Command-line arguments that tools share, and argument types for argparse that benchmarks use too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def size(text: str) -> int:
-    """Bytes: a whole number with K, M or G, such as 512, 32K or 4MiB."""
+    """Parses a number of bytes: a whole number, also with K, M or G, such as 512, 32K or 4MiB."""
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"expected a size in bytes, such as 512, 32K or 4M, not {text!r}")
@@ -19,7 +19,9 @@ def size(text: str) -> int:
 
 
 def show_size(nbytes: int) -> str:
-    """The inverse of `size`, in the largest unit that gives a whole number: 4096 is "4 KiB"."""
+    """Formats a number of bytes in the largest unit that gives a whole number: 4096 is "4 KiB". The inverse of
+    `size`.
+    """
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes and nbytes % factor == 0:
             return f"{nbytes // factor} {unit}"
@@ -27,7 +29,7 @@ def show_size(nbytes: int) -> str:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """A type for whole numbers from `least` on."""
+    """Makes a type for whole numbers of at least `least`."""
 
     def number(text: str) -> int:
         if not text.isdigit() or int(text) < least:
@@ -41,14 +43,14 @@ count = whole(1)
 
 
 def port(text: str) -> int:
-    """A TCP port; 0 for any free one."""
+    """Parses a TCP port; 0 stands for any free port."""
     if not text.isdigit() or int(text) >= 1 << 16:
         raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, not {text!r}")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds."""
+    """Parses a positive number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -59,12 +61,12 @@ def seconds(text: str) -> float:
 
 
 def ranks(text: str) -> tuple[int, ...]:
-    """Numbers of ranks, such as 0,3."""
+    """Parses a list of ranks, such as 0,3."""
     return tuple(map(whole(0), text.split(",")))
 
 
 def json_file(text: str) -> Path:
-    """A file in an existing directory."""
+    """Parses the path of a file in an existing directory."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in an existing directory, not {text!r}")
@@ -84,7 +86,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def selected_process(daemon: str | None) -> int | None:
-    """Process id of the daemon that --daemon selects; None without that option."""
+    """The process id of the daemon that --daemon selects; None without that option."""
     if daemon is None:
         return None
     from proxyccl.proxy.daemon.client import daemon_process

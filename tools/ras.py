@@ -6,11 +6,11 @@ The protocol is text, a command a line, over TCP at localhost:28028, or the addr
     CLIENT PROTOCOL 2   -> SERVER PROTOCOL 2
     TIMEOUT seconds     -> OK
     SET FORMAT text     -> OK       or json
-    STATUS              -> the status, and the end of the connection
-    VERBOSE STATUS      -> the same, with more ranks named
+    STATUS -> the status; then the server closes the connection VERBOSE STATUS      -> the same, with more ranks named
 
 Any other line is answered with a line that begins with "ERROR: ". Commands are not case-sensitive, and a carriage
-return before the newline is ignored. TIMEOUT bounds NCCL's wait for other processes; here nothing is waited for.
+return before the newline is ignored. TIMEOUT bounds NCCL's wait for other processes; this server accepts it, but waits
+for nothing.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from proxyccl.tools.communicators import communicators
 PORT = 28028
 PROTOCOL = 2
 _MOST_LINE = 1024  # bytes
-_HTTP = re.compile(r" HTTP/[0-9.]+$")  # a page in a browser may send commands in the body of its request
-_SILENCE = 60.0  # seconds after which a client that says nothing is disconnected
+_HTTP = re.compile(r" HTTP/[0-9.]+$")  # a browser may send commands in the body of a request
+_SILENCE = 60.0  # seconds after which a silent client is disconnected
 
 
 @contextlib.contextmanager
 def serve(address: str) -> Iterator[str]:
-    """A server as a context, whose value says how to reach it.
+    """Runs a server as a context, whose value is a text that says how to reach the server.
 
     Args:
-        address: HOST:PORT, or a part of it; "" for that of ``NCCL_RAS_ADDR``, else localhost:28028. Port 0 is any that
-            is free.
+        address: HOST:PORT, or a part of it; "" for the address in ``NCCL_RAS_ADDR``, else localhost:28028. Port 0
+            stands for any free port.
 
     Raises:
-        ArgumentError: it is not an address.
-        ResourceError: the port is in use, by an NCCL job, say, or not allowed.
+        ArgumentError: `address` is not an address.
+        ResourceError: the port is not allowed, or in use, for example by an NCCL job.
     """
     argument = "--ras" if address else "NCCL_RAS_ADDR"
     host, port = split_address(address or os.environ.get("NCCL_RAS_ADDR", ""), PORT, argument)

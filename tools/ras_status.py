@@ -1,8 +1,8 @@
-"""Communicators in the words of NCCL's RAS subsystem: its JSON, and a text like its own.
+"""Describes communicators in the formats of NCCL's RAS subsystem: its JSON, and a similar text.
 
 The fields, their order and the classes of errors are those of NCCL 2.30 (src/ras/client_support.cc: jsonWriteHeader and
 the functions after it, rasClientRunInit, rasClientRunComms). Two fields are added: "name", the communicator's name in
-our reports, and "host_only", as only the ranks of this host are seen.
+our reports, and "host_only", because only the ranks of this host are visible.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RESULTS = {
 _STATES = {"failed": "ABORT", "leaves": "FINALIZE", "runs": "RUNNING"}
 _MISSING = {"ended": "has ended", "stopped": "is stopped", "absent": "does not have the communicator open"}
 
-_MOST_RANKS = 10  # of one kind that are named, as RAS_CLIENT_DETAIL_THRESHOLD
+_MOST_RANKS = 10  # the most ranks of one kind that are named, as NCCL's RAS_CLIENT_DETAIL_THRESHOLD
 
 
 def _digest(text: str) -> int:
@@ -138,7 +138,7 @@ def _now() -> str:
 
 
 class _Summary:
-    """A communicator's status and errors, as NCCL's table has them."""
+    """A communicator's status and errors, for a line of NCCL's table."""
 
     def __init__(self, of: CommunicatorView) -> None:
         self.of = of
@@ -158,7 +158,7 @@ class _Summary:
 
     @property
     def group(self) -> tuple[int, str, str]:
-        """The values that communicators of one line of the table share."""
+        """The values that a line of the table groups communicators by."""
         return -self.of.size, self.status, self.errors
 
 
@@ -264,7 +264,7 @@ def _by_value(
     one: str,
     most: Callable[[Sequence[object]], int],
 ) -> Iterator[str]:
-    """A line for each value, and the ranks of all values but the most frequent."""
+    """Returns a line for each value, and the ranks that do not have the most frequent value."""
     by_value: dict[object, list[RankView]] = {}
     for view in ranks:
         by_value.setdefault(value_of(view), []).append(view)

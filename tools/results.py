@@ -31,7 +31,7 @@ _PACKAGES = (
 
 def installed_version(package: str) -> str | None:
     """The version of an installed distribution, or None."""
-    from importlib.metadata import PackageNotFoundError, version  # here: it takes 10 ms to import
+    from importlib.metadata import PackageNotFoundError, version  # imported here, because the import takes 10 ms
 
     try:
         return version(package)
@@ -40,7 +40,7 @@ def installed_version(package: str) -> str | None:
 
 
 def own_version() -> str:
-    """This library's version, by the name of the directory in which pip describes it; "" if it is not installed."""
+    """This library's version, from the name of pip's metadata directory; "" if the library is not installed."""
     found = (path for place in sys.path for path in Path(place).glob("proxyccl-*.dist-info"))
     described = next(found, None)
     return described.stem.partition("-")[2] if described else ""

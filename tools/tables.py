@@ -1,4 +1,4 @@
-"""Tables that the tools print, independent of the measured quantities."""
+"""The tables that tools print, whatever the columns show."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Column:
     """A column of a table.
 
     Attributes:
-        title: its heading.
+        title: the heading.
         unit: the text under the title.
-        width: characters.
+        width: the width in characters.
         spec: how a value is formatted; None is shown as "-".
-        left: aligned to the left.
+        left: whether to align to the left.
     """
 
     title: str
@@ -29,17 +29,17 @@ class Column:
     left: bool = False
 
     def cell(self, value: Any) -> str:
-        """A value as text of this column's width."""
+        """Formats a value in this column's width."""
         return self.align("-" if value is None else format(value, self.spec))
 
     def align(self, text: str) -> str:
-        """Text aligned to this column's width."""
+        """Aligns a text to this column's width."""
         return text.ljust(self.width) if self.left else text.rjust(self.width)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table that is printed row by row, as its rows become known."""
+    """A table that is printed row by row, as the rows become known."""
 
     columns: Sequence[Column]
     out: TextIO = field(default_factory=lambda: sys.stdout)
@@ -54,5 +54,5 @@ class Table:
             self._line([column.align(column.unit) for column in self.columns])
 
     def row(self, *values: Any) -> None:
-        """Prints one row; a value for each column."""
+        """Prints one row, given a value for each column."""
         self._line([column.cell(value) for column, value in zip(self.columns, values, strict=True)])

@@ -41,7 +41,7 @@ _COLUMNS = (
 
 
 def short(value: float) -> str:
-    """A number in at most five characters: 950, 12.3k, 4.56M."""
+    """Formats a number in at most five characters: 950, 12.3k, 4.56M."""
     for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * factor:
             return f"{value / factor:.3g}{unit}"
@@ -122,7 +122,7 @@ def table_of(services: list[ServiceRates]) -> str:
 
 
 def _fitting(text: str) -> str:
-    """The first lines of a text, as many as fit the terminal."""
+    """The first lines of a text that fit into the terminal."""
     lines, height = text.splitlines(), shutil.get_terminal_size().lines - 2
     if len(lines) <= height:
         return text
@@ -164,7 +164,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """The command. Returns the exit code: 1 if neither a proxy nor an agent runs. JSON has no agents.
+    """Runs the command. Returns the exit code: 1 if neither a proxy nor an agent runs. The JSON output does not contain
+    agents.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.

@@ -1,8 +1,7 @@
 """`proxyccl trace`: records the activity of this machine's proxies and agents in Chrome's trace format.
 
 Perfetto (https://ui.perfetto.dev) and chrome://tracing show such a file. The format is documented as "Trace Event
-Format". A send of a schedule is shown as the trigger that would do the same, with its schedule in place of a ring and a
-ticket.
+Format". A schedule's send is shown as the equivalent trigger, with the schedule in place of a ring and a ticket.
 """
 
 from __future__ import annotations
@@ -42,7 +41,9 @@ _FETCH_EVERY = 0.005  # seconds
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Equal consecutive triggers on one channel, within one clock reading of the worker. Shown as one event."""
+    """Equal consecutive triggers on one channel, within one clock reading of the worker, which are shown as one
+    event.
+    """
 
     first: TracedTrigger
     last: TracedTrigger
@@ -76,10 +77,12 @@ class _Lanes:
         self._add = add
         self._count = 0
         self._free: list[int] = []  # a heap
-        self._taken: list[tuple[int, int]] = []  # a heap of (until when, track)
+        self._taken: list[tuple[int, int]] = []  # a heap of (time until which the track is taken, track)
 
     def take(self, begin: int, end: int) -> int:
-        """Takes the first track that is free at `begin`, or a new one, until `end`. `begin` never decreases."""
+        """Takes the first track that is free at `begin`, or a new one, until `end`. `begin` must not decrease between
+        calls.
+        """
         while self._taken and self._taken[0][0] <= begin:
             heapq.heappush(self._free, heapq.heappop(self._taken)[1])
         if self._free:
@@ -95,8 +98,8 @@ class _Events:
     """The events of one process of the file.
 
     Args:
-        pid: its number in the file.
-        start_ns: the file's time 0.
+        pid: the process's number in the file.
+        start_ns: the time that is 0 in the file.
         write: called with each event as JSON.
     """
 
@@ -112,7 +115,7 @@ class _Events:
             self._write(json.dumps(event))
 
     def _track(self, name: str) -> int:
-        """Adds a track below the others. Returns its number, which is unique within the process."""
+        """Adds a track below the others. Returns the track's number, which is unique within the process."""
         number = next(self._tracks)
         self._describe("thread", number, name, number)
         return number
@@ -126,7 +129,7 @@ class _Events:
 
 
 class _Agent(_Events):
-    """The events of one agent: a track for each peer and path. Arguments as for `_Events`."""
+    """The events of one agent: a track for each peer and path. The arguments are those of `_Events`."""
 
     def write(self, trace: AgentTrace) -> None:
         agent = trace.agent
@@ -149,9 +152,9 @@ class _Process(_Events):
     """The events of one service.
 
     Args:
-        pid, start_ns, write: as for `_Events`.
-        trace: of the service.
-        end_ns: end of triggers that were not seen to complete.
+        pid, start_ns, write: see `_Events`.
+        trace: the service's trace.
+        end_ns: the end that is shown for triggers whose completion was not recorded.
     """
 
     def __init__(
@@ -217,7 +220,7 @@ class _Process(_Events):
 
 
 def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTrace] = ()) -> None:
-    """Writes traces to a file, each service's and each agent's as a process."""
+    """Writes traces to a file, in which each service and each agent is a process."""
     begins = [traced.seen_ns for trace in traces for traced in trace.triggers]
     begins += [transfer.posted_ns for agent in agents for transfer in agent.transfers]
     start = min(begins, default=0)
@@ -243,7 +246,7 @@ def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTr
 
 
 class _Ended:
-    """Whether Ctrl-C or SIGTERM has ended the recording. For the main thread."""
+    """A context that notes whether Ctrl-C or SIGTERM has ended the recording. Only for the main thread."""
 
     def __init__(self) -> None:
         self.by_signal = False
@@ -273,12 +276,12 @@ def record(
     """Records the chosen services and agents for some seconds.
 
     Args:
-        seconds: to record.
-        job: of this job only; None for all. Agents belong to none.
-        ranks: of these ranks only; None for all. Agents have none.
-        process: in this process only, such as a daemon; None for all.
-        most: the most triggers to keep, the first ones of all services together; see `Allowance`.
-        ended: whether to end earlier.
+        seconds: how long to record.
+        job: the job whose services are recorded, without agents, which belong to no job; None for all.
+        ranks: the ranks whose services are recorded, without agents, which have no rank; None for all.
+        process: the process, such as a daemon, whose services are recorded; None for all.
+        most: the most triggers to keep of all services together, the first ones; see `Allowance`.
+        ended: returns whether to end earlier.
 
     Raises:
         ResourceError: no such service or agent runs, or another process traces one of the services.
@@ -287,7 +290,7 @@ def record(
     with contextlib.ExitStack() as opened:
         tracers = []
         for path, publication in find(job, ranks, process):
-            with contextlib.suppress(ArgumentError):  # it was closed meanwhile
+            with contextlib.suppress(ArgumentError):  # the agent or service was closed meanwhile
                 tracers.append(opened.enter_context(Tracer(path, publication, allowance)))
         of_agents = []
         for agent in find_agents() if job is None and ranks is None else ():
@@ -330,7 +333,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """The command, which Ctrl-C or SIGTERM end earlier. Returns the exit code. Errors as for `record`."""
+    """Runs the command, which Ctrl-C or SIGTERM ends earlier. Returns the exit code. Raises the errors of `record`."""
     path, process = parsed.output, options.selected_process(parsed.daemon)
     with _Ended() as ended:
         traces, agents = record(parsed.seconds, parsed.job, parsed.ranks, process, parsed.most, lambda: ended.by_signal)

@@ -12,7 +12,7 @@ from proxyccl.tools.options import show_size
 
 
 def in_words(table: SizeTable) -> str:
-    """A table on one line: "one_shot to 32 KiB, then two_shot"."""
+    """Formats a table on one line: "one_shot to 32 KiB, then two_shot"."""
     upwards = [f"{algorithm} to {show_size(limit)}" for limit, algorithm in table.limits]
     return ", ".join([*upwards, f"then {table.beyond}" if upwards else str(table.beyond)])
 
@@ -26,10 +26,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """The command; every rank of the MPI job runs it. Returns the exit code.
+    """Runs the command, on every rank of the MPI job. Returns the exit code.
 
     Raises:
-        ArgumentError: there is one rank only.
+        ArgumentError: there is only one rank.
     """
     from proxyccl.channels.communicator import Communicator
 

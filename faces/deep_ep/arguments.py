@@ -1,4 +1,4 @@
-"""Checks of DeepEP's arguments before anything moves, and DeepEP's names in the errors of the layers below."""
+"""Checks DeepEP's arguments before anything moves, and puts DeepEP's names into the errors of the layers below."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _IDENTIFIER = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 
 @dataclass(frozen=True)
 class Names:
-    """The names by which callers of DeepEP's interface know a layer's arguments.
+    """DeepEP's names for a layer's arguments.
 
     Attributes:
         arguments: DeepEP's names by the layer's names.
-        words: the same for other phrases in an error's text.
+        words: DeepEP's words by the layer's words, for other phrases in an error's text.
     """
 
     arguments: Mapping[str, str]
@@ -31,7 +31,7 @@ class Names:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """Errors that leave the block name DeepEP's arguments."""
+        """A context that puts DeepEP's names into the errors raised inside."""
         try:
             yield
         except (ArgumentError, CapacityError) as error:
@@ -104,10 +104,11 @@ ELASTIC = Names(
 def require_tensor(
     argument: str, x: Any, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...] = ()
 ) -> torch.Tensor:
-    """An argument as a tensor of this shape, where None stands for any number, and of one of these types, if any.
+    """Returns an argument that is a tensor of this shape, where None stands for any number, and of one of these types,
+    if any are given.
 
     Raises:
-        ArgumentError: it is something else.
+        ArgumentError: the argument is not such a tensor.
     """
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(argument, f"must be a tensor, not {type(x).__name__}")
@@ -148,10 +149,10 @@ def require_stats(stats: Any, experts: int) -> None:
 
 
 def require_seconds(argument: str, value: Any) -> float:
-    """An argument as a finite number of seconds.
+    """Returns an argument that is a finite number of seconds.
 
     Raises:
-        ArgumentError: it is something else, or negative.
+        ArgumentError: the argument is not a number, or negative.
     """
     is_number = isinstance(value, (int, float)) or hasattr(value, "__index__")
     if isinstance(value, bool) or not is_number or not 0 <= value < math.inf:
@@ -164,7 +165,9 @@ def refuse(what: str, reason: str) -> NotImplementedError:
 
 
 def refuse_unknown(call: str, options: Mapping[str, Any]) -> None:
-    """Ignores keywords that are None or False, as callers of forks pass many, and refuses others by name."""
+    """Refuses unknown keywords by name, except those that are None or False: callers of DeepEP's forks pass many
+    such.
+    """
     for name, value in options.items():
         if value is not None and value is not False:
-            raise refuse(f"{call}({name}=)", "DeepEP does not have it either")
+            raise refuse(f"{call}({name}=)", "DeepEP has no such argument either")

@@ -103,7 +103,7 @@ class Buffer(Connected):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The default config of a dispatch, for any number of ranks."""
+        """The default config of a dispatch; the same for any number of ranks."""
         return Config(Buffer.num_sms)
 
     get_combine_config = get_dispatch_config
@@ -148,8 +148,9 @@ class Buffer(Connected):
         Args:
             topk_idx: int64 [T, topk]: the experts of each token; -1 for none.
             num_experts: experts of all ranks together.
-            previous_event: the event that the call waits for, if it is asynchronous instead of the current stream.
-            async_finish: the current stream does not wait for the call; the caller waits for the event.
+            previous_event: the event that an asynchronous call waits for, instead of the current stream.
+            async_finish: whether the call is asynchronous: the current stream does not wait for it; the caller waits
+                for the event.
             allocate_on_comm_stream: without effect; tensors are safe to use on the current stream either way.
 
         Returns:
@@ -183,8 +184,8 @@ class Buffer(Connected):
         Args:
             x: [T, hidden] of bfloat16 (or float16, float32, float64); or a pair of float8_e4m3fn rows and their scales,
                 [T, n] or [T] of float32 or int32.
-            handle: of an earlier dispatch, whose routing is used again; then the arguments up to num_worst_tokens are
-                left out.
+            handle: the handle of an earlier dispatch, whose routing is reused; omit the arguments up to
+                num_worst_tokens then.
             num_tokens_per_rank, num_tokens_per_rdma_rank: ignored.
             is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout` returned them.
             topk_idx: int64 or int32 [T, topk]: the experts; -1 for none. None to send each token to the ranks of
@@ -252,7 +253,7 @@ class Buffer(Connected):
         allocate_on_comm_stream: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Sends rows back and sums those of each token, in float32.
+        """Sends rows back and sums each token's rows, in float32.
 
         Args:
             x: [rows, hidden], in the order of the dispatch's output.
@@ -310,8 +311,8 @@ class Buffer(Connected):
     ) -> tuple[Rows, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
         """Sends each token to its experts, with room for the most rows that each expert can get.
 
-        Two dispatches with hooks can be in progress at a time, and their combines. Another call receives first what the
-        earlier of them left, should its hook not have been called.
+        Two dispatches with hooks, and their combines, can be in progress at a time. A third call first receives the
+        rows of the earlier one, if that one's hook was not called.
 
         Args:
             x: bfloat16 [T, hidden], any hidden size; with use_fp8 a multiple of 128.
@@ -370,13 +371,13 @@ class Buffer(Connected):
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
-        """Sends the experts' rows back, and sums those of each token times their weights, in float32.
+        """Sends the experts' rows back, and sums each token's rows times their weights, in float32.
 
         Args:
             x: bfloat16 [experts of this rank, ranks * most tokens, hidden].
-            topk_idx: those of the dispatch; the handle has them.
+            topk_idx: the dispatch's expert ids, which the handle has too.
             topk_weights: float32 [T, topk].
-            handle: of the dispatch.
+            handle: the dispatch's handle.
             use_logfmt: without effect: rows travel in bfloat16.
             zero_copy: without effect: rows are read where they lie, in any tensor.
             async_finish, return_recv_hook: as for `low_latency_dispatch`; x and topk_weights must not change.
@@ -403,19 +404,18 @@ class Buffer(Connected):
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """A tensor for the experts' results, bfloat16 [experts of this rank, ranks * most tokens, hidden]. Each handle
-        has one, so that batches under way do not overwrite each other's results.
+        has its own, so that batches in progress do not overwrite each other's results.
         """
         self._require_current(handle, "padded")
         results: torch.Tensor = handle.combine_buffer
         return results
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank from the next dispatch on, or undoes that before it. All remaining ranks do the same.
-
-        A masked rank no longer takes part: its own calls raise an error.
+        """Masks a rank from the next dispatch on, or unmasks it before that dispatch. All remaining ranks call this
+        alike. A masked rank takes no further part: its own calls raise an error.
 
         Raises:
-            ArgumentError: no such rank, or this one; or the buffer was made without enable_shrink.
+            ArgumentError: rank_to_mask is this rank or not a rank, or the buffer was made without enable_shrink.
             NotImplementedError: the rank is lost, and can't come back.
         """
         self._usable()
@@ -439,7 +439,7 @@ class Buffer(Connected):
         mask_status.copy_(torch.tensor([int(rank in masked) for rank in range(self.group_size)]))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Undoes the masks that no dispatch has seen yet.
+        """Unmasks the ranks that were masked since the last dispatch.
 
         Raises:
             NotImplementedError: ranks are lost, and can't come back.
@@ -462,7 +462,7 @@ class Buffer(Connected):
         self.communicator = before.shrink(exclude=self._masks.numbers_in(before))
         self._masks.lose_all_but(self.communicator)
         if self._owned and not before.closed:
-            before.group.close(reason="ranks were masked")  # which don't close it with the others
+            before.group.close(reason="ranks were masked")  # lost ranks do not close it
         self._owned = True
         self._layers = Layers(self.communicator, self._masks.lost)
         return self._layers

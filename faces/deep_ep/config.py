@@ -1,4 +1,4 @@
-"""Numbers by which callers tune DeepEP's kernels and size its buffers."""
+"""The numbers by which callers tune DeepEP's kernels and size its buffers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from proxyccl.channels.expert_parallel.arguments import MAX_NUMBER, whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
 
-_RANKS_OF_A_NODE = 8  # above which DeepEP's callers expect a buffer for RDMA
+_RANKS_OF_A_NODE = 8  # with more ranks, DeepEP's callers expect a buffer for RDMA
 ELASTIC_ALIGNMENT = 2 << 20
 """Sizes of an elastic buffer are multiples of it."""
 MOST_BYTES = 2**62

@@ -67,19 +67,19 @@ class Connected:
         return self._layers
 
     def _require_current(self, handle: Any, *layouts: str) -> Routing:
-        """The dispatch of a handle, which must have one of these layouts, if any are given. It must be of this buffer,
-        and among its remaining ranks.
+        """The dispatch of a handle. Raises ArgumentError unless the handle is from this buffer with its remaining
+        ranks, and has one of these layouts, if any are given.
         """
         routing, layers = routing_of(handle), self._layers
         if layers is None or routing.layer.ctx not in layers.all:
             self._usable()
             raise ArgumentError(
-                "handle", "is of a dispatch before ranks were lost, or of another buffer; dispatch again"
+                "handle", "comes from a dispatch before ranks were lost, or from another buffer; dispatch again"
             )
         return routing_of(handle, *layouts) if routing.layer.layout not in layouts else routing
 
     def _once(self, finish: Callable[[], None], layer: EPAll2AllLayer, names: Names) -> Callable[[], None]:
-        """A hook that makes the second half of a call of this layer once, and refuses to make it again."""
+        """A hook that makes the second half of a call of this layer, and refuses a second call."""
         was_called = False
 
         def hook() -> None:
@@ -87,7 +87,7 @@ class Connected:
             if was_called:
                 raise ArgumentError("hook", "was called already; a hook receives once")
             if layer.ctx not in self._usable().all:
-                raise ArgumentError("hook", "is of a call before ranks were lost; dispatch again")
+                raise ArgumentError("hook", "comes from a call before ranks were lost; dispatch again")
             with names.told():
                 finish()
             was_called = True
@@ -103,14 +103,15 @@ class Connected:
         *,
         apart: bool,
     ) -> tuple[T, EventOverlap]:
-        """Makes a call on the current stream, or one `apart` from it on the stream of the buffer.
+        """Makes a call on the current stream, or with `apart` on the stream of the buffer.
 
         Args:
             call: the call to make.
-            events: the events that it waits for. An asynchronous call without a first one waits for the current stream.
-            used: tensors and handles of the call, in tuples.
+            events: the events that the call waits for. An asynchronous call whose first event is missing waits for the
+                current stream.
+            used: the tensors and handles that the call uses, in tuples.
             names: DeepEP's names of a layer's arguments, for errors.
-            apart: whether the current stream does not wait for the call.
+            apart: whether the call is asynchronous: the current stream does not wait for it.
         """
         if apart is False and events.count(None) == len(events):
             try:
@@ -147,7 +148,7 @@ class Connected:
             event = EventHandle()
         finally:
             torch.cuda.set_stream(current)
-        if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+        if not torch.cuda.is_current_stream_capturing():  # a graph keeps its own memory
             for tensor in _tensors(used):
                 tensor.record_stream(self._stream)
             for tensor in _tensors(result):
@@ -156,13 +157,13 @@ class Connected:
 
 
 def _connected(source: Any, timeout: float) -> Communicator:
-    """A communicator of the group's ranks, on the GPU where torch works now."""
+    """A communicator of the group's ranks, on torch's current GPU."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     return Communicator(source, device=device, timeout=max(timeout, timeout_from(None)))
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples and lists; of a handle, the tensors of its tables and its attributes."""
+    """The tensors in nested tuples and lists. A handle counts as the tensors of its tables and attributes."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):

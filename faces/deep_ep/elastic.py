@@ -1,4 +1,6 @@
-"""ElasticBuffer: the calls of DeepEP 2.1.0. Those for mixtures of experts are here, the others in its bases."""
+"""ElasticBuffer: the calls of DeepEP 2.1.0. The calls for mixtures of experts are here, the others in its base
+classes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ _SMS_BESIDE_OTHERS, _SMS_ALONE = 24, 64
 
 @untraced
 class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
-    """Calls for the ranks of a group. All ranks make it together, and make the same calls unless those say otherwise.
+    """Calls for the ranks of a group. All ranks make it together, and make the same calls, except where a call's
+    documentation says otherwise.
 
     Args:
         group: a process group of torch, of any backend, an MPI communicator, or a `Communicator`.
@@ -37,7 +40,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         num_cpu_bytes: the part of num_bytes for the rows of `engram_write`, in the host's memory; a multiple of 2 MiB.
         num_max_tokens_per_rank: the most tokens of one rank, for calls that don't say; the same on all.
         hidden, num_topk, use_fp8_dispatch: for `get_buffer_size_hint`.
-        deterministic: without effect: rows always have this order.
+        deterministic: without effect: rows always arrive in one order.
         allow_hybrid_mode: whether nodes count as scaleout ranks, or all ranks as scaleup ranks. Rows travel the same
             way.
         allow_multiple_reduction: with do_expand on one node, sum a token's rows on each rank first, which sends less
@@ -49,8 +52,8 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
 
     Attributes:
-        rank_idx, num_ranks: of the ranks.
-        num_rdma_ranks, num_nvlink_ranks: nodes, and ranks of a node.
+        rank_idx, num_ranks: this rank's number, and the number of ranks.
+        num_rdma_ranks, num_nvlink_ranks: the numbers of nodes, and of ranks of a node.
         num_scaleout_ranks, num_scaleup_ranks, scaleout_rank_idx, scaleup_rank_idx: the same as dispatches count them.
         communicator: the ranks, for calls that DeepEP lacks. Other attributes are as given.
 
@@ -160,7 +163,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """The most multiprocessors of a kernel, for calls that don't say; the arguments are ignored."""
+        """The most multiprocessors of a kernel, for calls that don't give a number; the arguments are ignored."""
         return _SMS_BESIDE_OTHERS if self.prefer_overlap_with_compute else _SMS_ALONE
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
@@ -170,7 +173,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
     def destroy(self) -> None:
         """See `Connected.destroy`."""
         if self.explicitly_destroy and self._layers is not None:
-            if self.communicator.group.failure.usable:  # else nobody waits for this rank
+            if self.communicator.group.failure.usable:  # otherwise no rank waits for this one
                 self.barrier(with_cpu_sync=True)
             self._close_pipeline()
             self._close_sessions()
@@ -217,14 +220,16 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
                 for 1.
             num_sms: the most multiprocessors; 0 for `get_theoretical_num_sms`.
             num_qps: ignored.
-            previous_event: the event that the call waits for, if it is asynchronous instead of the current stream.
-            previous_event_before_epilogue: the call waits for it too, at its start.
-            async_with_compute_stream: the current stream does not wait for the call; the caller waits for the event.
+            previous_event: the event that an asynchronous call waits for, instead of the current stream.
+            previous_event_before_epilogue: another event that the call waits for, at its start.
+            async_with_compute_stream: whether the call is asynchronous: the current stream does not wait for it; the
+                caller waits for the event.
             allocate_on_comm_stream: without effect; tensors are safe to use on the current stream either way.
-            handle: of an earlier dispatch, whose routing is used again. The numbers above may be left out then.
+            handle: the handle of an earlier dispatch, whose routing is reused. The numbers above may be omitted then.
             do_handle_copy: whether the handle keeps a copy of topk_idx.
             do_cpu_sync: whether outputs have the exact size, for which the CPU waits; None for True. With False they
-                have room for the most rows that can come. With a handle they have the size that they had.
+                have room for the most rows that can come. With a handle, outputs have the sizes of the earlier
+                dispatch.
             do_expand: give a row for each token and expert of this rank, ordered by expert.
             do_zero_padding: with do_expand, zero the rows that no token has.
             use_tma_aligned_col_major_sf: return scales such that those of consecutive rows lie side by side, and each
@@ -324,7 +329,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         allocate_on_comm_stream: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Sends rows back and sums those of each token, in float32.
+        """Sends rows back and sums each token's rows, in float32.
 
         Args:
             x: bfloat16 [rows, hidden], in the order of the dispatch's output and with as many rows.
@@ -353,5 +358,5 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
 
     def _require_current(self, handle: Any, *layouts: str) -> Routing:
         if not isinstance(handle, EPHandle):
-            raise ArgumentError("handle", f"must be what dispatch returned, not {type(handle).__name__}")
+            raise ArgumentError("handle", f"must be a handle that dispatch returned, not {type(handle).__name__}")
         return super()._require_current(handle, *layouts)

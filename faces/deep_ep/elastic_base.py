@@ -18,11 +18,11 @@ from proxyccl.torch_tensors.flat import byte_view
 
 
 class ElasticBase(Connected):
-    """A buffer of ranks with a stated size.
+    """The ranks of a buffer and its stated size.
 
     Attributes:
-        rank_idx, num_ranks: of the ranks.
-        num_rdma_ranks: nodes.
+        rank_idx, num_ranks: this rank's number, and the number of ranks.
+        num_rdma_ranks: the number of nodes.
         num_bytes, num_cpu_bytes: as the caller stated them.
     """
 
@@ -60,7 +60,9 @@ class ElasticBase(Connected):
 
 
 def require_bytes(argument: str, value: Any, least: int) -> int:
-    """An argument as a number of bytes. Raises ArgumentError unless it is an integer of at least `least`."""
+    """Returns an argument that is a number of bytes. Raises ArgumentError unless it is an integer of at least
+    `least`.
+    """
     return as_integer(
         value, argument, f"must be an integer of at least {least}, and at most {MOST_BYTES}", least, MOST_BYTES
     )

@@ -24,12 +24,12 @@ class Options:
     """The options of a dispatch.
 
     Attributes:
-        num_experts, expert_alignment, num_sms: as for `ElasticBuffer.dispatch`.
-        max_tokens: of one rank.
-        ranks, scaleup_ranks: of the buffer.
+        num_experts, expert_alignment, num_sms: see `ElasticBuffer.dispatch`.
+        max_tokens: the most tokens of a rank.
+        ranks, scaleup_ranks: the buffer's numbers of ranks.
         waits: whether the CPU waits for the number of rows.
         expands: whether there is a row for each expert.
-        sums_rows: as for `Shape`.
+        sums_rows: see `Shape`.
         copies_ids: whether the handle gets a copy of the expert ids.
     """
 
@@ -68,7 +68,7 @@ def dispatch(
 ) -> Received:
     """The results of `ElasticBuffer.dispatch` for a call without a handle, except the event.
 
-    With clears_gaps rows that no token has are zeroed; with scales_by_columns scales of consecutive rows lie side by
+    With clears_gaps, rows without a token are zeroed. With scales_by_columns, scales of consecutive rows lie side by
     side.
     """
     tokens = Tokens.of(x)
@@ -125,7 +125,7 @@ def combine(
     if topk_weights is not None and not handle.do_expand:
         require_tensor("topk_weights", topk_weights, (desc.rows, topk), (torch.float32,))
         topk_weights = topk_weights.masked_fill(desc.local_expert_ids < 0, 0)
-    # As DeepEP adds, for equal bits. Two numbers alone have the same sum either way.
+    # Adds in DeepEP's order, for equal bits. The sum of two numbers does not depend on the order.
     in_order = layer.sums_ranks_in_turn and (bias is not None or layer.ep_config.world_size > 2)
     return normal.combine(
         x, handle, handle.routing, topk_weights, bias, order_ids=handle.topk_idx if in_order else None
@@ -137,7 +137,7 @@ def require_like(handle: EPHandle, **given: Any) -> None:
 
     Raises:
         ArgumentError: a number differs.
-        NotImplementedError: one is expanded and the other is not.
+        NotImplementedError: one dispatch is expanded and the other is not.
     """
     for argument, value in given.items():
         if value is not None and value != getattr(handle, argument):

@@ -10,10 +10,10 @@ from proxyccl.deep_ep.handles import Routing
 
 
 class EPHandle:
-    """A dispatch. Only `ElasticBuffer.dispatch` makes handles.
+    """The handle of a dispatch. Only `ElasticBuffer.dispatch` makes handles.
 
-    Tensors are computed when they are first read, on the current stream, since most callers read few of them. It must
-    have waited for the event of an asynchronous dispatch.
+    Tensors are computed when they are first read, because most callers read few of them. The current stream computes
+    them; it must have waited for the event of an asynchronous dispatch.
 
     Args:
         routing: the dispatch.
@@ -27,7 +27,7 @@ class EPHandle:
         num_recv_tokens_per_expert_list: for each expert of this rank its rows, rounded up to a multiple of the
             alignment; [] if nothing waited on the CPU.
         num_expanded_tokens: their sum; if nothing waited on the CPU, the most that it can be.
-        token_metadata_at_forward, channel_linked_list: None, as those of DeepEP without scaleout ranks.
+        token_metadata_at_forward, channel_linked_list: None, as in DeepEP without scaleout ranks.
     """
 
     token_metadata_at_forward = channel_linked_list = None
@@ -56,7 +56,9 @@ class EPHandle:
 
     @cached_property
     def num_recv_tokens(self) -> int:
-        """Received tokens, each counted once; waits for an expanded dispatch. The most if nothing waited on the CPU."""
+        """The number of received tokens, each counted once; waits for an expanded dispatch. If nothing waited on the
+        CPU, the most that can be received.
+        """
         if self._most_rows is not None:
             return self._most_rows[0]
         return int(self.psum_num_recv_tokens_per_scaleup_rank[-1]) if self.do_expand else self.routing.desc.rows
@@ -69,12 +71,12 @@ class EPHandle:
 
     @cached_property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
-        """int32 [experts of this rank]: the rows of each."""
+        """int32 [experts of this rank]: the number of rows of each expert."""
         desc, experts = self.routing.desc, self.routing.layer.ep_config.num_experts_per_rank
         if self.do_expand:
             first = self._rank * experts
             return desc.counts[:, first : first + experts].sum(0, dtype=torch.int32)
-        chosen = (desc.local_expert_ids >= 0) & (desc.local_expert_ids < experts)  # undefined where a peer was lost
+        chosen = (desc.local_expert_ids >= 0) & (desc.local_expert_ids < experts)  # a lost peer's entries are undefined
         ids = torch.where(chosen, desc.local_expert_ids, experts).flatten().long()
         counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
         return counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))[:experts].contiguous()

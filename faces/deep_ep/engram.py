@@ -1,4 +1,4 @@
-"""ElasticBuffer's memory of embeddings: rows that each rank stores, and all ranks read by their numbers."""
+"""ElasticBuffer's storage of embeddings: each rank stores rows, and all ranks read rows by number."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _ROW_ALIGNMENT = 32
 Fetched = tuple[torch.Tensor, torch.Tensor | None]
 
 _THREADS = 256
-_LANES = 32  # that read a row
+_LANES = 32  # threads that read a row
 _MOST_BLOCKS = 1024
 
 
 class _Offer(Message, frozen=True):
-    """A rank's description of its memory: its size and the handle that maps it."""
+    """A rank's description of its memory: the size, and the handle for mapping the memory."""
 
     nbytes: Uint64
     handle: bytes
@@ -57,10 +57,10 @@ class StoredRows:
 
     Args:
         group: ranks of one host.
-        nbytes: of this rank's memory.
+        nbytes: the size of this rank's memory.
 
     Attributes:
-        entries: rows that each rank has written; 0 before the first `write`.
+        entries: the number of rows that each rank has written; 0 before the first `write`.
         row_bytes: bytes of each.
 
     Raises:
@@ -84,11 +84,11 @@ class StoredRows:
         group.exchange.barrier("memory of rows: all have mapped it")
 
     def write(self, view: ArrayView, row_bytes: int) -> None:
-        """Replaces this rank's rows. All ranks call it together; it waits for their queued work before and after.
+        """Replaces this rank's rows. All ranks call it together; it waits for all ranks' queued work before and after.
 
         Args:
-            view: whole rows that fit, as many of as many bytes as those of the other ranks.
-            row_bytes: of each row.
+            view: whole rows that fit into the memory; their number and size must be the same on all ranks.
+            row_bytes: the bytes of a row.
 
         Raises:
             ArgumentError: ranks disagree about the rows. Nothing was written.
@@ -108,12 +108,12 @@ class StoredRows:
         group.exchange.barrier("rows: all have written theirs")
 
     def fetch(self, indices: ArrayView, out: ArrayView, stream: StreamLike) -> None:
-        """Reads rows by their numbers, in one kernel.
+        """Reads rows by their numbers, with one kernel.
 
         Args:
             indices: int32. Row n of rank r has number r * `entries` + n. A number without a row gives zeros.
-            out: as many rows.
-            stream: where it runs; None on the host runtime, where it has ended when this returns.
+            out: memory for as many rows.
+            stream: the stream of the kernel; None on the host runtime, where the read has ended on return.
 
         Raises:
             CommunicatorError: the group has failed.
@@ -144,7 +144,9 @@ class StoredRows:
 
 
 class EngramCalls(ElasticBase):
-    """Rows in pinned memory of the ranks' host, read by a kernel, as only the device knows their numbers."""
+    """Stores rows in pinned memory of the ranks' host. A kernel reads them, because only the device knows the rows'
+    numbers.
+    """
 
     _stored: StoredRows | None = None
     _row_type = torch.bfloat16
@@ -155,13 +157,13 @@ class EngramCalls(ElasticBase):
     def get_engram_storage_size_hint(
         num_entries: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[int, int]:
-        """The least sizes for a buffer with Engram storage, multiples of 2 MiB.
+        """The smallest sizes for a buffer with Engram storage, multiples of 2 MiB.
 
         Args:
             num_entries: rows that a rank stores.
             hidden: elements of a row.
-            num_max_tokens_per_rank: most rows that a rank fetches at once.
-            dtype: of the elements.
+            num_max_tokens_per_rank: the most rows that a rank fetches at once.
+            dtype: the elements' type.
 
         Returns:
             Bytes for fetched rows, and `num_cpu_bytes`; `num_bytes` is their sum.
@@ -255,7 +257,7 @@ class EngramCalls(ElasticBase):
         stored.fetch(as_view(indices, "indices"), as_view(data.view(torch.uint8), "data"), self._current_stream())
         factors = None
         if self._factors is not None:
-            known = indices.view(-1).clamp(0, len(self._factors) - 1)  # on GPUs torch ends the process at others
+            known = indices.view(-1).clamp(0, len(self._factors) - 1)  # on GPUs, other indices end the process
             factors = self._factors[known].view(tokens, each * self._factors.shape[1])
             if by_columns:
                 factors = column_major(factors).copy_(factors)

@@ -1,4 +1,4 @@
-"""The handles that a dispatch returns for its combine. Callers pass them on; some read them as DeepEP's tuples."""
+"""The handles that a dispatch returns for its combine. Some callers also read them as DeepEP's tuples."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 
 class Routing(Struct, frozen=True):
-    """A dispatch: the layer that made it, and its descriptor."""
+    """A dispatch: its layer and its descriptor."""
 
     layer: EPAll2AllLayer
     desc: EPAllToAllLayoutDesc
 
 
 class Handle(Sequence[Any]):
-    """A sequence like DeepEP's handle, whose entries are made when they are read, because most callers do not read
-    them. They are made on the current stream, which must have waited for the event of an asynchronous dispatch.
+    """A sequence like DeepEP's handle. Entries are computed when they are read, because most callers do not read them.
+    The current stream computes them; it must have waited for the event of an asynchronous dispatch.
 
     Attributes:
         routing: the dispatch.
@@ -56,17 +56,17 @@ class Handle(Sequence[Any]):
 
 
 def routing_of(handle: Any, *layouts: str) -> Routing:
-    """The dispatch of a handle, which must have one of these layouts, if any are given.
+    """The dispatch of a handle, after a check that it has one of these layouts, if any are given.
 
     Raises:
-        ArgumentError: it is not a handle that such a dispatch returned.
+        ArgumentError: the object is not a handle of such a dispatch.
     """
     routing = getattr(handle, "routing", None)
     if not isinstance(routing, Routing):
-        raise ArgumentError("handle", f"must be what dispatch returned, not {type(handle).__name__}")
+        raise ArgumentError("handle", f"must be a handle that dispatch returned, not {type(handle).__name__}")
     if layouts and routing.layer.layout not in layouts:
         mode = "low-latency" if routing.layer.layout == "padded" else "normal"
-        raise ArgumentError("handle", f"is of a dispatch in {mode} mode; expected one of the other mode")
+        raise ArgumentError("handle", f"comes from a dispatch in {mode} mode; expected a handle of the other mode")
     return routing
 
 
@@ -196,7 +196,7 @@ class InternodeHandle(NormalHandle):
         return in_rank.reshape(len(in_rank), self._nodes, in_rank.shape[1] // self._nodes).any(2)
 
     def _came_to_node(self) -> list[torch.Tensor] | None:
-        """For each node, bool [tokens of the counterpart there, 1]: which of them come to this node."""
+        """For each node, bool [tokens of the counterpart there, 1]: which of these tokens come to this node."""
         layer, desc = self.routing.layer, self.routing.desc
         if layer.lost_ranks:
             return None
@@ -211,7 +211,7 @@ class LowLatencyHandle(Handle):
 
     src_info: int32 [experts of this rank, ranks * max_tokens]: a row's token on its rank.
     layout_range: int64 [experts of this rank, ranks]: where the rows of each rank begin, in the upper 32 bits, and how
-    many there are, in the lower. It can be read when the dispatch was received.
+    many there are, in the lower. It can be read once the dispatch was received.
     """
 
     _entries = ("src_info", "layout_range", "max_tokens", "hidden", "num_experts")
@@ -235,7 +235,7 @@ class LowLatencyHandle(Handle):
             desc.require_received(layer.ctx, "handle")
         of_sources = desc.counts[:, own : own + config.num_experts_per_rank]
         counts = _of_all_ranks(layer, of_sources).t().to(torch.int64)
-        room = desc.rows // config.num_experts_per_rank  # an expert that tokens chose twice was sent more
+        room = desc.rows // config.num_experts_per_rank  # an expert that tokens chose twice was sent more rows than fit
         ends = counts.cumsum(1)
         begins = (ends - counts).clamp(max=room)
         return begins << 32 | (ends.clamp(max=room) - begins)
@@ -290,7 +290,7 @@ def _rows_of_channels(
 
     Args:
         ends: int64 [sources]: where the rows of each source end.
-        tokens: int [sources]: of each source.
+        tokens: int [sources]: the number of tokens of each source.
         source_tokens: int [rows]: each row's token on its source. Those after the last end may be undefined.
         channels: their number.
     """
@@ -298,13 +298,13 @@ def _rows_of_channels(
     shares = torch.cat([(tokens.long() + channels - 1) // channels, tokens.new_ones(1)]).clamp(min=1)
     source = torch.searchsorted(ends, torch.arange(len(source_tokens), device=ends.device), right=True)
     channel = (source_tokens.long() // shares[source]).clamp(0, channels - 1)
-    counts = torch.zeros((sources + 1) * channels, dtype=torch.int32, device=ends.device)  # with those after the end
+    counts = torch.zeros((sources + 1) * channels, dtype=torch.int32, device=ends.device)  # and those past the end
     counts.scatter_add_(0, source * channels + channel, torch.ones_like(source, dtype=torch.int32))
     return counts.view(-1, channels)[:sources]
 
 
 def _before(goes: torch.Tensor) -> torch.Tensor:
-    """int32 [T + 1, targets]: how many of the tokens before each go to each target."""
+    """int32 [T + 1, targets]: how many of the tokens before a token go to each target."""
     return torch.cat([goes.new_zeros(1, goes.shape[1], dtype=torch.int32), goes.cumsum(0, dtype=torch.int32)])
 
 

@@ -1,8 +1,8 @@
-"""The layers of a buffer: one for each shape of calls, made by all ranks together when a call first needs it.
+"""The layers of a buffer: one for each shape of calls, which all ranks make together when a call first needs it.
 
-DeepEP's callers say how many tokens there are only in each call. In normal mode a layer starts with room for the
-first call's tokens; if a later one brings more on any rank, all ranks learn of it and make a larger layer together.
-Layers live as long as their buffer, because handles of earlier dispatches belong to them.
+DeepEP's callers state the number of tokens only in each call. In normal mode a layer starts with room for the first
+call's tokens; if a later one brings more on any rank, all ranks learn of it and make a larger layer together. Layers
+live as long as their buffer, because handles of earlier dispatches belong to them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
         layout: "rank", "padded" or "expert".
         num_sms: the most multiprocessors of a kernel.
         num_scales: scales of a float8 row; 0 for other rows.
-        most_rows: rows of every output, if the caller does not want to wait on the CPU; else None.
+        most_rows: the number of rows of every output, if the caller does not want to wait on the CPU; else None.
         alignment: with layout="expert", where each expert's rows begin.
         sums_rows: whether a rank may sum a token's rows before it sends them back, which rounds twice.
     """
@@ -53,20 +53,20 @@ class Shape(NamedTuple):
 
 
 class Turns:
-    """The two layers that calls with hooks of one shape take in turn, so that two of them can be in progress at once;
-    and the index of the one that is next.
+    """The two layers that calls with hooks of one shape take in turn, so that two such calls can be in progress at
+    once; and the index of the next layer.
     """
 
     def __init__(self, *layers: EPAll2AllLayer) -> None:
         self.layers, self.next = layers, 0
 
     def take(self) -> None:
-        """The next call takes the other layer. A refused call does not take one."""
+        """Makes the next call take the other layer. Not called for a refused call."""
         self.next = 1 - self.next
 
 
 class Layers:
-    """Makes layers of a communicator and keeps them.
+    """Makes the layers of a communicator and keeps them.
 
     Args:
         communicator: the ranks.
@@ -74,8 +74,9 @@ class Layers:
 
     Attributes:
         communicator, lost_ranks: as given.
-        all: these layers by their memory, in the order in which all ranks made them.
-        forms: prepared for calls' options and the shapes and types of their tensors, without numbers of tokens.
+        all: the layers by their memory, in the order in which all ranks made them.
+        forms: the prepared forms of calls, by the calls' options and their tensors' shapes and types, without the
+            numbers of tokens.
     """
 
     def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
@@ -87,8 +88,8 @@ class Layers:
         self.forms: dict[tuple[Any, ...], Any] = {}
 
     def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
-        """A layer for at most this many tokens of a rank; all ranks pass the same number. It has the memory of the
-        largest of the shape. A larger one is made at least twice as large, so that few of them serve all numbers.
+        """A layer for at most this many tokens of a rank; all ranks pass the same number. It shares the memory of the
+        largest layer of the shape. A larger layer is made at least twice as large, so that few layers are ever made.
         """
         largest = self._of_size.get(shape)
         if largest is None:
@@ -99,7 +100,7 @@ class Layers:
         return largest.narrowed(max_tokens)
 
     def turns(self, shape: Shape, max_tokens: int) -> Turns:
-        """The layers of calls with hooks, which have room for this many tokens; the first is that of `of_size`."""
+        """The layers of calls with hooks, with room for this many tokens; the first layer is that of `of_size`."""
         self.of_size(shape, max_tokens)
         largest = self._of_size[shape]
         if shape not in self._turns or self._turns[shape].layers[0] is not largest:
@@ -113,7 +114,7 @@ class Layers:
         return form
 
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
-        """Dispatches with a layer that is large enough for all ranks. It is not recorded for a backward pass.
+        """Dispatches with a layer that is large enough for all ranks. The call is not recorded for a backward pass.
 
         Returns:
             The rows, their weights, the descriptor and the layer.
@@ -122,7 +123,7 @@ class Layers:
             group = self.communicator.group
             group.launches.agree(CollectiveCall(LAYER_SIZE))  # else ranks whose calls differ would wait for each other
             everyone = group.exchange.all_gather(len(topk_idx), _TOKENS, "the size of a layer")
-            room = (shape.most_rows or 0) // self.communicator.world_size  # which it keeps, as it can't grow
+            room = (shape.most_rows or 0) // self.communicator.world_size  # the layer stays, because it can't grow
             self._growing[shape] = self._make(shape, max(_rounded(max(everyone)), room))
         while True:
             layer = self._growing[shape]
@@ -132,8 +133,8 @@ class Layers:
                 self._grow(shape, error)
 
     def _grow(self, shape: Shape, error: CapacityError) -> None:
-        """Makes a layer that has enough room, after a call that all ranks have refused with this error. Raises it again
-        if the caller has set the room.
+        """Makes a layer that has enough room, after all ranks have refused a call with this error. Raises the error
+        again if the caller has fixed the room.
         """
         if shape.most_rows is not None:
             raise error
@@ -148,7 +149,7 @@ class Layers:
 
     def _make_larger(self, shape: Shape, max_tokens: int, wished: int) -> EPAll2AllLayer:
         if wished > max_tokens:
-            with contextlib.suppress(ArgumentError):  # on all ranks: a layer can't be that large
+            with contextlib.suppress(ArgumentError):  # raised on all ranks: a layer can't be that large
                 return self._make(shape, wished)
         return self._make(shape, max_tokens)
 

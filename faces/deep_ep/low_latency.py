@@ -1,4 +1,4 @@
-"""Low-latency mode: dispatch and combine of few tokens, with room for the most rows of each expert."""
+"""Low-latency mode: dispatch and combine of few tokens, with room for the most rows that each expert can get."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Half = tuple[Callable[[], None], EPAll2AllLayer]
 
 
 class Options(NamedTuple):
-    """The options of `Buffer.low_latency_dispatch`. If `hooked`, a second half receives the rows."""
+    """The options of `Buffer.low_latency_dispatch`. If `hooked`, a second half of the call receives the rows."""
 
     max_tokens: int
     num_experts: int
@@ -45,7 +45,7 @@ def dispatch(
     """The results of `Buffer.low_latency_dispatch`, except the event."""
     try:
         key = options, x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype
-    except (AttributeError, IndexError, TypeError):  # of another type than tensors
+    except (AttributeError, IndexError, TypeError):  # arguments that are not tensors
         return Dispatches(layers, options, x, topk_idx).make(x, topk_idx, stats)
     made = layers.forms.get(key)
     if made is None:
@@ -55,12 +55,12 @@ def dispatch(
 
 
 class Dispatches:
-    """Dispatches of one form: with the same options, and tensors that differ in their numbers of tokens alone.
+    """Dispatches of one form: with the same options, and with tensors that differ only in their number of tokens.
 
     Args:
-        layers: of the buffer.
-        options: of the calls.
-        x, topk_idx: of the call for which the form is prepared.
+        layers: the buffer's layers.
+        options: the calls' options.
+        x, topk_idx: the tensors of the call for which the form is prepared.
 
     Raises:
         ArgumentError: an argument is wrong.
@@ -126,9 +126,9 @@ def _require_tokens(x: Any, topk_idx: Any) -> None:
 
 
 def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[], None]) -> Half:
-    """The second half of a dispatch, which then calls `finish`; to be made as soon as the first half is queued. If the
-    next call of the layer comes before the hook is called, because an exception came between, that call receives the
-    rows, and `finish` is left to the hook.
+    """Makes the second half of a dispatch, which receives the rows and then calls `finish`. Call this as soon as the
+    first half is queued. If the next call of the layer comes before the hook, because of an exception in between, that
+    call receives the rows, and only the hook calls `finish`.
     """
     early: list[ProxyCCLError | None] = []
 
@@ -147,7 +147,7 @@ def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[
 
 
 def _error_of(call: Callable[[], Any]) -> ProxyCCLError | None:
-    """Makes a call whose error is raised later, by the hook of the call to which it belongs."""
+    """Makes a call and returns its error, which the hook of the call raises later."""
     try:
         call()
     except (ArgumentError, CapacityError) as error:
@@ -162,10 +162,10 @@ def _require_out(out: Any, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) ->
 def _combine_later(
     layer: EPAll2AllLayer, pending: Any, x: torch.Tensor, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, Half]:
-    """The result of a combine, and its second half; to be made as soon as the first half is queued."""
+    """The result of a combine and the combine's second half. Call this as soon as the first half is queued."""
     early: list[torch.Tensor] = []
 
-    def end() -> None:  # where an exception came before the hook, `out` may have another use by now
+    def end() -> None:  # if an exception came before the hook, the caller may already use `out` for something else
         early.append(layer.combine_recv(pending))
 
     def receive() -> None:

@@ -1,4 +1,4 @@
-"""The ranks that a buffer continues without."""
+"""The ranks that a buffer excludes: lost ranks and masked ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from proxyccl.device.errors import PeerLostError
 
 
 class Masks:
-    """Ranks that are lost, and those that the caller masked since. Ranks keep their original numbers.
+    """Ranks that are lost, and ranks that the caller masked since the last dispatch. Ranks keep their original numbers.
 
     Args:
         ranks: the original number of ranks.
 
     Attributes:
         lost: the ranks that the buffer's communicator no longer has, in order.
-        pending: those that the caller masked, and that the next dispatch excludes.
+        pending: the ranks that the caller masked, which the next dispatch excludes.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -37,7 +37,7 @@ class Masks:
         self.pending.clear()
 
     def of(self, communicator: Communicator) -> set[int]:
-        """All masked ranks, and the one whose loss ended the communicator, if that is known."""
+        """All masked ranks, and the rank whose loss ended the communicator, if known."""
         masked = {*self.lost, *self.pending}
         failure = communicator.group.failure
         if failure.aborted:
@@ -47,11 +47,11 @@ class Masks:
         return masked
 
     def numbers_in(self, communicator: Communicator) -> list[int]:
-        """The numbers that the pending ranks have in the communicator."""
+        """The pending ranks' numbers in the communicator."""
         return [number for number, rank in enumerate(self._present()) if rank in self.pending]
 
     def lose_all_but(self, shrunk: Communicator) -> None:
-        """Records the ranks of a shrunk communicator."""
+        """Records that only the ranks of a shrunk communicator remain."""
         present = self._present()
         left = {present[member] for member in shrunk.members}
         self.lost = tuple(rank for rank in range(self._ranks) if rank not in left)

@@ -1,4 +1,4 @@
-"""Normal mode: dispatch and combine of many tokens, a row for each token and rank."""
+"""Normal mode: dispatch and combine of many tokens, with one row for each token and rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Dispatched: TypeAlias = "tuple[Rows, torch.Tensor | None, torch.Tensor | None, l
 
 
 class Options(NamedTuple):
-    """The options of `Buffer.dispatch`; `most_rows` are its num_worst_tokens, None for 0."""
+    """The options of `Buffer.dispatch`; `most_rows` is its num_worst_tokens, or None for 0."""
 
     ranks: int
     expert_alignment: int
@@ -54,18 +54,20 @@ def dispatch(
         moved = x if tokens is None else tokens.moved
         values, weights, desc, layer = layers.dispatch(shape, moved, topk_idx, topk_weights)
     except ArgumentError:
-        _check(options, *given)  # in DeepEP's words
+        _check(options, *given)  # raises the error in DeepEP's terms
         raise
     counts = [] if options.most_rows is not None else desc.num_tokens_per_expert(options.expert_alignment)
     ids = desc.local_expert_ids
-    if ids.dtype is not topk_idx.dtype:  # of a layer that has lost ranks
+    if ids.dtype is not topk_idx.dtype:  # a layer that has lost ranks returns another type
         ids = ids.to(topk_idx.dtype)
     handle = options.handle(Routing(layer, desc), is_token_in_rank, has_ids=True)
     return values if tokens is None else tokens.as_given(values), ids, weights, counts, handle
 
 
 def _form_of(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: Any) -> tuple[Any, ...]:
-    """The part of a call's arguments that decides about its layer; () if one is not a tensor, which is refused."""
+    """The properties of a call's arguments that determine its layer; () if an argument is not a tensor, so that the
+    call is refused.
+    """
     try:
         of_tokens = x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype
         of_choices = in_rank.shape[1:], in_rank.dtype, per_expert.shape
@@ -75,7 +77,7 @@ def _form_of(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: 
 
 
 def _check(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: Any) -> tuple[Shape, Tokens]:
-    """Checks the tensors of a call. Returns the shape of its layer, and the tokens."""
+    """Checks the tensors of a call. Returns the shape of the call's layer, and the tokens."""
     require_choices(in_rank, per_expert, options.ranks)
     tokens = Tokens.of(x)
     require_ids(topk_idx, len(tokens.rows))
@@ -92,7 +94,9 @@ def require_choices(is_token_in_rank: Any, num_tokens_per_expert: Any, ranks: in
 def dispatch_to_ranks(
     layers: Layers, options: Options, x: Rows, is_token_in_rank: torch.Tensor, num_tokens_per_expert: torch.Tensor
 ) -> Dispatched:
-    """The same for a call without expert ids. Its layer takes each rank for one expert."""
+    """The results of `Buffer.dispatch` for a call without expert ids, except the event. The call's layer treats each
+    rank as one expert.
+    """
     ranks, expert_alignment, most_rows, num_sms, _ = options
     require_choices(is_token_in_rank, num_tokens_per_expert, ranks)
     tokens = Tokens.of(x)
@@ -131,7 +135,7 @@ def combine(
     *,
     order_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The results of `Buffer.combine`, except the event. `order_ids` as for `EPAll2AllLayer.combine`."""
+    """The results of `Buffer.combine`, except the event. For `order_ids` see `EPAll2AllLayer.combine`."""
     desc, config = routing.desc, routing.layer.ep_config
     if not isinstance(x, torch.Tensor) or bias is not None or topk_weights is not None:
         require_tensor("x", x, (desc.rows, config.hidden))
@@ -166,13 +170,13 @@ def _ranks_as_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
 
 
 class _CountsUnderWay:
-    """How many rows come for each expert of this rank, by what all ranks say. They are on their way to the CPU when
-    this is made, so that a caller can queue its dispatch before it waits for them. All ranks make it together.
+    """How many rows come for each expert of this rank, according to all ranks. The constructor starts to copy these
+    numbers to the CPU, so that a caller can queue its dispatch before it waits for them. All ranks make it together.
 
     Args:
         layers: of the ranks.
         num_tokens_per_expert: int32 [experts]: how many of this rank's tokens each expert of all ranks gets.
-        ranks: their number, with those that are lost.
+        ranks: the number of ranks, including lost ranks.
     """
 
     def __init__(self, layers: Layers, num_tokens_per_expert: torch.Tensor, ranks: int) -> None:
@@ -191,7 +195,7 @@ class _CountsUnderWay:
             self._event.record()
 
     def aligned(self, alignment: int) -> list[int]:
-        """Waits for them, and returns each rounded up to a multiple of `alignment`."""
+        """Waits for the numbers, and returns each rounded up to a multiple of `alignment`."""
         if self._event is not None:
             self._event.synchronize()
         return [-(-count // alignment) * alignment for count in self._counts.tolist()]
@@ -205,7 +209,7 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, nu
     require_ids(topk_idx)
     if whole_number("num_experts", num_experts, 1) % num_ranks:
         raise ArgumentError("num_experts", f"must be a positive multiple of the {num_ranks} ranks, not {num_experts}")
-    # Slots without an expert count for one more expert, of one more rank, which is cut off.
+    # Slots without an expert count for an additional expert of an additional rank, which is cut off.
     ids = topk_idx.to(torch.int64)
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)

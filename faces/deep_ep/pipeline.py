@@ -1,4 +1,4 @@
-"""ElasticBuffer's sends and receives between neighbours, as the stages of a pipeline make them."""
+"""ElasticBuffer's sends and receives between neighbours, for the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from proxyccl.deep_ep.elastic_base import ElasticBase, bytes_of, require_bytes
 from proxyccl.device.errors import ArgumentError
 
 _ALIGNMENT = 32
-_SIDES = 4  # slots to send from and to receive in, for the rank before and the one after
+_SIDES = 4  # slots to send from and to receive in, for the previous and the next rank
 
 
 class PipelineCalls(ElasticBase):
-    """Sends to a neighbour's slots, and receives from this rank's. The ranks have a communicator of their own for them,
-    so that one that waits for its neighbour holds up no other call of the buffer.
+    """Sends to a neighbour's slots, and receives from this rank's. They use a communicator of their own, so that a rank
+    that waits for its neighbour holds up no other call of the buffer.
     """
 
     _pipeline: Communicator | None = None
@@ -41,8 +41,8 @@ class PipelineCalls(ElasticBase):
         on the CPU too, for the earlier work of all ranks.
 
         Args:
-            num_max_tensor_bytes: most bytes of a tensor.
-            num_max_inflight_tensors: how many sends to one rank can be ahead of its receives. Another one waits.
+            num_max_tensor_bytes: the most bytes of a tensor.
+            num_max_inflight_tensors: how many sends to a rank can be ahead of its receives. A further send waits.
 
         Raises:
             ArgumentError: a number is wrong, the buffer's `num_bytes` is less than `get_pp_buffer_size_hint` gives, or

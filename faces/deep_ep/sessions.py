@@ -30,20 +30,20 @@ class SessionCalls(ElasticBase):
 
     _gathered: Array | None = None
     _bytes: torch.Tensor | None = None  # the same memory
-    _ranges: RangeGathers | None = None  # several gathers at once there
+    _ranges: RangeGathers | None = None  # several gathers at once in the session's memory
     _most_session_bytes = _most_gathers = 0
     _session = 0
     _in_session = False
-    _offset = _gathers = 0  # in the session
-    _awaited: list[torch.cuda.Event]  # ends of gathers whose handle was not called
+    _offset = _gathers = 0  # gathers so far in the session
+    _awaited: list[torch.cuda.Event]  # ends of the gathers whose handle was not called
 
     @staticmethod
     def get_agrs_num_max_session_bytes(group: Any, shapes: Shape | Sequence[Shape], dtype: torch.dtype) -> int:
         """The bytes that all-gathers of tensors of these shapes take in a session.
 
         Args:
-            group: the ranks, as for `ElasticBuffer`.
-            shapes: of one rank's tensors: one shape, or several.
+            group: the ranks; see `ElasticBuffer`.
+            shapes: the shapes of one rank's tensors: one shape, or several.
             dtype: of their elements.
         """
         sizes = _sizes(shapes, dtype)[1]
@@ -99,15 +99,15 @@ class SessionCalls(ElasticBase):
         self._awaited = []
 
     def destroy_agrs_session(self) -> None:
-        """Ends the session. The memory of its results is free for the next one, on every rank when the rank's current
-        stream has come here. Raises ArgumentError if no session is open.
+        """Ends the session. The next session reuses the memory of the results, on every rank once the rank's current
+        stream has reached this call. Raises ArgumentError if no session is open.
         """
         self._usable()
         self._require_session(is_open=True)
         self._in_session = False
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-            for event in self._awaited:  # before the next session's tensors in place are written
+            for event in self._awaited:  # runs before the next session's in-place tensors are written
                 event.wait()
 
     @contextlib.contextmanager
@@ -125,10 +125,11 @@ class SessionCalls(ElasticBase):
     def agrs_get_inplace_tensor(
         self, shapes: Shape | Sequence[Shape], dtype: torch.dtype
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """This rank's part of the next `all_gather`'s results, which then need not be copied there.
+        """This rank's part of the next `all_gather`'s results. Tensors written here need not be copied.
 
         Args:
-            shapes: of this rank's tensors for the next call of `all_gather`, in order: one shape, or several.
+            shapes: the shapes of this rank's tensors for the next call of `all_gather`, in order: one shape, or
+                several.
             dtype: of their elements.
 
         Returns:
@@ -152,11 +153,11 @@ class SessionCalls(ElasticBase):
         They are read on the buffer's stream, after the work of the current stream.
 
         Args:
-            t: a contiguous tensor, or several. Those of `agrs_get_inplace_tensor` are not copied first.
+            t: a contiguous tensor, or several. Tensors from `agrs_get_inplace_tensor` are not copied first.
 
         Returns:
-            For each tensor one of shape [num_ranks, …], valid until the session ends; and a handle. Calling that makes
-            the current stream wait for them.
+            For each tensor a result of shape [num_ranks, …], valid until the session ends; and a handle. Calling the
+            handle makes the current stream wait for the results.
 
         Raises:
             ArgumentError: an argument is wrong, no session is open, or it has no room for the tensors.
@@ -184,7 +185,9 @@ class SessionCalls(ElasticBase):
         return *results, self._handle(current)
 
     def _place(self, mine: torch.Tensor, begin: int) -> None:
-        """Copies a tensor's bytes to their place in the result, unless they lie there; on the buffer's stream."""
+        """Copies a tensor's bytes to their place in the result, on the buffer's stream, unless they already lie
+        there.
+        """
         own = self._part(begin + self.rank_idx * len(mine), len(mine))
         if len(mine) and mine.data_ptr() != own.data_ptr():
             own.copy_(mine)
@@ -192,7 +195,7 @@ class SessionCalls(ElasticBase):
                 mine.record_stream(self._stream)
 
     def _gather(self, results: Sequence[tuple[int, int]]) -> None:
-        """Gathers results in place on the buffer's stream: where each begins, and the bytes of one rank."""
+        """Gathers results in place on the buffer's stream, given each result's offset and the bytes of one rank."""
         if len(results) > 1 and self._ranges is not None and self._ranges.are_possible:
             self._ranges.gather(results, self._stream)
             return
@@ -213,7 +216,7 @@ class SessionCalls(ElasticBase):
 
         def handle() -> None:
             if not self._in_session or session != self._session:
-                raise ArgumentError("handle", "is of a session that has ended")
+                raise ArgumentError("handle", "comes from a session that has ended")
             if event is None:
                 return
             if torch.cuda.current_stream() != current:
@@ -225,7 +228,7 @@ class SessionCalls(ElasticBase):
         return handle
 
     def _places(self, argument: str, sizes: Sequence[int]) -> list[int]:
-        """Where the results of the next call begin in the memory, for a rank's tensors of these sizes."""
+        """The offsets of the next call's results in the memory, for a rank's tensors of these sizes."""
         self._usable()
         if not sizes:
             raise ArgumentError(argument, "is empty; expected at least one")
@@ -250,7 +253,7 @@ class SessionCalls(ElasticBase):
         return places
 
     def _require_place(self, mine: torch.Tensor, begin: int) -> None:
-        """Refuses a tensor in the session's memory that is not at its place there."""
+        """Refuses a tensor that lies in the session's memory, but not at the place of its result."""
         memory = self._part(0, self._most_session_bytes).data_ptr()
         at = mine.data_ptr() - memory
         if len(mine) and 0 <= at < self._most_session_bytes and at != begin + self.rank_idx * len(mine):
@@ -282,7 +285,7 @@ def size_of(group: Any) -> int:
 
 
 def _sizes(shapes: Any, dtype: Any) -> tuple[bool, list[int]]:
-    """Whether there are several shapes, and the bytes of a tensor of each."""
+    """Whether several shapes were given, and for each shape the bytes of a tensor."""
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError("dtype", f"must be a torch.dtype, not {dtype!r}")
     try:

@@ -1,5 +1,5 @@
-"""The tokens that a caller dispatches: rows, or float8 rows and their scales, and the layouts of scales that grouped
-matrix products read.
+"""The tokens that a caller dispatches: rows, or float8 rows and their scales; and layouts of scales for grouped matrix
+products.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from proxyccl.device.errors import ArgumentError
 
 ELEMENTS = 128
 """Elements that share a scale."""
-_GREATEST = 448.0  # of float8_e4m3fn
-_LEAST_MAGNITUDE = 1e-4  # below which a group counts as this large
+_GREATEST = 448.0  # the largest float8_e4m3fn
+_LEAST_MAGNITUDE = 1e-4  # the least magnitude that a group's scale is computed from
 _EXPONENTS_OF_A_WORD = 4
-_WORDS_OF_A_LINE = 4  # of 16 bytes
+_WORDS_OF_A_LINE = 4  # 16 bytes
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -34,8 +34,8 @@ def quantize_rounded(x: torch.Tensor) -> Pair:
 
 
 def column_major(scales: torch.Tensor, *, packed: bool = False) -> torch.Tensor:
-    """An empty tensor for scales [..., rows, n], packed or not. Those of consecutive rows lie side by side, and each
-    column begins at a multiple of 16 bytes, as bulk copies (TMA) need it.
+    """An uninitialised tensor for scales [..., rows, n], packed or not. Scales of consecutive rows lie side by side,
+    and each column begins at a multiple of 16 bytes, as bulk copies (TMA) require.
     """
     *leading, rows, n = scales.shape
     column = -(-rows // _WORDS_OF_A_LINE) * _WORDS_OF_A_LINE
@@ -44,13 +44,15 @@ def column_major(scales: torch.Tensor, *, packed: bool = False) -> torch.Tensor:
 
 
 def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
-    """Scales that are powers of two as four exponents (UE8M0) in each int32: [..., n] becomes [..., n / 4]."""
+    """Packs scales that are powers of two: four exponents (UE8M0) in each int32, so [..., n] becomes [..., n / 4]."""
     exponents = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
     return exponents.view(torch.int32)
 
 
 def carried(scales: torch.Tensor, tokens: int) -> torch.Tensor:
-    """A caller's scales, [T] or [T, n] of four bytes each, as float32 [T, n], which moves them as they are."""
+    """A caller's scales, [T] or [T, n] of four bytes each, viewed as float32 [T, n], so that a layer moves their bits
+    unchanged.
+    """
     if scales.dtype not in (torch.float32, torch.int32) or scales.dim() not in (1, 2) or len(scales) != tokens:
         raise ArgumentError(
             "x", f"has scales {scales.dtype} {list(scales.shape)}; expected float32 or int32 [{tokens}, n]"
@@ -82,7 +84,7 @@ class Tokens(NamedTuple):
         """The tokens of the argument `x`.
 
         Raises:
-            ArgumentError: it has another shape, or scales of another type.
+            ArgumentError: `x` has another shape, or scales of another type.
         """
         if isinstance(x, tuple) and len(x) != 2:
             raise ArgumentError("x", f"is a tuple of {len(x)}; expected a tensor, or a pair of rows and scales")
@@ -94,12 +96,12 @@ class Tokens(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The token type of the layer that takes them, which is also that of its combine."""
+        """The element type of the layer for these tokens; the layer's combine has the same type."""
         return str(self.rows.dtype).removeprefix("torch.") if self.scales is None else "bfloat16"
 
     @property
     def num_scales(self) -> int:
-        """Scales of a row, any number; 0 without scales."""
+        """The number of scales of a row; 0 without scales."""
         if not isinstance(self.moved, tuple):
             return 0
         hidden, scales = self.rows.shape[1], self.moved[1].shape[1]
@@ -108,11 +110,11 @@ class Tokens(NamedTuple):
         return int(scales)
 
     def as_given(self, received: Rows, *, by_columns: bool = False) -> Rows:
-        """A layer's results, with scales in the type and number of dimensions of those that were given.
+        """A layer's results, with scales in the type and number of dimensions of the caller's scales.
 
         Args:
             received: the layer's rows.
-            by_columns: put those of consecutive rows side by side.
+            by_columns: put scales of consecutive rows side by side.
         """
         if self.scales is None or not isinstance(received, tuple):
             return received

@@ -13,7 +13,7 @@ from proxyccl.device.gpu import stream_order
 from proxyccl.device.gpu.stream_order import StreamMark, StreamOrder
 from proxyccl.device.runtimes import open_driver
 
-# Streams are ordered by their handles and the driver's functions: torch's objects for them take microseconds.
+# Waits between streams use the streams' handles and the driver's functions, because torch's objects cost microseconds.
 
 _has_streams = functools.cache(torch.cuda.is_available)
 
@@ -30,7 +30,9 @@ def _current_stream() -> tuple[int, int]:
 
 
 class EventHandle:
-    """The work queued on the current stream so far. CPU tensors have no streams, so their events are empty."""
+    """An event after the work queued on the current stream so far. CPU tensors have no streams, so their events are
+    empty.
+    """
 
     def __init__(self) -> None:
         self._mark: StreamMark | None = None
@@ -69,7 +71,7 @@ class EventOverlap:
             release_handle: whether to drop the event afterwards.
 
         Raises:
-            ValueError: there is no event: the call was synchronous.
+            ValueError: there is no event, because the call was synchronous.
         """
         if self.event is None:
             raise ValueError("event: there is none, because the call was made without async_finish")
@@ -80,17 +82,17 @@ class EventOverlap:
         return None if hook is None else hook()
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
-        """Has the next `current_stream_wait` call something when it has waited.
+        """Registers a function that the next `current_stream_wait` calls after its wait.
 
         Raises:
-            ValueError: it already calls something.
+            ValueError: a function is registered already.
         """
         if self._hook is not None:
             raise ValueError("hook_after_wait: there is one already")
         self._hook = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
-        """Itself, for a with statement that drops the event at its end."""
+        """Returns itself, for a with statement that drops the event at its end."""
         self._releases = release_handle
         return self
 

@@ -1,4 +1,5 @@
-"""NIXL's Python interface: ``from proxyccl.nixl import nixl_agent``. The distribution proxyccl-nixl names it `nixl`.
+"""NIXL's Python interface: ``from proxyccl.nixl import nixl_agent``. The distribution proxyccl-nixl offers it as
+`nixl`.
 
 It follows NIXL 1.5.1: names, arguments, defaults, types and errors. It translates calls to those of
 `proxyccl.transfer.Agent`, and adds no mechanism but NIXL's exchange of metadata by sockets. An unsupported feature

@@ -1,6 +1,6 @@
 """NIXL's Python interface: agents, their configuration and their handles.
 
-Names of agents are text or bytes, messages are bytes or text. Every call of an agent may be made by any thread.
+Names of agents are text or bytes, messages are bytes or text. Any thread may call any method of an agent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ nixl_backend_handle = int
 
 
 class _Handle:
-    """Something of an agent's that is released, at the latest when nobody refers to it."""
+    """A resource of an agent, which is released by `release` or when nothing refers to it any longer."""
 
     def __init__(self, agent: nixlBind.nixlAgent, value: int) -> None:
         self._handle = int(value)
@@ -43,7 +43,7 @@ class _Handle:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Releases it. Again, this has no effect."""
+        """Releases the resource. A second call has no effect."""
         if not self._released:
             self._release()
             self._released = True
@@ -71,14 +71,14 @@ class nixl_agent_config:
     Args:
         enable_prog_thread: without effect: an agent always has its thread, which sleeps when there is nothing to do.
         enable_listen_thread: whether peers may send and fetch metadata by `listen_port`.
-        listen_port: that port; 0: any free one.
+        listen_port: the port to listen at; 0 for any free port.
         capture_telemetry: whether `get_xfer_telemetry` works; ``NIXL_TELEMETRY_ENABLE`` wins.
         num_threads: without effect.
         backends: "UCX" and "LIBFABRIC" both mean ProxyCCL.
         sync_mode: without effect: every mode is safe.
 
     Raises:
-        TypeError: `sync_mode` is something else.
+        TypeError: `sync_mode` is not a nixl_thread_sync_t.
     """
 
     def __init__(
@@ -157,7 +157,9 @@ class nixl_agent:
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
-        """Kinds of memory of a backend that can be created; none, and a warning, for another name."""
+        """The kinds of memory that a backend supports, before it is created. Logs a warning and returns none for an
+        unknown name.
+        """
         return self._plugin(backend)[1]
 
     def get_plugin_params(self, backend: str) -> dict[str, str]:
@@ -170,7 +172,7 @@ class nixl_agent:
         return self.agent.getPluginParams(backend)
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
-        """Kinds of memory of a backend that was created; none, and a warning, for another one."""
+        """The kinds of memory of a backend that was created. Logs a warning and returns none for another one."""
         return self._created(backend, self.backend_mems) or []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
@@ -182,7 +184,9 @@ class nixl_agent:
         return known.get(backend)
 
     def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:
-        """Creates a backend. Raises nixlNotFoundError for another name, and nixlInvalidParamError if it exists."""
+        """Creates a backend. Raises nixlNotFoundError for an unknown name, and nixlInvalidParamError if the backend
+        exists.
+        """
         handle = self.agent.createBackend(backend, initParams or {})
         self.backends[backend] = handle
         self.backend_options[backend], self.backend_mems[backend] = self.agent.getBackendParams(handle)
@@ -197,8 +201,8 @@ class nixl_agent:
         """Registers memory, given as for `get_reg_descs`. Returns the list, for `deregister_memory`.
 
         Raises:
-            nixlBackendError: it is neither the host's memory nor a device's that can be shared.
-            nixlNotFoundError: there is no backend.
+            nixlBackendError: the memory is neither the host's nor shareable memory of a device.
+            nixlNotFoundError: no backend was created.
         """
         descs = self.get_reg_descs(reg_list, mem_type)
         self.agent.registerMem(descs, self._handles(backends))  # type: ignore[arg-type]  # None is a TypeError
@@ -209,7 +213,9 @@ class nixl_agent:
         self.agent.deregisterMem(dereg_list, self._handles(backends))
 
     def query_memory(self, reg_list: Any, backend: str, mem_type: str | None = None) -> list[dict[str, str] | None]:
-        """Raises nixlNotSupportedError, as it asks about files; ValueError for a backend that was not created."""
+        """Raises nixlNotSupportedError, because only files can be queried; raises ValueError for a backend that was not
+        created.
+        """
         descs = self.get_reg_descs(reg_list, mem_type)
         if backend not in self.backends:
             raise ValueError(f"Backend '{backend}' not found. Available backends: {list(self.backends)}")
@@ -218,14 +224,15 @@ class nixl_agent:
     # Transfers
 
     def make_connection(self, remote_agent: str | bytes, backends: Sequence[str] = ()) -> None:
-        """Connects to an agent, which its first use does otherwise. Raises nixlNotFoundError,
-        nixlRemoteDisconnectError."""
+        """Connects to an agent. Without this call, the first use of the agent connects. Raises nixlNotFoundError,
+        nixlRemoteDisconnectError.
+        """
         self.agent.makeConnection(remote_agent, self._handles(backends))
 
     def prep_xfer_dlist(
         self, agent_name: str | bytes, xfer_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
     ) -> nixl_prepped_dlist_handle:
-        """Prepares a list of descriptors, of which transfers pick some by index.
+        """Prepares a list of descriptors, from which transfers pick descriptors by index.
 
         Args:
             agent_name: "NIXL_INIT_AGENT" or "" for the initiator's side; for the other side the remote agent's name, or
@@ -251,7 +258,9 @@ class nixl_agent:
         return nixl_prepped_dlist_handle(self.agent, handle)
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
-        """Duration and error margin in microseconds, and the method: (0, 0, "UNKNOWN"), as nothing is estimated."""
+        """The duration and the error margin in microseconds, and the method: always (0, 0, "UNKNOWN"), because nothing
+        is estimated.
+        """
         duration, margin, method = self.agent.estimateXferCost(req_handle._handle)
         known = method == nixl_cost_t.NIXL_COST_ANALYTICAL_BACKEND
         return duration, margin, "ANALYTICAL_BACKEND" if known else "UNKNOWN"
@@ -267,14 +276,14 @@ class nixl_agent:
         backends: Sequence[str] = (),
         skip_desc_merge: bool = False,
     ) -> nixl_xfer_handle:
-        """A transfer between descriptors of two prepared lists, by their indices, in order. `notif_msg` is told to the
-        other agent when the data has arrived, unless it is empty. `skip_desc_merge` has no effect.
+        """A transfer between descriptors of two prepared lists, by their indices, in order. Unless `notif_msg` is
+        empty, the other agent receives it as a notification when the data has arrived. `skip_desc_merge` has no effect.
 
         Raises:
             KeyError: the operation is neither "READ" nor "WRITE".
-            nixlInvalidParamError: of the lists, the indices, or lengths that differ.
-            nixlNotFoundError: the agent was removed, also if another one has its name, or memory of a list was
-                deregistered, also if it was registered anew.
+            nixlInvalidParamError: a list or an index is wrong, or the two sides' lengths differ.
+            nixlNotFoundError: the agent was removed, even if another one has its name, or memory of a list was
+                deregistered, even if it was registered again.
         """
         op = self.nixl_ops[operation]
         handle = self.agent.makeXferReq(
@@ -298,7 +307,7 @@ class nixl_agent:
         notif_msg: bytes | str = b"",
         backends: Sequence[str] = (),
     ) -> nixl_xfer_handle:
-        """A transfer between two lists of `get_xfer_descs`, the other of which may be this agent's own. See also
+        """A transfer between two lists of `get_xfer_descs`. The remote list may belong to this agent. See also
         `make_prepped_xfer`.
 
         Raises:
@@ -312,18 +321,20 @@ class nixl_agent:
         return nixl_xfer_handle(self.agent, handle)
 
     def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes | str = b"") -> str:
-        """Starts a transfer, again if it has ended: "DONE" or "PROC". `notif_msg` replaces the transfer's own, if it is
-        not empty.
+        """Starts a transfer, which may have run before, and returns its state: "DONE" or "PROC". A `notif_msg` that is
+        not empty replaces the transfer's own.
 
         Raises:
             nixlNotFoundError: the agent was removed.
-            nixlRepostActiveError: it is active.
-            nixlRemoteDisconnectError, nixlBackendError: it failed at once.
+            nixlRepostActiveError: the transfer is active.
+            nixlRemoteDisconnectError, nixlBackendError: the transfer failed at once.
         """
         return _state(self.agent.postXferReq(handle._handle, notif_msg))
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
-        """Where a transfer is: "DONE" or "PROC". Raises the errors of `transfer`; nixlNotPostedError before it."""
+        """The state of a transfer: "DONE" or "PROC". Raises the errors of `transfer`, and nixlNotPostedError if the
+        transfer was not started.
+        """
         return _state(self.agent.getXferStatus(handle._handle))
 
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:
@@ -339,17 +350,17 @@ class nixl_agent:
         handle.release()
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
-        """Releases a prepared list. Transfers that were made of it stay."""
+        """Releases a prepared list. Transfers that were made from the list stay usable."""
         handle.release()
 
     # Notifications
 
     def get_new_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
-        """The notifications that have arrived since the last call, by the sender's name."""
+        """The notifications that have arrived since the last call, by sender."""
         return self.agent.getNotifs({}, self._handles(backends))
 
     def update_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
-        """Adds new notifications to those that are kept in the agent, and returns all."""
+        """Adds the new notifications to those kept in the agent, and returns all kept ones."""
         self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
         return self.notifs
 
@@ -360,8 +371,9 @@ class nixl_agent:
         backends: Sequence[str] = (),
         tag_is_prefix: bool = True,
     ) -> bool:
-        """Whether a notification has come that begins with a tag, or contains it unless `tag_is_prefix`. It is then
-        removed from those that are kept in the agent."""
+        """Whether a notification has arrived that begins with a tag or, without `tag_is_prefix`, contains the tag. Such
+        a notification is removed from the kept ones.
+        """
         name = remote_agent_name.decode() if isinstance(remote_agent_name, bytes) else remote_agent_name
         messages = self.update_notifs(backends).get(name, [])
         for index, message in enumerate(messages):
@@ -377,23 +389,24 @@ class nixl_agent:
     # Metadata
 
     def get_agent_metadata(self) -> bytes:
-        """This agent's metadata. Whoever has them may read and write its memory."""
+        """This agent's metadata. Whoever has the metadata may read and write the agent's registered memory."""
         return self.agent.getLocalMD()
 
     def get_partial_agent_metadata(
         self, descs: nixlRegDList, inc_conn_info: bool = False, backends: Sequence[str] = ()
     ) -> bytes:
-        """A part of this agent's metadata: registered memory, and where the agent listens, with `inc_conn_info` or if
-        there is no descriptor. Raises nixlNotFoundError for a descriptor that is not registered."""
+        """A part of this agent's metadata: registered memory and, with `inc_conn_info` or without descriptors, the
+        address at which the agent listens. Raises nixlNotFoundError for a descriptor that is not registered.
+        """
         return self.agent.getLocalPartialMD(descs, inc_conn_info, self._handles(backends))
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
-        """Adds an agent, or adds to its known memory. Returns its name, as bytes.
+        """Adds an agent, or adds memory to a known agent. Returns the agent's name, as bytes.
 
         Raises:
             nixlMismatchError: the bytes are not metadata.
-            nixlInvalidParamError: they are this agent's own.
-            nixlNotFoundError: they only extend, and the agent is unknown.
+            nixlInvalidParamError: the metadata are this agent's own.
+            nixlNotFoundError: the metadata are partial, and the agent is unknown.
             nixlNotAllowedError: another agent of this name is known.
         """
         return self.agent.loadRemoteMD(metadata)
@@ -421,7 +434,7 @@ class nixl_agent:
     def fetch_remote_metadata(
         self, remote_agent: str | bytes, ip_addr: str = "", port: int = DEFAULT_COMM_PORT, label: str = ""
     ) -> None:
-        """Asks a peer that listens for its metadata; `check_remote_metadata` tells when they are here."""
+        """Requests the metadata of a peer that listens; `check_remote_metadata` returns True when they have arrived."""
         self.agent.fetchRemoteMD(remote_agent, ip_addr, port, label)
 
     def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
@@ -429,7 +442,7 @@ class nixl_agent:
         self.agent.invalidateLocalMD(ip_addr, port)
 
     def check_remote_metadata(self, agent: str | bytes, descs: nixlXferDList | None = None) -> bool:
-        """Whether an agent is known, and, if given, all of these descriptors."""
+        """Whether an agent is known and, if descriptors are given, all of them."""
         asked = nixlXferDList(nixl_mem_t.DRAM_SEG) if descs is None else descs
         return self.agent.checkRemoteMD(agent, asked) == nixl_status_t.NIXL_SUCCESS
 
@@ -440,7 +453,7 @@ class nixl_agent:
 
         Args:
             descs: (address, bytes, device) tuples, or an array of shape (N, 3), of uint64 or int64; a contiguous
-                tensor, or several on one device; or such a list, which is returned.
+                tensor, or several on one device; or a list of descriptors, which is returned.
             mem_type: "DRAM", "VRAM", "FILE", "BLOCK", "OBJ", "cpu" or "cuda", for tuples and arrays.
 
         Returns:
@@ -487,12 +500,12 @@ class nixl_agent:
         return descs.serialize()
 
     def deserialize_descs(self, serialized_descs: bytes) -> nixlXferDList | nixlRegDList:
-        """The list of such bytes. Raises nixlMismatchError."""
+        """The list that was serialized to these bytes. Raises nixlMismatchError."""
         return deserialize(serialized_descs)
 
 
 def _is_tensor(value: object) -> bool:
-    torch = sys.modules.get("torch")  # until it is imported, nothing is a tensor
+    torch = sys.modules.get("torch")  # before torch is imported, no object is a tensor
     return torch is not None and isinstance(value, torch.Tensor)
 
 

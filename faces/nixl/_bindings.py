@@ -42,7 +42,7 @@ NIXL_INIT_AGENT = ""
 HAVE_UCX_GPU_DEVICE_API = False
 
 for _kind in (nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_xfer_op_t):
-    globals().update(_kind.__members__)  # as NIXL's extension module exports them
+    globals().update(_kind.__members__)  # exported because NIXL's extension module exports these names
 
 _BACKENDS = ["UCX", "LIBFABRIC"]  # both are ProxyCCL: clients ask for them by name
 _UNKNOWN_COST = 1
@@ -67,7 +67,7 @@ class nixlAgentConfig(Struct):
 
 
 class nixlXferTelemetry(Struct):
-    """The record of a transfer's last post. Times are in microseconds, at least 1. NIXL's has no `path`."""
+    """The record of a transfer's last post. Times are in microseconds, at least 1. NIXL's record has no `path`."""
 
     startTime: int = 0
     postDuration: int = 0
@@ -78,7 +78,7 @@ class nixlXferTelemetry(Struct):
 
 
 class _Prepared(Struct, frozen=True, eq=False):
-    """A prepared list, and the registered memory of which agent it lies in: of this one if `is_own`."""
+    """A prepared list and the agent in whose registered memory it lies, which is this agent if `is_own`."""
 
     rows: NDArray[np.uint64] | StridedRows
     side: Side
@@ -86,7 +86,7 @@ class _Prepared(Struct, frozen=True, eq=False):
 
 
 class _Posted(Struct, eq=False):
-    """A transfer, and the facts about it that NIXL reports."""
+    """A transfer and the facts that NIXL reports about transfers."""
 
     transfer: Transfer
     name: str
@@ -95,7 +95,7 @@ class _Posted(Struct, eq=False):
 
 
 class nixlAgent:
-    """An agent. Every call may be made by any thread, in every mode. Raises ValueError if the name is empty."""
+    """An agent. Any thread may call any method, in every mode. Raises ValueError if the name is empty."""
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
         self._agent = Agent(text_of(name))
@@ -186,7 +186,7 @@ class nixlAgent:
         return nixl_status_t.NIXL_SUCCESS
 
     def forgetSender(self, metadata: bytes) -> None:
-        """Forgets the agent whose metadata these are, if it is known: not another one that has its name by now."""
+        """Forgets the agent that sent these metadata, if it is known, but not a later agent of the same name."""
         with in_nixls_words():
             self._agent.remove_agent_of(metadata)
 
@@ -198,7 +198,7 @@ class nixlAgent:
             return (
                 nixl_status_t.NIXL_SUCCESS if self._find(name, descs)[1] is None else nixl_status_t.NIXL_ERR_NOT_FOUND
             )
-        except nixlNotFoundError:  # it was forgotten meanwhile
+        except nixlNotFoundError:  # another thread has forgotten the agent
             return nixl_status_t.NIXL_ERR_NOT_FOUND
 
     def makeConnection(self, remote_agent: str | bytes, backends: Sequence[int] = ()) -> nixl_status_t:
@@ -240,7 +240,7 @@ class nixlAgent:
     def prepXferDlist(self, *arguments: Any, **named: Any) -> int:
         """Prepares a list: ``(descs, backend)`` for this agent's side, ``(agent_name, descs, backend)`` for the other.
 
-        Of an array of `StridedRows` the kind of memory is told too: ``(agent_name, mem_type, descs, backend)``.
+        For an array of `StridedRows` the kind of memory is an argument too: ``(agent_name, mem_type, descs, backend)``.
 
         Raises:
             nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered.
@@ -350,7 +350,7 @@ class nixlAgent:
         ended = time.monotonic_ns() if transfer.state is State.ACTIVE else times.ended
         post = max(1, (min(times.returned, ended) - times.posted) // 1000)
         whole = max(post, (ended - times.posted) // 1000)
-        elapsed = time.monotonic_ns() - times.posted  # read first: a pause between the two must not make it too early
+        elapsed = time.monotonic_ns() - times.posted  # read first: a pause before the second read must not falsify it
         started = time.time_ns() - elapsed
         return nixlXferTelemetry(started // 1000, post, whole, transfer.nbytes, posted.count, str(transfer.path))
 
@@ -377,7 +377,7 @@ class nixlAgent:
             raise nixlNotFoundError(f"no agent of the name {name!r} was added")
 
     def _check(self, name: str, descs: nixlXferDList) -> Side:
-        """The registered memory of an agent. Raises nixlNotFoundError unless all descriptors belong to it."""
+        """The registered memory of an agent. Raises nixlNotFoundError unless it contains all descriptors."""
         self._require_known(name)
         if descs.isEmpty():
             raise nixlNotFoundError("the list is empty")

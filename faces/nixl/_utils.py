@@ -1,4 +1,4 @@
-"""NIXL's helpers for tests: plain memory by its address."""
+"""NIXL's helpers for tests, which allocate plain memory by address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def malloc_passthru(size: int) -> int:
     """Allocates memory, in whole pages. The caller frees it."""
     address = _libc.aligned_alloc(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
     if address is None:
-        raise MemoryError(f"there are no {size} bytes")
+        raise MemoryError(f"can't allocate {size} bytes")
     return int(address)
 
 

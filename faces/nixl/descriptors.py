@@ -1,4 +1,4 @@
-"""NIXL's lists of descriptors: rows of (address, bytes, device), and for registration some bytes with each.
+"""NIXL's lists of descriptors: rows of (address, bytes, device), and for registration some bytes for each row.
 
 Blocks at equal distances may be given as one row, (address, bytes, device, stride, count).
 """
@@ -129,12 +129,12 @@ class nixlRegDList(_DescList):
     _fields = 4
 
     def trim(self) -> nixlXferDList:
-        """The same descriptors for a transfer."""
+        """These descriptors as a list for a transfer."""
         return nixlXferDList(self._type, self.rows)
 
 
 def deserialize(data: bytes) -> nixlXferDList | nixlRegDList:
-    """The list that was serialized. Unlike a pickle, it can't make this process run anything.
+    """The list that was serialized. Unlike a pickle, the bytes can't make this process run code.
 
     Raises:
         nixlMismatchError: the bytes are not a list.
@@ -160,8 +160,8 @@ def deserialize(data: bytes) -> nixlXferDList | nixlRegDList:
 
 
 class StridedRows:
-    """Rows of (address, bytes, device) of blocks at equal distances. They are computed when they are picked, as a cache
-    may have millions of blocks.
+    """Rows of (address, bytes, device) of blocks at equal distances. A block's row is computed when the block is
+    picked, because a cache may have millions of blocks.
 
     Args:
         descs: uint64 or int64 [N, 5], rows of (address, bytes, device, stride, count). Strides are in bytes.
@@ -170,8 +170,8 @@ class StridedRows:
         spans: uint64 [N, 3], for each row the (address, bytes, device) of the memory from its first block to its last.
 
     Raises:
-        TypeError, ValueError: it is not such an array.
-        nixlNotFoundError: a row has no block, or its blocks are empty or overlap, or end beyond the last address.
+        TypeError, ValueError: `descs` is not such an array.
+        nixlNotFoundError: a row has no block, or blocks that are empty, overlap or end beyond the last address.
     """
 
     def __init__(self, descs: object) -> None:

@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 
 
 class nixl_thread_sync_t(Enum):
-    """How calls of several threads are kept apart. Every mode is safe here."""
+    """How NIXL synchronizes calls of several threads. Every mode is safe here."""
 
     NIXL_THREAD_SYNC_NONE = 0
     NIXL_THREAD_SYNC_STRICT = 1
@@ -23,7 +23,7 @@ class nixl_mem_t(IntEnum):
 
 
 class nixl_xfer_op_t(IntEnum):
-    """Directions, as the initiator sees them."""
+    """The direction of a transfer, from the initiator's view."""
 
     NIXL_READ = 0
     NIXL_WRITE = 1

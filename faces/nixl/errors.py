@@ -1,4 +1,4 @@
-"""NIXL's exceptions, and which of them stands for each of ours. The text begins with NIXL's name of the status."""
+"""NIXL's exceptions, and their mapping from our errors. An exception's text begins with NIXL's name of the status."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class nixlNoTelemetryError(_NixlError):
     status = nixl_status_t.NIXL_ERR_NO_TELEMETRY
 
 
-_THEIRS: dict[type[ProxyCCLError], type[_NixlError]] = {  # the first that fits
+_THEIRS: dict[type[ProxyCCLError], type[_NixlError]] = {  # the first class that matches is used
     ours.NotStartedError: nixlNotPostedError,
     ours.UnknownAgentError: nixlNotFoundError,
     ours.NotRegisteredError: nixlNotFoundError,

@@ -1,7 +1,7 @@
-"""NIXL's exchange of metadata by sockets: an agent that listens takes, gives and forgets metadata.
+"""NIXL's exchange of metadata by sockets: peers ask a listening agent to add, send or forget metadata.
 
-It is neither encrypted nor authenticated, like NIXL's: who reaches the port gets this agent's metadata, and with it
-its memory. Agents that exchange metadata by other means need no listener.
+Like NIXL's exchange, it is neither encrypted nor authenticated: whoever reaches the port can fetch this agent's
+metadata, which give access to its memory. Agents that exchange metadata by other means need no listener.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from proxyccl.proxy.connecting import NoAddressError, connect_to_any
 _HEAD = struct.Struct("<4sBQ")
 _FORMAT = b"PXM1"
 _LONGEST = 64 << 20
-_SECONDS = 5.0  # for one exchange, and for a peer to start to listen
-_MOST_AT_ONCE = 256  # exchanges of a listener; the oldest gives way to a further one
+_SECONDS = 5.0  # the bound of one exchange, and of the wait for a peer to listen
+_MOST_AT_ONCE = 256  # exchanges in progress; a further one replaces the oldest
 _PART = 1 << 20
 _PAUSE_SECONDS = 0.05
 _logger = get_logger(__name__.removeprefix("proxyccl.nixl."))
 
 
 class Request(IntEnum):
-    """A request to a peer. INVALIDATE has metadata of the sender, which tell it from a later agent of its name."""
+    """A request to a peer. INVALIDATE carries the sender's metadata, which distinguish the sender from a later agent of
+    the same name.
+    """
 
     LOAD = 1
     FETCH = 2
@@ -50,7 +52,7 @@ class Exchanging(Protocol):
 
 
 def listen(agent: Exchanging, port: int) -> None:
-    """Serves peers at a port, or at any free one if it is 0, until the agent is gone. The agent is not kept alive.
+    """Serves peers at a port (0 for any free one) until the agent is gone. This does not keep the agent alive.
 
     Raises:
         OSError: the port is taken.
@@ -65,11 +67,13 @@ def listen(agent: Exchanging, port: int) -> None:
 
 def _end(listener: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+        listener.shutdown(socket.SHUT_RDWR)  # wakes the listener's thread, which closes the socket
 
 
 class _Exchange:
-    """One peer's request, as far as it has come, and then the answer, as far as it is not sent. No call waits."""
+    """The state of one peer's request: the bytes received so far, then the part of the answer that is not sent yet. No
+    method waits.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -79,8 +83,9 @@ class _Exchange:
         self._answer: memoryview | None = None
 
     def proceed(self, reference: weakref.ref[Exchanging]) -> int:
-        """Proceeds. Returns the event to wait for, 0 at the end. Raises OSError if the peer has left, or sent nothing
-        valid."""
+        """Receives or sends as much as is possible without waiting. Returns the event to wait for, or 0 at the end.
+        Raises OSError if the peer has left or sent an invalid request.
+        """
         try:
             if self._answer is None:
                 part = self.connection.recv(_PART)
@@ -98,7 +103,7 @@ class _Exchange:
 
 
 def _carry_out(agent: Exchanging | None, request: int, data: bytes) -> bytes:
-    """Does what a peer asks for. Returns the answer, b"" for none."""
+    """Carries out a peer's request. Returns the answer; b"" if there is none."""
     if agent is None:
         return b""
     if request == Request.LOAD:
@@ -112,11 +117,11 @@ def _carry_out(agent: Exchanging | None, request: int, data: bytes) -> bytes:
 
 
 class _Server:
-    """Serves all peers in one thread, each as far as its bytes have come: strangers that stay silent hold up nobody."""
+    """Serves all peers in one thread without waiting for any of them, so a silent peer holds up nobody."""
 
     def __init__(self, listener: socket.socket, agent: weakref.ref[Exchanging]) -> None:
         self._listener, self._agent = listener, agent
-        self._exchanges: list[_Exchange] = []  # the oldest first
+        self._exchanges: list[_Exchange] = []  # ordered from the oldest
         self._selector = selectors.PollSelector()
 
     def run(self) -> None:
@@ -130,7 +135,7 @@ class _Server:
                 exchange.connection.close()
 
     def _serve(self) -> bool:
-        """Waits for peers once, and serves those that are ready. False: the agent has gone."""
+        """Polls the peers once, and serves those that are ready. Returns False if the agent is gone."""
         bound = max(0.0, self._exchanges[0].deadline - time.monotonic()) if self._exchanges else None
         ready = [key.data for key, _ in self._selector.select(bound)]
         if None in ready and not self._accept():
@@ -144,10 +149,10 @@ class _Server:
         return True
 
     def _accept(self) -> bool:
-        """Accepts a peer. False: the agent has gone."""
+        """Accepts a peer. Returns False if the agent is gone."""
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:  # the peer has left meanwhile
+        except BlockingIOError:  # the peer has already left
             return True
         except OSError:
             if self._agent() is None:
@@ -172,7 +177,7 @@ class _Server:
             self._selector.modify(exchange.connection, events, exchange)
 
     def _leave(self, exchange: _Exchange, reason: str = "") -> None:
-        """Closes a peer's connection. A peer that leaves, or sends nothing valid, loses only its own request."""
+        """Closes a peer's connection. Only this peer's request is lost."""
         if reason:
             _logger.warning("a peer's metadata request failed: %s", reason)
         self._exchanges.remove(exchange)
@@ -181,7 +186,7 @@ class _Server:
 
 
 class Sender:
-    """Sends requests to listening peers, one after the other, in a thread of its own. The agent is not kept alive."""
+    """Sends requests to listening peers, one after the other, in its own thread. This does not keep the agent alive."""
 
     def __init__(self, agent: Exchanging) -> None:
         self._agent = weakref.ref(agent)
@@ -207,7 +212,7 @@ class Sender:
                     agent = self._agent()
                     if agent is not None:
                         agent.loadRemoteMD(metadata)
-                else:  # the peer closes it when it has done that; it might do the next request before it
+                else:  # the peer closes it after this request, and could else serve the next one first
                     _limit(connection, deadline)
                     connection.recv(1)
         except Exception as error:
@@ -216,7 +221,7 @@ class Sender:
 
 
 def _reach(address: str, port: int) -> socket.socket:
-    """A connection to a peer, which may not listen yet."""
+    """Connects to a peer, which may not listen yet."""
     deadline = time.monotonic() + _SECONDS
     while True:
         try:
@@ -229,7 +234,7 @@ def _reach(address: str, port: int) -> socket.socket:
 
 
 def _split(received: bytearray) -> tuple[int, bytes] | None:
-    """A request and its data, or None: they have not come whole. Raises OSError if they are not valid."""
+    """A complete request and its data, or None if bytes are missing. Raises OSError if the bytes are invalid."""
     if len(received) < _HEAD.size:
         return None
     name, request, length = _HEAD.unpack_from(received)
@@ -250,7 +255,7 @@ def _receive(connection: socket.socket, deadline: float) -> tuple[int, bytes]:
 
 
 def _limit(connection: socket.socket, deadline: float) -> None:
-    """Bounds the next call by a deadline, of `time.monotonic`."""
+    """Bounds the next call on a socket by a deadline of `time.monotonic`."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError(f"the exchange took more than {_SECONDS:g} s")

@@ -1,7 +1,7 @@
 """ProxyChannels in Numba: the functions of proxy_channel.h, which the linker inlines into a kernel.
 
-Their protocol is not written a second time: NVRTC compiles the header to LTO-IR, for the device that a kernel is
-linked for. A channel is the address of its device handle.
+NVRTC compiles the header to LTO-IR for the kernel's device, so the protocol exists only once. A channel is the address
+of its device handle.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ except ImportError as error:
 
 
 def _load_numpy_functions() -> None:
-    """Lets Numba-CUDA load its implementations of NumPy's functions with NumPy 2.5, before it compiles a kernel.
-
-    Numba-CUDA 0.30 has one for ``numpy.row_stack``, which NumPy 2.5 removed: the first launch would raise
+    """Lets Numba-CUDA load its implementations of NumPy's functions under NumPy 2.5, before it compiles a kernel.
+    Numba-CUDA 0.30 implements ``numpy.row_stack``, which NumPy 2.5 removed, so the first launch would raise
     AttributeError.
     """
     namespace: Any = numpy
@@ -93,7 +92,7 @@ __device__ int proxyccl_channel(Channel* one, Channel channels, int64_t i) {
 
 
 def device_functions(architecture: str) -> bytes:
-    """The functions as LTO-IR for a device such as "sm_90". It needs no device.
+    """Compiles the functions to LTO-IR for an architecture such as "sm_90". It needs no device.
 
     Raises:
         RuntimeUnavailableError: cuda-bindings or NVRTC is not installed.
@@ -106,7 +105,7 @@ def device_functions(architecture: str) -> bytes:
 
 
 class _DeviceFunctions(cuda.LTOIR):  # type: ignore[misc]  # numba has no types
-    """The code that Numba links into a kernel, for the device that is current then."""
+    """The code that Numba links into a kernel, for the device that is current at that time."""
 
     def __init__(self) -> None:
         super().__init__(None, name="proxyccl.ltoir")
@@ -138,12 +137,11 @@ channel = _declare("channel", "uint64", "int64")
 
 
 def address(channels: ProxyChannel | ChannelSet[ProxyChannel]) -> int:
-    """A channel, or a set of them, as a kernel's argument. It must stay alive while kernels use it.
-
-    A set without channels, as a rank without peers has it, is 0.
+    """The address of a channel or a set of channels, as a kernel's argument. The channels must stay alive while kernels
+    use them. The address of an empty set, on a rank without peers, is 0.
 
     Raises:
-        ArgumentError: it is not a channel whose device handle lies in device memory.
+        ArgumentError: `channels` is not a channel, or the device handle does not lie in device memory.
     """
     if isinstance(channels, ChannelSet):
         known = channels.kind is ProxyChannel

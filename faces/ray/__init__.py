@@ -1,4 +1,4 @@
-"""Ray's direct transport of tensors between actors, by ProxyCCL's agents.
+"""Transports tensors between Ray's actors directly, by ProxyCCL's agents.
 
     import proxyccl.ray
 
@@ -32,8 +32,9 @@ def register(data_type: type | None = None, devices: Sequence[str] = ("cuda", "c
         devices: the types of devices that tensors may be on.
 
     Raises:
-        ImportError: Ray is not installed, or is older than its direct transport; or torch is not, without `data_type`.
-        ValueError: it was registered before.
+        ImportError: Ray is not installed, or has no direct transport yet; or `data_type` is None and torch is not
+            installed.
+        ValueError: the transport is already registered.
     """
     from proxyccl.ray.transport import ProxyCCLTransport
     from ray.experimental import register_tensor_transport

@@ -1,4 +1,4 @@
-"""Ray's interface of tensor transports, on an agent in each actor.
+"""Ray's interface of tensor transports, implemented by an agent in each actor.
 
 The interface is that of Ray 2.60, python/ray/experimental/rdt/tensor_transport_manager.py. Ray makes one transport for
 each process and calls it in several threads: its main thread and the "_ray_system" thread of an actor.
@@ -28,8 +28,8 @@ from proxyccl.device.process.left_behind import take_each
 from ray.experimental import CommunicatorMetadata, TensorTransportManager, TensorTransportMetadata
 from ray.experimental.rdt.tensor_transport_manager import FetchRequest
 
-_MOST_KNOWN = 1024  # objects of one peer whose regions are remembered; then the peer is added anew
-_MOST_PEERS = 1000  # as of Ray's own transport for NIXL
+_MOST_KNOWN = 1024  # the most objects of a peer whose regions are kept; then the peer is removed and added again
+_MOST_PEERS = 1000  # the same as in Ray's own transport for NIXL
 _LONG, _SHORTEST = 3600.0, 1e-6  # seconds
 
 
@@ -38,10 +38,10 @@ class ProxyCCLMetadata(TensorTransportMetadata):
     """Where the tensors of an object are.
 
     Attributes:
-        agent: name of the source's agent; "" for an object without tensors.
-        agent_metadata: of that agent, with the regions of this object.
+        agent: the name of the source's agent; "" for an object without tensors.
+        agent_metadata: that agent's metadata, with the regions of this object.
         places: (address, bytes) of each tensor.
-        generation: counts up when memory of a device is deregistered, as peers may have mapped memory that is gone.
+        generation: counts deregistrations of device memory. When it changes, peers may have mapped memory that is gone.
     """
 
     agent: str = ""
@@ -57,16 +57,16 @@ class _Peer:
 
 
 class _Reading:
-    """A read that was begun, and the memory that it writes to."""
+    """A read in progress and the memory that it writes to."""
 
     def __init__(self, obj_id: str, peer: str, regions: list[Region], transfer: Transfer, tensors: list[Any]) -> None:
         self.obj_id, self.peer, self.regions, self.transfer = obj_id, peer, regions, transfer
-        self.tensors = tensors  # while it may write to them, even if its fetch is dropped
+        self.tensors = tensors  # kept while the read may write to them, even if the fetch is dropped
         self.settled = False
-        self._error: tuple[type[TransferError], str] | None = None  # an exception would keep its frames alive
+        self._error: tuple[type[TransferError], str] | None = None  # an exception would keep frames alive
 
     def settle(self, timeout: float) -> None:
-        """Waits for its end, which is remembered. Raises TransferTimeoutError."""
+        """Waits until the read has ended, and stores the result. Raises TransferTimeoutError."""
         if not self.settled:
             try:
                 self.transfer.wait(timeout)
@@ -84,28 +84,28 @@ class _Reading:
 
 @dataclass
 class ProxyCCLFetch(FetchRequest):
-    """A fetch that was begun. Once nobody refers to it, the transport's next call ends it."""
+    """A fetch in progress. Once nothing refers to it, the transport's next call ends the fetch."""
 
     reading: _Reading | None = None
 
 
 class ProxyCCLTransport(TensorTransportManager):
-    """Moves tensors of torch, and arrays of numpy, between actors by one-sided reads."""
+    """Moves torch tensors and numpy arrays between actors by one-sided reads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._starting = threading.Lock()  # between a peer's metadata and the start of the read, it is not removed
+        self._starting = threading.Lock()  # protects a peer from removal between its addition and the start of the read
         self._made: Agent | None = None
         self._generation = 0
         self._objects: dict[str, list[Region]] = {}
-        self._peers: dict[str, _Peer] = {}  # in the order of their last use
-        self._readings: list[_Reading] = []  # those that may be active, whose memory is registered
-        self._dropped: deque[_Reading] = deque()  # of fetches that were freed
+        self._peers: dict[str, _Peer] = {}  # ordered by last use
+        self._readings: list[_Reading] = []  # reads that may be active, whose memory is registered
+        self._dropped: deque[_Reading] = deque()  # reads whose fetches were freed
         self._aborted: set[str] = set()
 
     @property
     def _agent(self) -> Agent:
-        with self._lock:  # the driver only coordinates, and needs none
+        with self._lock:  # made when needed, because the driver only coordinates and needs no agent
             if self._made is None:
                 self._made = Agent(f"ray-{os.getpid()}-{uuid.uuid4().hex}")
             return self._made
@@ -115,23 +115,25 @@ class ProxyCCLTransport(TensorTransportManager):
 
     @staticmethod
     def is_one_sided() -> bool:
-        """Whether only the destination acts."""
+        """Returns True: only the destination acts."""
         return True
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """Whether a transfer can be ended, so that Ray need not kill its actors."""
+        """Whether a transfer can be aborted, so that Ray need not kill its actors."""
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Whether an actor can use it. Ray asks before each call, so the answer does not wait for the actor."""
+        """Whether an actor can use the transport. Ray asks before each call, so the answer does not wait for the
+        actor.
+        """
         return True
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> ProxyCCLMetadata:
-        """Registers the tensors of an object, in their actor, once their devices have written them.
+        """Registers an object's tensors in their actor, once the devices have written them.
 
         Raises:
-            ValueError: they are not contiguous, or not on one type of device.
+            ValueError: the tensors are not contiguous, or not on one type of device.
         """
         if not rdt_object:
             return ProxyCCLMetadata(tensor_meta=[], tensor_device=None)
@@ -156,7 +158,7 @@ class ProxyCCLTransport(TensorTransportManager):
         )
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
-        """Nothing: a destination knows the source by its metadata."""
+        """Returns metadata without content: the tensors' metadata tell a destination the source."""
         return CommunicatorMetadata()
 
     def fetch_multiple_tensors(
@@ -166,12 +168,12 @@ class ProxyCCLTransport(TensorTransportManager):
         communicator_metadata: Any,
         target_buffers: Sequence[Any] | None = None,
     ) -> ProxyCCLFetch:
-        """Begins to read an object's tensors, into buffers if there are some, else into new tensors.
+        """Begins to read an object's tensors, into the given buffers or else into new tensors.
 
         Raises:
             ValueError: a buffer is not contiguous, or has another size.
             CanceledError: Ray has aborted the transfer.
-            TransferError: as `Agent.prepare` and `Transfer.start`.
+            TransferError: see `Agent.prepare` and `Transfer.start`.
         """
         meta: ProxyCCLMetadata = tensor_transport_metadata
         self._refuse_if_aborted(obj_id, meta)
@@ -183,7 +185,7 @@ class ProxyCCLTransport(TensorTransportManager):
         regions = [_region(tensor) for tensor in tensors]
         if [region.nbytes for region in regions] != [nbytes for _, nbytes in meta.places]:
             raise ValueError("a buffer has another size than its tensor")
-        _synchronize(tensors)  # earlier work may still use their memory
+        _synchronize(tensors)  # earlier work may still use the buffers' memory
         self._end_dropped()
         agent = self._agent
         agent.register_regions(regions)
@@ -195,7 +197,7 @@ class ProxyCCLTransport(TensorTransportManager):
             with self._starting:
                 self._add(meta)
                 begun = _Reading(obj_id, meta.agent, regions, agent.prepare("read", meta.agent, blocks), tensors)
-                with self._lock:  # an abort comes before this, or finds a transfer that was started
+                with self._lock:  # an abort comes either before this, or after the transfer's start
                     self._refuse_if_aborted(obj_id, meta)
                     self._readings.append(begun)
                     reading = begun
@@ -212,15 +214,15 @@ class ProxyCCLTransport(TensorTransportManager):
         return fetch
 
     def wait_fetch_complete(self, fetch_request: Any, timeout: float = -1) -> list[Any]:
-        """The tensors of a fetch, when they are there.
+        """Waits for a fetch, and returns its tensors.
 
         Args:
-            fetch_request: of `fetch_multiple_tensors`.
+            fetch_request: the result of `fetch_multiple_tensors`.
             timeout: seconds; negative: until the transfer has ended, or the source is lost.
 
         Raises:
-            TimeoutError: it is still active.
-            TransferError: it ended otherwise: the source has ended (DisconnectedError), or Ray aborted it
+            TimeoutError: the transfer is still active.
+            TransferError: the transfer failed: the source has ended (DisconnectedError), or Ray aborted the transfer
                 (CanceledError).
         """
         self._end_dropped()
@@ -243,16 +245,18 @@ class ProxyCCLTransport(TensorTransportManager):
         communicator_metadata: Any,
         target_buffers: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Reads an object's tensors. Arguments and errors as for `fetch_multiple_tensors` and `wait_fetch_complete`."""
+        """Reads an object's tensors. Arguments and errors are those of `fetch_multiple_tensors` and
+        `wait_fetch_complete`.
+        """
         fetch = self.fetch_multiple_tensors(obj_id, tensor_transport_metadata, communicator_metadata, target_buffers)
         return self.wait_fetch_complete(fetch)
 
     def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
-        """Ray does not call it: the destination reads."""
+        """Not called by Ray, because the destination reads."""
         raise NotImplementedError("the transport is one-sided: the destination reads")
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: Any) -> None:
-        """Deregisters the tensors of an object without references."""
+        """Deregisters the tensors of an object that nothing refers to."""
         self._end_dropped()
         with self._lock:
             regions = self._objects.pop(obj_id, [])
@@ -261,11 +265,11 @@ class ProxyCCLTransport(TensorTransportManager):
             self._agent.deregister(*regions)
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
-        """Ends the transfer of an object: its fetch raises CanceledError, also if it is yet to begin here."""
+        """Aborts the transfer of an object: its fetch raises CanceledError, even if the fetch has not begun here."""
         self._end_dropped()
         with self._lock:
             readings = [reading for reading in self._readings if reading.obj_id == obj_id]
-            if not readings and obj_id not in self._objects:  # the source has nothing to end
+            if not readings and obj_id not in self._objects:  # the source has no transfer to abort
                 self._aborted.add(obj_id)
         for reading in readings:
             reading.transfer.cancel()
@@ -285,7 +289,8 @@ class ProxyCCLTransport(TensorTransportManager):
         if peer is None:
             self._remove_unused()
         elif peer.generation < meta.generation or peer.known >= _MOST_KNOWN:
-            # Its mappings and regions may be stale. Active reads still use them.
+            # The peer's mappings and regions may be stale. After the active reads that use them, the peer is removed
+            # and added again.
             with self._lock:
                 readings = [reading for reading in self._readings if reading.peer == meta.agent]
             for reading in readings:
@@ -294,11 +299,12 @@ class ProxyCCLTransport(TensorTransportManager):
         agent.add(meta.agent_metadata)
         peer = self._peers.pop(meta.agent, None) or _Peer(meta.generation)
         peer.known += 1
-        self._peers[meta.agent] = peer  # the last one, as it was used last
+        self._peers[meta.agent] = peer  # moved to the end, as the most recently used
 
     def _remove_unused(self) -> None:
-        """Before a further source is added, removes those that have ended, whose memory would stay mapped, and of too
-        many those that were used least recently."""
+        """Makes room for a further source: removes sources that have ended, because their memory would stay mapped, and
+        the least recently used ones if there are too many.
+        """
         with self._lock:
             active = {reading.peer for reading in self._readings}
         surplus = len(self._peers) + 1 - _MOST_PEERS
@@ -329,7 +335,7 @@ class ProxyCCLTransport(TensorTransportManager):
             for reading in take_each(self._dropped):
                 active.append(reading)
                 try:
-                    reading.transfer.cancel(_SHORTEST)  # not closed, as another thread may wait for it
+                    reading.transfer.cancel(_SHORTEST)  # not closed, because another thread may wait for it
                 except ActiveError:  # an adapter may still write
                     continue
                 self._release(active.pop())
@@ -342,7 +348,7 @@ def _device_type(tensor: Any) -> str:
 
 
 def _synchronize(tensors: Iterable[Any]) -> None:
-    """Waits for the work of the tensors' GPUs: agents copy without a stream."""
+    """Waits for the work of the tensors' GPUs, because agents copy outside of streams."""
     gpus = {tensor.device for tensor in tensors if _device_type(tensor) == "cuda"}
     if gpus:
         import torch

@@ -1,4 +1,4 @@
-"""The extension that call_issuer.c and queued_call.c make."""
+"""The types of the extension module in call_issuer.c and queued_call.c."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -10,19 +10,18 @@ ADDED_BETWEEN: int
 the current stream of which one has a mark."""
 
 class StreamMark:
-    """The point in a stream that an event marks. The event is used again when the mark is freed.
-
-    Called, it is `query`.
+    """A point in a stream, marked by an event. The event is reused when the mark is freed. Calling a mark calls
+    `query`.
     """
 
     def __call__(self) -> bool: ...
     def query(self) -> bool:
-        """Whether the stream has got past it. May be asked while any thread captures a graph."""
+        """Whether the stream has passed the mark. May be called while any thread captures a graph."""
     def hold(self, stream: int, /) -> None:
-        """Makes later work of the stream with this handle wait for it."""
+        """Makes later work of the stream with this handle wait for the mark."""
 
 class Owner(Protocol):
-    """One process group's part on a GPU (`GroupOnGpu`)."""
+    """The state of a process group on a GPU (`GroupOnGpu`)."""
 
     device: torch.device
     current: Callable[[], int]
@@ -32,11 +31,11 @@ class Owner(Protocol):
     def record(self, tensors: Sequence[torch.Tensor], handle: int) -> None: ...
 
 class Gpu:
-    """A GPU as the calls of one process group use it. Streams are known by their handles.
+    """A GPU for the calls of one process group. Streams are passed as handles.
 
     Args:
-        order, idle, more, finish: of `StreamOrder.in_c`.
-        owner: the group's part there.
+        order, idle, more, finish: from `StreamOrder.in_c`.
+        owner: the group's state on the GPU.
     """
 
     owner: Owner
@@ -53,19 +52,19 @@ class Gpu:
         """Marks the stream's current end. Raises DriverError, among others once the device's context is lost."""
 
 class QueuedCall:
-    """A call that is queued on a stream of a GPU. With it go the tensors that it uses; if it is freed before `hold`,
-    their memory is marked as used by the stream.
+    """A call that is queued on a stream of a GPU. It keeps the tensors that it uses; if it is freed before `hold`,
+    torch's allocator is told that the stream uses their memory.
 
     Args:
-        x, out: input and output: a tensor each, or a sequence of them.
-        keeps: whether to mark the memory as used.
-        blocks: whether a wait for it waits for its end on the CPU, too.
-        source: the rank that sends to it; -1 for none.
+        x, out: the input and the output: each a tensor or a sequence of tensors.
+        keeps: whether to tell the allocator so.
+        blocks: whether a wait for the call also blocks the CPU until the call has ended.
+        source: the rank that a receive receives from; -1 for other calls.
 
     Attributes:
         mark: the call's end; None before `mark_end`.
-        error: the error that kept it from its stream, or `mark_end` from marking; None without one.
-        future: for the Work.
+        error: the error that kept the call from being queued, or its end from being marked; None without an error.
+        future: the Work's future.
     """
 
     gpu: Gpu
@@ -80,29 +79,29 @@ class QueuedCall:
     def mark_end(self) -> None:
         """Marks the end of the stream as the call's."""
     def check(self) -> None:
-        """Raises `error`, or the error that ended the group."""
+        """Raises `error` if it is set, or the error that ended the group."""
     def hold(self) -> None:
-        """Makes torch's current stream wait for the call. Raises as `check`."""
+        """Makes torch's current stream wait for the call. Raises what `check` raises."""
     def outputs(self) -> list[torch.Tensor]:
-        """The tensors that it writes."""
+        """The tensors that the call writes."""
 
 class CallIssuer:
-    """Issues one group's calls on one GPU, as far as their forms are kept.
+    """Issues the calls of one group on one GPU that have a kept form.
 
     Args:
         make_call: `Calls.call_kept` or `FlowCalls.call_borrowed`.
-        process: of the group: a fork's child issues nothing.
+        process: the group's process id; a fork's child issues nothing.
         own: the group's own stream.
-        log: called as log((number, name, mark)) for a call that no graph captures: the mark of its end, or None for
-            most calls on the current stream.
-        forget: called once in several calls with marks, to forget those that have ended.
-        work: makes an empty Work for a `QueuedCall`, which is then stored as its `_call`; its `_unwaited` is None.
-        hand_out: called with the Work of a call; it returns that, for torch.
-        source: the rank that sends to the calls; -1 for none.
-        blocks: whether every call has a Work, and a wait for it waits for its end on the CPU, too.
+        log: called as log((number, name, mark)) for a call outside graph capture. The mark is that of the call's end,
+            or None for most calls on the current stream.
+        forget: called once in several calls with marks, to forget the calls that have ended.
+        work: makes an empty Work, whose `_unwaited` is None; its `_call` is then set to the `QueuedCall`.
+        hand_out: called with a call's Work; returns the Work for torch.
+        source: the rank that receives receive from; -1 for other calls.
+        blocks: whether every call has a Work, and a wait for the Work also blocks the CPU until the call has ended.
 
     Attributes:
-        count: how many calls were issued.
+        count: the number of calls issued.
     """
 
     count: int
@@ -122,16 +121,17 @@ class CallIssuer:
         blocks: bool,
     ) -> CallIssuer: ...
     def issue(self, x: Any, out: Any, opts: Any, attribute: str | None, named: Any, /) -> Any:
-        """Issues a call, or one for each of a list's tensors: on the current stream if torch's options say that it is
-        synchronous, else on the group's own, which first follows the current one.
+        """Issues a call, or one for each of a list's tensors: on the current stream if torch's options say that the
+        call is synchronous, else on the group's own stream, which first waits for the current one.
 
         Args:
-            x, out: input and output: tensors, or lists of as many.
-            attribute: of torch's options, that tells calls apart: an operator or a number; None if nothing does.
-            named: the call's name and the options for `make_call`; with `attribute` a dict of such pairs, by the number
-                of the operator's kind, or by the number.
+            x, out: the input and the output: two tensors, or two lists of equal length.
+            attribute: the name of the attribute of torch's options, an operator or a number, that selects an entry of
+                `named`; None if `named` is no dict.
+            named: the call's name and its options for `make_call`; with `attribute`, a dict of such pairs, by the
+                number or by the number of the operator's kind.
 
         Returns:
-            The Work, which is None for a synchronous call unless that `blocks`. If only the first calls of a list were
-            issued, their number and their Work. NotImplemented if none was.
+            The Work, or None for a synchronous call, unless `blocks` is set. If only the first calls of a list were
+            issued, their number and their Work. NotImplemented if none was issued.
         """

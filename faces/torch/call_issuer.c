@@ -1,8 +1,7 @@
-/* Issues torch's calls on a GPU whose forms are kept: from torch's arguments to the launch by one call of Python's.
+/* Issues torch's calls on a GPU that have a kept form: one call from Python leads from torch's arguments to the launch.
  *
- * This is an extension that uses CPython's limited API. It asks torch's objects by their Python attributes, so it needs
- * no header of torch, and works with any version.
- */
+ * This is an extension that uses CPython's limited API. It reads torch's objects through Python attributes, so it needs
+ none of torch's headers and works with any version. */
 #include "queued_call.h"
 
 enum { ADDED_BETWEEN = 128 };
@@ -12,18 +11,19 @@ typedef struct {
   PyObject ob_base;
   Gpu* gpu;
   PyObject* make_call; /* a method of Calls or FlowCalls */
-  PyObject* process;   /* of the group: a fork's child issues nothing */
+  PyObject* process;   /* the group's: a fork's child issues nothing */
   PyObject *own, *numbers, *log, *forget, *work, *hand_out, *source;
   uintptr_t own_stream;
   int blocks;
-  unsigned long long count;         /* of calls that were issued */
-  unsigned long long marks, waited; /* of calls that were recorded with one, and on the current stream */
+  unsigned long long count;         /* calls issued */
+  unsigned long long marks, waited; /* calls recorded with a mark; calls recorded on the current stream */
 } CallIssuer;
 
 static PyObject *is_here, *async_op, *work_call, *unwaited,
     *watched; /* names of attributes, of the process's one module */
 
-/* An attribute of options that may be None. NULL if there is none, perhaps with an exception of the program's. */
+/* An attribute of torch's options, which may be None. NULL if there is none, perhaps with an exception of the program.
+ */
 static PyObject* option(PyObject* options, PyObject* name) {
   PyObject* found = PyObject_GetAttr(options, name);
   if (found == NULL) (void)proxyccl_clear_exception();
@@ -31,8 +31,8 @@ static PyObject* option(PyObject* options, PyObject* name) {
 }
 
 /* The name of a call and its options for `make_call`: `named` itself, or if torch's options have an attribute that
- * tells calls apart, the entry of the dict `named` for it. NULL if there are none, perhaps with an exception of the
- * program's. */
+ * tells calls apart, the entry of the dict `named` for it. NULL if there is no entry, perhaps with an exception of the
+ program. */
 static PyObject* find_named(PyObject* options, PyObject* name, PyObject* named) {
   if (name == Py_None) return Py_NewRef(named);
   if (!PyDict_Check(named)) return NULL;
@@ -49,7 +49,7 @@ static PyObject* find_named(PyObject* options, PyObject* name, PyObject* named) 
   return found;
 }
 
-/* Makes the calls of leading tensors, on a stream. The number of those that were made; -1 with an exception. */
+/* Makes the calls of a list's leading tensors, on a stream. Returns how many calls were made; -1 with an exception. */
 static Py_ssize_t make_calls(CallIssuer* self, PyObject* x, PyObject* out, PyObject* named, PyObject* stream) {
   PyObject* const options = PyTuple_GetItem(named, 1);
   if (options == NULL) return -1;
@@ -58,7 +58,7 @@ static Py_ssize_t make_calls(CallIssuer* self, PyObject* x, PyObject* out, PyObj
   if (several && (!PyList_Check(out) || PyList_Size(out) != count)) return 0;
   Py_ssize_t done = 0;
   for (; done < count; ++done) {
-    /* The lists may change during a call, which other threads run beside. */
+    /* Other threads may run during a call and change the lists. */
     PyObject* source = Py_XNewRef(several ? PyList_GetItem(x, done) : x);
     PyObject* target = source == NULL ? NULL : Py_XNewRef(several ? PyList_GetItem(out, done) : out);
     PyObject* made =
@@ -73,7 +73,8 @@ static Py_ssize_t make_calls(CallIssuer* self, PyObject* x, PyObject* out, PyObj
   return done;
 }
 
-/* Records a call as in progress; with a mark, it has ended once the stream is past that. 0, or -1 with an exception. */
+/* Records a call as in progress; a call with a mark has ended once the stream has passed the mark. Returns 0, or -1
+   with an exception. */
 static int log_call(CallIssuer* self, PyObject* number, PyObject* name, PyObject* mark) {
   PyObject* entry = PyTuple_Pack(3, number, name, mark);
   PyObject* logged = entry == NULL ? NULL : PyObject_CallFunctionObjArgs(self->log, entry, NULL);
@@ -104,8 +105,8 @@ static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyO
   return handed_out;
 }
 
-/* Records a call on the current stream as in progress. Only one in several has a mark; the others end before it.
- * None, or NULL with an exception. */
+/* Records a call on the current stream as in progress. Only one in several calls has a mark; the earlier ones have
+   ended once that one has. Returns None, or NULL with an exception. */
 static PyObject* log_waited(CallIssuer* self, PyObject* number, PyObject* name, uintptr_t stream) {
   PyObject* mark = ++self->waited % ADDED_BETWEEN == 0 ? proxyccl_mark(self->gpu, stream) : Py_NewRef(Py_None);
   const int failed = mark == NULL || log_call(self, number, name, mark) != 0;
@@ -113,7 +114,7 @@ static PyObject* log_waited(CallIssuer* self, PyObject* number, PyObject* name, 
   return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* After calls on a stream: records them as in progress. Returns None, or the Work of those that did not wait. */
+/* Records the calls just made on a stream as in progress. Returns None, or the Work of asynchronous calls. */
 static PyObject* record(CallIssuer* self, PyObject* named, PyObject* x, PyObject* out, uintptr_t stream, int waits) {
   PyObject* const name = PyTuple_GetItem(named, 0);
   PyObject* number = name == NULL ? NULL : PyIter_Next(self->numbers);
@@ -128,10 +129,10 @@ static PyObject* record(CallIssuer* self, PyObject* named, PyObject* x, PyObject
   return work;
 }
 
-/* A call that is not issued here: NotImplemented, or NULL with an exception. */
+/* Declines to issue a call: returns NotImplemented, or NULL with an exception. */
 static PyObject* not_issued(void) { return PyErr_Occurred() != NULL ? NULL : Py_NewRef(Py_NotImplemented); }
 
-/* `issue`, with the name and the options of the calls. */
+/* Does what `issue` does, given the calls' name and options. */
 static PyObject* issue_named(CallIssuer* self, PyObject* x, PyObject* out, PyObject* options, PyObject* named) {
   PyObject* here = option(self->process, is_here);
   Py_XDECREF(here); /* True and False are never freed */

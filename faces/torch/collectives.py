@@ -1,7 +1,7 @@
-"""torch.distributed's collectives and transfers of a process group: their arguments, and the calls that they mean.
+"""torch.distributed's collectives and transfers of a process group: checks their arguments and makes the calls.
 
-Each first asks C, which issues a call whose form is kept. If it does not, the arguments are checked here, and the call
-is made by `tensor_collectives`, where `IssuedCalls` decides.
+Each method first tries C, which issues a call that it has a kept form for. Otherwise the method checks the arguments,
+and `IssuedCalls` makes the call by `tensor_collectives`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FEW, _LARGE_BYTES = 4, 1 << 20
 
 @untraced
 class Collectives:
-    """A mixin of process groups: the calls on tensors. torch's two spellings of a call are aliases.
+    """A mixin of process groups: the calls on tensors. Where torch has two spellings of a call, one is an alias.
 
     Attributes:
         calls: the group's calls.
@@ -107,7 +107,7 @@ class Collectives:
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """`allgather` of several tensors: by rank, a list of them."""
+        """Gathers several tensors from every rank; the output has one list of tensors for each rank."""
         outputs, inputs = [in_memory(of_rank) for of_rank in outputs], in_memory(inputs)
         written = [tensor for of_rank in outputs for tensor in of_rank]
         to = [rank for rank in range(self._size) for _ in inputs]
@@ -129,7 +129,7 @@ class Collectives:
         return self.calls.collective("gather", parts, [x], opts, on_tensors.exchange, x, tuple(parts), options)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Any:
-        """A tensor of one rank's list for each rank."""
+        """Sends each rank one tensor from the root's list."""
         (output,), root = outputs, opts.rootRank
         given = tuple(inputs[0]) if self._rank == root else ()
         require_rank(root, self._size, "root")
@@ -145,18 +145,18 @@ class Collectives:
         )
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Any:
-        """Reduces a list with a tensor for each rank, and gives each its own."""
+        """Reduces a list that has one tensor for each rank; each rank receives its own reduced tensor."""
         (output,), (parts,) = outputs, inputs
         output, *parts = in_memory([output, *parts])
         self._require_one_each(parts, "input_list")
         own = parts[self._rank].numel()
         if output.numel() != own:
-            raise ValueError(f"output: has {output.numel()} elements; expected {own}, those of this rank's input")
+            raise ValueError(f"output: has {output.numel()} elements; expected {own}, as many as this rank's input")
         function, arguments = on_tensors.reduce_scatter_lists, (output, parts, _op_of(opts))
         return self.calls.collective("reduce_scatter", [output], parts, opts, function, *arguments)
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
-        """Reduces a tensor over all ranks and gives each its share."""
+        """Reduces a tensor over all ranks; each rank receives its share."""
         choice = self.calls.choose("reduce_scatter", output, _nbytes(x), opts)
         work = self.calls.in_c(x, output, opts, "reduceOp", choice.name)
         if work is NotImplemented:
@@ -189,7 +189,7 @@ class Collectives:
         opts: Any = None,
         *_: Any,
     ) -> Any:
-        """Rows of a tensor to each rank: evenly many, or as the splits say."""
+        """Sends rows of a tensor to each rank: equally many to each, or as many as the splits say."""
         even = not output_splits and not input_splits
         options = ("all_to_all_single", input_splits or "even", output_splits or "even")
         choice = self.calls.choose("all_to_all", output, _nbytes(x) if even else 0, opts)
@@ -210,7 +210,7 @@ class Collectives:
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Any:
-        """A list's i-th tensor to rank i."""
+        """Sends the i-th tensor of a list to rank i."""
         targets, sources, options = tuple(outputs), tuple(inputs), self.calls.between_all["all_to_all"]
         if sources:
             work = self.calls.exchange_in_c(sources[0], sources, targets, opts, options)
@@ -224,8 +224,8 @@ class Collectives:
         )
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
-        """Waits on the CPU, or after the work queued on a device, until all ranks have arrived. Ids of devices mean
-        nothing where there is no GPU.
+        """Waits until all ranks have arrived: on the CPU, or on a GPU's stream after the queued work. Device ids are
+        ignored where there is no GPU.
         """
         device = getattr(opts, "device", None) or CPU
         if getattr(opts, "device_ids", None):
@@ -241,7 +241,7 @@ class Collectives:
         return self.calls.transfer(tensors, peer, sends=False)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
-        """Not supported: a rank receives into memory that it has offered to one peer."""
+        """Not supported, because a rank offers the memory of a receive to one peer."""
         raise RuntimeError("proxyccl: recv from any source is not supported; name the rank")
 
     recvAnysource = recv_anysource  # noqa: N815
@@ -286,15 +286,15 @@ class Collectives:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device with its number, by default the current one's; a CPU has no number."""
+    """The device with its index, which defaults to the current device's; a CPU has no index."""
     if device.type == "cpu":
         return CPU
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
 
 
 def _goes_apart(tensors: Tensors) -> bool:
-    """Whether tensors of one coalesced call are better not joined in one array: few, or large ones. C can
-    issue both, and the memory is read and written once. All ranks answer the same.
+    """Whether the tensors of a coalesced call are sent one by one instead of joined in one array, because they are few
+    or large. C can issue each of the calls, and no copy reads the memory a second time. All ranks decide alike.
     """
     if not tensors or not tensors[0].is_cuda:
         return False
@@ -307,12 +307,14 @@ def _nbytes(x: torch.Tensor) -> int:
 
 
 def _name_of_short(collective: str, tensors: Tensors) -> str | None:
-    """The name for `IssuedCalls.joint` of calls with these tensors; None if one is long: the ranks choose for each."""
+    """The name for `IssuedCalls.joint` of calls with these tensors; None if one tensor is long, because the ranks then
+    choose a policy for each call.
+    """
     return collective if all(_nbytes(x) < LEAST_BYTES for x in tensors) else None
 
 
 def _op_of(opts: Any) -> Any:
-    """The operator of options, of an operator itself, or the default: torch passes all three."""
+    """The operator, given as torch's options, as an operator or as None for the default: torch passes all three."""
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 

@@ -34,26 +34,27 @@ class _Making:
     """An attempt to make a communicator."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # held by the thread that makes it; those that need it too wait for it
-        self.error: BaseException | None = None  # that ended the attempt
+        self.lock = threading.Lock()  # the making thread holds it; other threads wait for it
+        self.error: BaseException | None = None  # the error that ended the attempt
 
 
 class Endpoints:
     """The communicators of one rank: one of all ranks for each device, and one with each peer for single transfers.
 
     A single send or recv involves only two ranks, so it can't use resources that all ranks must make together. It
-    also runs concurrently with other calls, so its resources are made with its communicator. Making one waits for the
-    others: where a program must not wait, a thread calls this, and `has_met` tells whether that returns at once.
+    also runs concurrently with other calls, so its resources are made with its communicator. Making a communicator
+    waits for the other ranks. Where a program must not wait, a thread makes it; `has_met` says whether the communicator
+    exists, so that nothing waits.
 
-    A communicator is split from one that its ranks have already, if all of them have it: that of the default group, or
-    for two ranks that of their group. The ranks meet in the group's own store in either case, so calls of several
+    A communicator is split from an existing one if all its ranks have that: the default group's, or for two ranks their
+        group's. The ranks meet in the group's own store in either case, so calls of several
     groups never meet each other, whatever ranks they have and in whatever order they are first used.
 
     Args:
-        store: where the ranks meet: of this group alone, and not one that an earlier group of its name has used.
+        store: where the ranks meet. It belongs to this group alone; no earlier group of the same name has used it.
         whole: the endpoints of the default group; None for the default group itself.
-        members: the ranks' numbers there.
-        runtimes: of this rank's GPUs; None for those of `whole`, or for new ones.
+        members: these ranks' numbers in `whole`.
+        runtimes: the runtimes of this rank's GPUs; None to share those of `whole`, or without `whole` to open new ones.
     """
 
     def __init__(
@@ -76,15 +77,15 @@ class Endpoints:
         self._runtimes: DeviceRuntimes = runtimes
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
-        self._meetings: Counter[str] = Counter()  # by name, those that have ended, except by a time-out
+        self._meetings: Counter[str] = Counter()  # by name: the attempts that have ended, except by time-out
         self._made: dict[_Key, Communicator] = {}
-        self._checks: tuple[Callable[[], None], ...] = ()  # of the communicators that were made
+        self._checks: tuple[Callable[[], None], ...] = ()  # failure checks of the communicators that were made
         self._closed = self._aborted = False
         self._to_self = ToSelf(rank, self._require_open)
 
     @property
     def store(self) -> Any:
-        """Where the ranks meet, until `close`. Raises as a call would then."""
+        """The store where the ranks meet. After `close`, raises the error that a call would raise."""
         store = self._open_store
         if store is None:
             self._require_open()
@@ -101,7 +102,9 @@ class Endpoints:
         return made if made is not None else self._make(device, peer)
 
     def has_met(self, device: torch.device, peer: int | None) -> bool:
-        """Whether the communicator exists, with a peer or with None of all ranks, so that no call waits for it."""
+        """Whether the communicator with a peer, or with None that of all ranks, exists, so that a call need not wait
+        for it.
+        """
         return (device.type, device.index, peer) in self._made
 
     def to_self(self, tensor: torch.Tensor, *, sends: bool) -> None:
@@ -110,8 +113,9 @@ class Endpoints:
 
     @contextmanager
     def transferring(self, peer: int | None) -> Iterator[None]:
-        """Around calls on the communicator with a peer: says in errors which ranks its numbers 0 and 1 are. Changes no
-        error of the communicator of all ranks."""
+        """A context for calls on the communicator with a peer: errors raised inside name the ranks that are 0 and 1
+        there. Errors of the communicator of all ranks stay as they are.
+        """
         try:
             yield
         except CommunicatorError as error:
@@ -120,7 +124,9 @@ class Endpoints:
             raise_in_place_of(error, self.with_ranks(error, peer))
 
     def with_ranks(self, error: Exception, peer: int) -> Exception:
-        """An error of the communicator with a peer that says which ranks its numbers 0 and 1 are; others unchanged."""
+        """The error, completed by the ranks that are 0 and 1 in the communicator with a peer; other errors
+        unchanged.
+        """
         return renumbered(error, sorted((self._rank, peer))) if isinstance(error, CommunicatorError) else error
 
     def check(self) -> None:
@@ -158,7 +164,7 @@ class Endpoints:
                 try:
                     comm = self._connect(device, peer, seconds or self._timeout)
                 except BaseException as error:
-                    making.error = error  # for the threads that wait here meanwhile; a later call tries again
+                    making.error = error  # threads that wait for this attempt raise its error; a later call tries again
                     with self._lock:
                         del self._making[key]
                     raise
@@ -191,13 +197,13 @@ class Endpoints:
             low, high = sorted((self._rank, peer))
             name, rank, world_size = f"{runtime}-{low}-{high}", int(self._rank > peer), 2
             whole, members = self, [low, high]
-        # A rank's GPUs may have other numbers than its peers', so the communicators of several are told by their order.
+        # Ranks may number their GPUs differently, so the store's prefix has a count of attempts, not a GPU's index.
         place = dist.PrefixStore(f"proxyccl-{name}-{self._meetings[name]}", self.store)
         bootstrap = StoreBootstrap(place, rank, world_size)
         self._bootstraps.append(bootstrap)
         try:
             comm = self._meet(bootstrap, device, peer, whole, members, seconds)
-        except WaitTimeoutError:  # whoever did not come in time may still meet this rank's next attempt
+        except WaitTimeoutError:  # a rank that was too late may still meet this rank's next attempt
             bootstrap.withdraw()
             raise
         except Exception:
@@ -208,8 +214,9 @@ class Endpoints:
             try:
                 with self.transferring(peer):
                     comm.prepare_transfers()
-                    # A driver may wait for running kernels when it creates a resource. So no kernel of the pair's
-                    # transfers runs, which would wait for the other's, before both ranks have made everything.
+                    # A driver may wait for running kernels when it creates a resource. A kernel of the pair's transfers
+                    # waits for the peer's kernel. So neither rank launches one before both have created all their
+                    # resources.
                     comm.all_gather_bytes(b"", "first transfer of two ranks")
             except BaseException:
                 comm.close(wait=False)
@@ -226,33 +233,35 @@ class Endpoints:
         members: Sequence[int],
         seconds: float,
     ) -> Communicator:
-        """A communicator of the bootstrap's ranks: split from that of `whole`, where they are `members`, if all of them
-        have it, and else a new one."""
+        """Makes a communicator of the bootstrap's ranks: split from the communicator of `whole`, where the ranks are
+        `members`, if all of them have that; otherwise a new one.
+        """
         splittable = None if whole is None else whole.made_of_all(device)
         with self.transferring(peer):
             answer = b"" if splittable is None else b"1"
             splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))
         if splits:
             assert splittable is not None
-            return splittable.split(members, timeout=seconds, bootstrap=bootstrap)  # its errors name the whole's ranks
+            return splittable.split(members, timeout=seconds, bootstrap=bootstrap)  # errors name ranks of the whole
         with self.transferring(peer):
             own = self._runtimes.of(device)
             return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS)
 
     def made_of_all(self, device: torch.device) -> Communicator | None:
-        """The communicator of all ranks for a device, if it was made and has not failed."""
+        """The communicator of all ranks for a device; None if it was not made or has failed."""
         made = self._made.get((device.type, device.index, None))
         return None if made is None or not made.group.failure.usable else made
 
     def part(self, store: Any, ranks: Sequence[int], timeout: float) -> Endpoints:
-        """The endpoints of some ranks of the group, this one among them, which are split from the default group's: that
-        lives as long as any other."""
+        """The endpoints of some ranks of the group, including this one. They are split from the default group's
+        endpoints, which live as long as any other group's.
+        """
         whole = self if self._whole is None else self._whole
         members = [self._members[rank] for rank in ranks] if self._members else list(ranks)
         return Endpoints(store, list(ranks).index(self._rank), len(ranks), timeout, whole, members)
 
     def shrink(self, store: Any, excluded: Sequence[int], timeout: float) -> Endpoints:
-        """The endpoints of the ranks that are not excluded, which call this together. Arguments as for the constructor.
+        """The endpoints of the remaining ranks, which call this together. Arguments as for the constructor.
 
         Raises as `Communicator.shrink`, and PeerLostError if a rank that is not excluded was lost.
         """
@@ -288,7 +297,9 @@ class Endpoints:
         return next((comm for comm in self.made if not comm.closed and comm.group.failure.aborted), None)
 
     def has_left(self, peer: int | None) -> bool:
-        """Whether a rank, or with None any other rank, has shut the group down, as far as communicators tell."""
+        """Whether a rank, or with None any other rank, has shut the group down, as far as this rank's communicators
+        know.
+        """
         with self._lock:
             made = list(self._made.items())
         for (_, _, other), comm in made:
@@ -298,7 +309,9 @@ class Endpoints:
         return False
 
     def end_calls(self, peer: int | None, reason: str) -> None:
-        """Ends the calls in progress with a rank, or with None those of all ranks, and their communicators."""
+        """Aborts the communicators with a peer, or with None those of all ranks, which ends the calls in progress on
+        them.
+        """
         with self._lock:
             made = [comm for (_, _, other), comm in self._made.items() if other == peer]
         for comm in made:
@@ -317,15 +330,15 @@ class Endpoints:
             comm.abort(reason)
 
     def end_meetings(self) -> None:
-        """Makes no communicator from now on: threads that wait for a peer to make one end by a ClosedError."""
+        """Makes no communicator after this call; threads that wait for a peer to make one raise ClosedError."""
         with self._lock:
             self._closed = True
 
     def close(self) -> None:
-        """Ends them. Waits for this rank's own work, but for no other rank."""
+        """Closes the communicators. Waits for this rank's own work, but for no other rank."""
         self.end_meetings()
         for comm in self.made:
             comm.close(wait=False)
-        self._open_store = None  # the program may end it now, as by another init_process_group at its port
+        self._open_store = None  # the program may now end the store, to reuse its port
         while self._bootstraps:
             self._bootstraps.pop().close()

@@ -1,4 +1,4 @@
-"""Errors as torch's programs expect them."""
+"""Converts errors to the types and texts that torch's programs expect."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from torch.distributed import DistBackendError
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """A failure of a communicator as torch's DistBackendError, with our type and text and the error as its cause.
-
-    Errors of an argument stay ValueErrors. The first failure in the process is recorded (`write_failure`).
+    """A communicator's failure as torch's DistBackendError, whose text has our type and text and whose cause is the
+    error. An ArgumentError stays a ValueError. The first failure in the process is recorded (`write_failure`).
     """
     if isinstance(error, CommunicatorError):
         write_failure()
@@ -30,22 +29,22 @@ def as_torch_error(error: BaseException) -> BaseException:
         return error
     kind = type(error).__name__
     if isinstance(error, WaitTimeoutError):
-        kind = f"Timed out with {kind}"  # the words that torch's programs search for
+        kind = f"Timed out with {kind}"  # torch's programs search errors for these words
     translated: RuntimeError = DistBackendError(f"proxyccl: {kind}: {error}")
     translated.__cause__ = error
     return translated
 
 
 def raise_as_torch(error: BaseException) -> NoReturn:
-    """Raises a caught exception by `as_torch_error`."""
+    """Raises a caught exception, converted by `as_torch_error`."""
     try:
         raise_in_place_of(error, as_torch_error(error))
     finally:
-        del error  # otherwise a cycle, through its traceback and this frame
+        del error  # otherwise the error, its traceback and this frame form a reference cycle
 
 
 class torch_errors:  # noqa: N801  used like a function
-    """Converts exceptions raised within by `as_torch_error`."""
+    """A context that converts exceptions raised inside by `as_torch_error`."""
 
     def __enter__(self) -> None:
         pass

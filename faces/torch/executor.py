@@ -24,11 +24,11 @@ _LOOK_SECONDS = 0.05
 
 
 class Executor:
-    """One queue of tasks. Its thread starts with the first task that must wait, and ends with the executor. It calls
-    `begin` first.
+    """A queue of tasks and the thread that runs them. The thread starts with the first task that must wait, calls
+    `begin` first, and ends with the executor.
 
     Attributes:
-        ended: the number of tasks that have ended in its thread.
+        ended: the number of tasks that the thread has completed.
     """
 
     def __init__(self, name: str, begin: Task = lambda: None) -> None:
@@ -46,7 +46,9 @@ class Executor:
         return not self._tasks and self._runner is None
 
     def run_here(self, task: Task, *, after_others: bool = False) -> bool:
-        """Runs a task in the caller's thread, after others or if there are none. Returns whether it did."""
+        """Runs a task in the caller's thread, if no task is queued or running, or after the others. Returns whether the
+        task ran.
+        """
         with self._changed:
             if after_others:
                 self._changed.wait_for(lambda: self.is_idle)
@@ -93,7 +95,7 @@ class Executor:
             try:
                 task()
             finally:
-                del task  # releases its tensors before the next task arrives
+                del task  # releases the task's tensors before the next task arrives
                 with self._changed:
                     self.ended += 1
                     self._runner = None
@@ -116,7 +118,7 @@ class Executor:
 
 
 class _Callbacks(threading.local):
-    """The depth of the callbacks that a thread runs: 0 if it runs none."""
+    """The nesting depth of the callbacks that a thread runs: 0 if it runs no callbacks."""
 
     depth = 0
 
@@ -125,8 +127,8 @@ _callbacks = _Callbacks()
 
 
 class GroupThreads:
-    """The threads of one rank of a process group, by device: one for the transfers of each flow, one for the callbacks
-    of each depth, and one for all other calls.
+    """The threads of one rank of a process group. Each device has one thread for the transfers of each flow, one for
+    the callbacks of each depth, and one for all other calls.
     """
 
     def __init__(self, rank: int, endpoints: Endpoints) -> None:
@@ -144,7 +146,7 @@ class GroupThreads:
         return self.of(device, _callbacks.depth + 1)
 
     def of(self, device: torch.device, of: Flow | int | None) -> Executor:
-        """The thread of a flow, of callbacks of a depth, or, for None, of all other calls."""
+        """The thread of a flow or of callbacks of a depth; for None, the thread of all other calls."""
         with self._lock:
             if (device, of) not in self._made:
                 if isinstance(of, int):
@@ -156,12 +158,14 @@ class GroupThreads:
             return self._made[device, of]
 
     def find(self, device: torch.device, of: Flow | int | None) -> Executor | None:
-        """The same if it was made."""
+        """The thread that `of` returns, or None if it was not made yet."""
         return self._made.get((device, of))
 
     def await_calls(self, deadline: float) -> None:
-        """Waits for the calls that the group's threads have, as `ProcessGroupProxyCCL.shutdown` says."""
-        in_vain: dict[Any, tuple[int, float]] = {}  # the calls of a thread whose peers left, and when they are given up
+        """Waits for the calls that are queued in the group's threads, with the bounds that
+        `ProcessGroupProxyCCL.shutdown` states.
+        """
+        in_vain: dict[Any, tuple[int, float]] = {}  # threads whose peers left: calls ended, deadline
         while self._endpoints.failed is None:
             busy = {key: executor for key, executor in self._all.items() if not executor.is_idle}
             now = time.monotonic()
@@ -173,7 +177,7 @@ class GroupThreads:
                 if isinstance(of, int) or peer == self._rank or not self._endpoints.has_left(peer):
                     continue
                 ended, until = in_vain.get(key, (-1, 0.0))
-                if ended != executor.ended:  # those that the rank has made before it left do end
+                if ended != executor.ended:  # calls that the peer made before it left do end
                     in_vain[key] = executor.ended, now + LINGER_SECONDS
                 elif now > until:
                     self._endpoints.end_calls(peer, "it was shut down, and a call waited for a rank that has left")
@@ -186,7 +190,9 @@ class GroupThreads:
             return dict(self._made)
 
     def end(self) -> None:
-        """Ends the threads, and waits a while for calls that have failed, which use the memory until then."""
+        """Ends the threads. Waits a while for failed calls to return, because they use the tensors' memory until
+        then.
+        """
         until = time.monotonic() + LINGER_SECONDS
         for (_, of), executor in self._all.items():
             executor.end()
@@ -195,7 +201,7 @@ class GroupThreads:
 
 
 def _begin_thread(device: torch.device, of: Flow | int | None) -> None:
-    """Called by a thread of `GroupThreads` first."""
+    """Prepares a thread of `GroupThreads`, which calls this first."""
     if device.type != "cpu":  # a thread begins on device 0, and would open that device when it returns to it
         torch.cuda.set_device(device)
     if isinstance(of, int):

@@ -1,11 +1,11 @@
-"""The process's groups as torch's tools see them, and the watchdog that reports those that fail.
+"""The process's groups as torch's tools see them, and the watchdog that reports failed groups.
 
 Dumps are for the analyzer of torch's flight recorder, ``torch.distributed.flight_recorder.fr_trace`` (torchfrtrace). A
 dump contains the names of calls, which each group knows anyway (`UnderWay`); it contains neither sizes nor times, so
 recording costs a call almost nothing. The analyzer compares the ranks' dumps by the calls' numbers in their group.
 
-The watchdog is a thread that logs the oldest call in progress when a group fails. A failure shows in the next call, or
-where a Work is waited for; a program that waits elsewhere, such as for its device, would learn nothing.
+The watchdog is a thread that logs the oldest call in progress when a group fails. A failure is raised by the next call
+or by a wait for a Work; a program that waits elsewhere, such as for its device, would learn nothing.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def _run_watchdog() -> None:
 
 
 def _look(reported: weakref.WeakSet[Group]) -> None:
-    """Reports the groups that failed after the last look. A function of its own: no frame then holds a group while the
-    watchdog sleeps."""
+    """Reports the groups that failed since the last call. It is a separate function so that no frame refers to a group
+    while the watchdog sleeps.
+    """
     for group in [group for group in list(groups) if group not in reported]:
         try:
             oldest = group.calls.oldest()
@@ -105,8 +106,8 @@ def write_failure() -> None:
 
 
 def write_flight_record(prefix: str) -> Path:
-    """Writes the calls of this process's groups for the analyzer of torch's flight recorder: those in progress and the
-    latest that have ended.
+    """Writes the calls of this process's groups that are in progress or have ended recently, for the analyzer of
+    torch's flight recorder.
 
     Args:
         prefix: the file's path without the number of this rank in the default group, which is appended.
@@ -129,7 +130,7 @@ def write_flight_record(prefix: str) -> Path:
             if flow is not None:
                 group, ranks, ends = _pair(of_group, flow)
             if len(ranks) == 1 and ends:
-                continue  # a rank's transfers to itself, which miss nobody
+                continue  # a rank's transfers to itself, which wait for no other rank
             config[group[0]] = {"name": group[0], "desc": group[1], "ranks": str(ranks)}
             for place, name in enumerate(calls.names):
                 operation = name.split()[0].removesuffix("_single") + ends
@@ -141,8 +142,10 @@ def write_flight_record(prefix: str) -> Path:
 
 
 def _pair(calls: Any, flow: Any) -> tuple[tuple[str, str], list[int], str]:
-    """The transfers from one rank to another as a group of their own: its name and description, its ranks, and the
-    analyzer's words for who sends. In the whole group the analyzer would miss the other ranks."""
+    """The transfers from one rank to another, shown as a group of two: its name and description, its ranks, and the
+    analyzer's name for the direction. In the whole group, the analyzer would report that the other ranks are
+    missing.
+    """
     (peer, sends), on = (flow, "") if isinstance(flow[0], int) else (flow[1], f" on {flow[0].type}")
     own, other = calls.members[calls.rank], calls.members[peer]
     sender, receiver = (own, other) if sends else (other, own)
@@ -185,10 +188,9 @@ def profiler_event(
     ranks: Sequence[int],
     group: tuple[str, str],
 ) -> AbstractContextManager[None]:
-    """The event of a call in torch's profiler, which lasts as long as the context.
-
-    Its keys are those of NCCL's ``record_param_comms``. That name is impossible here: torch's profiler reads the
-    details of such an event from a C++ object, and crashes without one.
+    """A context that shows a call as an event in torch's profiler. The event has the keys of NCCL's
+    ``record_param_comms``. The event can't have that name: torch's profiler reads the details of such an event from a
+    C++ object, and crashes without one.
     """
     inputs, outputs = list(xs or outs), list(outs or xs)
     details: dict[str, Any] = {

@@ -1,7 +1,8 @@
-"""Where the calls of a process group run, and the threads, streams and events that they need there.
+"""Issues the calls of a process group, on the threads, streams and events that the calls need.
 
-A synchronous call runs on the current stream, or in the caller's thread; an asynchronous one on a stream of the group
-that waits for the current one, or in a thread of the group. C issues a call on a GPU whose form is kept.
+A synchronous call runs on the current stream, or on the CPU in the caller's thread. An asynchronous call runs on the
+group's stream, which first waits for the current stream, or on the CPU in the group's thread. C issues a call on a GPU
+if it has a kept form for the call.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ _Named = tuple[str, Any]
 
 
 class _InC:
-    """The collectives of one process group on one GPU that C issues, by what `IssuedCalls._make_issuer` makes.
+    """The issuers, made by `IssuedCalls._make_issuer`, for the collectives of one process group on one GPU that C
+    issues.
 
     Attributes:
-        collectives, barriers: issue the calls that consist of no transfers.
-        named: a call's options by its name, which is followed by a policy for calls that have one; of reductions by the
-            number of the operator's kind, of broadcasts by the root.
+        collectives, barriers: issue the calls that do not consist of transfers.
+        named: a call's options by its name, followed by the policy for calls that have one. The options of a reduction
+            are further keyed by the number of the operator's kind, those of a broadcast by the root.
     """
 
     def __init__(self, calls: TensorCalls, ranks: int, issuer: Callable[..., CallIssuer]) -> None:
@@ -81,7 +83,7 @@ class _InC:
 
     @property
     def exchanges(self) -> CallIssuer | None:
-        """Issues the calls that consist of transfers; None until the ranks have made what these need."""
+        """Issues the calls that consist of transfers; None until the ranks have made the resources of transfers."""
         if self._exchanges is None and (call := self._calls.call_transfers) is not None:
             self._exchanges = self._issuer(call)
         return self._exchanges
@@ -97,19 +99,17 @@ def reduce_to(root: int) -> str:
 
 
 class _Call(Struct, eq=False):
-    """A call that C does not issue.
-
-    Attributes:
-        name: for messages.
-        outs: the tensors that it writes, which are its result.
-        xs: the others that it uses.
-        make: makes the call, on the stream that is then current.
-        device: of the tensors.
-        waits: whether the program does not continue meanwhile.
-        seconds: the bound of its waits; None for the group's.
-        flow: for a single transfer, the peer and whether it is a send: it runs concurrently with other calls.
-        blocks: whether the end of a device's call is waited for on the CPU.
-        number: in the group.
+    """A call that Python issues instead of C. Attributes:
+    name: the call's name, for messages.
+    outs: the tensors that the call writes, which are its result.
+    xs: the other tensors that the call uses.
+    make: makes the call on the current stream.
+    device: the tensors' device.
+    waits: whether the call is synchronous.
+    seconds: the call's time-out; None for the group's.
+    flow: for a single transfer, which runs concurrently with other calls, the peer and whether it is a send.
+    blocks: whether the CPU waits for the end of a call on a device.
+    number: the call's number in the group.
     """
 
     name: str
@@ -125,17 +125,17 @@ class _Call(Struct, eq=False):
 
     @property
     def peer(self) -> int | None:
-        """Whom a transfer is with."""
+        """The other rank of a transfer."""
         return None if self.flow is None else self.flow[0]
 
     @property
     def source(self) -> int:
-        """The rank that sends to a transfer; -1 for other calls, and for a send."""
+        """The rank that a receive receives from; -1 for a send and for other calls."""
         return _source_of(self.flow)
 
 
 class _Coalescing(threading.local):
-    """The Work that a thread collects; None while it collects none."""
+    """Per thread, the Work of the calls being coalesced; None outside coalescing."""
 
     works: list[DeviceWork | HostWork | JointWork] | None = None
 
@@ -145,12 +145,13 @@ class IssuedCalls:
 
     Attributes:
         rank: this rank's number in the group.
-        process: that of the group: in a fork's child no call is made.
-        threads, gpus: where the calls run.
-        between_all: options of calls that are transfers between all ranks, by name, and by root if there is one.
-        coalescing: the Work that each thread collects, between torch's start and end of coalescing.
+        process: the id of the group's process; a fork's child makes no calls.
+        threads, gpus: the threads and GPUs where the calls run.
+        between_all: options of the calls that consist of transfers between all ranks, by name and, if there is one,
+            root.
+        coalescing: for each thread, the Work of its calls between torch's start and end of coalescing.
         under_way: the calls in progress.
-        unwaited: the Works that are kept until somebody waits for them.
+        unwaited: the Works that are kept until the program waits for them.
         group_name, group_desc: the group's name and description.
     """
 
@@ -166,12 +167,12 @@ class IssuedCalls:
         }
         self.threads = GroupThreads(rank, endpoints)
         self.gpus = GroupOnGpus(endpoints.check)
-        self._overlaps: dict[int, Overlaps | None] = {}  # by the GPU's number, once it has made a long call
-        self._in_c: dict[int, _InC] = {}  # by the GPU's number, once its communicator was made: collectives, …
+        self._overlaps: dict[int, Overlaps | None] = {}  # by GPU index, added by the first long call
+        self._in_c: dict[int, _InC] = {}  # by GPU index, once its communicator exists: collectives, …
         self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # … and transfers, by GPU and flow
-        self._numbers = itertools.count(1)  # of the group's calls
-        self._collectives = 0  # that C has not issued
-        self._waited = itertools.count(1)  # synchronous ones on GPUs, of which few have a mark
+        self._numbers = itertools.count(1)  # the group's calls
+        self._collectives = 0  # collectives that Python issued
+        self._waited = itertools.count(1)  # synchronous calls on GPUs, of which few have a mark
         self.coalescing = _Coalescing()
         self.group_name = self.group_desc = ""
         self.unwaited = Unwaited()
@@ -179,7 +180,7 @@ class IssuedCalls:
 
     @property
     def collectives(self) -> int:
-        """The number of collectives: the ranks' numbers are equal, which those of transfers are not."""
+        """The number of collectives so far. All ranks count collectives alike, but not transfers."""
         return self._collectives + sum(made.count for made in self._in_c.values())
 
     @property
@@ -200,8 +201,9 @@ class IssuedCalls:
     # -- calls on a GPU that C issues ---
 
     def choose(self, collective: str, output: torch.Tensor, nbytes: int, opts: Any) -> Choice:
-        """The choice of kernels for a call, which the ranks make together if the call is long. `nbytes` is the size of
-        the larger of a rank's input and output."""
+        """Chooses a call's kernels; for a long call the ranks choose together. `nbytes` is the size of a rank's input
+        or output, whichever is larger.
+        """
         number = output.get_device()
         if nbytes < LEAST_BYTES or number < 0:
             return CHOICES[collective, None]
@@ -222,15 +224,18 @@ class IssuedCalls:
         return CHOICES[collective, policy] if watched is None else Choice(collective, policy, watched)
 
     def _overlaps_of(self, device: torch.device) -> Overlaps | None:
-        """None where the ranks never choose. The ranks have met, so collectives of the GPU are no longer queued."""
+        """The watched calls of a GPU; None where the ranks never choose together. Only for ranks that have met, so no
+        collective of the GPU is still queued in a thread.
+        """
         with torch_errors():
             comm = self._endpoints.of_all(device)
             calls = comm.tensor_calls
             return Overlaps(self.gpus.of(device), comm.runtime, calls) if calls.chooses else None
 
     def in_c(self, x: Any, out: Any, opts: Any, attribute: str | None, name: str) -> Any:
-        """Makes a call on a GPU by one call into C, if its form is kept; see `CallIssuer.issue`, and `_InC` for the
-        names."""
+        """Makes a call on a GPU by one call into C, if C has a kept form for the call. See `CallIssuer.issue` for the
+        arguments and `_InC` for the names.
+        """
         made = self._in_c.get((x[0] if type(x) is list else x).get_device())
         if made is None or profiler._is_profiler_enabled:  # `issue` makes calls that a profiler shows
             return NotImplemented
@@ -240,8 +245,9 @@ class IssuedCalls:
             raise_as_torch(error)
 
     def exchange_in_c(self, on: torch.Tensor, x: Any, out: Any, opts: Any, options: on_tensors.Transfers) -> Any:
-        """As `in_c`, for a call that is transfers between all ranks, as `on_tensors.exchange` makes it. A list of
-        tensors is a tuple here, and `on` is one of the tensors."""
+        """Does what `in_c` does, for a call that consists of transfers between all ranks (`on_tensors.exchange`). Lists
+        of tensors are passed as tuples; `on` is one of the tensors.
+        """
         made = self._in_c.get(on.get_device())
         if made is None or profiler._is_profiler_enabled or (exchanges := made.exchanges) is None:
             return NotImplemented
@@ -251,7 +257,7 @@ class IssuedCalls:
             raise_as_torch(error)
 
     def barrier(self, device: torch.device, opts: Any) -> Any:
-        """Waits on the CPU, or after the work queued on a device, until all ranks have arrived."""
+        """Waits until all ranks have arrived: on the CPU, or on a GPU's stream after the queued work."""
         made = None if device.index is None else self._in_c.get(device.index)
         if made is not None and not profiler._is_profiler_enabled:
             with torch_errors():
@@ -269,7 +275,7 @@ class IssuedCalls:
         flow: tuple[torch.device, Flow] | None = None,
         blocks: bool = False,
     ) -> CallIssuer:
-        """The issuer of calls on a stream; `flow` is theirs if they are transfers, as `under_way` knows it."""
+        """Makes an issuer of calls on a stream. For transfers, `flow` is their flow in `under_way`."""
         return CallIssuer(
             gpu.in_c,
             call,
@@ -287,7 +293,9 @@ class IssuedCalls:
     # -- other calls ---
 
     def require_process(self) -> None:
-        """Raises in a fork's child, before any lock is taken: a thread of the parent's may have held it at the fork."""
+        """Raises in a fork's child. Callers check before they take a lock, because a thread of the parent may have held
+        the lock at the fork.
+        """
         if not self.process.is_here:
             with torch_errors():
                 self.process.require("the process group")
@@ -303,11 +311,11 @@ class IssuedCalls:
         device: torch.device | None = None,
         blocks: bool = False,
     ) -> Any:
-        """Makes a call of all ranks, by ``function(communicator, *arguments)``. The device is by default that of the
-        tensors; for the other arguments see `_Call`.
+        """Makes a call of all ranks, by ``function(communicator, *arguments)``. The device defaults to the tensors'
+        device; see `_Call` for the other arguments.
 
         Returns:
-            Its Work; None for a call on the current stream, for which torch need not wait.
+            The call's Work; None for a call on the current stream, for which torch need not wait.
         """
         self.require_process()
         self._collectives += 1
@@ -334,7 +342,7 @@ class IssuedCalls:
         return work if work is None else self._handed_out(work, waits=call.waits)
 
     def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
-        """A Work for torch, which is kept where torch does not."""
+        """Returns a Work to torch, and keeps it in versions of torch that do not."""
         if self.coalescing.works is not None:
             self.coalescing.works.append(work)
         elif not waits and not IS_BACKEND:
@@ -342,8 +350,9 @@ class IssuedCalls:
         return work
 
     def _is_queued(self, device: torch.device, *, waits: bool) -> bool:
-        """Whether a collective on a GPU goes to the group's thread. Asynchronous ones do until the ranks have met:
-        others may use other groups first, and wait there for this rank. A synchronous one waits for the queued ones.
+        """Whether a collective on a GPU goes to the group's thread. Asynchronous collectives do until the ranks have
+        met, because other ranks may use another group first and wait in it for this rank. A synchronous collective
+        waits for the queued ones.
         """
         executor = self.threads.find(device, None)
         is_idle = executor is None or executor.is_idle
@@ -365,7 +374,7 @@ class IssuedCalls:
             try:
                 with torch.no_grad(), self._endpoints.bounded(CPU, call.peer, call.seconds):
                     call.make()
-            except BaseException as error:  # it is raised where the work is waited for
+            except BaseException as error:  # the wait for the Work raises it
                 failure = error
             if not isinstance(failure, CommunicatorError):
                 self.under_way.end(call.flow, call.number)
@@ -400,7 +409,7 @@ class IssuedCalls:
                 mark = None if next(self._waited) % ADDED_BETWEEN else gpu.in_c.mark(stream)
                 self.under_way.add(None, call.number, call.name, mark)
             return None
-        # A graph's memory is its own, and a captured call is not in progress: the host can't wait for its end.
+        # A graph keeps its own memory, and a captured call is not in progress: the host can't wait for its end.
         blocks = call.blocks and not captured
         queued = QueuedCall(gpu.in_c, call.xs, call.outs, stream, not captured, blocks, -1)
         queued.mark_end()
@@ -409,11 +418,10 @@ class IssuedCalls:
         return DeviceWork.of(queued)
 
     def _issue_queued(self, call: _Call) -> DeviceWork:
-        """Queues a transfer on its flow's stream, or an asynchronous collective on the group's: at once if the ranks
-        have met, else by the flow's or the group's thread.
-
-        The thread waits for the peers, which the program must not: a peer may wait for another call first. The call
-        follows the work queued on the program's stream by now.
+        """Queues a transfer on its flow's stream, or an asynchronous collective on the group's stream: at once if the
+        ranks have met, else by the flow's or the group's thread. That thread waits for the peers. The program must not,
+        because a peer may wait for another of this rank's calls first. The call follows the work that is queued on the
+        program's stream when this is called.
         """
         device, flow, peer = call.device, call.flow, call.peer
         gpu = self.gpus.of(device)
@@ -443,7 +451,7 @@ class IssuedCalls:
                     if not is_captured:
                         for tensor in (*call.outs, *call.xs):
                             tensor.record_stream(stream)
-            except BaseException as error:  # it is raised where the work is waited for
+            except BaseException as error:  # the wait for the Work raises it
                 failure = error
                 if not is_captured and not isinstance(error, CommunicatorError):
                     self.under_way.end(order, call.number)
@@ -457,14 +465,16 @@ class IssuedCalls:
         return work
 
     def _log_failed_meeting(self, call: _Call, error: BaseException) -> None:
-        """Logs why ranks have no communicator, which the watchdog can't see, for programs that wait elsewhere."""
+        """Logs why the ranks could not make a communicator. The watchdog sees only communicators, and the program may
+        wait elsewhere.
+        """
         if isinstance(error, CommunicatorError) and not self._endpoints.has_met(call.device, call.peer):
             _logger.error("%s, call %d of rank %d: %s", call.name, call.number, self.rank, error)
 
     # -- transfers ---
 
     def transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
-        """Makes a transfer with a peer. Returns its Work; None while calls are coalesced."""
+        """Makes a transfer with a peer. Returns the transfer's Work; None while calls are coalesced."""
         (x,) = tensors
         named, flow = _by_flow(peer, int(self.rank < peer), sends), (peer, sends)
         work = self._transfer_in_c(x, flow, named)
@@ -488,7 +498,9 @@ class IssuedCalls:
         return None if self.coalescing.works is not None else work
 
     def _transfer_in_c(self, x: torch.Tensor, flow: Flow, named: _Named) -> Any:
-        """As `in_c`, for a transfer: once the ranks have met, and while no other of its flow is queued."""
+        """Does what `in_c` does, for a transfer, if the ranks have met and no earlier transfer of the flow is
+        queued.
+        """
         number = x.get_device()
         executor = None if number < 0 else self.threads.find(x.device, flow)
         if executor is None or not executor.is_idle or profiler._is_profiler_enabled:
@@ -502,12 +514,12 @@ class IssuedCalls:
             raise_as_torch(self._endpoints.with_ranks(error, flow[0]))
 
     def _transfers_of(self, device: torch.device, flow: Flow) -> CallIssuer | None:
-        """Makes the transfers of a flow; None if the ranks have not met."""
+        """The function that makes the transfers of a flow; None if the ranks have not met."""
         if not self._endpoints.has_met(device, flow[0]):
             return None
         comm = self._endpoints.with_peer(device, flow[0])
         call, stream = comm.tensor_calls.call_transfers, self.gpus.stream_of(device, flow).cuda_stream
-        assert call is not None  # `with_peer` has prepared them
+        assert call is not None  # `with_peer` has prepared the transfers
         made = self._make_issuer(self.gpus.of(device), stream, call, flow=(device, flow))
         return self._transferring.setdefault((device.index, *flow), made)
 
@@ -516,8 +528,9 @@ class IssuedCalls:
     def joint(
         self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, name: str | None
     ) -> Any:
-        """Makes a call for each tensor, with one Work for all; arguments from `xs` on as for `in_c`, which is not tried
-        without a name."""
+        """Makes a call for each tensor, with one Work for all. The arguments from `xs` on are those of `in_c`, which is
+        tried only if a name is given.
+        """
         issued = NotImplemented if name is None else self.in_c(xs, outs, opts, attribute, name)
         if issued is not NotImplemented and type(issued) is not tuple:
             return issued
@@ -534,7 +547,7 @@ class IssuedCalls:
         return self._handed_out(JointWork(collected), waits=_waits(opts)) if collected else None
 
     def close(self) -> None:
-        """Lets other groups use the streams. The communicators are closed."""
+        """Returns the streams, so that other groups can use them. The communicators must be closed."""
         self._in_c.clear()
         self._overlaps.clear()
         self._transferring.clear()
@@ -542,15 +555,16 @@ class IssuedCalls:
 
 
 def require_rank(rank: int, size: int, argument: str) -> None:
-    """Raises ValueError for a number that is not a rank's, before anything is made or queued: no peer would answer, and
-    a wait would end by the time-out."""
+    """Raises ValueError if a number is not a rank of the group. Callers check before anything is queued: no peer would
+    answer, and the call would wait until the time-out.
+    """
     if not 0 <= rank < size:
         raise ValueError(f"{argument}: {rank} is not a rank of the group; expected 0 to {size - 1}")
 
 
 @functools.cache
 def _by_flow(peer: int, number: int, sends: bool) -> tuple[str, on_tensors.Transfers]:
-    """The name and the options of a transfer with a peer, which has this number in their communicator."""
+    """The name and the options of a transfer with the peer that has this number in the pair's communicator."""
     name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
     return name, ((name, number, ()) if sends else (name, (), number))
 
@@ -565,11 +579,11 @@ def _source_of(flow: Flow | None) -> int:
 
 
 def _waits(opts: Any) -> bool:
-    """Whether torch's options say that the program does not continue meanwhile."""
+    """Whether torch's options say that the call is synchronous."""
     return opts is not None and not getattr(opts, "asyncOp", True)
 
 
 def _seconds_of(opts: Any) -> float | None:
-    """The time-out that options set for one call, in seconds; None for the group's."""
+    """The time-out that torch's options set for a call, in seconds; None for the group's."""
     given = getattr(opts, "timeout", None)
     return given.total_seconds() if isinstance(given, timedelta) and given > _NO_TIME else None

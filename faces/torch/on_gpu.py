@@ -1,7 +1,7 @@
-"""The GPUs of a rank: the runtimes and streams that its process groups share or own, and one group's part on a GPU.
+"""The runtimes and streams of a rank's GPUs, which process groups share or own, and the state of one group on a GPU.
 
-torch hands out 32 streams for a device, in turn. Two transfers on one stream wait for each other, and so do ranks that
-called them in a different order. So each group and each flow has a stream of its own.
+torch hands out its 32 streams of a device in turn, so two callers may get the same one. Two transfers on one stream run
+in order, and ranks that issue them in different orders would deadlock. So each group and each flow has its own stream.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def runtime_name(device: torch.device) -> str:
 
 
 def compile_early(rank: int, world_size: int) -> None:
-    """Begins to compile, beside the program, what its calls will most likely need and the cache does not have: a kernel
-    takes a second. Does nothing for one rank, or if the program has not used a GPU so far.
+    """Starts to compile, in the background, the kernels that the program will most likely need and the cache lacks: a
+    kernel takes a second. Does nothing for one rank, or if the program has not used a GPU so far.
 
-    Ranks begin at different kernels, as those of a host wait for each other's.
+    Ranks begin with different kernels, because ranks of a host that compile the same one wait for each other.
     """
     if world_size == 1 or not torch.cuda.is_initialized():
         return
@@ -61,8 +61,8 @@ def compile_early(rank: int, world_size: int) -> None:
 class DeviceRuntimes:
     """The runtimes of a rank, which its communicators share, so that each kernel is loaded once.
 
-    A driver loads a kernel when nothing runs on the device. The kernel of transfers is loaded with the runtime: later,
-    the load could wait for a kernel that waits for a peer, which in turn waits for the transfer.
+    A driver may load a kernel only when nothing runs on the device. So the kernel of transfers is loaded with the
+    runtime: a later load could wait for a running kernel, which waits for a peer, which in turn waits for the transfer.
     """
 
     def __init__(self) -> None:
@@ -70,8 +70,8 @@ class DeviceRuntimes:
         self._made: dict[torch.device, Runtime] = {}
 
     def of(self, device: torch.device) -> Runtime | str:
-        """The runtime of a GPU. For a CPU its name: each communicator opens its own, because its end waits for all work
-        of that runtime.
+        """The runtime of a GPU. For a CPU, returns the runtime's name: each communicator opens its own runtime, because
+        its close waits for all work of the runtime.
 
         Raises as `open_runtime`.
         """
@@ -86,9 +86,8 @@ class DeviceRuntimes:
 
 
 def take_stream(device: torch.device) -> Any:
-    """A stream of a GPU, as torch's, that nobody else uses until `give_back_stream`.
-
-    It has the highest priority: the peers wait for what it runs, and a graph keeps the priority of what was captured.
+    """Leases a torch stream of a GPU that nobody else uses until `give_back_stream`. The stream has the highest
+    priority, because peers wait for its work; a graph keeps the priority of the captured stream.
     """
     with _lock:
         idle = _idle.get(device)
@@ -101,20 +100,21 @@ def take_stream(device: torch.device) -> Any:
 
 
 def give_back_stream(device: torch.device, stream: Any) -> None:
-    """Lets another group use a stream; its work follows the work queued there."""
+    """Returns a leased stream. The next user's work follows the work queued on it."""
     with _lock:
         _idle.setdefault(device, []).append(stream)
 
 
 class GroupOnGpu:
-    """A process group's part on one GPU. Streams are known by their handles: torch's objects take microseconds.
+    """The state of a process group on one GPU. Streams are passed as handles, because torch's stream objects cost
+    microseconds.
 
     Attributes:
         check: raises the error that ended the group, if it has failed.
-        order: orders streams of the GPU.
-        in_c: the same, for the group's calls.
-        current: the handle of torch's current stream there.
-        own, own_stream: the group's own stream: its handle, and torch's object.
+        order: makes one stream of the GPU wait for another.
+        in_c: does so in C, for the group's calls.
+        current: returns the handle of torch's current stream on the GPU.
+        own, own_stream: the group's own stream, as a handle and as torch's object.
     """
 
     def __init__(self, device: torch.device, check: Callable[[], None]) -> None:
@@ -133,14 +133,14 @@ class GroupOnGpu:
         return torch.cuda.ExternalStream(handle, self.device) if handle else torch.cuda.default_stream(self.device)
 
     def record(self, tensors: Sequence[torch.Tensor], handle: int) -> None:
-        """Has memory of tensors be reused only after the work that a stream has now."""
+        """Tells torch's allocator to reuse the tensors' memory only after the work queued on a stream."""
         stream = self.torch_stream(handle)
         for tensor in tensors:
             tensor.record_stream(stream)
 
 
 class GroupOnGpus:
-    """A process group's part on each GPU, and a stream of its own for each flow. Both are made when first used."""
+    """The state of a process group on each GPU, and the stream of each flow. Both are made when first used."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -161,7 +161,7 @@ class GroupOnGpus:
             return self._streams[device, flow]
 
     def close(self) -> None:
-        """Lets other groups use the streams."""
+        """Returns the streams, so that other groups can use them."""
         while self._streams:
             (device, _), stream = self._streams.popitem()
             give_back_stream(device, stream)

@@ -1,7 +1,7 @@
-"""Which long calls a program computes beside. That decides how many multiprocessors a call takes.
+"""Finds the long calls that overlap with the program's computation. That decides how many multiprocessors a call takes.
 
-Whether a program computes beside a call is not known when it makes the call. `async_op` does not tell: functional
-collectives are always asynchronous, and most programs wait for them at once. So earlier calls of the same kind tell.
+A call's overlap is unknown when the call is made. `async_op` does not predict it: functional collectives are always
+asynchronous, and most programs wait for them at once. So earlier calls of the same kind predict it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Kind = tuple[str, int, str, int]
 
 
 class Watched:
-    """Measures by events how much the program's stream does between a call and the wait for it."""
+    """Measures by events how long the program's stream works between a call and the wait for that call."""
 
     def __init__(self, overlaps: Overlaps, kind: _Kind, stream: int) -> None:
         self._overlaps, self.kind = overlaps, kind
@@ -43,11 +43,11 @@ class Watched:
         self._idle = 0.0  # milliseconds
 
     def issued(self, stream: int) -> None:
-        """Marks the end of the call, which is the latest on the stream with this handle."""
+        """Marks the end of the call, which is the latest work on the stream with this handle."""
         self._ended.record(stream)
 
     def waits(self) -> None:
-        """The program's current stream is about to wait for the call."""
+        """Records that the program's current stream is about to wait for the call."""
         gpu = self._overlaps.gpu
         stream = gpu.current()
         if gpu.order.is_capturing(stream):
@@ -58,12 +58,14 @@ class Watched:
         self._overlaps.pending.append(self)
 
     def continues(self) -> None:
-        """The program leaves the wait to a future's user, such as DDP, which waits at the end of its step."""
+        """Records that the program passes the wait to a future's user, such as DDP, which waits at the end of its
+        step.
+        """
         self._overlaps.learn(self.kind, computes=True)
         self.give_back()
 
     def computes(self) -> bool | None:
-        """Whether the program computed beside the call; None before the call has ended."""
+        """Whether the call overlapped with the program's computation; None before the call has ended."""
         if not self._waited.query() or not self._ended.query():
             return None
         return self._waited.elapsed(self._begun) - self._idle >= _SHARE * self._ended.elapsed(self._begun)
@@ -76,8 +78,8 @@ class Overlaps:
     """The long calls of a process group on one GPU.
 
     Attributes:
-        pending: calls that the program's stream waits for, and whose end is not known.
-        idle: events that no call uses.
+        pending: calls that the program's stream waits for, and that are not known to have ended.
+        idle: events for reuse.
     """
 
     def __init__(self, gpu: GroupOnGpu, runtime: Runtime, calls: TensorCalls) -> None:
@@ -85,7 +87,7 @@ class Overlaps:
         self._runtime, self._calls = runtime, calls
         self.pending: deque[Watched] = deque(maxlen=_MOST_PENDING)
         self.idle: list[tuple[Event, Event, Event]] = []
-        self._shown: defaultdict[_Kind, int] = defaultdict(int)  # calls beside which it computed, less the others
+        self._shown: defaultdict[_Kind, int] = defaultdict(int)  # calls that overlapped, minus calls that did not
         self._made: defaultdict[_Kind, int] = defaultdict(int)
         self._before = "", 0
         self._main: StreamMark | None = None  # the end of torch's default stream at an earlier call
@@ -93,8 +95,9 @@ class Overlaps:
     def choose(
         self, collective: str, nbytes: int, output: Callable[[], int], *, waits: bool
     ) -> tuple[CtaPolicy, Watched | None]:
-        """The policy of the next call (`TensorCalls.choose_policy`), and for some calls the object that measures it.
-        `waits`: the call is on the current stream."""
+        """Chooses the policy of the next call (`TensorCalls.choose_policy`), and for some calls makes the object that
+        measures the overlap. `waits`: the call is on the current stream.
+        """
         stream = self.gpu.current()
         watched = None
         if waits:
@@ -111,8 +114,9 @@ class Overlaps:
         return self._calls.choose_policy(collective, nbytes, beside=beside, output=output), watched
 
     def _is_beside(self, stream: int) -> bool:
-        """Whether a call on this stream, which is current, runs beside work of torch's default stream: that stream has
-        not come to where it ended at an earlier such call. FSDP2 makes its calls so."""
+        """Whether a call on this stream, which is current, overlaps with work of torch's default stream, as FSDP2's
+        calls do: that stream has not reached the end that it had at an earlier such call.
+        """
         if self.gpu.order.is_capturing(stream):
             return False
         main, self._main = self._main, self.gpu.in_c.mark(0)
@@ -132,7 +136,7 @@ class Overlaps:
             watched.give_back()
 
     def learn(self, kind: _Kind, *, computes: bool) -> None:
-        """A call of a kind has shown whether the program computes beside it."""
+        """Records whether a call of this kind overlapped with the program's computation."""
         self._shown[kind] = max(-_SURE, min(_SURE, self._shown[kind] + (1 if computes else -1)))
 
     def events(self) -> tuple[Event, Event, Event]:
@@ -147,13 +151,13 @@ class Choice:
     """How a call is made on a GPU.
 
     Args:
-        policy: that the ranks chose; None for the usual one.
-        watched: measures what the program does meanwhile; None for a call that is not measured.
-        queued: the size and a function that tells the output's address, of a call for which the ranks choose when its
-            turn has come.
+        policy: the policy that the ranks chose; None for the usual one.
+        watched: measures the overlap with the program's computation; None for a call that is not measured.
+        queued: for a call whose policy the ranks choose when its turn comes, the size and a function that returns the
+            output's address.
 
     Attributes:
-        name: of the call, by which C finds its options.
+        name: the call's name, by which C finds the options.
     """
 
     __slots__ = ("_collective", "_policy", "_queued", "_watched", "name")
@@ -176,7 +180,7 @@ class Choice:
         return comm.tensor_calls.choose_policy(self._collective, nbytes, beside=False, output=output)
 
     def watch(self, work: Any) -> Any:
-        """The call's Work, which measures if it shall."""
+        """Returns the call's Work, and lets it measure the overlap if `watched` is set."""
         if self._watched is not None:
             work.watch(self._watched)
         return work

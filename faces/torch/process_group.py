@@ -1,4 +1,4 @@
-"""The process group: torch.distributed's interface of a group, besides the calls on tensors."""
+"""The process group: torch.distributed's interface of a group, except the calls on tensors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ NAME = "proxyccl"
 
 
 class WholeGroup:
-    """A mixin: the methods, besides the calls on tensors, that torch before 2.15 needs of a process group written in
-    Python. It names itself in the place of a backend.
+    """A mixin with the methods, except the calls on tensors, that torch before 2.15 needs of a process group in Python.
+    The group acts as its own backend.
 
     Attributes:
-        calls: the group's, which have its name and description.
+        calls: the group's calls, which hold its name and description.
         bound_device_id: the device that was passed to `init_process_group`.
     """
 
@@ -83,22 +83,23 @@ _bases: tuple[Any, ...] = (_TorchBase,) if IS_BACKEND else (WholeGroup, _TorchBa
 
 @untraced
 class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the bases depend on torch
-    """The ranks of a torch.distributed group, by ProxyCCL. torch makes it: `init_process_group`, `new_group`.
+    """A torch.distributed process group whose calls ProxyCCL makes. torch creates it in `init_process_group` and
+    `new_group`.
 
-    Sends and receives between two ranks meet in order; their tags are ignored.
+    Sends and receives between two ranks match in order; tags are ignored.
 
     Args:
         store: where the ranks meet.
         rank: this rank's number in the group.
         size: number of ranks.
-        timeout: bound of every wait.
+        timeout: the bound of every wait.
         whole: the group that these ranks are a part of, or None.
-        members: the ranks' numbers there.
-        endpoints: of these ranks, if they exist already, with a store of their own.
+        members: the ranks' numbers in `whole`.
+        endpoints: the endpoints of these ranks, with their own store, if they exist already.
 
     Attributes:
         endpoints: the communicators of the group.
-        calls: its calls.
+        calls: the group's calls.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return torch._C._distributed_c10d.Backend.Options(NAME, timeout=self._timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Changes the bound of every wait from now on."""
+        """Changes the bound of every later wait."""
         self.calls.require_process()
         self._timeout = timeout
         self.endpoints.set_timeout(timeout.total_seconds())
@@ -164,10 +165,10 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to agree on: every rank counts its calls from 0."""
+        """Does nothing: every rank counts its calls from 0, so ranks need not agree on a start."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.calls.collectives  # which torch compares between ranks at its debug level DETAIL
+        return self.calls.collectives  # torch compares this number between ranks at its debug level DETAIL
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Makes the communicator of a device now. All ranks call this together."""
@@ -190,12 +191,13 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
     """Whether torch may call `shrink`: it then makes its own process group around a backend."""
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> ProcessGroupProxyCCL | None:
-        """A group of some of this group's ranks, in their order; None on the others. All ranks call this together.
+        """Makes a group of some of this group's ranks, in their order. All ranks call this together; it returns None on
+        ranks outside the new group.
 
         Args:
             store: where the ranks of this group meet.
             ranks: numbers in this group.
-            opts: options; their time-out counts.
+            opts: options, of which only the time-out is used.
         """
         number = next(self._splits)
         if self._rank not in ranks:
@@ -210,12 +212,12 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return part
 
     def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> Any:
-        """A group of the ranks that are not excluded, in their order. They alone call this, together.
+        """Makes a group of the ranks that are not excluded, in their order. Only these ranks call this, together.
 
         Args:
             ranks_to_exclude: numbers in this group: all lost ranks, and possibly others.
             shrink_flags: torch's SHRINK_ABORT to end calls in progress, on all ranks; 0 to wait for them.
-            opts_override: options; their time-out counts.
+            opts_override: options, of which only the time-out is used.
         """
         global _default  # noqa: PLW0603  torch has one default group
         if shrink_flags:
@@ -234,7 +236,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
     # -- memory that counts as registered, so that calls use it in place ---
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether `allocate_tensor` gives registered memory: on GPUs, once the group's communicator exists."""
+        """Whether `allocate_tensor` returns registered memory: true on GPUs, once the group's communicator exists."""
         made = self.endpoints.made_of_all(with_index(device))
         if device.type == "cpu" or made is None:
             return False
@@ -256,13 +258,15 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return allocator(torch).allocator()
 
     def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
-        """Has the memory of pools of `mem_allocator` on the current device count as registered, now and later."""
+        """Registers the memory of pools of `mem_allocator` on the current device, also memory that they allocate
+        later.
+        """
         device = torch.device("cuda", torch.cuda.current_device())
         with torch_errors(), self._communicator(device).memory_pool():
             pass
 
     def deregister_mem_pool(self, pool: Any) -> None:
-        """Nothing to do: memory is deregistered when the pool frees it."""
+        """Does nothing: memory is deregistered when the pool frees it."""
 
     def _communicator(self, device: torch.device) -> Communicator:
         made = self.endpoints.made_of_all(device)
@@ -281,9 +285,9 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         self.endpoints.abort("torch aborted the process group")
 
     def shutdown(self) -> None:
-        """Ends the group on this rank, after the calls that its threads still have: for these it waits, at most for the
-        group's time-out, unless the group has failed; and at most two seconds for one that needs a rank which has ended
-        the group. Does not wait for other ranks to end it. Nothing in a fork's child.
+        """Ends the group on this rank, without waiting for other ranks to end it. Waits first for the calls that are
+        queued in the group's threads, unless the group has failed: at most for the group's time-out, and at most two
+        seconds for a call that needs a rank which has ended the group. Does nothing in a fork's child.
         """
         if not self.calls.process.is_here:
             return
@@ -301,7 +305,7 @@ _default: weakref.ref[ProcessGroupProxyCCL] | None = None
 
 
 def _create(options: Any, _: Any) -> ProcessGroupProxyCCL:
-    """Called by torch to make a group: first the default one, for which it does not name ranks."""
+    """Makes a group for torch. torch makes the default group first, and does not name its ranks."""
     global _default  # noqa: PLW0603  torch has one default group
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     if not IS_BACKEND:

@@ -1,6 +1,6 @@
 #include "queued_call.h"
 
-/* The point in a stream that an event marks. The event is used again when the mark is freed. */
+/* A point in a stream, marked by an event. The event is reused when the mark is freed. */
 typedef struct {
   PyObject ob_base;
   Gpu* gpu;
@@ -10,16 +10,16 @@ typedef struct {
 typedef struct {
   PyObject ob_base;
   Gpu* gpu;
-  PyObject *x, *out; /* a tensor each, or a list or tuple of them */
+  PyObject *x, *out; /* one tensor, or a list or tuple of tensors */
   PyObject *mark, *error, *future, *source;
   unsigned long long stream;
   char unrecorded, blocks;
 } QueuedCall;
 
 PyTypeObject* proxyccl_gpu_type;
-static PyTypeObject *mark_type, *call_type; /* of the process's one module */
+static PyTypeObject *mark_type, *call_type; /* types of the process's one module */
 
-/* Takes an event that nothing uses. 0 with an exception. */
+/* Takes an unused event. Returns 0 with an exception. */
 static uintptr_t take_event(const Gpu* self) {
   const Py_ssize_t last = PyList_Size(self->idle) - 1;
   PyObject* event;
@@ -35,17 +35,18 @@ static uintptr_t take_event(const Gpu* self) {
   return PyErr_Occurred() != NULL ? 0 : taken;
 }
 
-/* Never an exception; keeps one that is set. */
+/* Returns an event for reuse. Raises nothing, and preserves an exception that is set. */
 static void give_event(const Gpu* self, uintptr_t event) {
   PyObject *type, *error, *traceback;
   PyErr_Fetch(&type, &error, &traceback);
   PyObject* number = PyLong_FromUnsignedLongLong(event);
-  if (number == NULL || PyList_Append(self->idle, number) != 0) PyErr_Clear(); /* an event less */
+  if (number == NULL || PyList_Append(self->idle, number) != 0) PyErr_Clear(); /* the event is lost */
   Py_XDECREF(number);
   PyErr_Restore(type, error, traceback);
 }
 
-/* After a call of stream_order.h: 0 if its status is 0, or if `finish` ends it well; otherwise -1 with an exception. */
+/* Completes a call of stream_order.h: returns 0 if the status is 0 or if `finish` succeeds; otherwise -1 with an
+   exception. */
 static int finished(const Gpu* self, int status, const char* name, const uintptr_t* arguments, int count) {
   if (status == 0) return 0;
   PyObject* given = PyTuple_New(count);
@@ -80,7 +81,7 @@ int proxyccl_follow(Gpu* self, uintptr_t first, uintptr_t then) {
   const uintptr_t arguments[] = {event, first, then, 0};
   const int status = proxyccl_stream_follow(self->order, event, first, then, 0);
   const int failed = finished(self, status, "order of streams", arguments, 4);
-  give_event(self, event); /* the wait is for this record, whatever the event records later */
+  give_event(self, event); /* the wait is for this record, even if the event is recorded again later */
   return failed;
 }
 
@@ -92,7 +93,7 @@ static int hold_stream(const StreamMark* mark, PyObject* stream) {
   return finished(mark->gpu, status, "stream wait", arguments, 2);
 }
 
-/* Makes later work of torch's current stream wait for a mark. 0, or -1 with an exception. */
+/* Makes later work of torch's current stream wait for a mark. Returns 0, or -1 with an exception. */
 static int hold_current(Gpu* self, PyObject* mark) {
   if (Py_TYPE(mark) != mark_type) {
     PyErr_SetString(PyExc_TypeError, "mark: expected a StreamMark");
@@ -214,7 +215,7 @@ static void replace(PyObject** member, PyObject* value) {
   Py_XDECREF(old);
 }
 
-/* Keeps the exception that is set, unless it is the program's, such as KeyboardInterrupt. */
+/* Stores the exception that is set as the call's error, except one such as KeyboardInterrupt. */
 static void keep_error(QueuedCall* self) {
   if (!PyErr_ExceptionMatches(PyExc_Exception)) return;
   PyObject *type, *error, *traceback;
@@ -277,7 +278,8 @@ static PyObject* all_tensors(PyObject* object) {
   return list;
 }
 
-/* What the caller's stream does not wait for may still be used when its memory is free for another tensor. */
+/* Tells torch's allocator that the stream uses the tensors. Nothing else keeps their memory from being reused before
+   the call has ended, if the caller's stream did not wait for the call. */
 static void record(PyObject* object) {
   QueuedCall* self = (QueuedCall*)object;
   if (!self->unrecorded) return;
@@ -292,7 +294,8 @@ static void record(PyObject* object) {
   PyErr_Restore(type, error, traceback);
 }
 
-/* The garbage collector clears the first two, without which a call still works; the others stay until its end. */
+/* The garbage collector clears the OPTIONAL members, without which a call still works; the REQUIRED ones stay until the
+   call is freed. */
 #define OPTIONAL(apply) apply(error) apply(future)
 #define REQUIRED(apply) apply(gpu) apply(x) apply(out) apply(mark) apply(source)
 

@@ -23,12 +23,11 @@ class StoreBootstrap(BoardBootstrap):
     """A `Bootstrap` over a store. All ranks pass the same store, or a prefix of it that is used only for this.
 
     Args:
-        store: the store.
-        rank: this rank's number.
+        store: the store. rank: this rank's number.
         world_size: number of ranks.
 
     Raises:
-        ArgumentError: the rank does not fit.
+        ArgumentError: the rank is not below world_size.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -36,12 +35,13 @@ class StoreBootstrap(BoardBootstrap):
         super().__init__(self._messages, *require_place(rank, world_size))
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. Also raises PeerLostError if the store is gone, and ExchangeError if a bundle in
-        it is not one."""
+        """See `Bootstrap.all_gather`. Also raises PeerLostError if the store is gone, and ExchangeError if it holds an
+        invalid bundle.
+        """
         try:
             return super().all_gather(data, timeout, give_up)
         except ClosedError:
-            give_up()  # the user of the bootstrap tells better what has ended
+            give_up()  # the caller's own error says better what has ended
             raise
         except DistError as error:
             give_up()
@@ -56,15 +56,17 @@ class StoreBootstrap(BoardBootstrap):
         )
 
     def withdraw(self) -> None:
-        with contextlib.suppress(DistError):  # whoever uses the store next learns that it is gone
+        with contextlib.suppress(DistError):  # the next use of the store raises the error
             super().withdraw()
 
     def board(self) -> Board:
-        """A board in the store, which outlives the ranks that do not serve it. See `Bootstrap`."""
+        """The bootstrap's board, kept in the store, which outlives every rank but the one that serves it. See
+        `Bootstrap`.
+        """
         return NoteBoard(_Notes(PrefixStore("board", self._messages.store)), self.rank)
 
     def close(self) -> None:
-        """Lets go of the store, which belongs to the caller: it ends when all have let go of it. No call may follow."""
+        """Drops the reference to the caller's store, which ends with its last reference. No call may follow."""
         self._messages.close()
 
 
@@ -88,7 +90,7 @@ class _Messages:
         self.store.set(f"{number}/{of}", data)
 
     def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        # The store's own wait would hold its connection, which other threads need meanwhile.
+        # The store's own wait would hold the store's connection, which other threads need meanwhile.
         store, keys = self.store, [f"{number}/{name}" for name in names]
         if not keys or not store.check(keys):
             return {}

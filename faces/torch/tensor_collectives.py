@@ -1,7 +1,7 @@
-"""The collectives of torch.distributed on tensors, by a communicator's: layouts, types and operators.
+"""The collectives of torch.distributed on tensors: converts layouts, types and operators for a communicator's calls.
 
-Each collective takes the communicator, and makes the call on the stream that is current for torch; on the CPU it
-returns when the call is done. Tensors need not be contiguous.
+Each collective takes the communicator, and makes the call on torch's current stream; on the CPU it returns when the
+call is done. Tensors need not be contiguous.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """`put_back` of copies to several tensors: by one kernel, except lazy views and those that are not contiguous."""
+    """Does what `put_back` does for several tensors: by one kernel, except for lazy views and tensors that are not
+    contiguous.
+    """
     plain = [is_plain(tensor) for tensor in tensors]
     targets = [tensor.detach() for tensor, chosen in zip(tensors, plain, strict=True) if chosen]
     copies = [each.view(tensor.shape) for each, tensor, chosen in zip(values, tensors, plain, strict=True) if chosen]
@@ -63,12 +65,12 @@ def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 
 
 def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors; each result of a functional collective is replaced by the tensor that it wraps, once that is
+    """Returns the tensors, where the tensor inside replaces each result of a functional collective, once it is
     complete.
 
     Raises:
-        RuntimeError: one is not a dense tensor on a CPU or a GPU.
-        ArgumentError: one has no memory: it is a DTensor, or its storage was freed.
+        RuntimeError: a tensor is not dense, or not on a CPU or a GPU.
+        ArgumentError: a tensor has no memory: it is a DTensor, or its storage was freed.
     """
     found = [tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor for tensor in tensors]
     for tensor in found:
@@ -125,7 +127,7 @@ class Reduction:
 
     Attributes:
         op: the communicator's operator.
-        view: the type in which it takes the elements; None for their own.
+        view: the type as which the operator reads the elements; None for the elements' own type.
         factor: a factor by which each rank multiplies its values first, or None.
         flags: whether the elements are bools, whose bytes must be 0 or 1.
     """
@@ -136,9 +138,10 @@ class Reduction:
     flags: bool = False
 
     def given(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """The values that a rank contributes: a contiguous tensor of one dimension itself, or a tensor made of it:
-        `into`, which may be the tensor itself, or a new one."""
-        if self.flags:  # a tensor that is a view of other bytes may hold any
+        """The values that a rank contributes, from a contiguous tensor of one dimension: the tensor itself, or a tensor
+        of converted values: `into`, which may be the tensor itself, or a new one.
+        """
+        if self.flags:  # the bytes of a bool tensor that views other memory may have any value
             return torch.ne(flat.view(torch.uint8), 0, out=into)
         if self.factor is None:
             return flat
@@ -148,12 +151,12 @@ class Reduction:
         return torch.mul(flat, factor if factor.is_floating_point() else factor.to(flat.dtype), out=into)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor of one dimension as the communicator takes it. It shares the memory."""
+        """A view of a contiguous tensor of one dimension, in the type that the communicator takes."""
         return flat if self.view is None else flat.view(self.view)
 
 
 def plain_op(op: Any, dtype: torch.dtype) -> str | None:
-    """The communicator's operator, if it takes tensors of the type unchanged; else None."""
+    """The communicator's operator if it reduces elements of the type unchanged; else None."""
     kind = getattr(op, "op", op)  # an operator such as ReduceOp.SUM has no `op`
     if dtype not in REDUCIBLE or kind == _Kind.PREMUL_SUM or (kind in _BITWISE and dtype.is_floating_point):
         return None
@@ -161,10 +164,10 @@ def plain_op(op: Any, dtype: torch.dtype) -> str | None:
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """The reduction that an operator of torch means for a type.
+    """The reduction that carries out an operator of torch for a type.
 
     Raises:
-        ValueError: there is no such reduction.
+        ValueError: the operator is unknown, or not supported for the type.
         TypeError: elements of the type can't be reduced.
     """
     kind = getattr(op, "op", op)
@@ -199,7 +202,7 @@ def _names(kinds: Any) -> str:
 
 
 def _usual(_: Communicator) -> None:
-    """The `Policy` of calls for which the ranks choose none."""
+    """The `Policy` of a call if the ranks have not chosen one."""
 
 
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, policy: Policy = _usual) -> None:
@@ -233,7 +236,7 @@ def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> None
 
 
 def all_reduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:
-    """Reduces tensors over all ranks, in place: those of one type by one call."""
+    """Reduces tensors over all ranks, in place, with one call for all tensors of a type."""
     for same in _by_dtype(tensors):
         if len(same) == 1:
             all_reduce(comm, same[0], op)
@@ -255,12 +258,12 @@ def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> None:
 
 
 def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
-    """Concatenates the ranks' tensors of one size."""
+    """Concatenates the ranks' tensors, which have one size."""
     _move(comm, "all_gather", output, x, cta_policy=policy(comm))
 
 
 def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
-    """The i-th share of each rank goes to rank i."""
+    """Sends the i-th share of each rank's tensor to rank i."""
     _move(comm, "all_to_all", output, x, cta_policy=policy(comm))
 
 
@@ -291,7 +294,7 @@ def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) 
 
 
 def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors, op: Any) -> None:
-    """`reduce_scatter` of several tensors: those of one type by one call."""
+    """`reduce_scatter` of several tensors, with one call for all tensors of a type."""
     for same in _by_dtype(inputs):
         chosen = [i for i, x in enumerate(inputs) if x.dtype == same[0].dtype]
         if len(chosen) == 1:
@@ -306,7 +309,9 @@ def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tenso
 
 
 def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensors, op: Any) -> None:
-    """Reduces a list of tensors, one for each rank, of any sizes that the ranks agree on."""
+    """Reduces a list with one tensor for each rank, of any sizes that the ranks agree on; each rank receives its
+    own.
+    """
     require_same_dtype([output, *parts])
     longest = max(part.numel() for part in parts)
     if all(part.numel() == longest for part in parts):
@@ -323,7 +328,7 @@ def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensor
 def exchange(comm: Communicator, x: Any, out: Any, options: Transfers) -> None:
     """Sends tensors to ranks and receives tensors from ranks, all by one call; see `FlowCalls.call` (_calls.pyi).
 
-    It serves the calls with a tensor for each rank: for these, nothing is copied before or after the call.
+    It serves calls with one tensor for each rank, and copies nothing before or after the call.
     """
     if comm.tensor_calls.exchange(x, out, options):
         return
@@ -339,7 +344,7 @@ def exchange(comm: Communicator, x: Any, out: Any, options: Transfers) -> None:
 
 
 def _parts(comm: Communicator, given: Any, ranks: Any) -> list[tuple[torch.Tensor, int]]:
-    """The tensors that one side of `exchange` consists of, each with its rank."""
+    """The tensors of one side of `exchange`, each with its rank."""
     if isinstance(given, tuple | list):
         return list(zip(given, ranks, strict=True))
     if isinstance(ranks, int):
@@ -351,13 +356,13 @@ def _parts(comm: Communicator, given: Any, ranks: Any) -> list[tuple[torch.Tenso
 
 
 def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor, options: Transfers) -> None:
-    """Every rank's tensor, of any sizes, into a list."""
+    """Gathers every rank's tensor, of any size, into a list."""
     require_same_dtype([x, *outputs])
     exchange(comm, x, tuple(outputs), options)
 
 
 def all_to_all_v(comm: Communicator, output: torch.Tensor, x: torch.Tensor, options: Transfers) -> None:
-    """The same with rows of any number."""
+    """Sends each rank any number of rows."""
     target = output if output.is_contiguous() else output.contiguous()
     exchange(comm, x.contiguous(), target, options)
     put_back(output, target)

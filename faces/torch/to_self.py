@@ -1,4 +1,4 @@
-"""Transfers of a rank to itself, which torch's batches may have. No communicator takes part."""
+"""Transfers of a rank to itself, which torch's batches may contain. They use no communicator."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ The events are None on a CPU."""
 
 
 class ToSelf:
-    """The transfers of a rank to itself: on each device its sends meet its receives in order. `send` and `recv` are
-    called by a thread each, on the stream that is then current, and wait for the other."""
+    """The transfers of a rank to itself: on each device, sends match receives in order. One thread calls `send` and
+    another `recv`, on its current stream; each call waits for its counterpart.
+    """
 
     def __init__(self, rank: int, require_open: Callable[[], None]) -> None:
         self._rank = rank
@@ -30,11 +31,11 @@ class ToSelf:
         self._offers: dict[torch.device, _Offers] = {}
 
     def send(self, tensor: torch.Tensor, seconds: float) -> None:
-        """Sends a tensor to this rank's next receive on the device. The current stream then comes after the copy.
+        """Sends a tensor to this rank's next receive on the device. Makes the current stream wait for the copy.
 
         Raises:
-            ValueError: the receive is of another size.
-            WaitTimeoutError: there was no receive.
+            ValueError: the receive has another size.
+            WaitTimeoutError: no receive came in time.
         """
         copied: Future[Any] = Future()
         self._offers_on(tensor.device).put((tensor, _event(tensor.device), copied))
@@ -43,16 +44,16 @@ class ToSelf:
         except BaseException:
             if copied.cancel():
                 raise
-            after = copied.result()  # it has failed, or a receive has just come
+            after = copied.result()  # the copy has failed, or a receive has just taken the tensor
         _wait_for(tensor.device, after)
 
     def recv(self, tensor: torch.Tensor, seconds: float) -> None:
-        """Receives this rank's next send on the device. As `send`."""
+        """Receives this rank's next send on the device. Waits and raises as `send` does."""
         offers = self._offers_on(tensor.device)
         while True:
             source, ready, copied = self._await(lambda bound: offers.get(timeout=bound), "recv", seconds)
             if copied.set_running_or_notify_cancel():
-                break  # otherwise that send was given up
+                break  # a send that timed out is skipped
         try:
             self._copy(tensor, source, ready)
         except BaseException as error:
@@ -75,7 +76,7 @@ class ToSelf:
         return self._offers.setdefault(device, queue.SimpleQueue())
 
     def _await(self, ask: Callable[[float], _T], name: str, seconds: float) -> _T:
-        """The answer of a function that waits for it for some seconds."""
+        """Calls a function that waits until it returns a result, for some seconds at most."""
         deadline = time.monotonic() + seconds
         while True:
             try:

@@ -1,4 +1,4 @@
-"""The calls of a process group that were issued and are not known to have ended."""
+"""Records the calls of a process group that were issued and are not known to have ended."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _Call = tuple[int, str, Callable[[], bool] | None]
 
 
 class Recorded(NamedTuple):
-    """The calls of a flow as all its ranks know them."""
+    """The calls of a flow, from a number that all its ranks report alike."""
 
-    first: int  # number of the first, counted from 1
+    first: int  # the first call's number, counted from 1
     names: list[str]
-    ended: int  # how many of them have
+    ended: int  # how many of the calls have ended
 
 
 class _Flow:
     def __init__(self) -> None:
-        self.calls: deque[_Call] = deque(maxlen=_MOST)  # that are not known to have ended
-        self.ended: deque[str] = deque(maxlen=_ENDED)  # names of the latest that have
-        self.ended_count = 0  # of all that have
+        self.calls: deque[_Call] = deque(maxlen=_MOST)  # calls that are not known to have ended
+        self.ended: deque[str] = deque(maxlen=_ENDED)  # names of the latest calls that have ended
+        self.ended_count = 0  # how many calls have ended
 
     def forget(self, count: int) -> None:
         take = self.calls.popleft
@@ -38,11 +38,12 @@ class _Flow:
         self.ended_count += count
 
     def count_ended(self) -> int:
-        """The number of the oldest calls up to the last one that tells that it has ended, which is found by halves:
-        those before it have ended too."""
+        """How many of the oldest calls have ended. A binary search over the calls that can be queried finds the last
+        one that has ended; the calls before it have ended too.
+        """
         calls = list(self.calls)
         known = [place for place, call in enumerate(calls) if call[2] is not None]
-        first, end = 0, len(known)  # the first that has not ended is within
+        first, end = 0, len(known)  # the first call that has not ended is in this range
         while first < end:
             middle = (first + end) // 2
             if _has_ended(calls[known[middle]]):
@@ -52,7 +53,7 @@ class _Flow:
         return known[first - 1] + 1 if first else 0
 
     def recorded(self) -> Recorded:
-        """The calls as all ranks of the flow know them."""
+        """The calls, from a number that all ranks of the flow report alike."""
         before = self.ended_count - len(self.ended)
         skipped = -before % (_ENDED // 2)
         names = [*self.ended, *(name for _, name, _ in list(self.calls))]
@@ -60,7 +61,7 @@ class _Flow:
 
 
 class UnderWay:
-    """The calls of one group, by flow: those of a flow end in order.
+    """The calls of one group, by flow. Calls of a flow end in order.
 
     Args:
         healthy: whether no communicator of the group has failed. A failure ends all waits, so calls that end after it
@@ -73,19 +74,23 @@ class UnderWay:
         self._flows: dict[Hashable, _Flow] = {}
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
-        """Adds a call, whose number is above those before it. Nearly always without a lock: a deque is appended to by
-        one operation. `ended` tells whether it has ended; None if `end`, or a later call of the flow, will tell."""
+        """Adds a call, whose number must exceed those of earlier calls. Takes nearly always no lock, because appending
+        to a deque is atomic. `ended` returns whether the call has ended; None if `end`, or a later call of the flow,
+        will show it.
+        """
         calls = self._flow(flow).calls
         calls.append((number, name, ended))
         if ended is not None and not len(calls) % ADDED_BETWEEN:
             self.forget_ended(flow)
 
     def log(self, flow: Hashable) -> Callable[[_Call], None]:
-        """A function that adds a call to a flow, given as (number, name, ended), as `add` does; but it forgets none."""
+        """A function that adds a call, given as (number, name, ended), to a flow. Unlike `add`, it forgets no calls."""
         return self._flow(flow).calls.append
 
     def forget_ended(self, flow: Hashable) -> None:
-        """Forgets the calls of a flow that have ended. Called once in several calls, as it asks the device."""
+        """Forgets the calls of a flow that have ended. This queries the device, so it is called only once in several
+        calls.
+        """
         with self._lock:
             self._forget_ended(self._flows[flow])
 
@@ -97,7 +102,7 @@ class UnderWay:
         return found
 
     def end(self, flow: Hashable, number: int) -> None:
-        """Forgets the calls of a flow up to a number."""
+        """Forgets the calls of a flow up to a number, which have ended."""
         with self._lock:
             found = self._flows[flow]
             while found.calls and found.calls[0][0] <= number:
@@ -115,9 +120,9 @@ class UnderWay:
     def recorded(self) -> dict[Hashable, Recorded]:
         """The calls by flow: those in progress and the latest ones that have ended.
 
-        The ranks of a flow notice the end of a call at different times. So that they nearly always report the same
-        calls, the first one follows a multiple of 1024. After a failure a call counts as ended if its stream has passed
-        it, because that shows which calls the device had begun.
+        The ranks of a flow notice the end of a call at different times. The first reported call follows a multiple of
+        1024, so that ranks nearly always report the same calls. After a failure a call counts as ended if its stream
+        has passed it, because that shows which calls the device had begun.
         """
         with self._lock:
             return {key: flow.recorded() for key, flow in self._flows.items()}
@@ -132,5 +137,5 @@ def _has_ended(call: _Call) -> bool:
     ended = call[2]
     try:
         return ended is not None and ended()
-    except DriverError:  # it can't be known once the device's context is lost
+    except DriverError:  # once the device's context is lost, events can't be queried
         return False

@@ -1,4 +1,4 @@
-"""The results of a process group's calls: torch's Work, for CPU tensors and for a device's."""
+"""The results of a process group's calls: torch's Work, for calls on CPU tensors and on a device's tensors."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _MOST_UNWAITED = 64
 
 
 class Unwaited:
-    """The latest Works of a group that nobody has waited for. With a Work its tensors stay, so there are few.
+    """The latest Works of a group that nobody has waited for. A Work keeps its tensors alive, so only a few are kept.
 
     Before torch 2.15 a Work that a program hands to C++, as DDP's `join` does, is held there without its Python half.
-    Once that is freed, C++ does not find our `wait` and waits forever.
+    Once the Python half is freed, C++ does not find our `wait` and waits forever.
 
-    Without a lock: each step is one operation of a dict or a list, which no other thread interrupts.
+    No lock is needed: each step is one atomic operation of a dict or a list.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,13 @@ class Unwaited:
         self._waited_for: list[_KeptWork] = []
 
     def add(self, work: _KeptWork) -> None:
-        """Keeps a Work until it is waited for, or many have come after it."""
+        """Keeps a Work until the program waits for it, or until many newer Works are kept."""
         work._unwaited = self
         works = self._works
         while self._waited_for:
             try:
                 waited_for = self._waited_for.pop()
-            except IndexError:  # another thread took it
+            except IndexError:  # another thread took the entry
                 break
             works.pop(id(waited_for), None)
         works[id(work)] = work
@@ -58,14 +58,16 @@ class Unwaited:
             works.pop(next(iter(list(works))), None)
 
     def forget(self, work: _KeptWork) -> None:
-        """Drops it only with the next Work: a caller that has waited in C++ may still ask for the result."""
+        """Marks a Work to be dropped when the next one is added: a caller that has waited in C++ may still ask for the
+        result.
+        """
         if id(work) in self._works:
             self._waited_for.append(work)
 
 
 @untraced
 class _KeptWork(dist.Work):
-    """A Work that may be kept until it is waited for."""
+    """A Work that `Unwaited` may keep."""
 
     __slots__ = ("_unwaited",)
     _unwaited: Unwaited | None
@@ -74,7 +76,7 @@ class _KeptWork(dist.Work):
         self.wait()
 
     def is_success(self) -> bool:
-        """Whether the call has ended, and without an error."""
+        """Whether the call has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def _forget(self) -> None:
@@ -83,7 +85,7 @@ class _KeptWork(dist.Work):
 
 
 def _require_process(process: forks.Process, ended: threading.Event) -> None:
-    """Refuses a wait for `ended` in a fork's child, where no thread sets it."""
+    """Refuses to wait for `ended` in a fork's child, where no thread sets that event."""
     if not ended.is_set():
         with torch_errors():
             process.require("the call")
@@ -91,8 +93,9 @@ def _require_process(process: forks.Process, ended: threading.Event) -> None:
 
 @untraced
 class HostWork(_KeptWork):
-    """A call on CPU tensors. It is done when `finish` was called. `callbacks` completes its future, in a thread that no
-    other call waits for; `source` is the rank that sends to it, or -1."""
+    """A call on CPU tensors, which ends when `finish` is called. `callbacks` completes the call's future, in a thread
+    that no other call waits for. `source` is the rank that a receive receives from, or -1.
+    """
 
     def __init__(self, result: Sequence[torch.Tensor], callbacks: Executor, source: int = -1) -> None:
         super().__init__()
@@ -116,10 +119,10 @@ class HostWork(_KeptWork):
             self._callbacks.submit(functools.partial(completed.set_result, None))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Waits for the end. Raises the call's error.
+        """Waits for the end of the call. Raises the call's error.
 
         Raises:
-            RuntimeError: it did not end within the time.
+            RuntimeError: the call did not end within the time-out.
         """
         _require_process(self._process, self._done)
         self._forget()
@@ -150,12 +153,12 @@ class HostWork(_KeptWork):
                 return self._future
             done = self._done.is_set()
             if not done:
-                self._callbacks.start()  # here, where an error reaches the caller
+                self._callbacks.start()  # started here, where an error reaches the caller
             completed = torch.futures.Future()
             # torch's C++ sees a future's error only if `then` has raised it.
             self._future = completed.then(self._future_value)
             if not done:
-                self._completed = completed  # for `finish`
+                self._completed = completed  # `finish` completes the future
                 return self._future
         completed.set_result(None)
         return self._future
@@ -170,9 +173,10 @@ class HostWork(_KeptWork):
 class DeviceWork(_KeptWork):
     """A call that is queued on a stream of a GPU.
 
-    Nothing that only some callers need is made before they ask. The tensors of a call on the group's own stream are
-    kept until the caller's stream waits for the call; if nobody has waited, their memory is then marked as used there.
-    C makes it, too (`CallIssuer`), so it is made without arguments.
+    Nothing that only some callers need is made before they ask. The Work of a call on the group's own stream keeps the
+    tensors until the caller's stream waits for the call. If nobody has waited when the Work is freed, torch's allocator
+    is told that the group's stream uses their memory. The constructor has no arguments, because C (`CallIssuer`) makes
+    such Works too.
     """
 
     __slots__ = ("_call", "_watched")
@@ -187,22 +191,22 @@ class DeviceWork(_KeptWork):
         return work
 
     def watch(self, watched: Watched) -> None:
-        """Has the call tell what the program does until it waits for the call."""
+        """Measures what the program's stream does before it waits for the call."""
         watched.issued(self._call.stream)
         self._watched = watched
 
     def raise_failure(self) -> None:
-        """Raises the error that kept the call from its stream, if one has."""
+        """Raises the error that kept the call from being queued, if there is one."""
         if self._call.error is not None:
             raise_as_torch(self._call.error)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Makes the current stream wait. Raises the error that ended the communicator, if it is known.
+        """Makes the current stream wait for the call. Raises the error that ended the communicator, if it is known.
 
-        With a time-out the host waits too, for the end of the call.
+        With a time-out, the host waits too, until the call has ended.
 
         Raises:
-            RuntimeError: it did not end within the time.
+            RuntimeError: the call did not end within the time-out.
         """
         if self._unwaited is not None:
             self._unwaited.forget(self)
@@ -233,14 +237,14 @@ class DeviceWork(_KeptWork):
         return self._call.mark is not None and self._call.mark.query()
 
     def is_completed(self) -> bool:
-        """Whether the device has done the call, or an error has ended it."""
+        """Whether the device has completed the call, or an error has ended it."""
         if self._call.error is not None:
             return True
         with torch_errors():
             return self._query()
 
     def exception(self) -> BaseException | None:
-        """The error that kept the call from its stream, or ended the communicator."""
+        """The error that kept the call from being queued, or that ended the communicator."""
         try:
             self._call.check()
         except Exception as error:
@@ -256,7 +260,7 @@ class DeviceWork(_KeptWork):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A future of `result`, whose callbacks run on streams that wait for the call."""
+        """A future of the call's result, whose callbacks run on streams that wait for the call."""
         call = self._call
         with _futures:
             if self._watched is not None:
@@ -288,7 +292,7 @@ class TransferWork(DeviceWork):
     was called.
 
     Attributes:
-        marks: the call's end, once the call is on the stream. The list is kept longer than the call and its tensors.
+        marks: the mark of the call's end, once the call is queued. The list may outlive the call and its tensors.
     """
 
     __slots__ = ("_callbacks", "_issued", "_process", "marks")
@@ -299,7 +303,9 @@ class TransferWork(DeviceWork):
 
     @classmethod
     def of_transfer(cls, call: QueuedCall, callbacks: Executor) -> Self:
-        """The Work of a call, whose future `callbacks` completes, in a thread that no other such call waits for."""
+        """Makes the Work of a call, whose future `callbacks` completes, in a thread that no other such call waits
+        for.
+        """
         work = cls.of(call)
         work.marks = []
         work._callbacks = callbacks
@@ -323,8 +329,8 @@ class TransferWork(DeviceWork):
             self._callbacks.submit(functools.partial(self._complete, future))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """As `DeviceWork.wait`. First it waits until the call is issued: for the peers of a first one, at most for the
-        group's time-out.
+        """Waits until the call is issued, which may wait for the peers up to the group's time-out. Then does what
+        `DeviceWork.wait` does.
         """
         begin = time.monotonic()
         _require_process(self._process, self._issued)
@@ -340,9 +346,11 @@ class TransferWork(DeviceWork):
         return self._issued.is_set() and super().is_completed()
 
     def get_future(self) -> Any:
-        """As `DeviceWork.get_future`, but the callbacks run in a thread if the call is not issued yet."""
+        """A future as from `DeviceWork.get_future`, except that callbacks run in a thread if the call is not issued
+        yet.
+        """
         if not self._issued.is_set():
-            self._callbacks.start()  # here, where an error reaches the caller
+            self._callbacks.start()  # started here, where an error reaches the caller
         return super().get_future()
 
     def _is_issued(self) -> bool:
@@ -355,7 +363,7 @@ def _timed_out(timeout: timedelta) -> RuntimeError:
 
 @untraced
 class JointWork(_KeptWork):
-    """Several calls, which end together."""
+    """Several calls with one Work."""
 
     def __init__(self, works: Sequence[DeviceWork | HostWork | JointWork]) -> None:
         super().__init__()
@@ -363,7 +371,7 @@ class JointWork(_KeptWork):
         self._works = list(works)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Waits for all of them, each in its own way. The time-out covers all together."""
+        """Waits for all calls, each by its own `wait`. The time-out covers all of them together."""
         self._forget()
         deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
         for work in self._works:

@@ -1,4 +1,5 @@
-"""torch's tensors in the core's own calls. Unlike `proxyccl.torch` it needs no torch.distributed and registers nothing.
+"""Support of torch's tensors in the core's own calls. Unlike `proxyccl.torch`, this package needs no torch.distributed
+and registers no backend.
 
 `proxyccl` names these modules to `proxyccl.channels.array_libraries`, which imports one when a call first needs it.
 """

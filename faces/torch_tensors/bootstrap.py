@@ -12,14 +12,14 @@ from proxyccl.device.process.interrupts import wait_elsewhere
 
 
 class TorchBootstrap:
-    """Ranks of a torch.distributed process group, by default the world.
+    """The ranks of a torch.distributed process group, by default the world.
 
-    A call of torch's can't be ended. One that was given up goes on in a thread of its own, until the ranks have come or
-    the group's own time-out has passed; the group can't be used meanwhile.
+    A call of torch can't be cancelled. After a time-out here, the call goes on in its own thread until the ranks have
+    come or the group's own time-out has passed. The group can't be used meanwhile.
     """
 
     def __init__(self, group: Any = None) -> None:
-        import torch  # here, so that `proxyccl` can name this class where there is no torch
+        import torch  # imported here, so that `proxyccl` can refer to this class without torch
         import torch.distributed as dist
 
         if not dist.is_initialized():
@@ -36,7 +36,7 @@ class TorchBootstrap:
         give_up()
         out: list[Any] = [None] * self.world_size
         deadline = time.monotonic() + timeout
-        # Each thread has a current device, which NCCL's groups use.
+        # NCCL's groups use the thread's current device.
         device = self._cuda.current_device() if self._cuda.is_initialized() else None
 
         def call() -> None:
@@ -54,11 +54,11 @@ class TorchBootstrap:
 
         try:
             wait_elsewhere(call, look)
-        except RuntimeError as error:  # torch tells time-outs and lost peers by this type alone
+        except RuntimeError as error:  # torch reports time-outs and lost peers by this type alone
             raise WaitTimeoutError(
                 f"the bootstrap's all_gather over torch.distributed: {error}", rank=self.rank, operation="bootstrap"
             ) from error
         return out
 
     def close(self) -> None:
-        """The group stays the caller's."""
+        """Does nothing: the group belongs to the caller."""

@@ -1,8 +1,8 @@
 """Dispatch and combine for torch's backward pass, where each is the other's adjoint: a `Recorder` of experts.
 
-Every rank that records a call must run its backward pass, as every rank must make the call. With `max_recv_tokens`,
-rows past the received ones are zero here, and so are their gradients, since experts compute their own gradients from
-both.
+If ranks record a call, all of them must run its backward pass, just as all of them make the call. With
+`max_recv_tokens`, the rows past the received ones and their gradients are zeroed here, because experts compute their
+weights' gradients from both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from proxyccl.device.runtime import StreamLike
 
 
 class _Dispatch(torch.autograd.Function):
-    """A token's gradient is the sum of its rows' gradients; a weight's is that of its row's weight."""
+    """A token's gradient is the sum of its rows' gradients; a weight's gradient is the gradient of its row's weight."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,9 @@ class _Redispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """A row's gradient is its token's, times its weight; a weight's is the product of that gradient and its row."""
+    """A row's gradient is its token's gradient times the row's weight. A weight's gradient is the product of the
+    token's gradient and the row.
+    """
 
     @staticmethod
     def forward(
@@ -94,14 +96,14 @@ class _Combine(torch.autograd.Function):
         return None, None, rows_grad if ctx.needs_input_grad[2] else None, weights_grad, None
 
 
-# As `Recorder` has them.
+# The names of `Recorder`'s methods.
 is_recording = torch.is_grad_enabled
 dispatch, redispatch, combine = _Dispatch.apply, _Redispatch.apply, _Combine.apply
 
 
 def _collect(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:
     """The gradient of the weights that a dispatch sent, from that of the rows' weights."""
-    if desc.local_expert_ids is not None:  # a row's weights of other ranks' experts are constant zeros
+    if desc.local_expert_ids is not None:  # a row's weights for other ranks' experts are constant zeros
         return layer.combine_weights(grad.masked_fill(desc.local_expert_ids < 0, 0), desc)
     values, stream = _view_and_stream(layer, grad)
     return layer.forms.collect(values, desc, stream)
@@ -118,7 +120,7 @@ def _view(layer: EPAll2AllLayer, x: Any) -> ArrayView:
 
 
 def _clear_rest(layer: EPAll2AllLayer, rows: Any, desc: EPAllToAllLayoutDesc) -> None:
-    """Zeroes the rows that are not filled, without waiting for their number."""
+    """Zeroes the rows that hold no token, without waiting for their number on the CPU."""
     if rows is None or not (desc.counts_rows or desc.has_gaps):
         return
     values, stream = _view_and_stream(layer, rows)

@@ -1,4 +1,4 @@
-"""A contiguous tensor as one row of elements."""
+"""Views of a contiguous tensor in one dimension."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a contiguous tensor in one dimension, without its gradient. It shares the memory.
 
-    Unlike ``view(-1)`` it has stride 1 also where there is one element or none, of which any stride is contiguous:
-    torch views elements as those of another size only in a tensor with stride 1.
+    Unlike ``view(-1)`` it has stride 1 even for one element or none, where any stride counts as contiguous: torch
+    reinterprets elements as elements of another size only at stride 1.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 

@@ -1,4 +1,4 @@
-"""Places of an expert-parallel layer's memory that torch's caching allocator hands out, one for each output."""
+"""Places in an expert-parallel layer's memory that torch's caching allocator hands out, one for each output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POOL_CALLS = "_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool
 
 
 def open_places(runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> OutputPlaces | None:
-    """`count` places of `nbytes` each, from an offset of a memory on; None if this torch has no pools."""
+    """Makes `count` places of `nbytes` each in a memory, from an offset on. Returns None if this torch has no pools."""
     try:
         require_torch(runtime.name)
     except RuntimeUnavailableError:
@@ -29,7 +29,9 @@ def open_places(runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, 
 
 
 class OutputPlaces:
-    """See `open_places`. A place is free again when no tensor is left in it and the work queued on it has run."""
+    """The places that `open_places` makes. A place is free again when it holds no tensor and the work queued on it has
+    run.
+    """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> None:
         self._nbytes, self._device = nbytes, runtime.device
@@ -42,9 +44,8 @@ class OutputPlaces:
         self._makers: dict[torch.dtype, Callable[[], torch.Tensor]] = {}
 
     def take(self, dtype: torch.dtype) -> tuple[int, torch.Tensor] | None:
-        """The number of a free place, from 0, and a tensor of its memory of this type; None where there is none.
-
-        There is none either while torch is set to fill every tensor that it makes.
+        """Takes a free place. Returns its number, from 0, and a tensor of this type in its memory; None if no place is
+        free, or while torch is set to fill every new tensor.
         """
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
             return None
@@ -67,6 +68,8 @@ class OutputPlaces:
         return None if number is None else (number, whole)
 
     def close(self) -> None:
-        """Ends the use. torch frees the places whose tensors are gone; others when it next empties its cache."""
+        """Ends the use of the places. torch frees places without tensors at once, and the others when it next empties
+        its cache.
+        """
         self._pool = None
         self._places.close()

@@ -1,4 +1,4 @@
-"""A pool for torch: tensors that are allocated in it lie in memory that peers reach."""
+"""A memory pool for torch, whose tensors lie in memory that peers can access."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def _allocating(torch: Any, pool: Any, device: int) -> Iterator[Any]:
 
 
 def require_torch(runtime: str) -> Any:
-    """torch, if it allocates memory of a runtime in pools. Raises RuntimeUnavailableError if it does not."""
+    """Returns the torch module if it can allocate a runtime's memory in pools. Raises RuntimeUnavailableError if it
+    does not.
+    """
     if runtime == "host":
         raise RuntimeUnavailableError(
             "memory_pool: the communicator uses the host runtime; torch has pools only on GPUs"
@@ -55,21 +57,21 @@ def require_torch(runtime: str) -> Any:
 
 @functools.cache
 def allocator(torch: Any, allocate: str = memory_pool.ALLOCATE, free: str = memory_pool.FREE) -> Any:
-    """torch's object for two functions that this library exports: those of memory_pool.h or of places.h. It lives as
-    long as the process: torch calls it, by address, as long as memory exists that it allocated.
+    """torch's allocator object for two functions that this library exports, from memory_pool.h or places.h. It lives as
+    long as the process, because torch calls the functions by address while memory from them exists.
     """
     return torch.cuda.memory.CUDAPluggableAllocator(memory_pool.library(), allocate, free)
 
 
 class PoolUse:
-    """A group's use of its device's pool. Groups on one device use one pool, which goes with the last of them.
+    """A group's use of its device's pool. Groups on a device share one pool, which is destroyed with the last group.
 
     Attributes:
         pool: the torch.cuda.MemPool.
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _pools: ClassVar[dict[int, tuple[Any, int]]] = {}  # by device: the pool, and its users
+    _pools: ClassVar[dict[int, tuple[Any, int]]] = {}  # by device: the pool and its number of users
     _outlived: ClassVar[list[Any]] = []  # pools that graphs still use; torch must not destroy them
 
     def __init__(self, torch: Any, group: Group) -> None:
@@ -90,7 +92,7 @@ class PoolUse:
         group.symmetric.follow(segments)
 
     def close(self) -> None:
-        """Ends the use. Remaining tensors keep their memory."""
+        """Ends the group's use of the pool. Remaining tensors keep their memory."""
         with self._lock:
             pool, users = self._pools.pop(self._device)
             if users > 1:

@@ -22,8 +22,8 @@ def local_part(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, .
         The local tensor, the index of its first element in the whole tensor, and the whole tensor's shape.
 
     Raises:
-        ArgumentError: it is not a DTensor, has a placement other than Shard and Replicate, or this rank is not in its
-            mesh.
+        ArgumentError: the tensor is not a DTensor, has a placement other than Shard and Replicate, or this rank is not
+            in its mesh.
     """
     if not isinstance(tensor, DTensor):
         raise ArgumentError("array", f"expected a tensor or a DTensor of torch, not {type(tensor).__name__}")
@@ -38,13 +38,12 @@ def local_part(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, .
 
 
 def _sharding(tensor: DTensor) -> Sharding:
-    """Its sharding, with the axes of the mesh in the order in which they divide a dimension.
-
-    FSDP on top of tensor parallelism divides a dimension by the later axis first. Its placement says so by a factor:
-    the number of parts into which later axes have divided the dimension before.
+    """A DTensor's sharding, with the axes of the mesh in the order in which they divide a dimension. FSDP on top of
+    tensor parallelism divides a dimension by the later axis first. The placement shows this by a factor: the number of
+    parts into which later axes have already divided the dimension.
     """
     mesh, placements = tensor.device_mesh.mesh, tensor.placements
-    first: list[int] = []  # axes that divide before all others
+    first: list[int] = []  # axes that divide first
     for axis, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
             later = [

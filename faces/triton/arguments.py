@@ -1,4 +1,4 @@
-"""A kernel's arguments as Triton sees them: types, and the properties for which a variant is compiled."""
+"""A kernel's arguments for Triton: their types, and the properties for which a variant is compiled."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Argument:
     """An argument of a kernel.
 
     Attributes:
-        type: Triton's name of its type: "*fp32", "i32", "constexpr", …
+        type: Triton's name of the type: "*fp32", "i32", "constexpr", …
         value: the value passed: an address, a number, or a compile-time constant of any kind.
         owner: an object that is kept alive while the kernel runs.
         aligned: whether an address or an integer is a multiple of 16, which the compiler may rely on.
@@ -58,7 +58,7 @@ class Argument:
 
     @property
     def parameter(self) -> tuple[int, int]:
-        """Size in bytes and kind of the compiled kernel's parameter."""
+        """The size in bytes and the kind of the compiled kernel's parameter."""
         if self.type.startswith("*"):
             return 8, POINTER
         if self.type.startswith("fp"):
@@ -67,32 +67,33 @@ class Argument:
 
     @property
     def launched(self) -> Any:
-        """The value that a launch gets: of a channel itself, as the launch wakes its proxy."""
+        """The value for a launch. For a channel this is the channel itself, because the launch wakes its proxy."""
         return self.owner if isinstance(self.owner, Channel | ChannelSet) else self.value
 
     @property
     def constant_key(self) -> tuple[str, str] | None:
-        """A compile-time constant's text, and the hash of a function's source: 1, 1.0 and True are different constants,
-        and a list has no hash."""
+        """A hashable key of a compile-time constant: its text, which tells 1, 1.0 and True apart and exists for lists,
+        and for a function the hash of its source.
+        """
         if self.type != CONSTEXPR:
             return None
         return repr(self.value), getattr(self.value, "cache_key", "")
 
 
 def constant(value: Any) -> Argument:
-    """A compile-time constant."""
+    """Makes the argument for a compile-time constant."""
     return Argument(CONSTEXPR, value)
 
 
 def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
-    """A value as a kernel's argument.
+    """Makes the argument for a value.
 
     Raises:
-        ArgumentError: kernels do not take such a value, or it lies on another device.
+        ArgumentError: kernels do not take such a value, or the array lies on another device.
     """
     if value is None:
         return constant(None)
-    if isinstance(value, np.generic):  # a number of numpy's, which is a buffer, too
+    if isinstance(value, np.generic):  # a numpy scalar, which also offers the buffer protocol
         value = value.item()
     if isinstance(value, bool):
         return Argument("i1", value)
@@ -114,8 +115,8 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
 
 
 def annotated(argument: Argument, kind: str, name: str) -> Argument:
-    """A number in the type that its parameter's annotation gives it, which is Triton's rule. Other arguments are
-    returned as they are. `kind` is Triton's name of the type; "" without an annotation, or with another one.
+    """Gives a number the type of its parameter's annotation, as Triton does. Returns other arguments unchanged. `kind`
+    is Triton's name of the type; "" without an annotation, or with one that names no type.
 
     Raises:
         ArgumentError: the value does not fit, or a launch can't pass numbers of this type.
@@ -128,7 +129,7 @@ def annotated(argument: Argument, kind: str, name: str) -> Argument:
     if kind in ("fp32", "fp64"):
         return Argument(kind, float(value))
     if kind[0] not in "iu" or isinstance(value, float):
-        raise ArgumentError(name, f"the parameter's annotation is {kind}, which {value!r} can't be passed as")
+        raise ArgumentError(name, f"{value!r} can't be passed as {kind}, the type in the parameter's annotation")
     signed, bits = kind[0] == "i", int(kind[1:])
     lowest = -(1 << (bits - 1)) if signed else 0
     if not lowest <= value < lowest + (1 << bits):

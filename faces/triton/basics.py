@@ -1,4 +1,4 @@
-"""How the device side is written: the decorator, numbers and pointers, and the fields of channels' handles.
+"""The basis of the device side: the decorator, numbers and pointers, and the fields of channels' handles.
 
 Functions are compiled by Triton, or are plain Python where Triton's interpreter runs kernels. Triton decides between
 the two when a function is decorated, by ``TRITON_INTERPRET``.
@@ -30,8 +30,8 @@ def _plain(function: Any) -> Any:
     return function
 
 
-# A nested @triton.jit function costs the interpreter 5 ms a call, as it prepares the language anew. A kernel's call of
-# a plain function costs nothing, and the language is prepared already.
+# For each call of a nested @triton.jit function, the interpreter prepares the language anew, which takes 5 ms. A plain
+# function needs no preparation, because the kernel's launch has prepared the language.
 jit: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit
 out_of_line: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit(noinline=True)
 """For functions that rarely run but have many callers: not inlined, to keep compilation short."""
@@ -42,7 +42,7 @@ if INTERPRETED:
     from triton.runtime.interpreter import TensorHandle
 
     def _number(x: Any, kind: Any, bits: int) -> Any:
-        # In one step of the language instead of three: a push has dozens of these.
+        # One operation of the language instead of three: a push has dozens of these conversions.
         if isinstance(x, tl.tensor):
             tl.static_assert(x.dtype.is_int() and not x.type.is_block(), "expected an integer")
             return x.to(kind)

@@ -1,5 +1,4 @@
-"""Compiles kernels by Triton for a GPU, and loads them by the runtime: Triton's own launch needs torch.
-
+"""Compiles kernels for a GPU with Triton, and loads them with our runtime, because Triton's own launch needs torch.
 Compiling needs no device.
 """
 
@@ -22,8 +21,9 @@ _SCRATCH_PARAMETERS = 2
 
 
 def target_of(architecture: str) -> GPUTarget:
-    """Triton's name of a device: "sm_90" or "gfx942", and what ROCm adds to that. Raises RuntimeUnavailableError if
-    this version of Triton is too old for it."""
+    """Triton's target for an architecture: "sm_90" or "gfx942", with the features that ROCm appends. Raises
+    RuntimeUnavailableError if this version of Triton is too old for it.
+    """
     if architecture.startswith("sm_"):
         return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     if VERSION < _OLDEST_FOR_AMD:
@@ -53,7 +53,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarge
 
 
 class Variant:
-    """A kernel, compiled for arguments of some types and loaded."""
+    """A loaded kernel, compiled for arguments of certain types."""
 
     def __init__(
         self, runtime: GpuRuntime, kernel: Any, arguments: dict[str, Argument], options: dict[str, Any]

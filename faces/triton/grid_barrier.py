@@ -33,19 +33,22 @@ class GridBarrier:
         self._reset()
 
     def _reset(self) -> None:
-        """Makes the barrier empty, while no program uses it: one that raised at a barrier has arrived there."""
+        """Empties the barrier while no program uses it: a program that raised at the barrier still counts as
+        arrived.
+        """
         words = struct.pack("<3Q", 0, 0, self._control.device_pointer)
         self._runtime.copy(self._memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(words))), len(words))
 
     @property
     def device_pointer(self) -> int:
-        """Address in device memory."""
+        """The barrier's address in device memory."""
         return self._memory.ptr
 
 
 @jit
 def sync_grid(barrier):
-    """Called by every program of a grid. All their stores before it are visible to all of them after it.
+    """Waits until every program of a grid has called it. All stores of the programs before it are visible to all of
+    them after it.
 
     The grid must be small enough that all its programs run at once.
 
@@ -53,7 +56,8 @@ def sync_grid(barrier):
         barrier: a `GridBarrier`.
 
     Returns:
-        Whether all arrived. If not, the communicator has ended or the time-out passed, and the kernel should return.
+        Whether all programs arrived. If not, the communicator has ended or the time-out passed, and the kernel should
+        return.
     """
     tl.static_assert(barrier.dtype == tl.pointer_type(tl.uint32), "expected a GridBarrier")
     barrier = longs_at(barrier)

@@ -1,8 +1,8 @@
 """Runs kernels in Triton's interpreter, for the host runtime.
 
-One step that Triton's own launch repeats each time is done once: preparing its language, which takes milliseconds, also
-at each call of a nested function. Arrays are passed by address, so torch is not needed. Streams are waited for, and a
-launch returns when the kernel has run.
+Triton's own launch prepares its language for each launch and each call of a nested function, which takes milliseconds.
+Here the language is prepared once. Arrays are passed by address, so torch is not needed. A launch waits for its stream,
+and returns when the kernel has run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _prepare_language() -> object:
-    """Makes the language that of the interpreter, for the rest of the process, as Triton before 3.9 did.
+    """Replaces Triton's language by the interpreter's for the rest of the process, as Triton before 3.9 did.
 
     Nested functions then need no separate preparation. The result must be kept alive.
     """
     interpreter.InterpretedFunction.__call__ = _call
     scope = interpreter._patch_lang(_call)
-    # Older versions convert an array of one element, which numpy refuses from 2.4 on.
+    # Older versions of Triton convert an array of one element to a number, which numpy refuses from 2.4 on.
     tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.squeeze())
     return scope
 
@@ -56,7 +56,7 @@ def _type(name: str) -> Any:
 
 
 def run(kernel: Any, arguments: dict[str, Argument], grid: Grid) -> None:
-    """Runs a kernel, which was made under TRITON_INTERPRET.
+    """Runs a kernel that was decorated under TRITON_INTERPRET.
 
     Raises:
         KernelError: a program raised; the cause is its exception. The next launch finds the grid barriers empty.
@@ -64,8 +64,8 @@ def run(kernel: Any, arguments: dict[str, Argument], grid: Grid) -> None:
     _prepare_language()
     values = {name: _tensor(argument) for name, argument in arguments.items()}
     try:
-        # The kernel is rewritten in its turn, like nested functions: CPython 3.11 can't make syntax trees in two
-        # threads at once (https://github.com/python/cpython/issues/106905).
+        # Triton rewrites the kernel's source while this program has its turn: CPython 3.11 can't make syntax trees in
+        # two threads at once (https://github.com/python/cpython/issues/106905).
         Launch(functools.partial(_call, kernel, **values), grid).run()
     except BaseException as error:
         for argument in arguments.values():

@@ -35,18 +35,18 @@ class TritonKernel:
     which ``TRITON_INTERPRET=1`` selects before triton is imported.
 
     Args:
-        comm: whose peers it reaches, and on whose device it runs.
+        comm: the communicator whose peers the kernel reaches, and on whose device it runs.
         kernel: a function decorated by ``@triton.jit``, or by ``@triton.autotune`` too, which gives `configs` and
             `key`.
         grid: the number of programs: one to three integers, or a function of the arguments by name that returns them.
-        num_warps: warps of a program.
-        num_stages: of software pipelining; None for Triton's default.
+        num_warps: the warps of a program.
+        num_stages: the stages of software pipelining; None for Triton's default.
         configs: ``triton.Config`` to choose from: all ranks measure them together, and take the one with which the
             slowest rank is fastest.
-        key: names of arguments; for each of their values the choice is made anew.
+        key: names of arguments; the ranks choose a configuration for each combination of these arguments' values.
 
     Attributes:
-        chosen: the configuration that was measured to be the fastest, by the values of the `key` arguments.
+        chosen: the fastest configuration, by the values of the `key` arguments.
 
     Raises:
         ArgumentError: an argument is wrong, or Triton's interpreter is on for a GPU or off for the host runtime.
@@ -73,7 +73,7 @@ class TritonKernel:
         self._grid = grid
         self._options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
         self._configs, self._key = _require_configs(configs), tuple(key)
-        # The decorator wraps the Python function in either mode.
+        # The decorator wraps the Python function in both modes, compiled and interpreted.
         self._signature = inspect.signature(self._kernel.fn)
         self._constants = {
             name for name, each in self._signature.parameters.items() if "constexpr" in str(each.annotation)
@@ -99,22 +99,22 @@ class TritonKernel:
     def __call__(self, *args: Any, stream: StreamLike = None, **kwargs: Any) -> None:
         """Queues the kernel on a stream and returns. The arguments are kept alive until it has run.
 
-        The first call with arguments of some types compiles the kernel for them, waits until nothing else of this rank
+        The first call with arguments of some types compiles the kernel for them, waits until no other work of this rank
         runs, and loads it. So call it once before a graph is captured. With `configs`, the first call for each value of
         the `key` arguments launches the kernel several times with each configuration; all ranks make this call
         together.
 
         Args:
-            args: for the function's parameters: an array (anything that `as_view` takes), a channel, a set of channels,
-                a `GridBarrier`, a number or None.
-            stream: where to queue it; None for the current stream of torch, if a tensor is given, else the calling
-                thread's default stream.
-            kwargs: parameters by name, the compile-time constants among them.
+            args: the arguments of the function's parameters: an array (anything that `as_view` takes), a channel, a set
+                of channels, a `GridBarrier`, a number or None.
+            stream: the stream for the kernel; None for torch's current stream if an argument is a tensor, else for the
+                calling thread's default stream.
+            kwargs: parameters by name, including compile-time constants.
 
         Raises:
             ArgumentError: an argument does not fit, or the grid is invalid.
             CompileError: Triton refuses the kernel.
-            KernelError: the driver refused the launch; in the interpreter also an exception of a program.
+            KernelError: the driver refused the launch, or in the interpreter a program raised an exception.
         """
         self._communicator.group.failure.require_usable()
         if stream is None:
@@ -124,10 +124,9 @@ class TritonKernel:
         self._launch(self._arguments(args, kwargs, config), self._options_of(config), stream)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles and loads the kernel for arguments like these, and returns when all ranks have.
-
-        All ranks call it together, before anything that a compilation must not delay: a measurement, a short
-        time-out. Arguments and errors are those of a call.
+        """Compiles and loads the kernel for arguments like these, and returns when all ranks have done so. All ranks
+        call it together, before a measurement or a short time-out that a compilation must not delay. Arguments and
+        errors are those of a call.
         """
         self._communicator.group.failure.require_usable()
         configs = self._configs or (None,)
@@ -216,8 +215,9 @@ class TritonKernel:
             )
 
     def _specialised(self, name: str, argument: Argument) -> Argument:
-        """The arguments that Triton specialises on: an integer that is 1 is a constant, unless the kernel says
-        otherwise."""
+        """The arguments with Triton's specialisation: an integer that is 1 becomes a constant, unless the kernel
+        forbids that.
+        """
         parameter = self._kernel.params[self._kernel.arg_names.index(name)]
         if argument.type == CONSTEXPR:
             return argument
@@ -239,7 +239,9 @@ class TritonKernel:
         return self.chosen[key]
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], stream: StreamLike) -> triton.Config:
-        """The configuration with which the slowest rank is fastest: the same on all ranks."""
+        """Measures the configurations, and returns the one with which the slowest rank is fastest, the same on all
+        ranks.
+        """
         self.prepare(*args, **kwargs)
         seconds = []
         for config in self._configs:
@@ -271,7 +273,9 @@ def _require_configs(configs: Any) -> tuple[triton.Config, ...]:
 
 
 def _require_no_hooks(tuner: Autotuner) -> None:
-    """Triton's launch runs these around a measurement, or to leave out configurations; this one does not."""
+    """Refuses hooks of @triton.autotune, which Triton's launch calls around measurements or to prune configurations:
+    our launch does not call them.
+    """
     hooks = {
         "reset_to_zero": tuner.reset_to_zero,
         "restore_value": tuner.restore_value,

@@ -76,7 +76,7 @@ ERROR_SEEN_8 = _words(8, _CONTROL, "error", "seen")
 ERROR_OFFSET_8 = _words(8, _CONTROL, "error", "offset")
 ERROR_SIZE_8 = _words(8, _CONTROL, "error", "size")
 
-# Of a wait's place, from the start of ProxycclControl.waits.
+# The offsets of a wait's entry in ProxycclControl.waits, from the start of the array.
 _WAIT: Final = "ProxycclWait"
 WAITS_8 = _words(8, _CONTROL, "waits")
 WAIT_WORDS = tl.constexpr(ffi.sizeof(_WAIT) // 8)
@@ -123,7 +123,7 @@ OFFSET_BITS = _constant("OFFSET_BITS")
 WINDOW_BYTES = _constant("WINDOW_BYTES")
 MAX_TRIGGER_BYTES = _constant("MAX_TRIGGER_BYTES")
 MAX_MEMORIES = _constant("MAX_MEMORIES")
-# The ids after those of memories stand for values of 1, 2, 4 and 8 bytes.
+# The memory ids after the last real one stand for values of 1, 2, 4 and 8 bytes.
 VALUE_1_BYTE = MAX_MEMORIES
 VALUE_8_BYTES = tl.constexpr(int(lib.PROXYCCL_MAX_MEMORIES) + 3)
 SRC_OFFSET_SHIFT = _constant("SRC_OFFSET_SHIFT")

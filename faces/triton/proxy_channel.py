@@ -4,8 +4,8 @@ A channel is a pointer to its device handle, and a whole program calls as one. O
 alignment; an offset counts from the start of a memory, the peer's or the local one. A range that leaves its memory
 moves nothing and ends the communicator with a TriggerError.
 
-A put, of a value too, or a get returns its ticket, a uint64, for `is_complete` and `wait_complete`; 2**64 - 1 if it
-was not pushed.
+`put`, `put_value` and `get` return their trigger's ticket, a uint64, for `is_complete` and `wait_complete`; 2**64 - 1
+if no trigger was pushed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def _require(channel):
 
 @jit
 def _reaches(channel, memory, offset, size):
-    # Checks what the engine cannot. An offset past the first window addresses the following ids, and past the last
-    # window those belong to another memory. The word in host memory is read only for a range that leaves the first
-    # window.
+    # Checks a range that the engine can't check: an offset past the first window addresses the following memory ids,
+    # and past the memory's last window these ids belong to another memory. The word in host memory is read only for a
+    # range that leaves the first window.
     known = memory < MAX_MEMORIES
     inside = (offset < WINDOW_BYTES) & (size <= u64(WINDOW_BYTES) - offset)
     if known & (inside == 0):
@@ -71,7 +71,7 @@ def _refuse(channel, operation: tl.constexpr, kind, memory, offset, size):
 
 @jit
 def _wait_for_room(channel, control, ticket, slots):
-    # Of all waiting programs only the one that holds the lock polls the host's tail, for all of them.
+    # Only the waiting program that holds the lock polls the host's tail, for all waiting programs.
     cache = pointer_at(channel, TAIL_CACHE_8)
     tail = pointer_at(channel, TAIL_8)
     lock = words_at(long_at(channel, REFRESH_LOCK_8))
@@ -137,8 +137,8 @@ def _ticket(ticket, pushed):
 
 @jit
 def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, dst_memory, src_memory):
-    # An operation with data, as several triggers if it is longer than one can move; a signal rides on the last one. The
-    # channel's own destination is the source of a get.
+    # Pushes an operation with data, as several triggers if it is longer than one trigger can move; the last trigger
+    # carries the signal. The channel's own destination is the source of a get.
     ring = _ring(channel)
     control = long_at(channel, CONTROL_8)
     is_get: tl.constexpr = (operation & OP_GET) != 0
@@ -184,7 +184,8 @@ def _push_word(channel, operation: tl.constexpr):
 
 @jit
 def _push_value(channel, operation: tl.constexpr, dst_memory, dst_offset, kind, value):
-    # A value in place of a source: its low half in the size's field, its high half in the source offset's.
+    # Pushes a value in place of a source: the value's low half in the size field, its high half in the source offset
+    # field.
     low, high = value & 0xFFFFFFFF, value >> 32
     return _push_trigger(
         channel,
@@ -231,7 +232,7 @@ def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.co
 
 @jit
 def _wait_for_ticket(channel, ticket, pushed, word: tl.constexpr, kind: tl.constexpr):
-    # The engine stores in the word how many triggers are flushed, or complete.
+    # The engine stores the number of flushed, or of complete, triggers in the word.
     done = pushed
     if pushed != 0:
         done = wait_at_least(
@@ -249,7 +250,7 @@ def _wait_for_ticket(channel, ticket, pushed, word: tl.constexpr, kind: tl.const
 def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
     """Starts a copy from local memory to the peer's and returns at once, unless the ring is full.
 
-    It carries the program's stores before a `sync_threads_system`. The source may be overwritten when the put is
+    The copy includes the program's stores before a `sync_threads_system`. The source may be overwritten when the put is
     complete. The peer may read the data after a `signal` that follows the put.
 
     Args:
@@ -285,7 +286,7 @@ def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
 
 @jit
 def put_value(channel, dst_offset, value, dtype: tl.constexpr):
-    """Writes a value to the peer's memory. It travels in the trigger, so no source is read later.
+    """Writes a value to the peer's memory. The trigger contains the value, so no source is read later.
 
     Args:
         dst_offset: where in the peer's memory, in bytes, of any alignment.
@@ -361,7 +362,9 @@ def flush_async(channel):
 
 @jit
 def is_flushed(channel, ticket):
-    """Whether the flush with this ticket is complete. It never waits, as `poll`."""
+    """Whether the flush with this ticket is complete. It never waits; a loop around it must end like one around
+    `poll`.
+    """
     _require(channel)
     done = (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, FLUSHED_8)) > ticket)
     if done == 0:
@@ -371,7 +374,7 @@ def is_flushed(channel, ticket):
 
 @jit
 def wait_flushed(channel, ticket):
-    """Waits for the flush with this ticket. Returns as `flush`."""
+    """Waits for the flush with this ticket. Returns what `flush` returns."""
     _require(channel)
     pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
     return _wait_for_ticket(channel, ticket, pushed, FLUSHED_8, WAIT_FLUSH)
@@ -386,9 +389,9 @@ def is_complete(channel, ticket):
 
 @jit
 def wait_complete(channel, ticket):
-    """Waits until `is_complete`. No flush is needed; over a fabric, one makes puts and signals known sooner.
-
-    Returns whether it is. If not, the communicator has ended or the time-out passed, and the kernel should return.
+    """Waits until the operation with this ticket and all before it are complete. No flush is needed, but over a fabric
+    a flush makes completions known sooner. Returns whether they are complete. If not, the communicator has ended or the
+    time-out passed, and the kernel should return.
     """
     _require(channel)
     pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
@@ -401,7 +404,8 @@ def wait(channel):
 
     One program at a time calls it for a channel: the interpreter ends the communicator with a TriggerError otherwise.
 
-    Returns whether it came. If not, the communicator has ended or the time-out passed, and the kernel should return.
+    Returns whether the signal came. If not, the communicator has ended or the time-out passed, and the kernel should
+    return.
     """
     _require(channel)
     return wait_for_signal(

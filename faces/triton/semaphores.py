@@ -22,7 +22,8 @@ from proxyccl.triton.waits import record_error, wait_at_least
 
 if INTERPRETED:
     # If two programs wait at once, both may take the same signal, or one may wait for a signal that never comes. Such
-    # waits are refused. On a GPU the check would cost every wait a trip to memory.
+    # waits are refused. Only the interpreter checks this: on a GPU, the check would cost every wait an access to
+    # memory.
     def _wait_alone(inbound: Any, expected: Any, control: Any, kind: Any, peer: Any, channel: Any, target: Any) -> Any:
         if tl.atomic_xchg(expected + 1, u64(1), sem="relaxed", scope="gpu") != 0:
             record_error(control, u32(ERROR_SHARED_WAIT), kind, peer, channel, target, u64(0), u32(0), u64(0), u64(0))
@@ -51,7 +52,7 @@ def _consume(inbound, expected, control, kind, peer, channel, target):
 def wait_for_signal(inbound, expected, control, kind, peer, channel):
     """Waits for the next signal and consumes it; see `wait` and `sm_wait`."""
     came = _consume(inbound, expected, control, kind, peer, channel, load_relaxed_device(expected) + 1)
-    tl.debug_barrier()  # no thread may read `expected` for a next wait before it is stored
+    tl.debug_barrier()  # no thread may read `expected` for the next wait before the store
     return came != 0
 
 
@@ -91,7 +92,7 @@ def signal_peer(remote_inbound, outbound):
 
 @jit
 def signal_peer_up_to(remote_inbound, outbound, control, kind, peer, channel, count):
-    """Raises the peer's count to one above all before, after the stores of all threads of the program."""
+    """Raises the peer's count to a value above all earlier ones, after the stores of all threads of the program."""
     sync_threads_system()
     target = u64(count)
     sent = load_relaxed_device(outbound)
@@ -105,7 +106,7 @@ def signal_peer_up_to(remote_inbound, outbound, control, kind, peer, channel, co
 
 @jit
 def signal_peer_relaxed(remote_inbound, outbound):
-    """The same without ordering: for a signal that announces no data."""
+    """Adds one at the peer without ordering, for a signal that announces no data."""
     sent = load_relaxed_device(outbound) + 1
     store_relaxed_system(remote_inbound, sent)
     tl.store(outbound, sent)

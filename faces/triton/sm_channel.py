@@ -32,8 +32,8 @@ def _require(channel):
 def remote(channel, dtype: tl.constexpr):
     """The start of the peer's memory, as a pointer to elements of `dtype`, for loads and stores.
 
-    They order nothing: a `sm_signal` after them tells the peer that they are done. They are not checked against the
-    memory's size, which `remote_bytes` gives: they are for inner loops.
+    Such loads and stores order nothing: a `sm_signal` after them tells the peer that they are done. They are for inner
+        loops, so nothing checks them against the memory's size, `remote_bytes`.
     """
     _require(channel)
     return long_at(channel, SM_DST_8).to(tl.pointer_type(dtype))
@@ -73,14 +73,14 @@ def sm_signal(channel, value=None):
 
 @jit
 def sm_relaxed_signal(channel):
-    """The same for a signal that announces no data: it orders nothing."""
+    """Does what `sm_signal` does without ordering any stores, for a signal that announces no data."""
     _require(channel)
     signal_peer_relaxed(pointer_at(channel, SM_REMOTE_INBOUND_8), pointer_at(channel, SM_OUTBOUND_8))
 
 
 @jit
 def sm_wait(channel):
-    """Waits for the peer's next signal and consumes it; as `wait` of a ProxyChannel."""
+    """Waits for the peer's next signal and consumes it, like `wait` of a ProxyChannel."""
     _require(channel)
     return wait_for_signal(
         pointer_at(channel, SM_INBOUND_8),
@@ -94,7 +94,7 @@ def sm_wait(channel):
 
 @jit
 def sm_wait_until(channel, value):
-    """Waits until the peer's signals have reached a count; as `wait_until` of a ProxyChannel."""
+    """Waits until the peer's signals have reached a count, like `wait_until` of a ProxyChannel."""
     _require(channel)
     return wait_for_count(
         pointer_at(channel, SM_INBOUND_8),
@@ -109,7 +109,7 @@ def sm_wait_until(channel, value):
 
 @jit
 def sm_poll(channel):
-    """Consumes the peer's next signal if it has arrived; as `poll` of a ProxyChannel."""
+    """Consumes the peer's next signal if it has arrived, like `poll` of a ProxyChannel."""
     _require(channel)
     return poll_for_signal(pointer_at(channel, SM_INBOUND_8), pointer_at(channel, SM_EXPECTED_8))
 
@@ -143,7 +143,8 @@ def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_b
 
 @jit
 def _look_at_packets(packets, flag, expected):
-    # Their contents, and 0 if all have the flag. That has 32 bits: a warp reduces those in one instruction.
+    # The packets' contents, and 0 if all packets have the flag. The result has 32 bits, which a warp reduces in one
+    # instruction.
     words = spin_for_packets(packets, load_packets(packets, expected), flag, expected)
     return words, tl.max((expected & ((words >> 32) != flag)).to(tl.int32), 0)
 
@@ -167,7 +168,7 @@ def put_packets(channel, packet_offset, values, flag, count=None):
     else:
         number = count
     offset = u64(packet_offset)
-    memory = long_at(channel, SM_DST_8)  # loaded with its size, not after the branch
+    memory = long_at(channel, SM_DST_8)  # loaded together with the size, before the branch
     if _may_use_packets(
         channel, SM_PUT_PACKETS, SM_PEER_MEMORY, long_at(channel, SM_DST_BYTES_8), offset, number, flag
     ):
@@ -180,8 +181,9 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
     """Waits for the packets that the peer puts into this rank's packet buffer, and returns their values.
 
     Args:
-        packet_offset: where in the packet buffer, in bytes: the sender's, if the buffer is its target; a multiple of 8.
-        flag: the sender's.
+        packet_offset: where in the packet buffer, in bytes, a multiple of 8; the sender's packet_offset, if this buffer
+            is the target of its channel.
+        flag: the sender's flag.
         BLOCK: how many values are returned.
         dtype: their type, of 32 bits.
         count: how many packets are waited for, the first ones; None for BLOCK. The other values are zeros.

@@ -3,8 +3,8 @@
 The targets are NVIDIA, AMD and Triton's interpreter. A scalar load and inline assembly run in every thread of a
 program; a scalar store or atomic runs in one, and its result reaches all threads after a barrier.
 
-Functions are chosen at module level: Triton before 3.9 looks up every attribute that a function names, those of
-branches that it drops too.
+Functions are chosen at module level, because Triton before 3.9 looks up every attribute that a function names, also in
+branches that it drops.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ if hasattr(tl, "atomic_load") and not INTERPRETED:
     def store_packets(p, words, mask):
         tl.atomic_store(p, words, mask=mask, sem="relaxed", scope="sys")
 
-    # An acquire is a fence in every thread here, which would be expensive in every spin of a wait: one after them
-    # suffices.
+    # An acquire is a fence in every thread here, which is too expensive for every poll of a wait. One acquire after the
+    # last poll suffices.
     load_awaited = load_relaxed_system
 
     @jit
     def acquire_awaited(p):
         load_acquire_system(p)
 
-else:  # before Triton 3.9, and in the interpreter, where its loads and stores of atomics are plain ones
+else:  # before Triton 3.9, and in the interpreter, where relaxed atomic loads and stores are plain ones
 
     @jit
     def load_acquire_system(p):
@@ -103,18 +103,18 @@ else:  # before Triton 3.9, and in the interpreter, where its loads and stores o
 
     @jit
     def load_packets(p, mask):
-        return tl.load(p, mask=mask, other=0, volatile=True)  # on NVIDIA the same as relaxed, at system scope
+        return tl.load(p, mask=mask, other=0, volatile=True)  # on NVIDIA the same as a relaxed access at system scope
 
     @jit
     def store_packets(p, words, mask):
         tl.store(p, words, mask=mask, cache_modifier=".wt")
 
-    # An acquire is one load here, and one whose value is not used would be dropped.
+    # An acquire is one load here, and the compiler would drop a load whose value is unused.
     load_awaited = load_acquire_system
 
     @jit
     def acquire_awaited(p):
-        """Makes everything visible that was released before the last `load_awaited` of a word."""
+        """Acquires what was released before the value that the last `load_awaited` of a word read."""
 
 
 # -- operations that Triton's language has no name for ---
@@ -130,11 +130,11 @@ if INTERPRETED:
         """A barrier of the program's threads; in the interpreter a program has one thread."""
 
     def spin_for_packets(p: Any, words: Any, flag: Any, mask: Any) -> Any:
-        """Nothing arrives while one program spins: they run in turn."""
+        """Does not spin: programs run in turn, so nothing arrives while one of them spins."""
         return words
 
     def store_trigger(slot: Any, word0: Any, word1: Any) -> None:
-        """The slot's words, the one with the parity bit last."""
+        """Stores the slot's words; the word with the parity bit is last."""
         store_relaxed_system(slot, word0)
         store_release_system(slot + 1, word1)
 
@@ -143,7 +143,7 @@ else:
 
     @core.builtin
     def _on_amd(_semantic=None):
-        # Of the target that is compiled for; target_info.is_cuda() asks for the device that is there.
+        # Tests the target of the compilation; target_info.is_cuda() tests the device of this machine.
         return core.constexpr(_semantic.builder.options.backend_name == "hip")
 
     @core.builtin
@@ -162,13 +162,13 @@ else:
 
     @jit
     def pause(spins):
-        """Called between two polls of a wait."""
+        """Pauses between two polls of a wait."""
 
     pass_on = pause
 
     @jit
     def nanoseconds():
-        """The clock, the same for all threads of a program."""
+        """The clock in nanoseconds, the same for all threads of a program."""
         # Threads read it at different times, and a branch on it would separate them before a barrier. So each reads it,
         # and all use the greatest.
         lane = tl.arange(0, _threads())
@@ -185,9 +185,10 @@ else:
 
     @jit
     def sync_threads_system():
-        """A barrier of the program's threads, after which a push or a signal covers the stores of all of them."""
+        """A barrier of the program's threads. A push or a signal after it releases the stores of all threads."""
         if _on_amd():
-            # The barrier drains no stores, and a release covers those of its own wave: each wave writes back first.
+            # The barrier does not drain stores, and a release covers only the stores of its own wave. So each wave
+            # writes back its stores first.
             if _on_gfx90a():
                 tl.inline_asm_elementwise(
                     "buffer_wbl2\n\ts_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0",
@@ -210,9 +211,8 @@ else:
 
     @jit
     def spin_for_packets(p, words, flag, mask):
-        """Loads packets again until each has the flag, a few times at most; `words` holds their last contents.
-
-        Each thread waits for its own: for the whole program to check all of them takes several barriers.
+        """Reloads packets until each has the flag, a few times at most; `words` holds the last contents. Each thread
+        waits for its own packets, because a check by the whole program takes several barriers.
         """
         if _on_amd():
             return words
@@ -243,9 +243,11 @@ else:
 
     @jit
     def store_trigger(slot, word0, word1):
-        """Releases a trigger: before sm_90 a store of 16 bytes may be torn, so the word with the parity bit is last."""
+        """Stores a trigger with release order. Before sm_90 a store of 16 bytes may be torn, so the word with the
+        parity bit is stored last.
+        """
         if _has_b128():
-            # Assembly runs in all threads of the program: one of them stores.
+            # Inline assembly runs in all threads of the program, so a predicate lets one thread store.
             tl.inline_asm_elementwise(
                 """{
                 .reg .pred first; .reg .u32 thread; .reg .b128 trigger;

@@ -1,8 +1,8 @@
-"""Programs of interpreted kernels take turns, so that one can wait for another, of its grid or of another rank.
+"""Programs of interpreted kernels take turns, so that a program can wait for another one, of its grid or of another
+rank.
 
-Triton's interpreter keeps the number of the program that runs in one place for the whole process. So one program runs
-at a time, in whichever thread. A program that waits passes its turn on, and restores the interpreter's state
-afterwards.
+Triton's interpreter keeps the number of the program that runs in one place for the whole process. So only one program
+of the process runs at a time. A program that waits passes its turn on, and restores the interpreter's state afterwards.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ Grid = tuple[int, int, int]
 
 
 def nanoseconds() -> int:
-    """The clock of waits."""
+    """The clock of waits, in nanoseconds."""
     return time.monotonic_ns()
 
 
 def pause(spins: Any) -> None:
-    """Passes the turn on. Called between two polls of a wait. Raises if another program of the launch has raised."""
+    """Passes the turn on between two polls of a wait. Raises RuntimeError if another program of the launch has
+    raised.
+    """
     pass_on(spins)
     launch = _launches.get(threading.get_ident())
     if launch is not None:
@@ -39,9 +41,8 @@ def pause(spins: Any) -> None:
 
 
 def pass_on(spins: Any) -> None:
-    """Passes the turn on, for a wait that no other program of the launch has to end.
-
-    A push that has taken its ticket waits like this: the proxy would wait forever for the ticket's trigger.
+    """Passes the turn on in a wait that goes on even if another program of the launch has raised. A push that has taken
+    its ticket waits like this, because the proxy would otherwise wait forever for the ticket's trigger.
     """
     launch = _launches.get(threading.get_ident())
     if launch is None:
@@ -57,8 +58,9 @@ def pass_on(spins: Any) -> None:
 
 
 class Launch:
-    """The programs of one launch. A program begins when the ones before it have ended, or wait. `program` runs the one
-    whose number the interpreter knows."""
+    """The programs of one launch. A program begins when the ones before it have ended, or wait. `program` runs the
+    program that the interpreter's state numbers.
+    """
 
     def __init__(self, program: Callable[[], None], grid: Grid) -> None:
         self._program = program
@@ -72,11 +74,12 @@ class Launch:
     def run(self) -> None:
         """Runs all programs. Raises the exception of the first one that failed.
 
-        When it returns or raises, all of them have ended. A signal's handler that raises makes them end at their
-        next wait; if it raises again meanwhile, they are left to themselves.
+        When it returns or raises, all of them have ended. If a signal handler raises, all programs end at their next
+        wait; if it raises again during that time, this returns without waiting for them.
         """
         if threading.current_thread() is threading.main_thread():
-            # A handler's exception would end a program between any two steps of a push, which can't be undone.
+            # A signal handler's exception could end a program between two steps of a push, which can't be undone. So
+            # the programs run in other threads.
             self.begin_another()
         else:
             self._work()
@@ -89,7 +92,7 @@ class Launch:
             raise self._error
 
     def _join(self) -> None:
-        for thread in self._threads:  # programs that still run may add some
+        for thread in self._threads:  # running programs may add threads
             thread.join()
 
     def enter(self, place: Any) -> None:
@@ -98,12 +101,14 @@ class Launch:
         interpreter_builder.set_grid_idx(*place)
 
     def require_all(self) -> None:
-        """Called by a program that waits, perhaps for one that has failed. Raises if any has."""
+        """Raises RuntimeError if a program of the launch has failed, because a waiting program may wait for that
+        one.
+        """
         if self._error is not None:
             raise RuntimeError("another program of the launch has failed")
 
     def begin_another(self) -> None:
-        """Called by a program that waits, possibly for one that has not begun."""
+        """Begins another program, because a waiting program may wait for one that has not begun."""
         if self._next is not None and not self._beginning:
             self._beginning = True
             thread = Thread(self._work, "proxyccl-interpreter")

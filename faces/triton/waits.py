@@ -1,7 +1,7 @@
 """Bounded waits, the twin of wait.h: every wait checks the abort word and the clock.
 
-A wait that gives up files the error record, if it is the first, and tells all ranks of the host.
-It returns, so that a kernel runs to its end.
+The first wait that gives up files the error record and tells all ranks of the host. The wait then returns, so that the
+kernel runs to its end.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from proxyccl.triton.target import (
 
 @jit
 def _spread_abort(control, code):
-    # Names this rank as failed to the CPUs of all ranks of the host, then raises their abort words, its own last: see
-    # spreadAbort() of wait.h.
+    # Tells the CPUs of all ranks of the host that this rank has failed, then sets their abort words, this rank's own
+    # last: see spreadAbort() of wait.h.
     words = words_at(control)
     peers = longs_at(load_relaxed_system(longs_at(control) + PEERS_8))
     count = load_relaxed_system(words + PEER_COUNT_4).to(tl.int32)
@@ -41,7 +41,7 @@ def _spread_abort(control, code):
 
 @out_of_line
 def record_error(control, code, kind, peer, channel, expected, seen, operation, offset, size):
-    """Files the error record, if no other has been filed, and ends the waits of all ranks of the host.
+    """Files the error record, unless one was filed before, and ends the waits of all ranks of the host.
 
     `control` is the control block's address; `expected`, `seen`, `offset` and `size` have 64 bits, the others 32.
     """
@@ -66,7 +66,8 @@ def record_error(control, code, kind, peer, channel, expected, seen, operation, 
 
 @jit
 def _describe_wait(control, question, kind, peer, channel, expected, seen):
-    # Answers question number `question` for a wait, unless another wait for the same peer already has.
+    # Answers question number `question` of the CPU with this wait, unless another wait for the same peer has answered
+    # it.
     place = tl.where(peer != NO_PEER, peer % WAIT_PEERS, kind + WAIT_PEERS).to(tl.int64)
     longs = longs_at(control) + WAITS_8 + place * WAIT_WORDS
     words = longs.to(tl.pointer_type(tl.uint32))
@@ -84,9 +85,8 @@ def _describe_wait(control, question, kind, peer, channel, expected, seen):
 
 @out_of_line
 def check_wait(control, kind, peer, channel, expected, seen, started):
-    """Checks the abort word and the clock of a wait that has spun for long.
-
-    Returns when the wait began, which is `started` unless that is 0; or 0 if the wait must be given up.
+    """Checks the abort word and the clock of a wait that has spun for long. Returns the time when the wait began, which
+    is `started` or, if that is 0, the current time; returns 0 if the wait must give up.
     """
     words = words_at(control)
     abort = load_acquire_system(words + ABORT_4)
@@ -103,10 +103,11 @@ def check_wait(control, kind, peer, channel, expected, seen, started):
             began = began + now
         else:
             bound = load_relaxed_system(longs_at(control) + TIMEOUT_8)
-            # Programs that wait for another of their grid give up last: that one waits for a peer, and knows which.
+            # Programs that wait for another program of their grid give up last: the other program waits for a peer, and
+            # its error names that peer.
             bound = bound + tl.where(kind == WAIT_GRID, bound, bound * 0)
             if now - began > bound:
-                # Described before the others are told to stop.
+                # The wait is described before other ranks are told to stop.
                 _describe_wait(control, u32(LAST_QUESTION), kind, peer, channel, expected, seen)
                 record_error(control, u32(ERROR_TIMEOUT), kind, peer, channel, expected, seen, u32(0), u64(0), u64(0))
                 began = began * 0
@@ -115,7 +116,8 @@ def check_wait(control, kind, peer, channel, expected, seen, started):
 
 @jit
 def wait_at_least(word, target, control, kind, peer, channel):
-    """Spins until a 64-bit word is at least `target`. After it, all threads see everything released before that.
+    """Spins until a 64-bit word is at least `target`. After it, all threads see everything that was released before the
+    word reached the target.
 
     Returns 0 if the communicator has ended or the time-out passed, else 1.
     """
@@ -138,6 +140,6 @@ def wait_at_least(word, target, control, kind, peer, channel):
 
 @jit
 def aborted(control):
-    """Whether the communicator has ended; a kernel's own loop must then end too. Reads a word in host memory."""
-    pause(0)  # the loop may wait for another program
+    """Whether the communicator has ended; a kernel's own loop must then end too. It reads a word in host memory."""
+    pause(0)  # the kernel's loop may wait for another program
     return load_acquire_system(words_at(control) + ABORT_4) != 0

@@ -1,7 +1,7 @@
-"""A worker's place in the chain along which buckets travel: from the trainer to each rollout worker in turn.
+"""A worker's place in the chain along which buckets travel, from the trainer through all rollout workers.
 
-Each bucket crosses each link of the chain once. A worker has two buckets of memory: while the following one reads
-from one of them, and the worker's own model takes weights from it, the next bucket is read into the other.
+Each bucket crosses each link of the chain once. A worker has memory for two buckets: while the following worker reads
+one bucket, and the worker's own model takes weights from it, the worker reads the next bucket into the other memory.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SLICE = 0.05
 
 
 class Piece(Message, frozen=True):
-    """A weight in a bucket, or a part of one that is longer than a bucket.
+    """A weight in a bucket, or a part of a weight that is longer than a bucket.
 
     Attributes:
-        name: the weight's.
-        dtype: name of its element type in torch.
-        shape: of the whole weight.
-        first: the weight's byte that comes first.
-        offset, nbytes: where it lies in the bucket.
+        name: the weight's name.
+        dtype: torch's name of the element type.
+        shape: the whole weight's shape.
+        first: the index of the weight's byte at which the piece begins.
+        offset, nbytes: the piece's place and size in the bucket.
     """
 
     name: Annotated[str, Meta(max_length=4096)]
@@ -42,12 +42,12 @@ class Piece(Message, frozen=True):
 
 
 class Bucket(Message, frozen=True, tag="bucket"):
-    """To the following worker: read this.
+    """A message to the following worker: a bucket is ready to read.
 
     Attributes:
-        number: of the bucket, from 0.
-        address, nbytes: where it lies in the sender's memory.
-        pieces: its contents.
+        number: the bucket's number, from 0.
+        address, nbytes: the bucket's place and size in the sender's memory.
+        pieces: the bucket's contents.
         last: whether no other bucket follows.
     """
 
@@ -59,7 +59,7 @@ class Bucket(Message, frozen=True, tag="bucket"):
 
 
 class HasRead(Message, frozen=True, tag="read"):
-    """To the previous worker: its memory of the bucket of this number is free."""
+    """A message to the previous worker: the bucket of this number was read, so its memory is free."""
 
     number: Uint64
 
@@ -68,15 +68,15 @@ _CODEC: Codec[Bucket | HasRead] = Codec(Bucket | HasRead, 64 << 20, name="messag
 
 
 class Chain:
-    """This worker's agent, with those before and after it.
+    """This worker's agent, and the agents before and after it.
 
     Args:
-        agent: this worker's, of this chain alone, which takes its messages.
+        agent: this worker's agent, used only for this chain, because the chain takes all its messages.
         buckets: this worker's two buckets.
-        previous, following: metadata of the neighbours; None at the ends.
+        previous, following: the neighbours' metadata; None at the ends of the chain.
 
     Raises:
-        MetadataError: they are not metadata.
+        MetadataError: `previous` or `following` is not metadata.
     """
 
     def __init__(
@@ -89,17 +89,17 @@ class Chain:
         self._read = -1  # the last bucket that the following worker has read
 
     async def until_free(self, number: int) -> None:
-        """Waits until the memory for a bucket is free: the one that lay there has been read.
+        """Waits until the memory for a bucket is free, because the following worker has read the earlier bucket there.
 
         Raises:
             DisconnectedError: a neighbour has ended. `peer` is its name.
-            TransferTimeoutError: the following worker has not read it within the agent's time-out.
+            TransferTimeoutError: the following worker did not read the earlier bucket within the agent's time-out.
         """
         if self._following is not None:
             await self._until(lambda: self._read >= number - len(self._buckets), f"{self._following} to read a bucket")
 
     def offer(self, number: int, nbytes: int, pieces: list[Piece], *, last: bool) -> None:
-        """Tells the following worker of a bucket, whose memory has its contents.
+        """Tells the following worker that a bucket's contents are in memory.
 
         Raises:
             DisconnectedError: that worker has ended.
@@ -112,7 +112,7 @@ class Chain:
         """Reads a bucket from the previous worker, and offers it to the following one.
 
         Raises:
-            DisconnectedError, TransferTimeoutError: as `until_free`.
+            DisconnectedError, TransferTimeoutError: see `until_free`.
         """
         previous = self._previous
         assert previous is not None
@@ -152,4 +152,4 @@ class Chain:
         try:
             self._agent.wait_for_message(_SLICE)
         except TransferTimeoutError:
-            return  # the caller looks at its deadline and at links
+            return  # the caller checks its deadline and its links

@@ -1,6 +1,6 @@
 """verl's checkpoint engine. The interface is that of verl 0.9.1, `verl.checkpoint_engine.base`.
 
-verl's trainers gather each weight on every rank; the first one sends. Weights travel in buckets, along a chain of all
+verl's trainers gather each weight on every rank; the first rank sends. Weights travel in buckets, along a chain of all
 rollout workers that visits each host once.
 """
 
@@ -28,11 +28,11 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
     """Moves weights from trainer workers to rollout workers.
 
     Args:
-        bucket_size: bytes of a bucket. Each worker has two.
+        bucket_size: the bytes of a bucket. Each worker has two buckets.
         device: where buckets lie: "cuda", or "cpu"; None: the GPU if there is one.
         rollout_dtype: the element type of the weights that rollout workers get; None: as they are sent.
-        is_master: verl says so to the trainer's first rank. It has no effect here.
-        timeout: bound of each wait for a neighbour, in seconds.
+        is_master: without effect here; verl sets it on the trainer's first rank.
+        timeout: the bound of each wait for a neighbour, in seconds.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
     def prepare(self) -> dict[str, Any]:
         """Makes this update's agent, and allocates its buckets. Returns the agent's metadata.
 
-        An earlier update that failed, which verl does not finalize, ends: its waits raise ClosedError.
+        verl does not finalize an update that failed, so this ends an earlier update, whose waits then raise
+            ClosedError.
         """
         self.finalize()
         self._agent = Agent(f"verl {uuid.uuid4().hex}", timeout=self._timeout)
@@ -73,13 +74,13 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         """The arguments of `init_process_group` for trainer workers and for rollout workers.
 
         Args:
-            actor_wg_world_size, rollout_world_size: numbers of workers.
-            metadata: of all of them, as `prepare` returned them, the trainer's first.
+            actor_wg_world_size, rollout_world_size: the numbers of trainer workers and rollout workers.
+            metadata: what `prepare` returned on all workers, the trainer's first.
         """
         agents = [each["metadata"] for each in metadata]
         rollouts = agents[actor_wg_world_size:]
         hosts = [_host(agent) for agent in rollouts]
-        first_host = [_host(agents[0]), *hosts]  # a host's workers follow each other, the trainer's host's come first
+        first_host = [_host(agents[0]), *hosts]  # a host's workers are neighbours, the trainer's host is first
         order = sorted(range(rollout_world_size), key=lambda index: (first_host.index(hosts[index]), index))
         chain = [agents[0], *(rollouts[index] for index in order)]
         place = {index: position for position, index in enumerate(order, 1)}
@@ -97,7 +98,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         return trainer, rollout
 
     def init_process_group(self, *, sends: bool, previous: bytes | None, following: bytes | None) -> None:
-        """Joins the chain. Arguments are those of `build_topology`."""
+        """Joins the chain. `build_topology` returns the arguments."""
         if sends or previous is not None:
             assert self._agent is not None
             first, second = self._agent.regions
@@ -111,15 +112,15 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
 
     @torch.no_grad()
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
-        """Sends weights. The trainer's other ranks only take them from the generator, because that gathers them.
+        """Sends weights. The trainer's other ranks only run the generator, because it gathers the weights on all ranks.
 
         Args:
-            weights: (name, tensor) pairs of a generator, asynchronous or not.
+            weights: a generator of (name, tensor) pairs, asynchronous or not.
             global_steps: the trainer's step.
 
         Raises:
             DisconnectedError: the first rollout worker has ended.
-            TransferTimeoutError: it has not read a bucket within the time.
+            TransferTimeoutError: the first rollout worker did not read a bucket within the time-out.
             ClosedError: the next update was prepared meanwhile.
         """
         if self._chain is None:
@@ -160,7 +161,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
 
     @torch.no_grad()
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) pairs. A tensor is valid until the next one is asked for.
+        """Yields (name, tensor) pairs. A tensor is valid until the next pair is requested.
 
         Args:
             global_steps: the trainer's step.
@@ -173,7 +174,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         """
         if self._chain is None:
             raise RuntimeError("init_process_group has not been called")
-        chain, buckets = self._chain, self._buckets  # of this update, also if the next one is prepared meanwhile
+        chain, buckets = self._chain, self._buckets  # this update's, even if the next one is prepared meanwhile
         number, whole = 0, torch.empty(0, dtype=torch.uint8, device=self.device)
         bucket = await chain.fetch(number)
         while True:
@@ -192,7 +193,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
                     whole[piece.first : piece.first + piece.nbytes].copy_(part, non_blocking=True)
                     if piece.first + piece.nbytes == nbytes:
                         yield piece.name, whole.view(dtype).view(piece.shape)
-                self._synchronize()  # the bucket's memory is used again
+                self._synchronize()  # afterwards the bucket's memory is reused
                 if following is None:
                     break
                 number, bucket = number + 1, await following

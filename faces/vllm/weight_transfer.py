@@ -1,8 +1,8 @@
 """The engines of vLLM's weight transfer: for its workers, and for the ranks of a trainer.
 
-The interface is that of vLLM 0.33.0, `vllm.distributed.weight_transfer.base`. The trainer's ranks offer their shards
-where they lie, and gather nothing. Each worker reads whole tensors into a staging buffer, group by group, and gives
-them to the model's `load_weights`. The workers of a host pass on what each has read.
+The interface is that of vLLM 0.33.0, `vllm.distributed.weight_transfer.base`. The trainer's ranks offer their shards in
+place, without gathering them. Each worker reads whole tensors into a staging buffer, group by group, and passes them to
+the model's `load_weights`. The workers of a host share what each has read.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _Value = TypeVar("_Value")
 
 @dataclass
 class ProxyCCLWeightTransferInitInfo(WeightTransferInitInfo):
-    """The trainer's first message to workers. It is made of JSON's types.
+    """The trainer's first message to workers, which can be sent as JSON.
 
     Attributes:
-        cards: of the trainer's ranks, in base64.
+        cards: the cards of the trainer's ranks, in base64.
         bucket_bytes: size of the staging buffer, unless a tensor is larger.
         timeout: bound of each wait, in seconds.
     """
@@ -56,7 +56,7 @@ class ProxyCCLWeightTransferUpdateInfo(WeightTransferUpdateInfo):
     """The trainer's message to workers in each round.
 
     Attributes:
-        version: that the trainer's ranks offer.
+        version: the version that the trainer's ranks offer.
     """
 
     version: int
@@ -79,7 +79,7 @@ class ProxyCCLTrainerInitInfo(TrainerInitInfo):
 class ProxyCCLWeightTransferEngine(
     WeightTransferEngine[ProxyCCLWeightTransferInitInfo, ProxyCCLWeightTransferUpdateInfo]
 ):
-    """A worker's side."""
+    """A worker's side of the weight transfer."""
 
     init_info_cls = ProxyCCLWeightTransferInitInfo
     update_info_cls = ProxyCCLWeightTransferUpdateInfo
@@ -88,7 +88,7 @@ class ProxyCCLWeightTransferEngine(
     _agent: Agent | None = None
 
     def init_transfer_engine(self, init_info: ProxyCCLWeightTransferInitInfo) -> None:
-        """Connects to the trainer's ranks. All workers do so at once."""
+        """Connects to the trainer's ranks. All workers call this at the same time."""
         self.shutdown()
         cards = [base64.b64decode(card) for card in init_info.cards]
         self._agent = Agent(f"vllm worker {uuid.uuid4().hex}", timeout=init_info.timeout)
@@ -122,7 +122,7 @@ class ProxyCCLWeightTransferEngine(
         finalize_layerwise_reload(self.model, self.model_config)
 
     def receive_weights(self, update_info: ProxyCCLWeightTransferUpdateInfo) -> None:
-        """Reads a version, and loads it into the model.
+        """Reads a version of the weights, and loads it into the model.
 
         Raises:
             RuntimeError: the engine is not initialized.
@@ -141,7 +141,7 @@ class ProxyCCLWeightTransferEngine(
         self._target.receive(update_info.version, stream=stream, each=load)
 
     def shutdown(self) -> None:
-        """Leaves the trainer, and frees the staging buffer."""
+        """Disconnects from the trainer, and frees the staging buffer."""
         if self._target is not None and self._agent is not None:
             self._target.close()
             self._agent.close()
@@ -149,10 +149,11 @@ class ProxyCCLWeightTransferEngine(
 
 
 class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTrainerInitInfo]):
-    """A trainer's side, on each of its ranks, which are those of torch's default process group.
+    """A trainer's side of the weight transfer, on each rank of torch's default process group.
 
-    Parameters whose memory stays where it is between rounds are read there. Others, and those whose type differs from
-    the declared one, are copied into memory that the engine keeps. Memory of the trainer is never written.
+    Workers read a parameter in place if its memory stays the same between rounds. Other parameters, and those whose
+    type differs from the declared one, are copied into the engine's memory. The engine never writes the trainer's
+    memory.
     """
 
     init_info_cls = ProxyCCLTrainerInitInfo
@@ -180,22 +181,22 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
         self._weights = WeightSource(self._agent)
         self._declared = {meta.name: meta for meta in self.source.metadata}
         self._kept: dict[str, torch.Tensor] = {}
-        self._in_place: dict[str, int] = {}  # addresses: memory may also move under a tensor in `_kept`
+        self._in_place: dict[str, int] = {}  # addresses, because a kept tensor's memory may also move
         self._look()
-        self._look()  # shards that the source makes anew each time have moved now, and need no later registration
+        self._look()  # shards that the source makes anew each time have moved, and are copied from the start
         self._register()
         if self.is_sender:
             self._connect_workers()
 
     def _look(self) -> bool:
-        """Brings the memory that the workers read up to date. True: some of it is not registered."""
+        """Updates the memory that the workers read. Returns True if a part of it is not registered yet."""
         new = False
         for name, tensor in self.source.iter_local():
             address = tensor.data_ptr()
             if name in self._kept and name not in self._in_place:
                 self._kept[name].copy_(tensor.detach())
             elif self._in_place.get(name) != address:
-                # The memory where it lay before is the trainer's, and may have its own use by now.
+                # The parameter's earlier memory belongs to the trainer, who may use it for something else.
                 made = tensor.detach().to(self._declared[name].dtype, copy=name in self._kept).contiguous()
                 if made.data_ptr() == address:
                     self._in_place[name] = address
@@ -208,7 +209,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
     def _register(self) -> None:
         for name, kept in self._kept.items():
             self._weights.add(name, kept, sharding=_sharding(self._declared[name]))
-        self._cards = _gather(self._weights.card())  # until the workers have them
+        self._cards = _gather(self._weights.card())  # kept until the workers have received them
 
     def _connect_workers(self) -> None:
         encoded = [base64.b64encode(card).decode() for card in self._cards]
@@ -221,7 +222,8 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
         left the memory where they read it.
 
         Raises:
-            RuntimeError: the sender could not update the workers. On the sender it is the client's exception.
+            RuntimeError: the sender could not update the workers. On the sender, the client's own exception is raised
+                instead.
         """
         if any(_gather(self._look())):
             self._weights.close()
@@ -241,7 +243,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
                     self.client.update_weights({"version": self._version})
                     self.client.finish_weight_update()
                 except Exception as error:
-                    failure = error  # the other ranks are told of it first
+                    failure = error  # raised after the other ranks have learned of the failure
             reason = _from_sender(None if failure is None else repr(failure))
         if failure is not None:
             raise failure
@@ -257,7 +259,7 @@ def _name(rank: int) -> str:
 
 
 def _sharding(meta: Any) -> Sharding | None:
-    """A parameter's sharding, by names of agents; None: every rank has all of it."""
+    """A parameter's sharding, by names of agents; None if every rank has the whole parameter."""
     if meta.owners is None:
         return None
     mesh = np.array([_name(rank) for rank in meta.owners], object).reshape(meta.mesh_shape)
@@ -279,7 +281,7 @@ def _gather(value: _Value) -> list[_Value]:
 
 
 def _from_sender(reason: str | None) -> str | None:
-    """The sender's value on all ranks, which wait for it."""
+    """Broadcasts the sender's value; all ranks wait for it."""
     if not dist.is_initialized():
         return reason
     values: list[str | None] = [reason]
@@ -303,7 +305,7 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _grouped(nbytes: dict[str, int], most: int) -> list[dict[str, int]]:
-    """Names in groups, each of a number of bytes at most or of one tensor: the room of each name."""
+    """Splits names into groups of at most `most` bytes, or of one larger tensor. Each group has its names' room."""
     room = {name: -(-each // _ALIGNMENT) * _ALIGNMENT for name, each in nbytes.items()}
     ends = itertools.accumulate(room.values())
     groups: list[dict[str, int]] = []

@@ -3,7 +3,7 @@
 A kernel pushes 128-bit triggers into a ring in pinned host memory. A proxy on the CPU drains the ring and moves the
 data. This module holds the public names and nothing else. DESIGN.md describes the packages that define them.
 
-A name's module is imported when the name is first used, so a program pays for the parts that it uses.
+The first use of a name imports its module, so a program loads only the parts that it uses.
 """
 
 from typing import TYPE_CHECKING
@@ -185,10 +185,10 @@ _NAMES = {
 """The public names by the module that defines each."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of this module's
+if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        """A public name, or the version, looked up when it is first used. Threads may do so at the same time."""
+        """Looks up a public name, or the version, at its first use. Thread-safe."""
         if name == "__version__":
             from importlib.metadata import version
 

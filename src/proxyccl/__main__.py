@@ -1,6 +1,6 @@
 """The `proxyccl` command: parses the arguments and calls the tools. It holds no logic of its own.
 
-A command imports what it uses itself, so that it starts no later because of the others.
+A command imports its own modules, so that other commands' modules do not delay its start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from proxyccl.device.shown_text import shown_lines
 
 
 class _ShowVersion(argparse.Action):
-    """Prints the version, which takes 10 ms to look up, and ends."""
+    """Prints the version and exits. The version is looked up only here, because that takes 10 ms."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import version
@@ -48,8 +48,8 @@ def command_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """The parser of the command line.
 
     Args:
-        chosen: the command that is called: the others are then listed without their arguments, and their modules are
-            not imported. None for the arguments of all.
+        chosen: the command that is called. Other commands are then listed without their arguments, and their modules
+            are not imported. None for the arguments of all commands.
     """
     parser = argparse.ArgumentParser(prog="proxyccl", description="Host-proxy communication for GPU kernels.")
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version and exit")
@@ -74,12 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with code 2 for wrong arguments, with 0 after ``--help`` or ``--version``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: its encoding may lack characters of names
+        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: its encoding may lack a name's characters
     try:
         code = _run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it ends
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at its exit
         return 0
     return code
 
@@ -88,7 +88,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = command_parser(next((each for each in given if not each.startswith("-")), ""))
     parsed = parser.parse_args(arguments)
-    if parsed.command != "info":  # which lists them
+    if parsed.command != "info":  # whose message lists the commands
         warn_of_unknown()
     try:
         return int(_tool(parsed.command).run(parsed))

@@ -277,7 +277,7 @@ def test_what_sessions_refuse(two: Ranks) -> None:
             buffer.all_gather(place)
             refused("^t: has no room: num_max_all_gathers", lambda: buffer.all_gather(x[:1]))
             handle()
-        refused("^handle: is of a session", handle)
+        refused("^handle: comes from a session", handle)
         refused("^dtype: must be", lambda: buffer.agrs_get_inplace_tensor((1,), "float32"))
 
     two.run(body)

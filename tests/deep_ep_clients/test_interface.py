@@ -338,7 +338,7 @@ def test_a_masked_rank_takes_no_part_from_the_next_dispatch_on() -> None:
         buffer.low_latency_query_mask_buffer(status)
         assert status.tolist() == [0, 1, 0]
         rows, _, handle, _, _ = buffer.low_latency_dispatch(*arguments, use_fp8=False)
-        with pytest.raises(ArgumentError, match=r"^handle: is of a dispatch before ranks were lost"):
+        with pytest.raises(ArgumentError, match=r"^handle: comes from a dispatch before ranks were lost"):
             buffer.low_latency_combine(rows, mixture.ids, mixture.weights, old)
         combined, _, _ = buffer.low_latency_combine(rows, mixture.ids, mixture.weights, handle)
         left = (mixture.ids >= 0) & (mixture.ids // PER_RANK != 1)

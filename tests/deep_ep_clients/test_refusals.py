@@ -281,10 +281,10 @@ def test_handles_and_hooks_say_what_became_of_them(pair: Ranks) -> None:
         assert (combine(more[0], more[2])[0] == 2).all()
 
         received, *_, normal, _ = given.normal()
-        refused("handle", lambda: combine(rows, normal), "is of a dispatch in normal mode")
+        refused("handle", lambda: combine(rows, normal), "comes from a dispatch in normal mode")
         refused("handle", lambda: buffer.get_next_low_latency_combine_buffer(normal), "normal mode")
-        refused("handle", lambda: buffer.combine(received, handle), "is of a dispatch in low-latency mode")
-        refused("handle", lambda: buffer.dispatch(x, handle=handle), "is of a dispatch in low-latency mode")
+        refused("handle", lambda: buffer.combine(received, handle), "comes from a dispatch in low-latency mode")
+        refused("handle", lambda: buffer.dispatch(x, handle=handle), "comes from a dispatch in low-latency mode")
         for call in (
             lambda: other.buffer.combine(received, normal),
             lambda: other.buffer.dispatch(x, handle=normal),

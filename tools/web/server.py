@@ -2,8 +2,9 @@
 
 Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
-Every request needs the token of the printed address, which only this user knows: anybody on the machine may connect.
-`LocalPages` checks it before. The page loads nothing and sends nothing elsewhere, by its Content-Security-Policy.
+Anybody on the machine may connect, so every request needs the token in the printed address, which only this user knows.
+`LocalPages` checks the token first. The page's Content-Security-Policy keeps it from loading anything from, or sending
+anything to, another server.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ _MOST_TRACE_SECONDS = 60.0
 
 @contextlib.contextmanager
 def serve(address: str, interval: float, job: str | None = None, process: int | None = None) -> Iterator[str]:
-    """A server as a context, whose value says how to reach it: the URL, with the token.
+    """Runs a server as a context, whose value is the server's URL with the token.
 
     Args:
         address: HOST:PORT, or a part of it; "" for any free port of localhost.
         interval: seconds between two states.
-        job: of this job only; None for all.
-        process: proxies in this process only; None for all.
+        job: the job to show; None for all.
+        process: the process whose proxies are shown; None for all.
 
     Raises:
-        ArgumentError: it is not an address.
+        ArgumentError: `address` is not an address.
         ResourceError: the port is in use, or not allowed.
     """
     host, port = split_address(address, 0, "--web")
@@ -53,7 +54,7 @@ def serve(address: str, interval: float, job: str | None = None, process: int | 
 
 
 def run(address: str, interval: float, job: str | None, process: int | None) -> int:
-    """The command: serves until Ctrl-C. Returns the exit code. Arguments and errors as for `serve`."""
+    """Runs the command, which serves until Ctrl-C. Returns the exit code. Arguments and errors are those of `serve`."""
     with serve(address, interval, job, process) as url, contextlib.suppress(KeyboardInterrupt):
         print(f"{url}\n(Ctrl-C ends it)", flush=True)
         threading.Event().wait()
@@ -61,7 +62,7 @@ def run(address: str, interval: float, job: str | None, process: int | None) -> 
 
 
 class _Events:
-    """The states that all open pages share. Nothing is observed while no page is open."""
+    """The events that all open pages share. Nothing is observed while no page is open."""
 
     def __init__(self, states: States, interval: float) -> None:
         self._states = states
@@ -73,7 +74,7 @@ class _Events:
         self._closed = False
 
     def after(self, number: int) -> tuple[int, bytes]:
-        """The next event after the one with this number, when it is due, with its number."""
+        """Waits until the next event after the one with this number is due. Returns the event and its number."""
         with self._changed:
             while self._number <= number or time.monotonic() > self._made + 2 * self._interval:
                 if self._closed:
@@ -135,7 +136,7 @@ def _handler(token: str, name: str, events: _Events, record: Callable[[float], b
                     self.send_error(404)
 
         def _asked(self) -> str | None:
-            """The path; None for a request that was refused."""
+            """The request's path; None if the request was refused."""
             given = self.query.get("token", [""])[0]
             if hmac.compare_digest(given.encode(), token.encode()):
                 return self.path_asked
@@ -165,7 +166,7 @@ def _handler(token: str, name: str, events: _Events, record: Callable[[float], b
             self._begin("text/event-stream")
             self.end_headers()
             number = 0
-            while True:  # until the page is closed, which writing finds, or the server
+            while True:  # until the server is closed, or the page, so that a write fails
                 number, event = events.after(number)
                 self.wfile.write(event)
 

@@ -1,4 +1,4 @@
-"""The state that the page shows, as one message: ranks, waits, rates of proxies, failures."""
+"""The state that the page shows, as one message: ranks, waits, rates of proxies and failures."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from proxyccl.proxy.reports.document import MOST_BYTES, ReportError
 from proxyccl.proxy.reports.files import directory, reports_in
 from proxyccl.tools.communicators import CommunicatorView, WaitView, communicators
 
-_REPORTS = 64  # the newest, which are read
-_DIAGNOSES = 5  # the newest, which are shown
+_REPORTS = 64  # how many of the newest reports are read
+_DIAGNOSES = 5  # how many of the newest failures are shown
 
 
 class State(Message, frozen=True):
-    """The state of a machine at one moment.
+    """A snapshot of the machine.
 
     Attributes:
-        time: of day.
-        problem: why there is nothing else; "" if there is.
+        time: the time of day.
+        problem: the reason why the other attributes are empty; "" if there is no problem.
         communicators: by name.
-        services: the proxies' rates since the last state, without those that are new.
+        services: the proxies' rates since the last state; new proxies are left out.
         agents: a line for each agent.
         failures: the newest diagnoses of reports, the newest first.
     """
@@ -49,25 +49,23 @@ STATES = Codec(State, MOST_BYTES)
 
 
 class States:
-    """Makes states, one after the other.
+    """Makes one state after the other.
 
     Args:
-        job: of this job only; None for all.
-        process: proxies in this process only; None for all.
+        job: the job to observe; None for all.
+        process: the process whose proxies are observed; None for all.
     """
 
     def __init__(self, job: str | None, process: int | None) -> None:
         self._job = job
         self._watch = Watch(job, process)
-        self._made: dict[tuple[str, int], int] = {}  # calls at the last state
+        self._made: dict[tuple[str, int], int] = {}  # numbers of calls at the last state
         self._reports: list[Path] = []
         self._failures: tuple[Diagnosis, ...] = ()
 
     def now(self) -> State:
-        """The state now.
-
-        Raises:
-            ArgumentError: the directory of publications is not this user's own.
+        """The current state. Raises:
+        ArgumentError: the directory of publications is not this user's own.
         """
         rates = self._watch.rates()
         views = [self._with_waits(view) for view in communicators() if self._job in (None, view.name)]
@@ -79,7 +77,9 @@ class States:
         return replace(of, waits=(*_schedules(of.name, self._watch.views), *self._behind(of)))
 
     def _behind(self, of: CommunicatorView) -> Iterator[WaitView]:
-        """Ranks that have made more calls than others, where no rank has made one since the last state."""
+        """Pairs of a rank that has made the most calls and a rank that has made fewer, if no rank of the communicator
+        has made a call since the last state.
+        """
         still = all(self._made.get((of.name, view.rank)) == view.made for view in of.present)
         most = max((view.made for view in of.present), default=0)
         if not still:
@@ -94,12 +94,12 @@ class States:
     def _newest_failures(self) -> tuple[Diagnosis, ...]:
         try:
             names = reports_in(directory())[-_REPORTS:]
-        except OSError:  # nothing was ever reported
+        except OSError:  # there is no directory of reports
             names = []
         if names != self._reports:
             found = Found()
             for name in names:
-                with contextlib.suppress(ReportError):  # `proxyccl doctor` tells
+                with contextlib.suppress(ReportError):  # `proxyccl doctor` shows the error
                     found.read(name)
             self._reports, self._failures = names, tuple(diagnose(found.ranks, found.daemons)[:_DIAGNOSES])
         return self._failures

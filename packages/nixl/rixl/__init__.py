@@ -1,4 +1,4 @@
-"""The same as `nixl`, by the name of NIXL's edition for ROCm."""
+"""The package `nixl` under the name of NIXL's edition for ROCm."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""The names that programs import from deep_ep.utils. Its modules have those that programs of DeepEP 2 import: helpers
-for tests and benchmarks, which no buffer needs.
+"""The names that programs import from deep_ep.utils. The modules here are those that programs of DeepEP 2 import:
+helpers for tests and benchmarks, which no buffer needs.
 """
 
 from deep_ep.utils.envs import check_nvlink_connections

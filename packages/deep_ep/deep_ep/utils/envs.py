@@ -1,4 +1,4 @@
-"""The surroundings of a program: its ranks, their seeds, and links between them."""
+"""The environment of a program: its ranks, their seeds, and the links between them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def get_global_seed() -> int:
 
 
 def dist_print(s: str = "", once_in_node: bool = False) -> None:
-    """Prints a text on each rank, or on the first of each node, and waits until all ranks have."""
+    """Prints a text on each rank, or on the first rank of each node, and waits until all ranks have printed it."""
     if "local_rank" not in _known:
         raise RuntimeError("call init_dist first")
     if not once_in_node or _known["local_rank"] == 0:
@@ -44,8 +44,8 @@ def dist_print(s: str = "", once_in_node: bool = False) -> None:
 
 
 def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int, int, Any]:
-    """Makes the process group of a program that spawned a process for each GPU of its node. Its tensors are in bfloat16
-    and on that GPU unless they say otherwise. Without GPUs, ranks use gloo and tensors of the CPU.
+    """Makes the process group of a program that spawned a process for each GPU of its node. By default, tensors are
+    then bfloat16 and on that GPU. Without GPUs, ranks use gloo and CPU tensors.
 
     MASTER_ADDR and MASTER_PORT name the first node; WORLD_SIZE and RANK count nodes.
 
@@ -54,7 +54,7 @@ def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int
         seed: for `init_seed`.
 
     Returns:
-        This rank, the number of ranks, and a group of all.
+        This rank, the number of ranks, and a group of all ranks.
     """
     _known["local_rank"] = local_rank
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "8361")
@@ -77,7 +77,9 @@ def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int
 
 
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
-    """How many nodes a group has, and how many ranks of it each node has. PROXYCCL_LOCAL_WORLD_SIZE rehearses nodes."""
+    """How many nodes a group has, and how many of its ranks each node has. PROXYCCL_LOCAL_WORLD_SIZE rehearses
+    nodes.
+    """
     ranks, rehearsed = group.size(), os.environ.get("PROXYCCL_LOCAL_WORLD_SIZE")
     if rehearsed:
         return ranks // int(rehearsed), int(rehearsed)
@@ -88,7 +90,7 @@ def get_physical_domain_size(group: Any) -> tuple[int, int]:
 
 
 def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """The same; without the hybrid mode all ranks count as one node."""
+    """The number of nodes and the ranks of a node; without the hybrid mode all ranks count as one node."""
     return get_physical_domain_size(group) if allow_hybrid_mode else (1, group.size())
 
 
@@ -97,11 +99,11 @@ def check_nvlink_connections(group: Any) -> None:
 
 
 def check_torch_deterministic() -> None:
-    """Does nothing: outputs that torch fills when they are made are filled on the stream that uses them next."""
+    """Does nothing: in deterministic mode, torch fills new outputs on the stream that uses them next."""
 
 
 def get_nvlink_gbs(factor: float = 0.9) -> float:
-    """The speed of the first GPU's NVLinks together, times a factor, in GB/s; 0 if it is not known."""
+    """The total speed of the first GPU's NVLinks, times a factor, in GB/s; 0 if the speed is not known."""
     try:
         links = subprocess.run(["nvidia-smi", "nvlink", "-s", "-i", "0"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -110,7 +112,9 @@ def get_nvlink_gbs(factor: float = 0.9) -> float:
 
 
 def get_rdma_gbs(nic_name: str | None = None) -> float:
-    """The speed of a NIC's first port in GB/s; 0 if it is not known. EP_NIC_NAME names the NIC if no argument does."""
+    """The speed of a NIC's first port in GB/s; 0 if the speed is not known. EP_NIC_NAME names the NIC if no argument
+    does.
+    """
     rate = re.match(r"\d+", _of_nic(nic_name, "ports/1/rate"))
     return int(rate[0]) / 8 if rate else 0
 

@@ -10,7 +10,7 @@ from deep_ep.utils.math import ceil_div
 
 _STEPS = 20
 _MOST = 100.0
-_THRESHOLD = 0.9  # above it are the scores of the experts that a token is to choose
+_THRESHOLD = 0.9  # a token's chosen experts have scores above this
 
 
 def get_unbalanced_scores(
@@ -20,7 +20,8 @@ def get_unbalanced_scores(
 
     Args:
         ratio: how many times as many tokens the first rank gets as each of the others, at least 1.
-        precise: make it so for these tokens, the others all alike; else only for many tokens, like a gate would.
+        precise: reach the ratio exactly for these tokens, with equal numbers for all other ranks; else only on average
+            over many tokens, like a gate.
 
     Raises:
         ValueError: precise, and num_topk experts can't be chosen at that ratio.
@@ -31,7 +32,7 @@ def get_unbalanced_scores(
 
 
 def get_random_unbalanced_scores(num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float) -> Any:
-    """Such scores: all random, those of the first rank's experts times a factor."""
+    """Scores for `get_unbalanced_scores`: all random, with the scores of the first rank's experts times a factor."""
     low, high = 1.0, _MOST if ratio != 1 else 1.0
     for _ in range(_STEPS if ratio != 1 else 0):
         factor = (low + high) / 2
@@ -46,15 +47,15 @@ def get_random_unbalanced_scores(num_tokens: int, num_experts: int, num_ranks: i
 def get_precise_unbalanced_scores(
     num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float
 ) -> Any:
-    """Such scores: each token's ranks are chosen first, then as many of the experts of each."""
+    """Scores for `get_unbalanced_scores`: chooses each token's ranks first, then equally many experts of each."""
     per_rank = num_experts // num_ranks
     least, most = max(1, ceil_div(num_topk, per_rank)), min(num_topk, num_ranks, int((num_ranks - 1) / ratio) + 1)
     if ratio < 1 or least > most:
         raise ValueError(f"ratio: {ratio} is not possible for {num_topk} of {num_experts} experts of {num_ranks} ranks")
     at_random = _chosen(_scores(num_tokens, num_experts, num_ranks, 1.0), num_topk).view(num_tokens, num_ranks, -1)
-    wanted = at_random.any(2).sum(1).clamp(least, most)  # how many ranks each token goes to
+    wanted = at_random.any(2).sum(1).clamp(least, most)  # the number of ranks that each token goes to
     goes = _ranks_of_tokens(wanted, num_ranks, ratio)
-    # Each rank gets as many of the token's choices as the others, and the first ones one more where they do not divide.
+    # A token's choices are divided equally among its ranks; the first ranks get one more if they do not divide evenly.
     place = goes.cumsum(1) - 1
     choices = torch.where(goes, num_topk // wanted.unsqueeze(1) + (place < (num_topk % wanted).unsqueeze(1)), 0)
     order = torch.rand(num_tokens, num_ranks, per_rank, dtype=torch.float32).argsort(2).argsort(2)

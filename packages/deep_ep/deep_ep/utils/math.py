@@ -9,11 +9,11 @@ import torch
 from proxyccl.torch_tensors.flat import byte_view
 
 _ELEMENTS = 128
-_GREATEST = 448.0  # of float8_e4m3fn
+_GREATEST = 448.0  # the largest float8_e4m3fn
 
 
 def calc_diff(x: Any, y: Any) -> float:
-    """1 minus the cosine-like similarity of two tensors; 0 if they are equal."""
+    """The difference of two tensors: 1 minus their cosine-like similarity; 0 if they are equal."""
     x, y = x.double() + 1, y.double() + 1
     return float(1 - 2 * (x * y).sum() / (x.square() + y.square()).sum())
 
@@ -34,7 +34,7 @@ def align(x: int, y: int) -> int:
 
 
 def per_token_cast_to_fp8(x: Any) -> tuple[Any, Any]:
-    """Rows [T, n] in float8, and their scales, float32 [T, n / 128] rounded up."""
+    """Converts rows [T, n] to float8. Returns them and their scales, float32 [T, n / 128] (rounded up)."""
     tokens, n = x.shape
     groups = torch.nn.functional.pad(x, (0, -n % _ELEMENTS)).float().view(tokens, -1, _ELEMENTS)
     scales = groups.abs().amax(2).clamp(min=1e-4) / _GREATEST
@@ -43,7 +43,7 @@ def per_token_cast_to_fp8(x: Any) -> tuple[Any, Any]:
 
 
 def per_token_cast_back(x_fp8: Any, x_scales: Any) -> Any:
-    """Those rows in bfloat16. Scales may also be packed exponents, four in an int32."""
+    """Converts float8 rows and their scales to bfloat16. Scales may also be packed exponents, four in an int32."""
     tokens, n = x_fp8.shape
     if tokens == 0 or n == 0:
         return x_fp8.to(torch.bfloat16)
@@ -68,7 +68,7 @@ def inplace_unique(x: Any, num_slots: int) -> None:
 
 
 def create_grouped_scores(scores: Any, group_idx: Any, num_groups: int) -> Any:
-    """Scores [T, experts], with zeros for experts outside each token's groups, [T, n]."""
+    """Copies scores [T, experts], with zeros for experts outside each token's groups, [T, n]."""
     tokens, experts = scores.shape
     chosen = torch.zeros(tokens, num_groups, dtype=torch.bool, device=scores.device).scatter_(1, group_idx, True)
     return (scores.view(tokens, num_groups, -1) * chosen.unsqueeze(2)).view(tokens, experts)
@@ -80,7 +80,7 @@ def hash_tensor(t: Any) -> int:
 
 
 def hash_tensors(*tensors: Any) -> int:
-    """The exclusive or of those sums. Arguments may be None, and tuples or lists of tensors."""
+    """The exclusive or of the tensors' `hash_tensor`. Arguments may be tensors, None, and tuples or lists of these."""
     value = 0
     for each in _flat(tensors):
         value ^= hash_tensor(each)
@@ -88,7 +88,7 @@ def hash_tensors(*tensors: Any) -> int:
 
 
 def count_bytes(*tensors: Any) -> int:
-    """The bytes of tensors together. Arguments may be as for `hash_tensors`."""
+    """The total bytes of tensors. Arguments may be those of `hash_tensors`."""
     return sum(each.numel() * each.element_size() for each in _flat(tensors))
 
 

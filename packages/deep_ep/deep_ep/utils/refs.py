@@ -1,4 +1,4 @@
-"""The results of dispatch and combine, by torch.distributed's own calls; for tests."""
+"""Computes the results of dispatch and combine by torch.distributed's own calls, for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def dispatch(
     """Sends each token once to every rank that has one of its experts.
 
     Args:
-        x: [T, hidden], or a pair of that and scales, [T, n].
+        x: [T, hidden], or a pair of such rows and scales, [T, n].
         topk_idx, topk_weights: [T, topk].
         num_max_tokens_per_rank: tokens are numbered over all ranks as if each had this many.
         num_experts: of all ranks together.
@@ -68,8 +68,8 @@ def generate_pre_combine_data(
 
 
 def ordered_accumulate(data: Any, initial_value: Any = None) -> Any:
-    """[T, hidden] in the data's type: sums of data, [T, topk, hidden], in float32 and in the order of the slots. They
-    begin with an initial value, if there is one.
+    """[T, hidden] in the data's type: sums of data, [T, topk, hidden], in float32 and in the order of the slots. The
+    sums begin with an initial value, if one is given.
     """
     shape, device = (data.shape[0], data.shape[2]), data.device
     total = torch.zeros(shape, dtype=torch.float32, device=device) if initial_value is None else initial_value.float()
@@ -92,12 +92,12 @@ def combine(
 
     Args:
         y: [T, topk, hidden]: the row of each slot.
-        topk_idx: [T, topk]: its expert.
+        topk_idx: [T, topk]: the expert of each slot.
         num_scaleout_ranks, num_scaleup_ranks: nodes, and ranks of each.
         num_experts: of all ranks together.
-        bias: [T, hidden], a pair of such, or None: what the sums begin with.
+        bias: [T, hidden], a pair of such tensors, or None: the initial value of the sums.
         reduce_in_local: each rank sums its rows of a token first, and rounds.
-        reduce_in_scaleup: then each node does.
+        reduce_in_scaleup: then each node sums its ranks' rows, and rounds.
     """
     per_rank = num_experts // (num_scaleout_ranks * num_scaleup_ranks)
     if reduce_in_local:
@@ -109,7 +109,7 @@ def combine(
 
 
 def _sums_of_groups(data: Any, groups: Any) -> Any:
-    """Data with the sum of each group of a token's slots in the group's last slot, and zeros in the others."""
+    """Sums each group of a token's slots into the group's last slot, and zeroes the group's other slots."""
     result = torch.zeros_like(data)
     for last in range(data.shape[1]):
         same = groups == groups[:, last : last + 1]

@@ -1,4 +1,4 @@
-"""Times of GPU work: by events, and of kernels by name in a profile."""
+"""Measures GPU work: by events, and kernels by name in a profile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bench(
 
     Args:
         fn: makes the call.
-        num_warmups, num_tests: how often before it is measured, and while.
+        num_warmups, num_tests: the number of calls before and during the measurement.
         post_fn: called after each measured call.
         flush_l2: see `flush_l2_cache`.
     """
@@ -79,21 +79,20 @@ def bench_kineto(
     num_kernels_per_period: int = 1,
     barrier: Callable[[], Any] | None = None,
 ) -> Any:
-    """Average seconds of the kernels whose names contain a text; 0 if there are none.
-
-    EP_USE_NVIDIA_TOOLS=1 leaves profiling to another tool, and gives 1 for each. EP_DISABLE_BARRIER_PROFILING=1 turns
+    """Average seconds of the kernels whose names contain a text; 0 if there are no such kernels. With
+    EP_USE_NVIDIA_TOOLS=1, another tool profiles, and each result is 1. EP_DISABLE_BARRIER_PROFILING=1 turns
     barrier_comm_profiling off.
 
     Args:
         fn: makes a call.
-        kernel_names: the texts, of which each must name kernels of one name alone.
-        num_tests: how often the call is made in the profile, and before it.
+        kernel_names: the texts; all kernels that match a text must have the same name.
+        num_tests: the number of calls before the profile, and again in it.
         suppress_kineto_output: see `suppress_stdout_stderr`.
         trace_path: where to write the profile as a trace; None for nowhere.
         flush_l2: see `flush_l2_cache`.
         barrier_comm_profiling: let the ranks begin each call together, after all of them have queued it.
         num_kernels_per_period: kernels of a name in one call. With more than 1 there is a time for each, in a list.
-        barrier: how they begin together; None for an all-reduce.
+        barrier: makes the ranks begin together; None for an all-reduce.
 
     Returns:
         The time, or a list of times for a tuple of texts.
