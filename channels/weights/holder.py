@@ -24,7 +24,7 @@ from proxyccl.device.errors import ArgumentError
 _SLICE = 0.05
 """Seconds between checks of the links, because a lost link does not wake a thread that waits for messages."""
 _LAST_MESSAGE_SECONDS = 0.5
-"""How long a reader's last message may come after the link to that reader has ended: a reader sends over another link."""
+"""How long a reader's last message may come after the end of the link to the reader, who sends over another link."""
 
 
 class Holder:
