@@ -441,7 +441,7 @@ def test_what_a_schedule_waits_for_is_shown_in_the_order_of_its_steps() -> None:
 
 def test_a_schedule_that_is_not_there_is_refused() -> None:
     def body(comm: Communicator) -> None:
-        with pytest.raises(TriggerError, match=r"refused schedule 77.*that is not there"):
+        with pytest.raises(TriggerError, match=r"refused schedule 77.*does not exist"):
             ring(comm, 77)
 
     run_ranks(1, body)

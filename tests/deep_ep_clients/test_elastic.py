@@ -379,7 +379,7 @@ def test_what_is_refused(one: Ranks) -> None:
                 buffer, Mixture(x, mixture.ids + 9, mixture.weights, 4, MOST)
             ),
             "handle: must": lambda: buffer.combine(x, (None,) * 6),
-            "handle: is of": lambda: deep_ep.ElasticBuffer(comm).combine(x, handle),
+            "handle: comes from a dispatch": lambda: deep_ep.ElasticBuffer(comm).combine(x, handle),
             "scales": lambda: dispatched(buffer, mixture, (quantized(x)[0], x)),
         }.items():
             refused(what, call)

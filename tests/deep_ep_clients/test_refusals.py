@@ -291,7 +291,7 @@ def test_handles_and_hooks_say_what_became_of_them(pair: Ranks) -> None:
             lambda: other.buffer.low_latency_combine(rows, ids, weights, handle),
             lambda: other.buffer.get_next_low_latency_combine_buffer(handle),
         ):
-            refused("handle", call, "of another buffer")
+            refused("handle", call, "from another buffer")
 
         last = given.low_latency(return_recv_hook=True)[4]
         given.destroy()

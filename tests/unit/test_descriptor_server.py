@@ -151,6 +151,6 @@ def test_a_server_that_does_not_start_keeps_no_descriptor(refused: str, monkeypa
     monkeypatch.setattr(f"proxyccl.device.memory.descriptor_server.{refused}", refuse)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with pytest.raises(ResourceError, match=r"no thread|no descriptor is left for the server of descriptors"):
+        with pytest.raises(ResourceError, match=r"no thread|no file descriptor is left for the server of descriptors"):
             DescriptorServer()
     assert len(os.listdir("/proc/self/fd")) == before

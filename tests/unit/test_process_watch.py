@@ -105,7 +105,7 @@ def test_those_that_were_watched_still_are_if_no_descriptor_is_left(
     watching.left |= {3, 4}
     with monkeypatch.context() as few:
         few.setattr(os, "pidfd_open", none)
-        with pytest.raises(ResourceError, match="no descriptor is left for the watch of rank 5's process"):
+        with pytest.raises(ResourceError, match="no file descriptor is left for the watch of rank 5's process"):
             watching.follow()
     assert watching.watched == {3, 4, 6, 10}
     watching.follow()
