@@ -264,15 +264,17 @@ class Collected:
         self._table.header()
 
     def add(self, new: Fields) -> None:
-        """A row; one that says more of an earlier row's figure is joined to it. Of a contender's values the smallest is
-        kept."""
+        """Adds a row, or joins it to an earlier row of the same figure. Of the jobs of a contender of other people's
+        programs, whose rows have "late", the faster is kept."""
         same = [row for row in self.rows if all(row[key] == new[key] for key in ("program", "figure", "unit"))]
         if same:
-            values = {value["name"]: value for value in same[0]["values"]}
+            values = same[0]["values"]
             for value in new["values"]:
-                if value["value"] < values.setdefault(value["name"], value)["value"]:
-                    values[value["name"]] = value
-            same[0]["values"] = list(values.values())
+                earlier = [each for each in values if each["name"] == value["name"] and "late" in value]
+                if not earlier:
+                    values.append(value)
+                elif value["value"] < earlier[0]["value"]:
+                    earlier[0].update(value)
         else:
             self.rows.append(new)
         ours = (same or [new])[0]["values"][0]["value"]

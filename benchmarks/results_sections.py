@@ -112,17 +112,18 @@ def programs_section(result: Result) -> Section:
         *(f"- Not measured: {part}, {reason}." for part, reason in result["failed"].items()),
         *([""] if result["failed"] else []),
     ]
-    steps, trainings = [], []
+    steps, trainings, slower = [], [], []
     for row in rows:
         peer = next((value for value in row["values"] if not value["ours"]), None)
         ours = row["values"][0]["value"]
         if peer and ours and row["figure"] in ("a step", "training, eager", "training, captured"):
             ratio, mode = ours / peer["value"], row["figure"].removeprefix("a step").replace("training", "")
             (trainings if mode else steps).append(f"{row['program']}{mode} {number(ratio)}")
-        settings = [value["value"] for value in row["values"][1:] if value["ours"] and "," in value["name"]]
+        settings = [value["value"] for value in row["values"][1:] if value["ours"] and "late" in value]
         if settings and ours > 1.03 * min(settings):
             over = number(ours / min(settings))
-            lines.append(f"- {row['program']}: the defaults take {over} of our best setting's time.")
+            slower.append(f"- {row['program']}: the defaults take {over} times our best setting's time.")
+    lines += [*slower, ""] if slower else []
     parts = [f"our time of a step, divided by the peer's: {'; '.join(steps)}"] if steps else []
     if trainings:
         parts.append(f"Our tokens a second in training, divided by the peer's: {'; '.join(trainings)}")
