@@ -2,8 +2,8 @@
 
 The training is digits_data_parallel.py's. One rank is killed in the middle. A collective needs every rank, so no other
 rank is then more than one step ahead; such a rank takes its step back, and all ranks repeat it. So every step is done
-exactly once. The example checks that: the weights must be bitwise equal to those of a training that shrinks its communicator in the
-middle on purpose, and agree within 1e-5 with those of one process that trains alone.
+exactly once. The example checks that: the weights must be bitwise equal to those of a training that shrinks its
+communicator in the middle on purpose, and agree within 1e-5 with those of one process that trains alone.
 
     python examples/digits_after_a_loss.py
     python examples/digits_after_a_loss.py --ranks 5 --lose 0
