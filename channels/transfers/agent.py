@@ -21,7 +21,7 @@ from proxyccl.channels import array_libraries
 from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.blocks import Rows, as_rows
-from proxyccl.channels.transfers.device_memory import Devices, Exported, Pinned, Reached, Share
+from proxyccl.channels.transfers.device_memory import Devices, Exported, Pinned, Reached
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
 from proxyccl.channels.transfers.errors import (
     NameTakenError,
@@ -125,7 +125,6 @@ class Agent:
         serve()  # offers the ledger to agents in other PID namespaces
         self._devices = Devices()
         self._reached, self._pinned = Reached(), Pinned()
-        self._shares: dict[Region, Share] = {}  # of the host's memory
         self._exported: dict[Region, Exported] = {}
         self._serving: dict[Copier, ProxycclStagingPointer] = {}
         served: list[object] = []
@@ -268,9 +267,8 @@ class Agent:
                     self._fabric.register(regions, {region: copier.runtime for region, copier in copiers.items()})
                 self._begin(regions, mapped)
                 undo.pop_all()
-            self._reached.add(shares)
+            self._reached.add(shares + host_shares)
             self._exported.update((each.share.region, each) for each in exported)
-            self._shares.update((share.region, share) for share in host_shares)
             self._publish()
 
     def _begin(self, regions: Sequence[Region], mapped: Mapping[Region, SharedMemory]) -> None:
@@ -315,7 +313,6 @@ class Agent:
                 raise NotRegisteredError("a region is not registered")
             for region in gone:
                 self._ledger.end(numbers[region])
-                self._shares.pop(region, None)
                 self._exported.pop(region, None)
             self._publish()
             if self._fabric is not None:
@@ -376,9 +373,8 @@ class Agent:
                 raise NotRegisteredError("a region is not registered")
             keys = [] if self._fabric is None else self._fabric.keys(once)
             told = self._place if place else None
-            shares = self._reached.of(once) + [self._shares[region] for region in once if region in self._shares]
             numbers = [self._own.number(region) for region in once]
-            return metadata_of.encode(self.name, self._token, told, once, numbers, shares, keys)
+            return metadata_of.encode(self.name, self._token, told, once, numbers, self._reached.of(once), keys)
 
     def add(self, metadata: bytes) -> str:
         """Adds another agent, or adds to its known regions. Nothing is sent.

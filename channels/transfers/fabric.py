@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from proxyccl.channels.transfers.blocks import Rows, joined
 from proxyccl.channels.transfers.copier import Stages, Table
 from proxyccl.channels.transfers.device_memory import runtime_name
 from proxyccl.channels.transfers.errors import NoPathError
-from proxyccl.channels.transfers.regions import DRAM, Region, outermost
+from proxyccl.channels.transfers.regions import DRAM, Region, holder_of, outermost
 from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.process import forks
 from proxyccl.device.process.left_behind import take_each
@@ -49,35 +49,29 @@ class Key(Message, frozen=True):
 
 
 class Keys:
-    """The keys of one agent's regions, or their local descriptors. Any thread may use it."""
+    """The keys of one peer's regions. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._keys: dict[Region, tuple[int, int]] = {}
+        self._keys: dict[Region, Key] = {}
         self._sorted: tuple[Rows, Rows] | None = None
 
-    def add(self, keys: Iterable[tuple[Region, int, int]], replaced: Iterable[Region] = ()) -> None:
-        """Adds (region, address of its first byte for requests, key). The caller must have removed regions that these
-        replace.
-        """
+    def add(self, keys: Iterable[Key], replaced: Iterable[Region] = ()) -> None:
+        """Adds keys, after those of the regions that they replace are forgotten."""
         with self._lock:
             for region in replaced:
                 self._keys.pop(region, None)
-            self._keys.update((region, (address, key)) for region, address, key in keys)
-            self._sorted = None
-
-    def remove(self, region: Region) -> None:
-        """Removes a region, if it is present."""
-        with self._lock:
-            self._keys.pop(region, None)
+            self._keys.update((key.region, key) for key in keys)
             self._sorted = None
 
     def find(self, addresses: Rows, nbytes: Rows) -> tuple[Rows, Rows] | None:
         """Returns the request addresses and the keys of blocks; None if a block is in no region with a key."""
         with self._lock:
             if self._sorted is None:
-                chosen = outermost(self._keys)
-                rows = [(each.address, each.address + each.nbytes, *self._keys[each]) for each in chosen]
+                chosen = [self._keys[region] for region in outermost(self._keys)]
+                rows = [
+                    (key.region.address, key.region.address + key.region.nbytes, key.address, key.key) for key in chosen
+                ]
                 table = np.array(rows, np.uint64).reshape(-1, 4)
                 self._sorted = np.ascontiguousarray(table[:, 0]), table
             starts, table = self._sorted
@@ -126,7 +120,6 @@ class AgentFabric:
         self.raw = ADDRESS.decode(self.address, "this agent").address
         self._lock = threading.Lock()
         self._registered: dict[Region, FabricRegistration] = {}
-        self._own = Keys()
         self._ended: deque[tuple[FabricRegistration, object]] = deque()  # registrations of stages that have ended
         self._unreached: dict[int, str] = {}  # by device, why the provider does not reach its memory
         parts, offer = self._endpoint.parts, self._endpoint.offer
@@ -179,7 +172,6 @@ class AgentFabric:
                     self._unreached[region.device] = str(error)
                     continue
                 self._registered[region] = made
-                self._own.add([(region, region.address, self._endpoint.descriptor(made))])
 
     def _register(self, region: Region, runtime: Runtime | None) -> FabricRegistration:
         """Raises as `register_memory`, and RuntimeUnavailableError for memory that the driver does not know."""
@@ -196,7 +188,6 @@ class AgentFabric:
             for region in regions:
                 made = self._registered.pop(region, None)
                 if made is not None:
-                    self._own.remove(region)
                     self._endpoint.release(made)
 
     def stages(self, table: Table) -> Stages:
@@ -228,23 +219,24 @@ class AgentFabric:
             found = [(region, self._registered[region]) for region in regions if region in self._registered]
         return [Key(region, made.address, made.key) for region, made in found]
 
-    def requests(self, rows: Rows, theirs: Keys, peer: int) -> Requests:
-        """Makes the requests for rows of (local address, remote address, bytes) of registered memory.
+    def requests(self, rows: Rows, holders: Sequence[Region], theirs: Keys, peer: int) -> Requests:
+        """Makes the requests for rows of (local address, remote address, bytes), whose local blocks `holders` hold.
 
         Raises:
             NoPathError: some of it is not registered with libfabric, on either side.
         """
         with self._lock:
-            here = self._own.find(rows[:, 0], rows[:, 2])
+            here = [self._registered[region] for region in holders if region in self._registered]
+            descriptors = np.array([self._endpoint.descriptor(each) for each in here], np.uint64)
             unreached = "; ".join(dict.fromkeys(self._unreached.values()))
         there = theirs.find(rows[:, 1], rows[:, 2])
-        if here is None or there is None:
-            side = "this agent's" if here is None else "the peer's"
+        if len(here) < len(holders) or there is None:
+            side = "the peer's" if len(here) == len(holders) else "this agent's"
             raise NoPathError(
                 f"some of {side} memory is not registered with libfabric" + (f" ({unreached})" if unreached else "")
             )
         shift = there[0] - rows[:, 1]  # constant for the blocks of a region
-        merged = joined(np.column_stack((rows, here[1], there[1], shift)))
+        merged = joined(np.column_stack((rows, descriptors[holder_of(rows[:, 0], holders)], there[1], shift)))
         columns = (merged[:, 0], merged[:, 1] + merged[:, 5], *merged[:, 2:5].T, merged[:, 1])
         return Requests(np.column_stack(columns), peer)
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from proxyccl.channels.transfers.blocks import Rows, sides
 from proxyccl.channels.transfers.copier import Copier
-from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached
+from proxyccl.channels.transfers.device_memory import Devices, NotSharedError, Pinned, Reached
 from proxyccl.channels.transfers.errors import DisconnectedError, NoPathError, NotRegisteredError
 from proxyccl.channels.transfers.fabric import AgentFabric
 from proxyccl.channels.transfers.link import Link
@@ -168,11 +168,14 @@ class Preparer:
     def _by_mapping(self, pair: Pair, reason: str) -> Transfer | str:
         """The CPU copies to and from memory of the host that this process maps."""
         known = pair.known
-        if pair.of_devices or SHARED not in self.paths or known is None or known.ledger is None:
+        if pair.of_devices or not len(pair.rows) or SHARED not in self.paths or known is None or known.ledger is None:
             return ""
-        mapped, memories, problem = known.mapped.find(pair.rows[:, 1], pair.rows[:, 2], pair.holders[1])
-        self.warn_once(f"can't map memory of agent {pair.peer}", problem)
-        if mapped is None:
+        try:
+            mapped, memories, _ = known.reached.map(None, pair.rows[:, 1], pair.holders[1])
+        except NotSharedError:
+            return ""
+        except NoPathError as error:
+            self.warn_once(f"can't map memory of agent {pair.peer}", str(error))
             return ""
         pair = replace(pair, rows=np.column_stack((pair.rows[:, 0], mapped, pair.rows[:, 2])))
         made = self._of_blocks(pair, Path(SHARED), lib.proxyccl_transfer_create, ffi.NULL, 0, kept=memories)
@@ -184,7 +187,7 @@ class Preparer:
         if self._fabric is None or known is None or known.number is None or pair.link is None:
             return ""
         try:
-            requests = self._fabric.requests(pair.rows, known.keys, known.number)
+            requests = self._fabric.requests(pair.rows, pair.holders[0], known.keys, known.number)
         except NoPathError as error:
             return str(error)
         path = Path(fabric_path(self._fabric.provider, of_devices=True)) if pair.of_devices else pair.link.path
@@ -237,10 +240,10 @@ class Preparer:
             return "its registrations can't be looked at from here"
         theirs = self._reached if known is None else known.reached
         if kinds[0] == VRAM:
-            copier = self._local_copier(rows)
+            copier = self._local_copier(pair)
         else:
             try:
-                copier = self._devices.nearest(theirs.share_at(rows[:, 1], rows[:, 2]))
+                copier = self._devices.nearest(theirs.share(pair.holders[1][0]))
             except (NoPathError, RuntimeUnavailableError) as error:
                 if link is None:
                     raise
@@ -251,9 +254,7 @@ class Preparer:
         for column, kind, reached in ((0, kinds[0], self._reached), (1, kinds[1], theirs)):
             if kind == VRAM:
                 try:
-                    mapped[:, column], memories, way = reached.map(
-                        copier, rows[:, column], rows[:, 2], pair.holders[column]
-                    )
+                    mapped[:, column], memories, way = reached.map(copier, rows[:, column], pair.holders[column])
                 except NoPathError as error:
                     if link is None or reached is self._reached:
                         raise
@@ -295,14 +296,14 @@ class Preparer:
         create = lib.proxyccl_transfer_create_staged
         return self._of_blocks(pair, path, create, staging, 0, copier=copier, kept=staged)
 
-    def _local_copier(self, rows: Rows) -> Copier:
+    def _local_copier(self, pair: Pair) -> Copier:
         """The device of the local blocks."""
-        return self._devices.of(self._reached.share_at(rows[:, 0], rows[:, 2]))
+        return self._devices.of(self._reached.share(pair.holders[0][0]))
 
     def _mapped_here(self, pair: Pair) -> tuple[Copier, Pair]:
         """Returns the device of the local blocks, and the pair with the addresses at which the device reaches them."""
-        copier, mapped = self._local_copier(pair.rows), pair.rows.copy()
-        mapped[:, 0], _, _ = self._reached.map(copier, mapped[:, 0], mapped[:, 2])
+        copier, mapped = self._local_copier(pair), pair.rows.copy()
+        mapped[:, 0], _, _ = self._reached.map(copier, mapped[:, 0], pair.holders[0])
         return copier, replace(pair, rows=mapped)
 
     def _of_blocks(self, pair: Pair, path: Path, create: Callable[..., Any], *options: object, **how: Any) -> Transfer:

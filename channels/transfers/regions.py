@@ -283,6 +283,12 @@ class View:
         return self._regions[used].tolist(), rows
 
 
+def holder_of(addresses: Rows, holders: Sequence[Region]) -> NDArray[np.intp]:
+    """Returns for each block the index of the region that holds it, among those of `View.holders`."""
+    starts = np.array([region.address for region in holders], np.uint64)
+    return np.searchsorted(starts, addresses, "right") - 1
+
+
 def _by_kind(regions: Iterable[Region]) -> dict[str, list[Region]]:
     found: dict[str, list[Region]] = {}
     for region in dict.fromkeys(regions):

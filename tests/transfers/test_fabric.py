@@ -139,7 +139,7 @@ def test_a_peer_without_libfabric_is_reached_by_tcp() -> None:
 
 def test_memory_that_is_not_registered_there_goes_by_the_socket(agents: OnFabric) -> None:
     """The peer's metadata have no key for it."""
-    agents.a._peers["b"].keys.remove(agents.far)
+    agents.a._peers["b"].keys.add((), [agents.far])
     with pytest.warns(
         RuntimeWarning, match="through a socket: some of the peer's memory is not registered with libfabric"
     ):
