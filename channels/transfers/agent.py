@@ -19,7 +19,6 @@ import numpy as np
 
 from proxyccl.channels import array_libraries
 from proxyccl.channels.timeouts import timeout_from
-from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.blocks import Rows, as_rows
 from proxyccl.channels.transfers.device_memory import Devices, Exported, Pinned, Reached
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
@@ -34,7 +33,7 @@ from proxyccl.channels.transfers.host_memory import mapped_memory, shares_of
 from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.losses import event_of_losses
-from proxyccl.channels.transfers.metadata import Place
+from proxyccl.channels.transfers.metadata import LONGEST_NAME, METADATA, Metadata, Place
 from proxyccl.channels.transfers.paths import (
     FABRIC,
     Path,
@@ -107,7 +106,7 @@ class Agent:
         paths: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> None:
-        longest = metadata_of.LONGEST_NAME
+        longest = LONGEST_NAME
         if not isinstance(name, str) or not 1 <= len(name) <= longest or "\0" in name or not is_unicode(name):
             raise ArgumentError(
                 "name", f"must be a text of 1 to {longest} characters that UTF-8 has, not {name!r:.100}"
@@ -374,7 +373,9 @@ class Agent:
             keys = [] if self._fabric is None else self._fabric.keys(once)
             told = self._place if place else None
             numbers = [self._own.number(region) for region in once]
-            return metadata_of.encode(self.name, self._token, told, once, numbers, self._reached.of(once), keys)
+            shares = self._reached.of(once)
+            said = Metadata("proxyccl-agent-2", self.name, self._token, told, once, numbers, shares, keys)
+            return METADATA.encode(said)
 
     def add(self, metadata: bytes) -> str:
         """Adds another agent, or adds to its known regions. Nothing is sent.
@@ -391,7 +392,7 @@ class Agent:
         """
         if not isinstance(metadata, bytes | bytearray | memoryview):
             raise ArgumentError("metadata", f"must be bytes, not {type(metadata).__name__}")
-        message = metadata_of.decode(bytes(metadata))
+        message = METADATA.decode(bytes(metadata), "an agent")
         if message.name == self.name:
             raise ArgumentError("metadata", f"are those of an agent of this one's name, {self.name!r}")
         with self._lock:
@@ -440,7 +441,7 @@ class Agent:
             MetadataError: the bytes are not metadata.
             ActiveError: as `remove`.
         """
-        message = metadata_of.decode(metadata)
+        message = METADATA.decode(metadata, "an agent")
         self._remove(message.name, message.token)
 
     @property

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
-from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.errors import DisconnectedError, FreedMemoryError, NotRegisteredError, NotStartedError
+from proxyccl.channels.transfers.metadata import host_of
 from proxyccl.channels.transfers.transfer import Transfer
-from proxyccl.channels.weights.card import MESSAGE, Card, HasRead, Join, Leave, decode_card
+from proxyccl.channels.weights.card import CARD, MESSAGE, Card, HasRead, Join, Leave
 from proxyccl.channels.weights.holder import Holder, deadline_of
 from proxyccl.channels.weights.parts import Part
 from proxyccl.channels.weights.plan import Read, plan_one
@@ -55,8 +55,8 @@ class Connected:
     ) -> None:
         self._agent = agent
         cards = {**sources, **peers}
-        nodes = {name: _host(card.metadata) for name, card in cards.items()}
-        nodes[agent.name] = _host(agent.metadata(()))
+        nodes = {name: host_of(card.metadata) for name, card in cards.items()}
+        nodes[agent.name] = host_of(agent.metadata(()))
         has = {name: sources[name].parts for name in sorted(sources)}  # sorted, so that all peers make the same plan
         theirs = {name: grouped(card.parts, card.groups) for name, card in peers.items()}
         for name, each in theirs.items():
@@ -137,11 +137,6 @@ def _closed(name: str) -> DisconnectedError:
 def grouped(parts: Sequence[Part], groups: Sequence[int]) -> list[Sequence[Part]]:
     """Returns the parts of each group, given the index of each group's first part."""
     return [parts[first:last] for first, last in itertools.pairwise((*groups, len(parts)))]
-
-
-def _host(metadata: bytes) -> str:
-    place = metadata_of.decode(metadata).place
-    return "" if place is None else place.host
 
 
 class Received(Struct, frozen=True):
@@ -253,7 +248,7 @@ class WeightTarget(Holder):
         super().close()
 
     def _meet_all(self, cards: Iterable[bytes]) -> dict[str, Card]:
-        decoded = [decode_card(data) for data in cards]
+        decoded = [CARD.decode(data, "a holder of weights") for data in cards]
         return {self._meet(card.metadata): card for card in decoded}
 
     def _disconnect(self) -> None:
