@@ -131,10 +131,14 @@ class Agent:
         self._closed = False
         self._process = forks.here()
         self._token, secret = os.urandom(lib.PROXYCCL_SECRET_BYTES), os.urandom(lib.PROXYCCL_SECRET_BYTES)
+        self._published = Published(name)
+        log = ffi.cast("ProxycclTransferLog *", self._published.log.ptr)
+        served.append(self._published.log)
+        losses = event_of_losses(self._unmap_lost)
         listeners, addresses = _listen(self._token, listen)
         descriptors = ffi.new("int[]", [each.detach() for each in listeners])
         handle = lib.proxyccl_agent_create(
-            name.encode(), secret, "process_vm" in allowed, descriptors, len(descriptors)
+            name.encode(), secret, "process_vm" in allowed, descriptors, len(descriptors), losses, log
         )
         if not handle:
             if ffi.errno in EXHAUSTED:
@@ -143,12 +147,8 @@ class Agent:
         self._handle: ProxycclAgentPointer = handle
         forks.finalizer(self, _release, handle, served)
         _agents[id(self)] = self
-        self._published = Published(name)
         forks.finalizer(self, self._published.withdraw).atexit = True  # if the program does not close the agent
         self._published.write(())
-        lib.proxyccl_agent_tell_losses(handle, event_of_losses(self._unmap_lost))
-        lib.proxyccl_agent_set_log(handle, ffi.cast("ProxycclTransferLog *", self._published.log.ptr))
-        served.append(self._published.log)
         wants = FABRIC in allowed and (named or len(listeners) > 1)
         self._fabric, self._no_fabric = open_fabric(named) if wants else (None, "")
         if self._fabric is not None:

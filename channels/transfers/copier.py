@@ -13,6 +13,7 @@ from msgspec import Struct
 from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.device._native import ffi as native
 from proxyccl.device.base_runtime import PinnedMemory, Stream
+from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.kernel import Kernel, Launch
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi, lib
@@ -111,20 +112,9 @@ class Copier:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         calls = runtime.calls
-        self.calls = ffi.new(
-            "ProxycclCopier *",
-            {
-                "copy": calls.copy,
-                "write64": calls.write64,
-                "event_record": calls.event_record,
-                "event_query": calls.event_query,
-                "current": calls.current,
-                "make_current": calls.make_current,
-                "context": calls.context,
-                "exchange_capture_mode": calls.exchange_capture_mode,
-                "relaxed": calls.relaxed,
-            },
-        )
+        self.calls = ffi.new("ProxycclCopier *", {"context": calls.context, "relaxed": calls.relaxed})
+        names = ("copy", "write64", "event_record", "event_query", "current", "make_current", "exchange_capture_mode")
+        set_functions(ffi, self.calls, calls, *names)
         self._lock = threading.Lock()
         self._tables: dict[int, list[PinnedMemory]] = {}
         self._words: list[tuple[PinnedMemory, int]] = []

@@ -52,7 +52,6 @@ ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves
   link->process = process;
   link->serves = serves;
   link->references = serves ? 0 : 1;
-  link->last_answer = &link->answer;
   link->ahead = ahead;
   link->next = agent->links;
   agent->links = link;
@@ -128,11 +127,8 @@ void link_lose(ProxycclLink *link, const char *reason) {
   }
   if (link->in.stage != NULL) stage_give(link->in.stage);
   link->in.stage = NULL;
-  while (link->answer != NULL) {
-    Answer *next = link->answer->next;
-    if (link->answer->stage != NULL) stage_give(link->answer->stage);
-    free(link->answer);
-    link->answer = next;
+  for (Answer *answer; (answer = queue_pop(&link->answers)) != NULL; free(answer)) {
+    if (answer->stage != NULL) stage_give(answer->stage);
   }
 }
 
@@ -209,7 +205,8 @@ static void feed_by_fabric(ProxycclLink *link, Answer *answer) {
 /* Starts devices' copies of the next answers' data into stages. */
 static void feed_answers(ProxycclLink *link) {
   uint32_t fed = 0;
-  for (Answer *answer = link->answer; answer != NULL && fed < FED; answer = answer->next) {
+  for (Node *each = link->answers.first; each != NULL && fed < FED; each = each->next) {
+    Answer *answer = (Answer *)each;
     if (answer->device == NULL || answer->error != 0) continue;
     ++fed;
     if (answer->by_fabric) {
@@ -238,10 +235,8 @@ static int is_ready(const Answer *answer) {
 /* Begins the answer to the oldest request. */
 static int begin_answer(ProxycclLink *link) {
   Sending *out = &link->out;
-  Answer *answer = link->answer;
-  link->answer = answer->next;
-  if (link->answer == NULL) link->last_answer = &link->answer;
-  --link->answers;
+  Answer *answer = queue_pop(&link->answers);
+  --link->answer_count;
   if (answer->error == 0 && answer->stage == NULL) check_answer(link, answer);
   if (answer->stage != NULL && answer->stage->status != 0) {
     answer->error = EIO;
@@ -318,7 +313,8 @@ static int begin_frame(ProxycclLink *link) {
     link->messages = emptied;
     return 1;
   }
-  const int begun = link->answer != NULL && is_ready(link->answer)              ? begin_answer(link)
+  const Answer *answer = (const Answer *)link->answers.first;
+  const int begun = answer != NULL && is_ready(answer)                          ? begin_answer(link)
                     : link->requests.first != NULL && link->unanswered < WINDOW ? begin_request(link)
                                                                                 : -1;
   if (begun == 0) link_lose(link, "this process is out of memory");
@@ -587,7 +583,7 @@ static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
   if (frame->kind == FRAME_ADDRESS) return frame->bytes <= LONGEST_ADDRESS ? (int64_t)frame->bytes : -1;
   const int by_fabric = frame->kind == FRAME_FETCH || frame->kind == FRAME_STORE;
   if (!by_fabric && frame->kind != FRAME_WRITE && frame->kind != FRAME_READ && frame->kind != FRAME_CHECK) return -1;
-  if (frame->count < 1 || frame->count > FRAME_BLOCKS || frame->bytes > FRAME_BYTES || link->answers > WINDOW)
+  if (frame->count < 1 || frame->count > FRAME_BLOCKS || frame->bytes > FRAME_BYTES || link->answer_count > WINDOW)
     return -1;
   return (int64_t)(frame->count * sizeof(struct iovec) + (by_fabric ? sizeof(Origin) : 0));
 }
@@ -598,9 +594,8 @@ static Answer *answer(ProxycclLink *link, uint32_t error, uint64_t bytes, const 
   if (made == NULL) return NULL;
   *made = (Answer){.error = error, .bytes = bytes, .count = count};
   if (count > 0) memcpy(made->blocks, blocks, count * sizeof *blocks);
-  *link->last_answer = made;
-  link->last_answer = &made->next;
-  ++link->answers;
+  queue_push(&link->answers, made);
+  ++link->answer_count;
   return made;
 }
 
@@ -892,7 +887,7 @@ void link_ready(ProxycclLink *link, uint32_t events) {
 void links_feed(ProxycclAgent *agent) {
   agent->feeds = agent->starved = 0;
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
-    if (link->answer != NULL) link_send(link);
+    if (link->answers.first != NULL) link_send(link);
   }
 }
 

@@ -123,15 +123,15 @@ typedef struct Origin {
   uint64_t address, key;
 } Origin;
 
-/* Blocks to move by frames of a link, or a CHECK of one block. */
+/* Blocks to move, and how far they have been moved. A link moves them by frames, or sends a CHECK of one block. */
 typedef struct Request {
   Node node; /* in the link's list of requests with frames to send */
   ProxycclTransfer *transfer;
-  int active; /* started and not yet ended */
+  int active; /* started on the link and not yet ended */
   int writes;
   const struct iovec *local, *remote;
   uint64_t count;
-  Position at;                         /* start of the data that is not sent */
+  Position at;                         /* start of the data that nothing has begun to move */
   uint64_t left;                       /* bytes of that data */
   uint32_t unanswered;                 /* unanswered frames */
   uint32_t refusal;                    /* the first nonzero errno of an answer */
@@ -150,7 +150,7 @@ typedef struct Awaited {
 
 /* An answer that waits to be sent. */
 typedef struct Answer {
-  struct Answer *next;
+  Node node; /* in the link's list of answers */
   uint32_t error;
   uint64_t bytes; /* bytes of a READ's data; after an error the number of the block */
   Device *device; /* the device whose memory a READ names; NULL for the host */
@@ -226,8 +226,8 @@ struct ProxycclLink {
   Queue requests; /* requests with frames to send, which take turns */
   Awaited awaited[WINDOW];
   uint32_t oldest, unanswered;
-  Answer *answer, **last_answer;
-  uint32_t answers;
+  Queue answers;
+  uint32_t answer_count;
   char *ahead; /* AHEAD_BYTES that were read, and … */
   size_t ahead_at, ahead_end;
 };
@@ -250,9 +250,11 @@ typedef struct TransferPath {
   /* Copies a piece that no thread has begun. Returns 0 if there is no such piece, or no free stage, else 1. NULL if
    * threads do not copy. */
   int (*copy)(ProxycclTransfer *self);
-  /* The work of a caller that polls the transfer. */
+  /* The work of a caller that polls the transfer while its request is not active. NULL if that is a copy, or nothing.
+   */
   void (*help)(ProxycclTransfer *self);
-  /* Begins no further work and waits for quiescence of the local memory. Returns 1, or 0 on a time-out. */
+  /* Begins no further work and waits for quiescence of the local memory. Returns 1, or 0 on a time-out. Called while
+   * the transfer's request is not active. NULL if there is then no work. */
   int (*finish)(ProxycclTransfer *self, uint64_t timeout_ns);
   /* Called for a transfer in the agent's list `copies` when its link is lost. */
   void (*lose)(ProxycclTransfer *self);
@@ -267,6 +269,9 @@ struct ProxycclTransfer {
   ProxycclLink *link; /* NULL for a transfer within the agent */
   int writes;
   uint64_t blocks, bytes;
+  /* The blocks that a link or threads move. After a failed copy or request to libfabric, asks the peer whether its
+   * memory is still mapped. */
+  Request request;
   ProxycclTransferState state; /* atomic */
   int error;
   int copying; /* number of threads that copy a piece or poll the device */
@@ -297,7 +302,7 @@ struct ProxycclAgent {
   char *name;
   char secret[PROXYCCL_SECRET_BYTES];
   int copied; /* peers may copy from and to this process */
-  int losses; /* an eventfd to signal when links are lost, or -1 */
+  int losses; /* an eventfd to signal when links are lost */
   ProxycclLink *links;
   Queue copies;    /* transfers whose pieces threads copy, in turn */
   Queue looked_at; /* transfers of devices and streams to poll, in turn */
@@ -344,9 +349,6 @@ typedef struct Entered {
 /* Makes the device current, and allows calls that a graph capture elsewhere in the process forbids. */
 Entered driver_enter(const ProxycclCopier *copier);
 void driver_leave(const ProxycclCopier *copier, Entered before);
-int driver_copy(const ProxycclCopier *copier, uint64_t to, uint64_t from, uint64_t bytes, void *stream);
-int driver_write(const ProxycclCopier *copier, void *stream, uint64_t word, uint64_t value);
-int driver_reached(const ProxycclCopier *copier, void *event);
 /* Queues copies between a stage's memory and a device's blocks, and records the stage's event. */
 int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
                   const struct iovec *blocks, uint64_t count);

@@ -132,6 +132,7 @@ ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link, size_t 
   transfer->path = path;
   transfer->agent = agent;
   transfer->link = link;
+  transfer->request = (Request){.transfer = transfer, .ended = transfer_answered};
   pthread_mutex_lock(&agent->lock);
   ++agent->references;
   if (link != NULL) ++link->references;
@@ -144,8 +145,11 @@ ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, s
   const int error = guard_install(); /* the program may have installed another handler */
   ProxycclTransfer *transfer = error == 0 ? transfer_new(agent, link, bytes, path) : NULL;
   if (transfer == NULL) return NULL;
-  transfer->writes = blocks->writes;
-  transfer->blocks = blocks->count;
+  transfer->writes = transfer->request.writes = blocks->writes;
+  transfer->blocks = transfer->request.count = blocks->count;
+  /* An iovec has the layout of a block: a word of address and a word of length. */
+  transfer->request.local = (const struct iovec *)blocks->local;
+  transfer->request.remote = (const struct iovec *)blocks->remote;
   for (uint64_t i = 0; i < blocks->count; ++i) transfer->bytes += blocks->local[2 * i + 1];
   return transfer;
 }
@@ -267,7 +271,9 @@ int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   transfer->cancel = 1;
   while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* at most one piece of each thread */
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
-  if (transfer->rung && !transfer->path->finish(transfer, timeout_ns)) {
+  if (transfer->request.active) {
+    link_forget(transfer->link, &transfer->request);
+  } else if (transfer->rung && transfer->path->finish != NULL && !transfer->path->finish(transfer, timeout_ns)) {
     transfer->cancel = 0;
     transfer->abandoned = 1;
     return EBUSY;
@@ -326,10 +332,12 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
 ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
   if (proxyccl_transfer_state(transfer) == PROXYCCL_TRANSFER_ACTIVE) {
     pthread_mutex_lock(&transfer->agent->lock);
-    if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->rung) {
-      transfer->path->help(transfer);
-    } else if (transfer->state == PROXYCCL_TRANSFER_ACTIVE) {
+    if (transfer->request.active) {
+      link_help(transfer->link);
+    } else if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && !transfer->rung) {
       look(transfer);
+    } else if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && !copy(transfer) && transfer->path->help != NULL) {
+      transfer->path->help(transfer);
     }
     pthread_mutex_unlock(&transfer->agent->lock);
   }
