@@ -22,6 +22,8 @@ enum {
   FRAME_BLOCKS = 512,        /* most blocks of one frame */
   FRAME_BYTES = 512 << 10,   /* most data of one frame */
   WINDOW = 16,               /* most unanswered frames of one link */
+  VERSION = 2,               /* of the frames */
+  TURN_BYTES = 2 << 20,      /* most bytes that a link sends or receives in its turn */
   PIECE_BYTES = 1 << 20,     /* most bytes that a thread copies at once */
   SHORT_BYTES = 64 << 10,    /* the caller waits for a device's copy of at most this length, … */
   SHORT_NS = 20000,          /* … for at most this time, which is less than waking a thread takes */
@@ -33,6 +35,8 @@ enum {
   AHEAD_BYTES = 64 << 10,    /* most bytes that are read ahead from a socket */
   UNGREETED = 64             /* most accepted links that have not sent their greeting */
 };
+
+#define OUT_OF_MEMORY "this process is out of memory" /* why a link ends */
 
 /* The tag of an epoll event: 0 for the eventfd, else a pointer, whose low alignment bits hold the kind of object. */
 enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_FABRIC = 3, TAG_BITS = 3 };
@@ -393,20 +397,29 @@ ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves
 void link_lose(ProxycclLink *link, const char *reason);
 void link_unreference(ProxycclLink *link);
 void link_free(ProxycclLink *link);
-void link_ready(ProxycclLink *link, uint32_t events);
-void link_watched(ProxycclLink *link, uint32_t events); /* handles events; called by the thread */
-void link_send(ProxycclLink *link);
-void links_feed(ProxycclAgent *agent); /* advances links' answers; called by the thread */
-void link_help(ProxycclLink *link);    /* sends and receives for a caller that polls */
-void link_look(ProxycclLink *link);    /* polls the socket for a disconnect, and loses the link if so */
-void link_wake(ProxycclLink *link);    /* returns the socket to the thread */
+void link_watch(ProxycclLink *link, uint32_t events); /* starts to watch the socket for events */
+void link_wake(ProxycclLink *link);                   /* returns the socket to the thread */
+void link_end_sending(ProxycclLink *link);            /* drops the rest of the frame that is being sent */
+void request_end(Request *request);                   /* ends a request, unless it has ended */
 int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *first, uint64_t first_bytes,
                 const void *second, uint64_t second_bytes);
+
+/* link_send.c */
+void link_send(ProxycclLink *link); /* sends until nothing is left to send or the socket is full */
 /* Starts a request that is not active: to move its blocks' bytes or, if `asked` is not NULL, to CHECK the memory at
  * `asked`.
  */
 void link_start(ProxycclLink *link, Request *request, uint64_t bytes, const ProxycclFault *asked);
 void link_forget(ProxycclLink *link, Request *request); /* afterwards nothing accesses the request's local memory */
+void links_feed(ProxycclAgent *agent);                  /* advances links' answers; called by the thread */
+/* Stops a request whose local memory can't be read or written. The request ends with its last answer. */
+void request_refuse(ProxycclLink *link, Request *request, uint64_t block, const char *address);
+
+/* link_receive.c */
+void link_ready(ProxycclLink *link, uint32_t events);
+void link_watched(ProxycclLink *link, uint32_t events); /* handles events; called by the thread */
+void link_help(ProxycclLink *link);                     /* sends and receives for a caller that polls */
+void link_look(ProxycclLink *link); /* polls the socket for a disconnect, and loses the link if so */
 
 /* log.c */
 void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
