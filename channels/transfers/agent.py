@@ -31,11 +31,11 @@ from proxyccl.channels.transfers.errors import (
 from proxyccl.channels.transfers.fabric import AgentFabric, open_fabric
 from proxyccl.channels.transfers.host_memory import mapped_memory, shares_of
 from proxyccl.channels.transfers.ledger import Ledger
-from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.losses import event_of_losses
 from proxyccl.channels.transfers.metadata import LONGEST_NAME, METADATA, Metadata, Place
 from proxyccl.channels.transfers.paths import (
     FABRIC,
+    Link,
     Path,
     allowed_paths,
     connect,
@@ -432,7 +432,7 @@ class Agent:
         self._publish_links()
         peer.leave()
         if self._fabric is not None and peer.number is not None:
-            self._fabric.remove(peer.number)
+            self._fabric.endpoint.remove(peer.number)
 
     def remove_agent_of(self, metadata: bytes) -> None:
         """Removes the agent whose metadata these are, if it is known. Another agent that has taken its name stays.
@@ -544,18 +544,15 @@ class Agent:
         with peer.connecting:  # not under the agent's lock, because connecting may take long
             if peer.link is None:
                 fabric = self._fabric if self._fabric and self._fabric.reaches(peer.place.fabric) else None
-                provider = "" if fabric is None else fabric.provider
                 seconds = min(self.timeout, _CONNECT_SECONDS)
                 ledger, reason = _open_ledger(peer.place)
                 with contextlib.ExitStack() as undo:
                     if ledger is not None:
                         undo.callback(ledger.close)
-                    connected = connect(name, peer.token, peer.place, self._preparer.paths, seconds, provider, reason)
-                    raw = b"" if fabric is None else fabric.raw
-                    link = Link(self._handle, name, peer.place.secret, connected, raw)
+                    link = connect(self._handle, name, peer, self._preparer.paths, seconds, fabric, reason)
                     undo.pop_all()
                 if fabric is not None and link.path.name.startswith("fabric"):
-                    peer.number = fabric.insert(peer.place.fabric)
+                    peer.number, _ = fabric.endpoint.insert(peer.place.fabric)
                 self._warn_of_slow(link, peer.place.host)
                 with self._lock:
                     peer.ledger, peer.link = ledger, link

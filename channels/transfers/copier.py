@@ -42,8 +42,11 @@ _BLOCKS = 32
 
 _THREADS = 1024
 _WARP = 32
-_TABLE_BYTES = 1 << 12
+_WORD = 8
 _LINE = 64
+
+Place = tuple[PinnedMemory, int]
+"""Pinned memory, and an offset in it."""
 
 
 class Plan(Struct, frozen=True, eq=False):
@@ -61,44 +64,30 @@ class Plan(Struct, frozen=True, eq=False):
 
 
 class Table:
-    """Pinned memory borrowed from a copier, which gets it back at the end.
+    """Pinned memory borrowed from a copier, which gets it back at the end. Its contents are undefined.
 
     Attributes:
-        memory: the memory; its contents are undefined.
-        nbytes: the least size of the memory.
+        nbytes: its least size.
+        host_ptr, ptr: its address for the CPU, and for the device.
     """
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
-        self._copier, self.nbytes = copier, nbytes
-        self._size = max(_TABLE_BYTES, 1 << (nbytes - 1).bit_length())
-        self.memory = copier.take_table(self._size)
+        self.nbytes = nbytes
+        # Cache lines of their own, because the device and the CPU write words at any time.
+        size = max(_LINE, 1 << (nbytes - 1).bit_length())
+        self._free, self._place = copier.take_pinned(size)
+        memory, offset = self._place
+        self.host_ptr, self.ptr = memory.host_ptr + offset, memory.ptr + offset
 
     def __del__(self) -> None:
-        if hasattr(self, "memory"):  # it could be taken
-            self._copier.give_table(self._size, self.memory)
+        if hasattr(self, "_place"):  # it could be taken
+            self._free.append(self._place)  # no lock: a finalizer may run in a thread that holds it
 
 
 class Stages:
     """A table that is registered with libfabric: `fields` of a ProxycclStaging."""
 
     fields: dict[str, int]
-
-
-class Word:
-    """A pinned word borrowed from a copier, which gets it back at the end.
-
-    Attributes:
-        host_ptr, ptr: its address for the CPU, and for the device.
-    """
-
-    def __init__(self, copier: Copier) -> None:
-        self._copier = copier
-        self._page, self._offset = copier.take_word()
-        self.host_ptr, self.ptr = self._page.host_ptr + self._offset, self._page.ptr + self._offset
-
-    def __del__(self) -> None:
-        if hasattr(self, "_page"):  # it could be taken
-            self._copier.give_word((self._page, self._offset))
 
 
 class Copier:
@@ -116,8 +105,7 @@ class Copier:
         names = ("copy", "write64", "event_record", "event_query", "current", "make_current", "exchange_capture_mode")
         set_functions(ffi, self.calls, calls, *names)
         self._lock = threading.Lock()
-        self._tables: dict[int, list[PinnedMemory]] = {}
-        self._words: list[tuple[PinnedMemory, int]] = []
+        self._free: dict[int, list[Place]] = {}
         self._event = runtime.create_event(times=False)
         self._streams: list[Stream] = []
         self._turn = 0
@@ -143,7 +131,7 @@ class Copier:
             by_engine = np.ascontiguousarray(rows[~short])
             launch, table = self._launch(rows[short])
         by = "copy engine" if launch is None else "copy engine and kernel" if len(by_engine) else "kernel"
-        stream, word = self._next_stream(), Word(self)
+        stream, word = self._next_stream(), Table(self, _WORD)
         copies = ffi.new(
             "ProxycclDeviceCopies *",
             {
@@ -168,10 +156,10 @@ class Copier:
         share = int(rows[:, 2].sum()) // warps
         pieces = cut(rows, min(max(share, _PIECES[0]), _PIECES[1]) // 16 * 16)
         table = Table(self, pieces.nbytes)
-        to, source = (native.cast("void *", each) for each in (table.memory.host_ptr, pieces.ctypes.data))
+        to, source = (native.cast("void *", each) for each in (table.host_ptr, pieces.ctypes.data))
         native.memmove(to, source, pieces.nbytes)
         blocks = min(blocks, len(pieces))
-        return self._kernel.prepare(blocks, threads, table.memory.ptr, len(pieces)), table
+        return self._kernel.prepare(blocks, threads, table.ptr, len(pieces)), table
 
     def staging(self, registered: Callable[[Table], Stages] | None = None) -> tuple[ProxycclStagingPointer, object]:
         """Returns pinned memory for staging copies of another process's memory, and objects to keep with it.
@@ -188,7 +176,7 @@ class Copier:
             "ProxycclStaging *",
             {
                 "copier": self.calls,
-                "memory": [table.memory.ptr + number * nbytes for number in range(count)],
+                "memory": [table.ptr + number * nbytes for number in range(count)],
                 "streams": [stream.handle for stream in streams],
                 "events": [event.handle for event in events],
                 **({} if stages is None else stages.fields),
@@ -203,29 +191,23 @@ class Copier:
                 self._streams.append(self.runtime.create_stream())
             return self._streams[self._turn % len(self._streams)]
 
-    def take_word(self) -> tuple[PinnedMemory, int]:
-        """Takes a pinned word in its own cache line. Returns the page, and the word's offset in the page."""
-        with self._lock:
-            if not self._words:
-                page = self.runtime.allocate_pinned(mmap.PAGESIZE)
-                self._words += [(page, offset) for offset in range(0, mmap.PAGESIZE, _LINE)]
-            return self._words.pop()
+    def take_pinned(self, size: int) -> tuple[list[Place], Place]:
+        """Takes pinned memory that was given back, or allocates some: pinning memory takes longer than a transfer.
 
-    def give_word(self, word: tuple[PinnedMemory, int]) -> None:
-        """Keeps it for the next plan."""
-        self._words.append(word)  # no lock: as in give_table
+        Args:
+            size: a power of two.
 
-    def take_table(self, nbytes: int) -> PinnedMemory:
-        """Takes pinned memory that was given back, or allocates some."""
+        Returns:
+            The list to give it back to, and the memory.
+        """
+        free = self._free.setdefault(size, [])
         with self._lock:
-            free = self._tables.get(nbytes)
             if free:
-                return free.pop()
-        return self.runtime.allocate_pinned(nbytes)
-
-    def give_table(self, nbytes: int, memory: PinnedMemory) -> None:
-        """Keeps the memory for the next plan, because pinning memory takes longer than a transfer."""
-        self._tables.setdefault(nbytes, []).append(memory)  # no lock: a finalizer may run in a thread that holds it
+                return free, free.pop()
+        room = max(size, mmap.PAGESIZE)
+        memory = self.runtime.allocate_pinned(room)
+        free += [(memory, offset) for offset in range(size, room, size)]
+        return free, (memory, 0)
 
 
 def cut(rows: Rows, most: int) -> Rows:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from msgspec import Struct
 
 from proxyccl.channels.transfers.blocks import Rows, joined
 from proxyccl.channels.transfers.copier import Stages, Table
@@ -81,23 +80,11 @@ class Keys:
         return addresses - table[at, 0] + table[at, 2], table[at, 3]
 
 
-class Requests(Struct, frozen=True):
-    """A transfer's requests.
-
-    Attributes:
-        rows: shape (N, 6): local address, the peer's for requests, bytes, local descriptor, the peer's key, the peer's
-            address.
-        peer: the peer's fi_addr_t.
-    """
-
-    rows: Rows
-    peer: int
-
-
 class AgentFabric:
     """The endpoint of one agent. Any thread may use it.
 
     Attributes:
+        endpoint: the endpoint.
         address: the endpoint's address for peers.
         raw: the address in libfabric's form.
 
@@ -112,25 +99,25 @@ class AgentFabric:
     def __init__(self, options: FabricOptions, *, devices: bool) -> None:
         self._options = options
         offers = fabric_offers(device_memory=devices)
-        self._endpoint = FabricEndpoint(choose_offer(offers, options), options, waits=True)
-        if not self._endpoint.offer.reads:
-            self._endpoint.close()
-            raise RuntimeUnavailableError(f"{self._endpoint.offer} does not read peers' memory")
-        self.address = self._endpoint.address
+        self.endpoint = FabricEndpoint(choose_offer(offers, options), options, waits=True)
+        if not self.endpoint.offer.reads:
+            self.endpoint.close()
+            raise RuntimeUnavailableError(f"{self.endpoint.offer} does not read peers' memory")
+        self.address = self.endpoint.address
         self.raw = ADDRESS.decode(self.address, "this agent").address
         self._lock = threading.Lock()
         self._registered: dict[Region, FabricRegistration] = {}
         self._ended: deque[tuple[FabricRegistration, object]] = deque()  # registrations of stages that have ended
         self._unreached: dict[int, str] = {}  # by device, why the provider does not reach its memory
-        parts, offer = self._endpoint.parts, self._endpoint.offer
+        parts, offer = self.endpoint.parts, self.endpoint.offer
         named = {name: getattr(parts, name) for name in ("endpoint", "queue", "fabric", "peers", "descriptor")}
-        limits = {"depth": self._endpoint.depth, "max_message": offer.max_message}
+        limits = {"depth": self.endpoint.depth, "max_message": offer.max_message}
         self.port = ffi.new("ProxycclFabricPort *", {**named, **limits})
 
     @property
     def provider(self) -> str:
         """Libfabric's name of the provider."""
-        return self._endpoint.offer.provider
+        return self.endpoint.offer.provider
 
     def reaches(self, address: bytes) -> bool:
         """Whether a peer has an endpoint of the same provider."""
@@ -138,16 +125,8 @@ class AgentFabric:
             theirs = ADDRESS.decode(address, "the peer") if address else None
         except ProtocolError:
             return False
-        mine = self._endpoint.offer
+        mine = self.endpoint.offer
         return theirs is not None and (theirs.provider, theirs.format) == (mine.provider, mine.address_format)
-
-    def insert(self, address: bytes) -> int:
-        """Makes a peer known. Errors as for `FabricEndpoint.insert`."""
-        return self._endpoint.insert(address)[0]
-
-    def remove(self, peer: int) -> None:
-        """Forgets a peer. No request to the peer may be outstanding."""
-        self._endpoint.remove(peer)
 
     def register(self, regions: Iterable[Region], runtimes: Mapping[Region, Runtime]) -> None:
         """Registers regions, except those of devices that the provider does not reach; a region may be registered
@@ -176,10 +155,10 @@ class AgentFabric:
     def _register(self, region: Region, runtime: Runtime | None) -> FabricRegistration:
         """Raises as `register_memory`, and RuntimeUnavailableError for memory that the driver does not know."""
         if runtime is None:
-            return self._endpoint.register(region.address, region.nbytes)
+            return self.endpoint.register(region.address, region.nbytes)
         if runtime.name != "host" and runtime.pointer_device(region.address) is None:
             raise RuntimeUnavailableError(f"device {region.device}: its driver does not know the memory")
-        return register_memory(self._endpoint, runtime, self._options.gpu_writes, region.address, region.nbytes)
+        return register_memory(self.endpoint, runtime, self._options.gpu_writes, region.address, region.nbytes)
 
     def deregister(self, regions: Iterable[Region]) -> None:
         """Deregisters those of the regions that are registered."""
@@ -188,7 +167,7 @@ class AgentFabric:
             for region in regions:
                 made = self._registered.pop(region, None)
                 if made is not None:
-                    self._endpoint.release(made)
+                    self.endpoint.release(made)
 
     def stages(self, table: Table) -> Stages:
         """Registers memory that stages copies of device memory, until nothing refers to the result.
@@ -197,10 +176,10 @@ class AgentFabric:
             ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
         """
         self._release_ended()
-        made, stages = self._endpoint.register(table.memory.ptr, table.nbytes), Stages()
+        made, stages = self.endpoint.register(table.ptr, table.nbytes), Stages()
         stages.fields = {
             "by_fabric": 1,
-            "descriptor": self._endpoint.descriptor(made),
+            "descriptor": self.endpoint.descriptor(made),
             "key": made.key,
             "base": made.address,
         }
@@ -211,7 +190,7 @@ class AgentFabric:
 
     def _release_ended(self) -> None:
         for registration, _ in take_each(self._ended):
-            self._endpoint.release(registration)
+            self.endpoint.release(registration)
 
     def keys(self, regions: Iterable[Region]) -> list[Key]:
         """Returns the keys of those regions that are registered."""
@@ -219,15 +198,19 @@ class AgentFabric:
             found = [(region, self._registered[region]) for region in regions if region in self._registered]
         return [Key(region, made.address, made.key) for region, made in found]
 
-    def requests(self, rows: Rows, holders: Sequence[Region], theirs: Keys, peer: int) -> Requests:
+    def requests(self, rows: Rows, holders: Sequence[Region], theirs: Keys) -> Rows:
         """Makes the requests for rows of (local address, remote address, bytes), whose local blocks `holders` hold.
+
+        Returns:
+            shape (N, 6): local address, the peer's for requests, bytes, local descriptor, the peer's key, the peer's
+            address.
 
         Raises:
             NoPathError: some of it is not registered with libfabric, on either side.
         """
         with self._lock:
             here = [self._registered[region] for region in holders if region in self._registered]
-            descriptors = np.array([self._endpoint.descriptor(each) for each in here], np.uint64)
+            descriptors = np.array([self.endpoint.descriptor(each) for each in here], np.uint64)
             unreached = "; ".join(dict.fromkeys(self._unreached.values()))
         there = theirs.find(rows[:, 1], rows[:, 2])
         if len(here) < len(holders) or there is None:
@@ -238,12 +221,12 @@ class AgentFabric:
         shift = there[0] - rows[:, 1]  # constant for the blocks of a region
         merged = joined(np.column_stack((rows, descriptors[holder_of(rows[:, 0], holders)], there[1], shift)))
         columns = (merged[:, 0], merged[:, 1] + merged[:, 5], *merged[:, 2:5].T, merged[:, 1])
-        return Requests(np.column_stack(columns), peer)
+        return np.column_stack(columns)
 
     def close(self) -> None:
         """Closes the endpoint. It must no longer be in use."""
         self.deregister(list(self._registered))
-        self._endpoint.close()
+        self.endpoint.close()
 
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:

@@ -10,17 +10,25 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from proxyccl.channels.transfers.engine_calls import raise_status
 from proxyccl.channels.transfers.errors import DisconnectedError
 from proxyccl.channels.transfers.metadata import Place
 from proxyccl.channels.transfers.regions import VRAM
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.device.memory.descriptors import naming_exhaustion
+from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 from proxyccl.proxy.connecting import NoAddressError, connect_to_any
 from proxyccl.proxy.hosts import boot_id, host_addresses
+
+if TYPE_CHECKING:
+    from proxyccl.channels.transfers.fabric import AgentFabric
+    from proxyccl.channels.transfers.peers import Peer
+    from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclLinkPointer
 
 _TCP_OPTIONS = {
     # Otherwise an answer would wait until the one before is acknowledged, which takes the other side 40 ms.
@@ -101,22 +109,71 @@ def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
     return Path(f"{by}, staged", "; ".join(filter(None, (reason, link.reason))))
 
 
-class Connected(Struct, frozen=True):
-    """A socket to a peer, for the engine.
+class Link:
+    """A link that this agent opened. The engine frees the link when neither this object nor a transfer refers to it.
 
     Attributes:
-        socket: its descriptor, which the engine takes over.
-        process: a pidfd, which the engine also takes over, or -1.
-        pid: the process to copy from and to, or 0.
-        path: the path of the link.
-        carrier: "unix" or "tcp".
+        peer: the other agent's name.
+        handle: the engine's.
+        path: how the data moves.
+        pid: the process that the kernel copies from and to; 0: it does not.
+        carrier: the kind of socket, "unix" or "tcp".
+
+    Args:
+        agent: the engine's.
+        secret: the other agent's.
+        connection: the socket, which the engine takes over.
+        process: a pidfd of the other agent's process, which the engine also takes over, or -1.
+        address: of this agent's endpoint of libfabric, which the peer will use; b"": it will not.
     """
 
-    socket: int
-    process: int
-    pid: int
-    path: Path
-    carrier: str
+    def __init__(
+        self,
+        agent: ProxycclAgentPointer,
+        peer: str,
+        secret: bytes,
+        connection: socket.socket,
+        process: int,
+        pid: int,
+        path: Path,
+        carrier: str,
+        address: bytes,
+    ) -> None:
+        self.peer, self.path, self.pid, self.carrier = peer, path, pid, carrier
+        handle = lib.proxyccl_link_create(agent, connection.detach(), secret, process, pid, address, len(address))
+        if not handle:
+            if ffi.errno == errno.ECANCELED:
+                raise ClosedError("the agent was closed")
+            if ffi.errno == errno.ENOMEM:
+                raise MemoryError("there is no memory for a link")
+            raise ResourceError(f"the link to agent {peer} can't be watched: {os.strerror(ffi.errno)}")
+        self.handle: ProxycclLinkPointer = handle
+        forks.finalizer(self, lib.proxyccl_link_release, handle)
+
+    @property
+    def lost(self) -> str:
+        """Why the link can't carry data; "" while it works."""
+        reason = lib.proxyccl_link_lost(self.handle)
+        return ffi.string(reason).decode() if reason else ""
+
+    def look(self) -> str:
+        """Like `lost`, but polls the socket first, so that a disconnect shows at once."""
+        reason = lib.proxyccl_link_look(self.handle)
+        return ffi.string(reason).decode() if reason else ""
+
+    def tell(self, message: bytes) -> None:
+        """Sends a message.
+
+        Raises:
+            DisconnectedError: the link is lost.
+            ArgumentError: the message is longer than 256 MiB.
+            TransferError: the peer has not taken earlier messages for long.
+        """
+        raise_status(lib.proxyccl_link_tell(self.handle, message, len(message)), self.peer, self.lost)
+
+    def end(self) -> None:
+        """Ends the link. Its active transfers are lost."""
+        lib.proxyccl_link_end(self.handle)
 
 
 def unix_address(token: bytes) -> bytes:
@@ -185,44 +242,50 @@ def allowed_paths(names: Sequence[str] | None) -> tuple[frozenset[str], bool]:
 
 
 def connect(
-    peer: str, token: bytes, place: Place, allowed: frozenset[str], timeout: float, provider: str = "", reason: str = ""
-) -> Connected:
+    agent: ProxycclAgentPointer,
+    peer: str,
+    known: Peer,
+    allowed: frozenset[str],
+    timeout: float,
+    fabric: AgentFabric | None,
+    reason: str,
+) -> Link:
     """Connects to an agent: by its Unix socket if it is on this host, else by TCP.
 
     Args:
-        peer: the agent's name.
-        token: the agent's token.
-        place: the agent's addresses.
+        agent: the engine's.
+        peer, known: the other agent's name, and the agent.
         allowed: the paths that data may take.
         timeout: seconds.
-        provider: a libfabric provider that both agents have; "": none.
+        fabric: this agent's endpoint of libfabric, if the peer's has the same provider.
         reason: why this process can't check the peer's registrations, so that the kernel may not copy; "" if it can.
 
     Raises:
         DisconnectedError: the agent does not answer within the time, or no allowed path leads to it.
         ResourceError: there are too few descriptors.
+        ClosedError: this agent was closed.
     """
     deadline = time.monotonic() + timeout
-    here = place.host == boot_id()
+    here = known.place.host == boot_id()
     failures: list[str] = [] if here else ["it is on another host"]
     if reason:
         failures.append(reason)
         allowed -= {"process_vm"}
     usable = {"process_vm"} if here else set()
-    if provider:
+    if fabric is not None:
         usable.add(FABRIC)
     with naming_exhaustion(f"the link to agent {peer}"):
         for carrier in ("unix", "tcp") if here else ("tcp",):
             if allowed.isdisjoint(usable | {carrier}):
                 continue
             if carrier == "unix":
-                connection = _by_unix(token, deadline, failures)
+                connection = _by_unix(known.token, deadline, failures)
             else:
-                connection = _by_tcp(place, deadline, failures)
+                connection = _by_tcp(known.place, deadline, failures)
             if connection is not None:
-                connected = _choose(connection, carrier, token, place, allowed, failures, provider)
-                if connected is not None:
-                    return connected
+                link = _choose(agent, peer, known, connection, carrier, allowed, failures, fabric)
+                if link is not None:
+                    return link
     paths = "" if len(allowed) == len(_ALL) else f" by {' or '.join(sorted(allowed))}"
     raise DisconnectedError(f"agent {peer} can't be reached{paths}: {'; '.join(failures)}", peer)
 
@@ -255,18 +318,19 @@ def _by_tcp(place: Place, deadline: float, failures: list[str]) -> socket.socket
 
 
 def _choose(
+    agent: ProxycclAgentPointer,
+    peer: str,
+    known: Peer,
     connection: socket.socket,
     carrier: str,
-    token: bytes,
-    place: Place,
     allowed: frozenset[str],
     failures: list[str],
-    provider: str,
-) -> Connected | None:
+    fabric: AgentFabric | None,
+) -> Link | None:
     """Chooses the best path over a connection, which is closed if no path is allowed. Agents on one host without a
     common network namespace exchange messages over TCP; the kernel may still copy their data.
     """
-    here = place.host == boot_id()
+    place, here = known.place, known.place.host == boot_id()
     with contextlib.ExitStack() as undo:
         undo.enter_context(connection)
         pid, process, copied = place.process if here else 0, -1, False
@@ -280,10 +344,10 @@ def _choose(
                 process = os.pidfd_open(pid)
                 undo.callback(os.close, process)
         if here and "process_vm" in allowed:
-            reason = _why_not_copied(pid, token, place, carrier)
+            reason = _why_not_copied(pid, known, carrier)
             copied = not reason
             failures += [reason] if reason else []
-        by_fabric = provider and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
+        by_fabric = fabric is not None and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
         if not copied and not by_fabric and carrier not in allowed:
             return None
         if not copied and carrier == "tcp" and process >= 0:  # the number may be another process's here
@@ -294,38 +358,39 @@ def _choose(
     if copied:
         path = Path("process_vm")
     else:
-        name = fabric_path(provider) if by_fabric else carrier
+        name = fabric_path(fabric.provider) if fabric is not None and by_fabric else carrier
         path = Path(name, "; ".join(dict.fromkeys(failures)) if here else "")
-    return Connected(connection.detach(), process, pid if copied else 0, path, carrier)
+    raw = b"" if fabric is None else fabric.raw
+    return Link(agent, peer, place.secret, connection, process, pid if copied else 0, path, carrier, raw)
 
 
-def _why_not_copied(pid: int, token: bytes, place: Place, carrier: str) -> str:
+def _why_not_copied(pid: int, known: Peer, carrier: str) -> str:
     """Returns why the kernel can't copy from and to the peer's process; "" if it can. If Yama restricts such copies to
     parents, asks the peer to permit them, provided that its Unix socket can be reached.
     """
     if pid <= 0:
         return "its process is not visible in this PID namespace"
-    error, seen = _read_secret(pid, place)
+    error, seen = _read_secret(pid, known.place)
     refusal = ""
     if error == errno.EPERM and carrier == "unix" and _YAMA.exists() and _YAMA.read_text().strip() == "1":
-        refused = _ask_to_copy(token, place)
+        refused = _ask_to_copy(known)
         refusal = f"; asked to permit it, the peer answered: {os.strerror(refused)}" if refused else ""
-        error, seen = _read_secret(pid, place)
+        error, seen = _read_secret(pid, known.place)
     if error:
         where = "/proc/sys/kernel/yama/ptrace_scope, CAP_SYS_PTRACE, seccomp"
         return f"process_vm_readv: {os.strerror(error)} ({where}){refusal}"
-    return "" if seen == place.secret else "its process has another number here"
+    return "" if seen == known.place.secret else "its process has another number here"
 
 
-def _ask_to_copy(token: bytes, place: Place) -> int:
+def _ask_to_copy(known: Peer) -> int:
     """Asks the peer to let this process copy. Returns 0 or an errno. The question uses a separate connection: over the
     link's, a late answer would be mistaken for the answer to a frame.
     """
-    connection = _by_unix(token, time.monotonic() + _ANSWER_MS / 1000, [])
+    connection = _by_unix(known.token, time.monotonic() + _ANSWER_MS / 1000, [])
     if connection is None:
         return errno.ECONNREFUSED
     with connection:
-        return lib.proxyccl_ask_to_copy(connection.fileno(), place.secret, _ANSWER_MS)
+        return lib.proxyccl_ask_to_copy(connection.fileno(), known.place.secret, _ANSWER_MS)
 
 
 def _read_secret(pid: int, place: Place) -> tuple[int, bytes]:

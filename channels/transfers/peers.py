@@ -16,7 +16,7 @@ from proxyccl.channels.transfers.regions import Region, Regions
 from proxyccl.channels.transfers.transfer import Transfer, has_ended
 
 if TYPE_CHECKING:
-    from proxyccl.channels.transfers.link import Link
+    from proxyccl.channels.transfers.paths import Link
 
 _LONGEST_SECONDS = 30.0
 

@@ -17,8 +17,7 @@ from proxyccl.channels.transfers.copier import Copier
 from proxyccl.channels.transfers.device_memory import Devices, NotSharedError, Pinned, Reached
 from proxyccl.channels.transfers.errors import DisconnectedError, NoPathError, NotRegisteredError
 from proxyccl.channels.transfers.fabric import AgentFabric
-from proxyccl.channels.transfers.link import Link
-from proxyccl.channels.transfers.paths import SHARED, Path, device_path, fabric_path, staged_path
+from proxyccl.channels.transfers.paths import SHARED, Link, Path, device_path, fabric_path, staged_path
 from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, View
 from proxyccl.channels.transfers.transfer import Transfer
@@ -187,13 +186,13 @@ class Preparer:
         if self._fabric is None or known is None or known.number is None or pair.link is None:
             return ""
         try:
-            requests = self._fabric.requests(pair.rows, pair.holders[0], known.keys, known.number)
+            requests = self._fabric.requests(pair.rows, pair.holders[0], known.keys)
         except NoPathError as error:
             return str(error)
         path = Path(fabric_path(self._fabric.provider, of_devices=True)) if pair.of_devices else pair.link.path
-        rows = ffi.cast("uint64_t *", requests.rows.ctypes.data)
+        rows = ffi.cast("uint64_t *", requests.ctypes.data)
         handle = lib.proxyccl_transfer_create_by_fabric(
-            self._handle, pair.link.handle, pair.writes, rows, len(requests.rows), requests.peer
+            self._handle, pair.link.handle, pair.writes, rows, len(requests), known.number
         )
         return known.keep(self._made(pair, handle, path, sides(pair.rows), kept=requests))
 

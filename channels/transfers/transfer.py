@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from proxyccl.channels.transfers.copier import Copier
     from proxyccl.channels.transfers.device_memory import Devices
     from proxyccl.channels.transfers.ledger import Ledger
-    from proxyccl.channels.transfers.link import Link
-    from proxyccl.channels.transfers.paths import Path
+    from proxyccl.channels.transfers.paths import Link, Path
     from proxyccl.proxy._transfers import ProxycclTransferPointer
 
 

@@ -136,7 +136,7 @@ def test_a_registration_that_fails_leaves_nothing(pair: OnDevices, monkeypatch: 
 
     with Agent("c", listen=()) as agent:
         with monkeypatch.context() as patch:
-            patch.setattr(copier.Copier, "take_table", refuse)
+            patch.setattr(copier.Copier, "take_pinned", refuse)
             with pytest.raises(ResourceError, match="the test refuses"):
                 agent.register(pair.arrays[0])
         assert not agent.regions

@@ -115,7 +115,7 @@ def test_regions_that_follow_each_other_keep_their_keys(agents: OnFabric) -> Non
 
 
 def test_regions_are_registered_all_or_none(agents: OnFabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    endpoint = agents.b._fabric._endpoint  # type: ignore[union-attr]
+    endpoint = agents.b._fabric.endpoint  # type: ignore[union-attr]
     halves = [Region(agents.far.address + start, NBYTES // 2) for start in (0, NBYTES // 2)]
     register = endpoint.register
 
