@@ -39,7 +39,7 @@ from proxyccl.channels.transfers.paths import (
     Path,
     allowed_paths,
     connect,
-    listen,
+    open_listeners,
 )
 from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.preparing import Pair, Preparer, Side, kind_of
@@ -135,7 +135,7 @@ class Agent:
         log = ffi.cast("ProxycclTransferLog *", self._published.log.ptr)
         served.append(self._published.log)
         losses = event_of_losses(self._unmap_lost)
-        listeners, addresses = _listen(self._token, listen)
+        listeners, addresses = open_listeners(self._token, listen)
         descriptors = ffi.new("int[]", [each.detach() for each in listeners])
         handle = lib.proxyccl_agent_create(
             name.encode(), secret, "process_vm" in allowed, descriptors, len(descriptors), losses, log
@@ -501,7 +501,7 @@ class Agent:
             first = len(rows)
             for device in np.unique(rows[:, 2]):
                 chosen = np.flatnonzero(rows[:, 2] == device)
-                outside = regions.find_outside(rows[chosen, 0], rows[chosen, 1], kind, int(device))
+                outside = regions.view(kind, int(device)).find_outside(rows[chosen, 0], rows[chosen, 1])
                 if outside is not None:
                     first = min(first, int(chosen[outside]))
             return Side(name, known, kind, regions.view(kind)), None if first == len(rows) else first
@@ -750,17 +750,6 @@ def _open_ledger(place: Place) -> tuple[Ledger | None, str]:
 
 def _unknown(name: str) -> UnknownAgentError:
     return UnknownAgentError(f"no agent of the name {name!r} was added", name)
-
-
-def _listen(token: bytes, addresses: Sequence[str] | None) -> tuple[list[Any], list[tuple[str, int]]]:
-    if addresses is not None and (isinstance(addresses, str) or not all(isinstance(each, str) for each in addresses)):
-        raise ArgumentError("listen", f"must be a list of addresses, not {addresses!r}")
-    try:
-        return listen(token, None if addresses is None else list(addresses))
-    # ValueError and TypeError are raised for characters that no address has.
-    except (OSError, ValueError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ArgumentError("listen", f"this host can't listen at {addresses!r}: {reason}") from None
 
 
 def _forget() -> None:

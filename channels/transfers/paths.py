@@ -183,17 +183,25 @@ def unix_address(token: bytes) -> bytes:
     return b"\0proxyccl-agent-" + token.hex().encode()
 
 
-def listen(token: bytes, addresses: list[str] | None) -> tuple[list[socket.socket], list[tuple[str, int]]]:
-    """Makes listening sockets. Returns them, and the addresses of those for other hosts.
-
-    Args:
-        token: names the Unix socket.
-        addresses: of this host; None: all that other hosts may reach.
+def open_listeners(token: bytes, addresses: Sequence[str] | None) -> tuple[list[socket.socket], list[tuple[str, int]]]:
+    """Makes listening sockets: a Unix socket that `token` names, and some at addresses of this host, None for all that
+    other hosts may reach. Returns them, and the addresses of those for other hosts.
 
     Raises:
-        OSError: this host does not have such an address.
+        ArgumentError: this host does not have such an address.
         ResourceError: there are too few descriptors.
     """
+    if addresses is not None and (isinstance(addresses, str) or not all(isinstance(each, str) for each in addresses)):
+        raise ArgumentError("listen", f"must be a list of addresses, not {addresses!r}")
+    try:
+        return _listen(token, addresses)
+    # ValueError and TypeError are raised for characters that no address has.
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError("listen", f"this host can't listen at {addresses!r}: {reason}") from None
+
+
+def _listen(token: bytes, addresses: Sequence[str] | None) -> tuple[list[socket.socket], list[tuple[str, int]]]:
     with contextlib.ExitStack() as undo, naming_exhaustion("an agent's sockets"):
         local = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         local.bind(unix_address(token))

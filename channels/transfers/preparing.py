@@ -44,14 +44,8 @@ class Side(Struct, frozen=True, eq=False):
     view: View
 
     def holders(self, addresses: Rows, now: Regions) -> tuple[list[Region], Rows]:
-        """`View.holders` of blocks.
-
-        Args:
-            addresses: addresses of the blocks.
-            now: the agent's current regions.
-
-        Raises:
-            NotRegisteredError: a region was deregistered since, or registered anew.
+        """`View.holders` of blocks. Raises NotRegisteredError if a region is not one of `now`, the agent's current
+        regions, or was registered anew.
         """
         regions, rows = self.view.holders(addresses)
         if now.view(self.kind) is not self.view:
@@ -63,29 +57,21 @@ class Side(Struct, frozen=True, eq=False):
 
 
 def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: str) -> str:
-    """Returns the kind of memory that all blocks of one side belong to.
-
-    Args:
-        regions: of that side.
-        addresses, nbytes: of the blocks.
-        side: "local" or "remote", for errors.
-        peer: the other agent's name; "" for the local side.
+    """Returns the kind of memory that all blocks of one side belong to. For errors, `side` is "local" or "remote", and
+    `peer` the other agent's name, or "" for the local side.
 
     Raises:
         ArgumentError: the blocks are of both kinds.
         NotRegisteredError: a block lies outside registered memory.
     """
-    outside = regions.find_outside(addresses, nbytes)
-    if outside is None:
-        return DRAM
-    of_devices = regions.find_outside(addresses, nbytes, VRAM)
-    if of_devices is None:
-        return VRAM
-    first = max(outside, of_devices)
-    address, number = int(addresses[first]), int(nbytes[first])
-    if regions.find_outside(addresses[first : first + 1], nbytes[first : first + 1]) is None or (
-        regions.find_outside(addresses[first : first + 1], nbytes[first : first + 1], VRAM) is None
-    ):
+    first = 0
+    for kind in (DRAM, VRAM):
+        outside = regions.view(kind).find_outside(addresses, nbytes)
+        if outside is None:
+            return kind
+        first = max(first, outside)
+    address, number, one = int(addresses[first]), int(nbytes[first]), slice(first, first + 1)
+    if any(regions.view(kind).find_outside(addresses[one], nbytes[one]) is None for kind in (DRAM, VRAM)):
         raise ArgumentError(
             "blocks", f"block {first} at {side} address {address:#x} is in another kind of memory than block 0"
         )
@@ -122,23 +108,17 @@ class Pair(Struct, frozen=True, eq=False):
         return self.link is None or self.link.pid == os.getpid()
 
 
-class Preparer:
+class Preparer(Struct, eq=False):
     """Makes transfers of one agent, which may take `paths`. Any thread may use it."""
 
-    def __init__(
-        self,
-        name: str,
-        handle: ProxycclAgentPointer,
-        devices: Devices,
-        reached: Reached,
-        pinned: Pinned,
-        fabric: AgentFabric | None,
-        paths: frozenset[str],
-    ) -> None:
-        self._name, self._handle = name, handle
-        self._devices, self._reached, self._pinned = devices, reached, pinned
-        self._fabric, self.paths = fabric, paths
-        self._warned: set[str] = set()
+    _name: str
+    _handle: ProxycclAgentPointer
+    _devices: Devices
+    _reached: Reached
+    _pinned: Pinned
+    _fabric: AgentFabric | None
+    paths: frozenset[str]
+    _warned: set[str] = set()
 
     def warn_once(self, what: str, reason: str, stacklevel: int = 6) -> None:
         """Warns of a slower path, unless its reason is empty, or was given before."""

@@ -161,10 +161,6 @@ class Regions:
         first = np.flatnonzero(np.append(True, starts[1:] > ends[:-1]))
         return starts[first], ends[np.append(first[1:], len(starts)) - 1]
 
-    def find_outside(self, addresses: Rows, nbytes: Rows, kind: str = DRAM, device: int | None = None) -> int | None:
-        """Returns the index of the first block that no region holds; None if regions hold all blocks."""
-        return self.view(kind, device).find_outside(addresses, nbytes)
-
     def overlapping(self, others: Iterable[Region]) -> set[Region]:
         """Returns the regions, of any kind, that overlap one of some regions."""
         chosen = sorted((other for other in others if other.nbytes), key=_order)
