@@ -67,7 +67,7 @@ def _fields(pair: Pair) -> dict[str, object]:
 
 
 def test_accepted_links_send_small_answers_at_once_and_notice_silent_hosts() -> None:
-    listeners, addresses = paths.listen(b"a token of a test", ["127.0.0.1"])
+    listeners, addresses = paths.open_listeners(b"a token of a test", ["127.0.0.1"])
     with contextlib.ExitStack() as undo:
         for listener in listeners:
             undo.enter_context(listener)
