@@ -8,7 +8,6 @@ import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
-from msgspec import Struct
 
 from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.device._native import ffi as native
@@ -49,20 +48,6 @@ Place = tuple[PinnedMemory, int]
 """Pinned memory, and an offset in it."""
 
 
-class Plan(Struct, frozen=True, eq=False):
-    """A transfer's copies by a device.
-
-    Attributes:
-        copies: the engine's description.
-        by: "copy engine", "kernel", or "copy engine and kernel".
-        kept: objects that the description refers to, and that the transfer keeps alive.
-    """
-
-    copies: ProxycclDeviceCopiesPointer
-    by: str
-    kept: object
-
-
 class Table:
     """Pinned memory borrowed from a copier, which gets it back at the end. Its contents are undefined.
 
@@ -91,7 +76,7 @@ class Stages:
 
 
 class Copier:
-    """Makes plans for one device. Any thread may use it.
+    """Plans the copies of one device. Any thread may use it.
 
     Attributes:
         runtime: the device's.
@@ -116,13 +101,10 @@ class Copier:
     def _kernel(self) -> Kernel:
         return self.runtime.shipped("copy_blocks.h", "copy_blocks")
 
-    def plan(self, rows: Rows, *, kernels_reach: bool = True, kept: object = None) -> Plan:
-        """Plans copies.
-
-        Args:
-            rows: shape (N, 3): target, source, bytes; device addresses.
-            kernels_reach: False if some memory is unpinned host memory, on which a kernel would fault.
-            kept: objects that the copies need.
+    def plan(self, rows: Rows, *, kernels_reach: bool) -> tuple[ProxycclDeviceCopiesPointer, str, object]:
+        """Plans copies of rows of (target, source, bytes), in device addresses. `kernels_reach`: False if some memory
+        is unpinned host memory, on which a kernel would fault. Returns the engine's description of the copies, what
+        copies, and the objects that the description refers to.
         """
         short = (rows[:, 2] < _LONG_BYTES) & kernels_reach
         if np.count_nonzero(short) <= _FEW:
@@ -146,7 +128,7 @@ class Copier:
                 "word_on_device": word.ptr,
             },
         )
-        return Plan(copies, by, (copies, by_engine, launch, table, word, self, kept))
+        return copies, by, (copies, by_engine, launch, table, word)
 
     def _launch(self, rows: Rows) -> tuple[Launch, Table]:
         """Prepares a kernel for short blocks, which are cut so that every warp has work."""
@@ -163,9 +145,7 @@ class Copier:
 
     def staging(self, registered: Callable[[Table], Stages] | None = None) -> tuple[ProxycclStagingPointer, object]:
         """Returns pinned memory for staging copies of another process's memory, and objects to keep with it.
-
-        Args:
-            registered: registers the memory with the agent's libfabric endpoint; None if there is no endpoint.
+        `registered` registers the memory with the agent's libfabric endpoint, if there is one.
         """
         count, nbytes = lib.PROXYCCL_STAGES, lib.PROXYCCL_STAGE_BYTES
         table = Table(self, count * nbytes)
@@ -192,13 +172,8 @@ class Copier:
             return self._streams[self._turn % len(self._streams)]
 
     def take_pinned(self, size: int) -> tuple[list[Place], Place]:
-        """Takes pinned memory that was given back, or allocates some: pinning memory takes longer than a transfer.
-
-        Args:
-            size: a power of two.
-
-        Returns:
-            The list to give it back to, and the memory.
+        """Takes pinned memory that was given back, or allocates some: pinning memory takes longer than a transfer. The
+        size is a power of two. Returns the list to give the memory back to, and the memory.
         """
         free = self._free.setdefault(size, [])
         with self._lock:

@@ -55,12 +55,7 @@ class Devices:
         self._copiers: dict[tuple[str, int], Copier] = {}
 
     def copier(self, device: int, name: str | None = None, runtime: Runtime | None = None) -> Copier:
-        """Returns the copier of a device, by the device's number.
-
-        Args:
-            device: its number in this process.
-            name: its runtime's; None: ``PROXYCCL_RUNTIME``'s, else the default's.
-            runtime: its runtime, if the caller has one.
+        """Returns the copier of a device, by its number in this process, of the named runtime or of the default one.
 
         Raises:
             ArgumentError: there is no such device.
@@ -81,11 +76,7 @@ class Devices:
 
     def of_stream(self, stream: StreamLike) -> Copier:
         """The device of a stream: the one that the stream names, as torch's do; else the first that the agent uses.
-
-        Raises:
-            ArgumentError: there is no such device.
-            RuntimeUnavailableError: the machine does not offer the runtime.
-        """
+        Errors as for `copier`."""
         named = getattr(stream, "device_index", None)
         with self._lock:
             used = next(iter(self._copiers), (None, 0))
@@ -93,10 +84,7 @@ class Devices:
 
     def nearest(self, share: Share) -> Copier:
         """The device that copies between the host's memory and a region: its own, if this process sees it, else one
-        that reaches it.
-
-        Raises:
-            NoPathError: there is none.
+        that reaches it. Raises NoPathError if there is none.
         """
         name = share.place.partition(":")[0]
         if name == "host":
@@ -127,11 +115,7 @@ class Devices:
 
 
 class Exported:
-    """A region of this process that others can map until this object is garbage.
-
-    Attributes:
-        share: how they map it.
-    """
+    """A region of this process that others can map, by `share`, until this object is garbage."""
 
     def __init__(self, runtime: Runtime, region: Region) -> None:
         handle = runtime.export(region.address, region.nbytes)
@@ -182,12 +166,7 @@ class Reached:
     def map(
         self, copier: Copier | None, addresses: Rows, holders: Sequence[Region]
     ) -> tuple[Rows, list[Memory | SharedMemory], str]:
-        """Maps the regions of blocks.
-
-        Args:
-            copier: the device that copies; None: the CPU.
-            addresses: of the blocks.
-            holders: the regions that hold them (`View.holders`).
+        """Maps the regions that hold blocks (`View.holders`), for a device or, if `copier` is None, for the CPU.
 
         Returns:
             The addresses at which the device reaches the blocks, the mapped memory that they lie in, and how it is
@@ -234,11 +213,7 @@ class Pinned:
         self._pinned: dict[Region, Memory | None] = {}
 
     def pin(self, copier: Copier, regions: Iterable[Region]) -> tuple[list[Memory], str]:
-        """Pins regions that are not pinned yet.
-
-        Returns:
-            The pinned memory, and the reason why some memory is not pinned; "" if all is.
-        """
+        """Returns the pinned memory of regions, and the reason why some is not pinned; "" if all is."""
         memories, reason = [], ""
         with self._lock:
             for region in regions:

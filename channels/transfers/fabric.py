@@ -34,13 +34,7 @@ _SOCKETS = frozenset({"tcp", "net", "sockets", "udp"})
 
 
 class Key(Message, frozen=True):
-    """How peers name a region.
-
-    Attributes:
-        region: the region.
-        address: address of the region's first byte, for requests.
-        key: libfabric's key.
-    """
+    """How peers name a region: the address of its first byte for requests, and libfabric's key."""
 
     region: Region
     address: Uint64
@@ -130,14 +124,7 @@ class AgentFabric:
 
     def register(self, regions: Iterable[Region], runtimes: Mapping[Region, Runtime]) -> None:
         """Registers regions, except those of devices that the provider does not reach; a region may be registered
-        already.
-
-        Args:
-            regions: the regions.
-            runtimes: the runtimes of regions in device memory.
-
-        Raises:
-            ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
+        already. `runtimes` are those of regions in device memory. Errors as for `FabricEndpoint.register`.
         """
         with self._lock:
             for region in regions:
@@ -170,10 +157,8 @@ class AgentFabric:
                     self.endpoint.release(made)
 
     def stages(self, table: Table) -> Stages:
-        """Registers memory that stages copies of device memory, until nothing refers to the result.
-
-        Raises:
-            ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
+        """Registers memory that stages copies of device memory, until nothing refers to the result. Errors as for
+        `FabricEndpoint.register`.
         """
         self._release_ended()
         made, stages = self.endpoint.register(table.ptr, table.nbytes), Stages()
@@ -230,17 +215,12 @@ class AgentFabric:
 
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
-    """Opens an endpoint, with the options of ``PROXYCCL_FABRIC_…``, if this machine has an adapter for one.
-
-    Args:
-        asked: whether the caller named the path, so that any provider serves.
-
-    Returns:
-        The endpoint, or None and the reason why libfabric can't use this machine's adapters; "" if there are no
-        adapters.
+    """Opens an endpoint, with the options of ``PROXYCCL_FABRIC_…``, if this machine has an adapter for one or, if
+    `asked`, by any provider. Returns None and the reason if libfabric can't use this machine's adapters, "" if there
+    are none.
 
     Raises:
-        ArgumentError, ResourceError, RuntimeUnavailableError: the path was named and the endpoint can't be opened.
+        ArgumentError, ResourceError, RuntimeUnavailableError: it was asked for, and can't be opened.
     """
     if not asked and not (_ADAPTERS.is_dir() and os.listdir(_ADAPTERS)):
         return None, ""

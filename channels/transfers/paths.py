@@ -76,12 +76,8 @@ class Path(Struct, frozen=True):
 
 
 def device_path(by: str, ways: Iterable[str], unpinned: str = "") -> Path:
-    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)".
-
-    Args:
-        by: what copies: "copy engine", "kernel", or "copy engine and kernel".
-        ways: how the device reaches memory other than its own process's device memory.
-        unpinned: why the copy of host memory goes through the driver's buffers; "" if it does not.
+    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)". `by` copies, and reaches memory
+    of other processes and of the host in the given ways. `unpinned` is the reason for going by the driver's buffers.
     """
     named = sorted({way for way in ways if way} | ({"staged by the driver"} if unpinned else set()))
     return Path(f"{by} ({', '.join(named)})" if named else by, unpinned)
@@ -95,14 +91,8 @@ def fabric_path(provider: str, *, of_devices: bool = False) -> str:
 
 
 def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
-    """Returns the path of device memory, on one side or both, through a socket: "copy engine and tcp, staged".
-
-    Each device copies to and from pinned memory of its own side.
-
-    Args:
-        link: the path of the link, whose name is that of the socket.
-        kinds: the kinds of memory of this side and the peer's.
-        reason: why no device reaches both sides; "" between hosts.
+    """Returns the path of device memory, on one side or both, through a link: "copy engine and tcp, staged". Each
+    device copies to and from pinned memory of its own side. `reason` is why no device reaches both sides.
     """
     steps = ["copy engine"] * (kinds[0] == VRAM) + [link.name] + ["copy engine"] * (kinds[1] == VRAM)
     by = " and ".join((", ".join(steps[:-1]), steps[-1]))

@@ -247,11 +247,11 @@ class Preparer(Struct, eq=False):
             kept.append(memories)
         lists = local, remote = sides(mapped)
         to, source = (remote, local) if pair.writes else (local, remote)
-        plan = copier.plan(np.column_stack((to[:, 0], source)), kernels_reach=not unpinned, kept=kept)
-        path = device_path(plan.by, ways, unpinned)
+        copies, by, planned = copier.plan(np.column_stack((to[:, 0], source)), kernels_reach=not unpinned)
+        path = device_path(by, ways, unpinned)
         over = ffi.NULL if link is None else link.handle
-        handle = lib.proxyccl_transfer_create_on_device(self._handle, over, pair.writes, copier.calls, plan.copies)
-        made = self._made(pair, handle, path, lists, copier=copier, is_queued=True, kept=plan)
+        handle = lib.proxyccl_transfer_create_on_device(self._handle, over, pair.writes, copier.calls, copies)
+        made = self._made(pair, handle, path, lists, copier=copier, is_queued=True, kept=(kept, planned))
         what = "copies between the host's memory and a device by way of the driver's buffers"
         self.warn_once(what, path.reason)
         return made if known is None else known.keep(made)

@@ -290,14 +290,8 @@ def has_ended(transfer: Transfer, seconds: float) -> bool:
 
 
 def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> None:
-    """Makes a transfer depend on registrations of one side.
-
-    Args:
-        transfer: a transfer that was never started.
-        remote: whether the registrations are the peer's.
-        ledger: the ledger of the registrations.
-        rows: (number of a registration, address of a block in it).
-    """
+    """Makes a transfer that was never started depend on registrations of one side: rows of (number of a registration,
+    address of a block in it), and their ledger."""
     kept = np.ascontiguousarray(rows)
     transfer._kept.append((ledger, kept))
     pointer = ffi.cast("uint64_t *", kept.ctypes.data)
