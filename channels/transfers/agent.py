@@ -20,7 +20,7 @@ import numpy as np
 from proxyccl.channels import array_libraries
 from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers.blocks import Rows, as_rows
-from proxyccl.channels.transfers.device_memory import Devices, Exported, Pinned, Reached
+from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
 from proxyccl.channels.transfers.errors import (
     NameTakenError,
@@ -44,7 +44,7 @@ from proxyccl.channels.transfers.paths import (
 from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.preparing import Pair, Preparer, Side, kind_of
 from proxyccl.channels.transfers.published import Published
-from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, is_unicode, problem_of
+from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, is_unicode, require_valid
 from proxyccl.channels.transfers.transfer import State, Transfer, set_guard, set_label
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import Array, as_view
@@ -124,7 +124,6 @@ class Agent:
         serve()  # offers the ledger to agents in other PID namespaces
         self._devices = Devices()
         self._reached, self._pinned = Reached(), Pinned()
-        self._exported: dict[Region, Exported] = {}
         self._serving: dict[Copier, ProxycclStagingPointer] = {}
         served: list[object] = []
         self._keep_serving = served.append
@@ -187,7 +186,7 @@ class Agent:
             for peer in peers:
                 peer.leave()
             self._pinned.forget()
-            self._exported.clear()
+            self._reached.add((), self._own.all)
             self._drop_pins_of_others(self._own.all)
             self._ledger.close()
             if self._fabric is not None:
@@ -246,12 +245,9 @@ class Agent:
 
     def _register(self, regions: Sequence[Region], runtime: Any) -> None:
         for region in regions:
-            wrong = problem_of(region)
-            if wrong is not None:
-                raise ArgumentError(*wrong)
+            require_valid(region)
         # An array without elements may have no address.
-        exported = [self._devices.share(each, runtime) for each in regions if each.kind == VRAM and each.nbytes]
-        shares = [each.share for each in exported]
+        shares = [self._devices.share(each, runtime) for each in regions if each.kind == VRAM and each.nbytes]
         mapped = mapped_memory(regions)
         host_shares = shares_of(mapped)
         copiers = {share.region: self._devices.of(share) for share in shares}
@@ -267,7 +263,6 @@ class Agent:
                 self._begin(regions, mapped)
                 undo.pop_all()
             self._reached.add(shares + host_shares)
-            self._exported.update((each.share.region, each) for each in exported)
             self._publish()
 
     def _begin(self, regions: Sequence[Region], mapped: Mapping[Region, SharedMemory]) -> None:
@@ -312,7 +307,6 @@ class Agent:
                 raise NotRegisteredError("a region is not registered")
             for region in gone:
                 self._ledger.end(numbers[region])
-                self._exported.pop(region, None)
             self._publish()
             if self._fabric is not None:
                 self._fabric.deregister(gone)

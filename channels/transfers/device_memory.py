@@ -25,7 +25,7 @@ from proxyccl.device.runtimes import find_runtime, open_driver, open_runtime
 from proxyccl.proxy.codec import Message
 
 
-class Share(Message, frozen=True):
+class Share(Message, frozen=True, weakref=True):
     """How other processes of this host map a region.
 
     Attributes:
@@ -98,7 +98,7 @@ class Devices:
                 return copier
         raise NoPathError(f"no device of this process reaches {share.place}")
 
-    def share(self, region: Region, runtime: Runtime | None = None) -> Exported:
+    def share(self, region: Region, runtime: Runtime | None = None) -> Share:
         """Shares a region with other processes, until the result is garbage.
 
         Raises:
@@ -111,16 +111,9 @@ class Devices:
             raise ArgumentError("memory", f"{region.address:#x} is not memory of {runtime.name} device {region.device}")
         self.copier(region.device, runtime=runtime)
         serve()  # for agents in other PID namespaces
-        return Exported(runtime, region)
-
-
-class Exported:
-    """A region of this process that others can map, by `share`, until this object is garbage."""
-
-    def __init__(self, runtime: Runtime, region: Region) -> None:
-        handle = runtime.export(region.address, region.nbytes)
-        forks.finalizer(self, runtime.end_export, handle)
-        self.share = Share(region, runtime.device_id, handle)
+        share = Share(region, runtime.device_id, runtime.export(region.address, region.nbytes))
+        forks.finalizer(share, runtime.end_export, share.handle)
+        return share
 
 
 class NotSharedError(NoPathError):

@@ -10,6 +10,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.blocks import Rows
+from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Message, Uint64
 
 DRAM = "dram"
@@ -41,20 +42,20 @@ class Region(Message, frozen=True):
     label: Annotated[str, Meta(max_length=LONGEST_LABEL)] = ""
 
 
-def problem_of(region: Region) -> tuple[str, str] | None:
-    """Returns the argument that makes a region invalid, and the expected values; None for a valid region."""
+def require_valid(region: Region) -> None:
+    """Raises ArgumentError for a region that a caller made of wrong values."""
     for name in ("address", "nbytes", "device"):
         value = getattr(region, name)
         if type(value) is not int or not 0 <= value < 2**64:
-            return name, f"must be an integer from 0 to 2^64 - 1, not {value!r}"
+            raise ArgumentError(name, f"must be an integer from 0 to 2^64 - 1, not {value!r}")
     if region.kind not in (DRAM, VRAM):
-        return "kind", f'must be "dram" or "vram", not {region.kind!r}'
+        raise ArgumentError("kind", f'must be "dram" or "vram", not {region.kind!r}')
     if not isinstance(region.label, str) or len(region.label) > LONGEST_LABEL or not is_unicode(region.label):
-        return (
-            "label",
-            f"must be a text of at most {LONGEST_LABEL} characters that UTF-8 has, not {region.label!r:.100}",
+        raise ArgumentError(
+            "label", f"must be a text of at most {LONGEST_LABEL} characters that UTF-8 has, not {region.label!r:.100}"
         )
-    return None if is_range(region) else ("regions", f"{region} is not a range of memory")
+    if not is_range(region):
+        raise ArgumentError("regions", f"{region} is not a range of memory")
 
 
 def is_range(region: Region) -> bool:

@@ -315,7 +315,7 @@ def test_memory_at_an_address_where_other_memory_was(pair: OnDevices) -> None:
         array = array_of(1)
         array.fill(value)
         exported = pair.b._devices.share(Region(array.ptr, nbytes, array.runtime.device, VRAM), array.runtime)
-        share = structs.replace(exported.share, region=structs.replace(exported.share.region, address=at))
+        share = structs.replace(exported, region=structs.replace(exported.region, address=at))
         pair.a.add(
             METADATA.encode(
                 Metadata("proxyccl-agent-2", "b", pair.b._token, None, [share.region], [number], [share], [])
