@@ -543,7 +543,9 @@ class Agent:
                 with contextlib.ExitStack() as undo:
                     if ledger is not None:
                         undo.callback(ledger.close)
-                    link = connect(self._handle, name, peer, self._preparer.paths, seconds, fabric, reason)
+                    link = connect(
+                        self._handle, name, peer.token, peer.place, self._preparer.paths, seconds, fabric, reason
+                    )
                     undo.pop_all()
                 if fabric is not None and link.path.name.startswith("fabric"):
                     peer.number, _ = fabric.endpoint.insert(peer.place.fabric)

@@ -27,7 +27,6 @@ from proxyccl.proxy.hosts import boot_id, host_addresses
 
 if TYPE_CHECKING:
     from proxyccl.channels.transfers.fabric import AgentFabric
-    from proxyccl.channels.transfers.peers import Peer
     from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclLinkPointer
 
 _TCP_OPTIONS = {
@@ -242,7 +241,8 @@ def allowed_paths(names: Sequence[str] | None) -> tuple[frozenset[str], bool]:
 def connect(
     agent: ProxycclAgentPointer,
     peer: str,
-    known: Peer,
+    token: bytes,
+    place: Place,
     allowed: frozenset[str],
     timeout: float,
     fabric: AgentFabric | None,
@@ -252,7 +252,7 @@ def connect(
 
     Args:
         agent: the engine's.
-        peer, known: the other agent's name, and the agent.
+        peer, token, place: of the other agent.
         allowed: the paths that data may take.
         timeout: seconds.
         fabric: this agent's endpoint of libfabric, if the peer's has the same provider.
@@ -264,7 +264,7 @@ def connect(
         ClosedError: this agent was closed.
     """
     deadline = time.monotonic() + timeout
-    here = known.place.host == boot_id()
+    here = place.host == boot_id()
     failures: list[str] = [] if here else ["it is on another host"]
     if reason:
         failures.append(reason)
@@ -277,11 +277,11 @@ def connect(
             if allowed.isdisjoint(usable | {carrier}):
                 continue
             if carrier == "unix":
-                connection = _by_unix(known.token, deadline, failures)
+                connection = _by_unix(token, deadline, failures)
             else:
-                connection = _by_tcp(known.place, deadline, failures)
+                connection = _by_tcp(place, deadline, failures)
             if connection is not None:
-                link = _choose(agent, peer, known, connection, carrier, allowed, failures, fabric)
+                link = _choose(agent, peer, token, place, connection, carrier, allowed, failures, fabric)
                 if link is not None:
                     return link
     paths = "" if len(allowed) == len(_ALL) else f" by {' or '.join(sorted(allowed))}"
@@ -318,7 +318,8 @@ def _by_tcp(place: Place, deadline: float, failures: list[str]) -> socket.socket
 def _choose(
     agent: ProxycclAgentPointer,
     peer: str,
-    known: Peer,
+    token: bytes,
+    place: Place,
     connection: socket.socket,
     carrier: str,
     allowed: frozenset[str],
@@ -328,7 +329,7 @@ def _choose(
     """Chooses the best path over a connection, which is closed if no path is allowed. Agents on one host without a
     common network namespace exchange messages over TCP; the kernel may still copy their data.
     """
-    place, here = known.place, known.place.host == boot_id()
+    here = place.host == boot_id()
     with contextlib.ExitStack() as undo:
         undo.enter_context(connection)
         pid, process, copied = place.process if here else 0, -1, False
@@ -342,7 +343,7 @@ def _choose(
                 process = os.pidfd_open(pid)
                 undo.callback(os.close, process)
         if here and "process_vm" in allowed:
-            reason = _why_not_copied(pid, known, carrier)
+            reason = _why_not_copied(pid, token, place, carrier)
             copied = not reason
             failures += [reason] if reason else []
         by_fabric = fabric is not None and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
@@ -362,33 +363,33 @@ def _choose(
     return Link(agent, peer, place.secret, connection, process, pid if copied else 0, path, carrier, raw)
 
 
-def _why_not_copied(pid: int, known: Peer, carrier: str) -> str:
+def _why_not_copied(pid: int, token: bytes, place: Place, carrier: str) -> str:
     """Returns why the kernel can't copy from and to the peer's process; "" if it can. If Yama restricts such copies to
     parents, asks the peer to permit them, provided that its Unix socket can be reached.
     """
     if pid <= 0:
         return "its process is not visible in this PID namespace"
-    error, seen = _read_secret(pid, known.place)
+    error, seen = _read_secret(pid, place)
     refusal = ""
     if error == errno.EPERM and carrier == "unix" and _YAMA.exists() and _YAMA.read_text().strip() == "1":
-        refused = _ask_to_copy(known)
+        refused = _ask_to_copy(token, place)
         refusal = f"; asked to permit it, the peer answered: {os.strerror(refused)}" if refused else ""
-        error, seen = _read_secret(pid, known.place)
+        error, seen = _read_secret(pid, place)
     if error:
         where = "/proc/sys/kernel/yama/ptrace_scope, CAP_SYS_PTRACE, seccomp"
         return f"process_vm_readv: {os.strerror(error)} ({where}){refusal}"
-    return "" if seen == known.place.secret else "its process has another number here"
+    return "" if seen == place.secret else "its process has another number here"
 
 
-def _ask_to_copy(known: Peer) -> int:
+def _ask_to_copy(token: bytes, place: Place) -> int:
     """Asks the peer to let this process copy. Returns 0 or an errno. The question uses a separate connection: over the
     link's, a late answer would be mistaken for the answer to a frame.
     """
-    connection = _by_unix(known.token, time.monotonic() + _ANSWER_MS / 1000, [])
+    connection = _by_unix(token, time.monotonic() + _ANSWER_MS / 1000, [])
     if connection is None:
         return errno.ECONNREFUSED
     with connection:
-        return lib.proxyccl_ask_to_copy(connection.fileno(), known.place.secret, _ANSWER_MS)
+        return lib.proxyccl_ask_to_copy(connection.fileno(), place.secret, _ANSWER_MS)
 
 
 def _read_secret(pid: int, place: Place) -> tuple[int, bytes]:
