@@ -123,9 +123,7 @@ static void end(CopyTransfer *self) {
   ProxycclTransfer *transfer = &self->base;
   ProxycclLink *link = transfer->link;
   if (transfer->error == ESRCH) link_lose(link, "the peer's process has ended");
-  if (link != NULL && link->lost != NULL) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* the system may have reused the process id */
-  } else if (!transfer_stands(transfer)) {
+  if (!transfer_stands(transfer)) {
     transfer_end_deregistered(transfer);
   } else if (self->pid != 0 && transfer->error == EFAULT && transfer->fault.kind == PROXYCCL_FAULT_PROTECTED) {
     /* The peer answers whether the block is mapped. If the peer has gone, the end of the link ends the transfer. */

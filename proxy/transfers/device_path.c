@@ -52,14 +52,9 @@ static int issue(const DeviceTransfer *self, uint64_t stream, int *queued) {
 }
 
 static void end(ProxycclTransfer *transfer) {
-  ProxycclLink *link = transfer->link;
   queue_remove(&transfer->agent->looked_at, transfer);
-  if (link != NULL && transfer->error != 0) link_look(link);
-  if (link != NULL && link->lost != NULL) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
-  } else {
-    transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
-  }
+  if (transfer->link != NULL && transfer->error != 0) link_look(transfer->link);
+  transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
 }
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {

@@ -19,13 +19,11 @@ static void ended(Rdma *rdma) {
   transfer->fault.address = rdma->fault;
   if (transfer->cancel) {
     pthread_cond_broadcast(&transfer->agent->changed); /* the thread that cancels the transfer ends it */
-  } else if (transfer->abandoned || rdma->canceled) {
-    transfer_end_canceled(transfer);
-  } else if (transfer->link->lost != NULL) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
+  } else if (rdma->canceled) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
   } else if (transfer->error == 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
-  } else if (fabric_failed(transfer->agent)) {
+  } else if (transfer->abandoned || fabric_failed(transfer->agent)) {
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
   } else { /* the peer answers whether its memory is mapped; if the peer has gone, the link ends */
     link_start(transfer->link, &transfer->request, 0, &transfer->fault);

@@ -429,11 +429,10 @@ void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
 ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path);
 ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path,
                                      const ProxycclBlocks *blocks);
+/* Ends a transfer: as canceled if it is abandoned, as lost if its link is. Frees it if it is orphaned. */
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
-void transfer_end_canceled(ProxycclTransfer *transfer); /* ends an abandoned transfer, and may free it */
-/* Ends a transfer with the result that the answers to its frames or its CHECK report. */
-void transfer_end_answered(ProxycclTransfer *transfer, uint32_t refusal, const ProxycclFault *fault, int asked);
-void transfer_answered(Request *request); /* the same for a transfer with a single request */
+/* Ends a transfer with the result that the answers to the frames or the CHECK of its request report. */
+void transfer_answered(Request *request);
 /* Whether the registrations of a transfer's blocks stand, on both sides as far as known here. Else `fault` names one.
  */
 int transfer_stands(ProxycclTransfer *transfer);

@@ -24,8 +24,7 @@ typedef struct Part {
 } Part;
 
 typedef struct StagedTransfer {
-  ProxycclTransfer base; /* its request is never started: the parts' requests move its blocks */
-  uint32_t refusal;      /* the first error of a part */
+  ProxycclTransfer base; /* its request is never started: it has the first refusal of the parts' requests */
   const ProxycclStaging *staging;
   Part parts[PROXYCCL_STAGES];
 } StagedTransfer;
@@ -73,7 +72,7 @@ static void fill_part(StagedTransfer *self, Part *part) {
 
 static int has_failed(const StagedTransfer *self) {
   const ProxycclTransfer *transfer = &self->base;
-  return transfer->error != 0 || self->refusal != 0 || transfer->abandoned || transfer->link->lost != NULL;
+  return transfer->error != 0 || transfer->request.refusal != 0 || transfer->abandoned || transfer->link->lost != NULL;
 }
 
 /* Advances a part as far as possible. Returns 1 on progress. */
@@ -89,9 +88,9 @@ static int step(StagedTransfer *self, uint32_t i) {
         part->state = PART_IDLE;
       }
     } else if (part->state == PART_MOVED) {
-      if (self->refusal == 0) {
-        self->refusal = part->request.refusal;
-        self->base.fault = part->request.fault;
+      if (self->base.request.refusal == 0) {
+        self->base.request.refusal = part->request.refusal;
+        self->base.request.fault = part->request.fault;
       }
       part->state = PART_IDLE;
       if (!self->base.writes && !has_failed(self)) copy_part(self, i);
@@ -110,16 +109,10 @@ static int step(StagedTransfer *self, uint32_t i) {
 }
 
 static void end(StagedTransfer *self) {
-  ProxycclTransfer *transfer = &self->base;
-  const ProxycclFault fault = transfer->fault;
-  if (transfer->abandoned) {
-    transfer_end_canceled(transfer);
-  } else if (transfer->link->lost != NULL) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
-  } else if (transfer->error != 0) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
+  if (self->base.error != 0) {
+    transfer_end(&self->base, PROXYCCL_TRANSFER_FAILED);
   } else {
-    transfer_end_answered(transfer, self->refusal, &fault, 0);
+    transfer_answered(&self->base.request);
   }
 }
 
@@ -165,7 +158,7 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   (void)stream;
   transfer->request.at = (Position){0, 0};
   transfer->request.left = transfer->bytes;
-  self->refusal = 0;
+  transfer->request.refusal = 0;
   look(transfer);
 }
 

@@ -73,7 +73,21 @@ ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer) 
   return __atomic_load_n(&transfer->state, __ATOMIC_ACQUIRE);
 }
 
+/* The caller holds a reference to the agent and the lock. */
+static void free_transfer(ProxycclTransfer *transfer) {
+  --transfer->agent->references;
+  if (transfer->link != NULL) link_unreference(transfer->link);
+  buffer_free(&transfer->message);
+  free(transfer);
+}
+
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
+  const int lost = transfer->link != NULL && transfer->link->lost != NULL;
+  if (transfer->abandoned) {
+    state = PROXYCCL_TRANSFER_CANCELED;
+  } else if (lost && state != PROXYCCL_TRANSFER_CANCELED) {
+    state = PROXYCCL_TRANSFER_LOST; /* whatever the copies say: the system may have reused the peer's process id */
+  }
   if (state == PROXYCCL_TRANSFER_DONE && transfer->has_message) {
     ProxycclAgent *agent = transfer->agent;
     const Buffer *message = &transfer->message;
@@ -95,29 +109,23 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
   log_end(transfer, state);
   set_state(transfer, state);
   pthread_cond_broadcast(&transfer->agent->changed);
-}
-
-void transfer_end_answered(ProxycclTransfer *transfer, uint32_t refusal, const ProxycclFault *fault, int asked) {
-  transfer->fault = *fault;
-  if (refusal == EACCES) {
-    transfer->fault.kind = PROXYCCL_FAULT_DEREGISTERED;
-    transfer_end(transfer, PROXYCCL_TRANSFER_REFUSED);
-  } else if (refusal != 0 || asked) {
-    if (refusal == EFAULT) transfer->fault.kind = PROXYCCL_FAULT_FREED;
-    if (refusal == EPERM && fault->kind == PROXYCCL_FAULT_NONE) transfer->fault.kind = PROXYCCL_FAULT_PROTECTED;
-    if (!asked) transfer->error = (int)refusal;
-    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
-  } else {
-    transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
-  }
+  if (transfer->orphaned) free_transfer(transfer);
 }
 
 void transfer_answered(Request *request) {
   ProxycclTransfer *transfer = request->transfer;
-  if (transfer->link->lost != NULL) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
+  ProxycclFault *fault = &transfer->fault;
+  *fault = request->fault;
+  if (request->refusal == EACCES) {
+    fault->kind = PROXYCCL_FAULT_DEREGISTERED;
+    transfer_end(transfer, PROXYCCL_TRANSFER_REFUSED);
+  } else if (request->refusal != 0 || request->asks) {
+    if (request->refusal == EFAULT) fault->kind = PROXYCCL_FAULT_FREED;
+    if (request->refusal == EPERM && fault->kind == PROXYCCL_FAULT_NONE) fault->kind = PROXYCCL_FAULT_PROTECTED;
+    if (!request->asks) transfer->error = (int)request->refusal;
+    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
   } else {
-    transfer_end_answered(transfer, request->refusal, &request->fault, request->asks);
+    transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
   }
 }
 
@@ -152,19 +160,6 @@ ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, s
   transfer->request.remote = (const struct iovec *)blocks->remote;
   for (uint64_t i = 0; i < blocks->count; ++i) transfer->bytes += blocks->local[2 * i + 1];
   return transfer;
-}
-
-/* The caller holds a reference to the agent and the lock. */
-static void free_transfer(ProxycclTransfer *transfer) {
-  --transfer->agent->references;
-  if (transfer->link != NULL) link_unreference(transfer->link);
-  buffer_free(&transfer->message);
-  free(transfer);
-}
-
-void transfer_end_canceled(ProxycclTransfer *transfer) {
-  transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
-  if (transfer->orphaned) free_transfer(transfer);
 }
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
