@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -38,7 +38,7 @@ class Region(Message, frozen=True):
     address: Uint64
     nbytes: Uint64
     device: Uint64 = 0
-    kind: Annotated[str, Meta(max_length=16)] = DRAM
+    kind: Annotated[str, Meta(pattern=f"^({DRAM}|{VRAM})$")] = DRAM
     label: Annotated[str, Meta(max_length=LONGEST_LABEL)] = ""
 
 
@@ -78,7 +78,7 @@ class Regions:
     def __init__(self) -> None:
         self._counts: dict[Region, int] = {}
         self._numbers: dict[Region, int] = {}
-        self._tables: dict[str, _Table] = {}
+        self._table = _Table()
         self._views: dict[tuple[str, int | None], View] = {}
 
     def __contains__(self, region: Region) -> bool:
@@ -129,26 +129,20 @@ class Regions:
 
     def forget(self, regions: Sequence[Region]) -> None:
         """Removes regions, which must be present, with all of their registrations."""
-        for kind, chosen in _by_kind(regions).items():
-            self._tables[kind].remove(chosen)
-            self._forget_views(kind)
+        self._table.remove(regions)
+        self._views.clear()
         for region in regions:
             del self._counts[region], self._numbers[region]
 
     def _change(self, regions: Sequence[Region]) -> None:
-        for kind, chosen in _by_kind(regions).items():
-            self._tables.setdefault(kind, _Table()).put(chosen, [self._numbers[region] for region in chosen])
-            self._forget_views(kind)
-
-    def _forget_views(self, kind: str) -> None:
-        for key in [key for key in self._views if key[0] == kind]:
-            del self._views[key]
+        self._table.put({region: self._numbers[region] for region in regions})
+        self._views.clear()
 
     def view(self, kind: str = DRAM, device: int | None = None) -> View:
         """Returns the current regions of one kind; `device`: only of one device, None: of all."""
         view = self._views.get((kind, device))
         if view is None:
-            view = self._views[kind, device] = self._tables.setdefault(kind, _Table()).view(device)
+            view = self._views[kind, device] = self._table.view(kind, device)
         return view
 
     def ranges(self, kind: str = DRAM, device: int | None = None) -> tuple[Rows, Rows]:
@@ -169,31 +163,31 @@ class Regions:
         if chosen:
             starts = np.array([other.address for other in chosen], np.uint64)
             ends = np.maximum.accumulate(np.array([_end(other) for other in chosen], np.uint64))
-            for table in self._tables.values():
-                at = np.searchsorted(starts, table.ends) - 1  # the last of the others that starts before a region's end
-                found |= set(table.regions[(at >= 0) & (ends[at] > table.starts)])
+            table = self._table
+            at = np.searchsorted(starts, table.ends) - 1  # the last of the others that starts before a region's end
+            found = set(table.regions[(at >= 0) & (ends[at] > table.starts)])
         return found
 
     def ended(self, words: Rows) -> list[Region]:
         """Returns the regions that were deregistered, by the words of their ledger (`Ledger.words`)."""
-        ended: list[Region] = []
-        for table in self._tables.values():
-            now = words[table.numbers % np.uint64(len(words))]
-            ended += table.regions[(now != table.numbers) & (now != ~table.numbers)].tolist()
+        numbers = self._table.numbers
+        now = words[numbers % np.uint64(len(words))]
+        ended: list[Region] = self._table.regions[(now != numbers) & (now != ~numbers)].tolist()
         return ended
 
 
 class _Table:
-    """Regions of one kind by address, those that start at one address with the longest first."""
+    """Regions by address, those that start at one address with the longest first."""
 
     def __init__(self) -> None:
+        self.are_vram = np.empty(0, bool)
         self.starts, self.ends, self.devices, self.numbers = (np.empty(0, np.uint64) for _ in range(4))
         self.regions: NDArray[np.object_] = np.empty(0, object)
 
-    def put(self, regions: Iterable[Region], numbers: Iterable[int]) -> None:
+    def put(self, numbers: Mapping[Region, int]) -> None:
         """Adds absent regions, and sets the numbers of all."""
         new, places, again = [], [], {}
-        for region, number in sorted(zip(regions, numbers, strict=True), key=lambda each: _order(each[0])):
+        for region, number in sorted(numbers.items(), key=lambda each: _order(each[0])):
             place, is_there = self._find(region)
             if is_there:
                 again[place] = number
@@ -212,12 +206,13 @@ class _Table:
             objects = np.empty(len(new), object)
             objects[:] = columns[4]
             self.regions = np.insert(self.regions, places, objects)
+            self.are_vram = np.insert(self.are_vram, places, [region.kind == VRAM for region in objects])
 
     def remove(self, regions: Iterable[Region]) -> None:
         """Removes regions, which must be present."""
         left = np.ones(len(self.starts), bool)
         left[[self._find(region)[0] for region in regions]] = False
-        self.starts, self.ends = self.starts[left], self.ends[left]
+        self.starts, self.ends, self.are_vram = self.starts[left], self.ends[left], self.are_vram[left]
         self.devices, self.numbers, self.regions = self.devices[left], self.numbers[left], self.regions[left]
 
     def _find(self, region: Region) -> tuple[int, bool]:
@@ -231,9 +226,10 @@ class _Table:
             place += 1
         return place, False
 
-    def view(self, device: int | None) -> View:
-        """Returns the regions of a device; None: all."""
-        chosen = slice(None) if device is None else self.devices == device
+    def view(self, kind: str, device: int | None) -> View:
+        chosen = (self.are_vram == (kind == VRAM)) & (kind in (DRAM, VRAM))
+        if device is not None:
+            chosen &= self.devices == device
         return View(self.starts[chosen], self.ends[chosen], self.numbers[chosen], self.regions[chosen])
 
 
@@ -284,13 +280,6 @@ def holder_of(addresses: Rows, holders: Sequence[Region]) -> NDArray[np.intp]:
     """Returns for each block the index of the region that holds it, among those of `View.holders`."""
     starts = np.array([region.address for region in holders], np.uint64)
     return np.searchsorted(starts, addresses, "right") - 1
-
-
-def _by_kind(regions: Iterable[Region]) -> dict[str, list[Region]]:
-    found: dict[str, list[Region]] = {}
-    for region in dict.fromkeys(regions):
-        found.setdefault(region.kind, []).append(region)
-    return found
 
 
 def _end(region: Region) -> int:
