@@ -105,8 +105,6 @@ static int look(ProxycclTransfer *transfer) {
   return 1;
 }
 
-static void help(ProxycclTransfer *transfer) { look(transfer); }
-
 /* Waits for the copies, because a driver can't cancel them. */
 static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   DeviceTransfer *self = (DeviceTransfer *)transfer;
@@ -123,7 +121,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies) {
-  static const TransferPath path = {.begin = begin, .look = look, .help = help, .finish = finish, .silent = 1};
+  static const TransferPath path = {.begin = begin, .look = look, .finish = finish, .silent = 1};
   DeviceTransfer *self = (DeviceTransfer *)transfer_new(agent, link, sizeof *self, &path);
   if (self == NULL) return NULL;
   self->base.writes = writes;

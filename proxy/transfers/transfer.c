@@ -329,10 +329,10 @@ ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
     pthread_mutex_lock(&transfer->agent->lock);
     if (transfer->request.active) {
       link_help(transfer->link);
-    } else if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && !transfer->rung) {
-      look(transfer);
-    } else if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && !copy(transfer) && transfer->path->help != NULL) {
+    } else if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->rung && transfer->path->help != NULL) {
       transfer->path->help(transfer);
+    } else if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && !copy(transfer)) {
+      look(transfer);
     }
     pthread_mutex_unlock(&transfer->agent->lock);
   }

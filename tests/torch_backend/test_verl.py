@@ -141,7 +141,7 @@ def test_the_chain_visits_each_host_once(registry: Any, monkeypatch: pytest.Monk
     metadata = [engine.prepare() for engine in (*workers.trainers, *workers.rollouts)]
     agents = [each["metadata"] for each in metadata]
     hosts = dict(zip(agents, "yxzxyzx", strict=True))
-    monkeypatch.setattr("proxyccl.verl.checkpoint_engine._host", hosts.__getitem__)
+    monkeypatch.setattr("proxyccl.verl.checkpoint_engine.host_of", hosts.__getitem__)
     trainer, rollout = workers.kind.build_topology(2, 5, metadata)
     assert trainer["sends"] == [True, False]
     chain, following = [agents[0]], {agents[0]: trainer["following"][0]}
