@@ -478,16 +478,9 @@ class Agent:
         return "" if link is None else link.lost
 
     def find_side(self, name: str, rows: Rows, kind: str) -> tuple[Side, int | None]:
-        """Returns an agent's current registered memory, for `prepare_checked`, and the index of the first block that is
-        not known to be registered; None if all are.
-
-        Args:
-            name: the other agent's name, or this agent's own.
-            rows: shape (N, 3): address, bytes, device.
-            kind: the kind of memory.
-
-        Raises:
-            UnknownAgentError: no such agent was added.
+        """Returns an agent's current registered memory of a kind, for `prepare_checked`, and the index of the first
+        block that is not known to be registered; None if all are. `name` may be this agent's own. Rows are (address,
+        bytes, device). Raises UnknownAgentError.
         """
         with self._lock:
             known = self._known(name)

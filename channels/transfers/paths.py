@@ -101,18 +101,14 @@ def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
 class Link:
     """A link that this agent opened. The engine frees the link when neither this object nor a transfer refers to it.
 
-    Attributes:
-        peer: the other agent's name.
-        handle: the engine's.
-        path: how the data moves.
-        pid: the process that the kernel copies from and to; 0: it does not.
-        carrier: the kind of socket, "unix" or "tcp".
-
     Args:
-        agent: the engine's.
-        secret: the other agent's.
+        agent, secret: the engine's agent, and the other agent's secret.
+        peer: the other agent's name.
         connection: the socket, which the engine takes over.
         process: a pidfd of the other agent's process, which the engine also takes over, or -1.
+        pid: the process that the kernel copies from and to; 0: it does not.
+        path: how the data moves.
+        carrier: the kind of socket, "unix" or "tcp".
         address: of this agent's endpoint of libfabric, which the peer will use; b"": it will not.
     """
 
@@ -147,17 +143,11 @@ class Link:
 
     def look(self) -> str:
         """Like `lost`, but polls the socket first, so that a disconnect shows at once."""
-        reason = lib.proxyccl_link_look(self.handle)
-        return ffi.string(reason).decode() if reason else ""
+        lib.proxyccl_link_look(self.handle)
+        return self.lost
 
     def tell(self, message: bytes) -> None:
-        """Sends a message.
-
-        Raises:
-            DisconnectedError: the link is lost.
-            ArgumentError: the message is longer than 256 MiB.
-            TransferError: the peer has not taken earlier messages for long.
-        """
+        """Sends a message. Errors as for `Agent.notify`, and TransferError if the peer takes no messages."""
         raise_status(lib.proxyccl_link_tell(self.handle, message, len(message)), self.peer, self.lost)
 
     def end(self) -> None:

@@ -57,6 +57,26 @@ _TURN = 0
 
 _STATES = {state.value: state for state in State}
 _DONE = lib.PROXYCCL_TRANSFER_DONE
+_FAULTS: dict[int, tuple[type[TransferError], str]] = {
+    lib.PROXYCCL_FAULT_DEREGISTERED: (
+        NotRegisteredError,
+        "agent {peer} has deregistered its memory at {address:#x}",
+    ),
+    lib.PROXYCCL_FAULT_ENDED_HERE: (NotRegisteredError, "this agent has deregistered its memory at {address:#x}"),
+    lib.PROXYCCL_FAULT_FREED: (
+        FreedMemoryError,
+        "agent {peer} has freed its memory at {address:#x} without deregistering it",
+    ),
+    lib.PROXYCCL_FAULT_FREED_HERE: (
+        FreedMemoryError,
+        "this agent's memory at {address:#x} was freed without being deregistered",
+    ),
+    lib.PROXYCCL_FAULT_PROTECTED: (
+        TransferError,
+        "memory of agent {peer} at {address:#x} can't be {access}, or this agent's, although it is mapped: it is "
+        "protected, or its file was truncated",
+    ),
+}
 _FABRIC_ERRORS = 256
 """The first error number that is libfabric's own."""
 
@@ -257,27 +277,10 @@ class Transfer:
         """Raises the error for memory that could not be accessed, if the transfer ended so."""
         fault = ffi.new("ProxycclFault *")
         lib.proxyccl_transfer_fault(self._open(), fault)
-        peer = self.peer
-        match fault.kind:
-            case lib.PROXYCCL_FAULT_DEREGISTERED:
-                raise NotRegisteredError(f"agent {peer} has deregistered its memory at {fault.address:#x}", peer)
-            case lib.PROXYCCL_FAULT_ENDED_HERE:
-                raise NotRegisteredError(f"this agent has deregistered its memory at {fault.address:#x}", peer)
-            case lib.PROXYCCL_FAULT_FREED:
-                raise FreedMemoryError(
-                    f"agent {peer} has freed its memory at {fault.address:#x} without deregistering it", peer
-                )
-            case lib.PROXYCCL_FAULT_FREED_HERE:
-                raise FreedMemoryError(
-                    f"this agent's memory at {fault.address:#x} was freed without being deregistered", peer
-                )
-            case lib.PROXYCCL_FAULT_PROTECTED:
-                access = "written" if self.writes else "read"
-                raise TransferError(
-                    f"memory of agent {peer} at {fault.address:#x} can't be {access}, or this agent's, although it is "
-                    "mapped: it is protected, or its file was truncated",
-                    peer,
-                )
+        if fault.kind in _FAULTS:
+            kind, text = _FAULTS[fault.kind]
+            access = "written" if self.writes else "read"
+            raise kind(text.format(peer=self.peer, address=fault.address, access=access), self.peer)
 
 
 def has_ended(transfer: Transfer, seconds: float) -> bool:

@@ -465,9 +465,8 @@ int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms) {
   return answered.kind == FRAME_ANSWER ? (int)answered.count : EPROTO;
 }
 
-const char *proxyccl_link_look(ProxycclLink *link) {
+void proxyccl_link_look(ProxycclLink *link) {
   pthread_mutex_lock(&link->agent->lock);
   link_look(link);
   pthread_mutex_unlock(&link->agent->lock);
-  return proxyccl_link_lost(link);
 }

@@ -169,8 +169,8 @@ void proxyccl_link_end(ProxycclLink *link);
 void proxyccl_link_release(ProxycclLink *link);
 /* Returns why the link has ended (static text), or NULL while it works. */
 const char *proxyccl_link_lost(const ProxycclLink *link);
-/* Like proxyccl_link_lost, but polls the socket first, so that a disconnect shows at once. */
-const char *proxyccl_link_look(ProxycclLink *link);
+/* Polls the socket, so that a disconnect shows at once. */
+void proxyccl_link_look(ProxycclLink *link);
 /* Sends a message, after all earlier messages. Returns 0, ENOTCONN, EMSGSIZE, ENOBUFS if too many messages wait for the
  * peer, or ENOMEM. */
 int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
