@@ -147,7 +147,9 @@ class Preparer(Struct, eq=False):
     def _by_mapping(self, pair: Pair, reason: str) -> Transfer | str:
         """The CPU copies to and from memory of the host that this process maps."""
         known = pair.known
-        if pair.of_devices or not len(pair.rows) or SHARED not in self.paths or known is None or known.ledger is None:
+        if pair.of_devices or SHARED not in self.paths or known is None or known.ledger is None:
+            return ""
+        if not known.reached.of(pair.holders[1][:1]):  # most memory is private
             return ""
         try:
             mapped, memories, _ = known.reached.map(None, pair.rows[:, 1], pair.holders[1])
