@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,6 @@ from proxyccl.device.memory.descriptor_server import serve
 from proxyccl.device.memory.shared_memory import SharedMemory, find_range
 
 _PLACE = "host"
-
-
-class _Holder:
-    """Keeps an array's memory mapped."""
-
-    def __init__(self, memory: SharedMemory, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._memory = memory
-        self.__array_interface__ = {
-            "data": (memory.ptr, False),
-            "typestr": dtype.str,
-            "shape": shape,
-            "version": 3,
-        }
 
 
 def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> NDArray[Any]:
@@ -44,7 +32,8 @@ def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> N
     kind = np.dtype(dtype)
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     memory = SharedMemory.allocate(int(np.prod(sizes)) * kind.itemsize)
-    return np.asarray(_Holder(memory, kind, sizes))
+    interface = {"data": (memory.ptr, False), "typestr": kind.str, "shape": sizes, "version": 3}
+    return np.asarray(SimpleNamespace(memory=memory, __array_interface__=interface))  # the array keeps the memory
 
 
 def mapped_memory(regions: Iterable[Region]) -> dict[Region, SharedMemory]:
