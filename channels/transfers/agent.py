@@ -413,7 +413,7 @@ class Agent:
         self._remove(name, None)
 
     def _remove(self, name: str, token: bytes | None) -> None:
-        """Does the work of `remove`. With a token, removes only the agent that has the token, if that is known."""
+        """Removes an agent; with a token, only the agent that has the token, if that is known."""
         with self._lock:
             self._require_open()
             peer = self._peers.get(name)

@@ -95,7 +95,7 @@ void link_lose(ProxycclLink *link, const char *reason) {
     if (transfer->link == link) transfer->path->lose(transfer);
   }
   fabric_lose(link);
-  if (!link->serves && agent->losses >= 0) {
+  if (!link->serves) {
     const uint64_t one = 1;
     const ssize_t written = write(agent->losses, &one, sizeof one);
     (void)written; /* an eventfd refuses only a value that would overflow it, and then its reader wakes anyway */
