@@ -51,16 +51,20 @@ class Codec(Generic[T]):
         kind: a `Message`, or anything made of messages and plain values: a tagged union, a list, a dict.
         limit: length in bytes of the longest encoding, in both directions.
         name: the name of such a value in errors; the type's name by default.
+        error: the exception for bytes that do not encode such a value.
     """
 
     @overload
-    def __init__(self, kind: type[T], limit: int, name: str = "") -> None: ...
+    def __init__(
+        self, kind: type[T], limit: int, name: str = "", error: type[ProtocolError] = ProtocolError
+    ) -> None: ...
 
     @overload  # a union is not a `type[T]`: Codec[A | B](A | B, ...)
-    def __init__(self, kind: Any, limit: int, name: str = "") -> None: ...
+    def __init__(self, kind: Any, limit: int, name: str = "", error: type[ProtocolError] = ProtocolError) -> None: ...
 
-    def __init__(self, kind: Any, limit: int, name: str = "") -> None:
+    def __init__(self, kind: Any, limit: int, name: str = "", error: type[ProtocolError] = ProtocolError) -> None:
         self._kind = kind
+        self._error = error
         self.limit = limit
         self.name = name or getattr(kind, "__name__", str(kind))
 
@@ -93,11 +97,12 @@ class Codec(Generic[T]):
         """Decodes bytes that came from `source`, such as "rank 3".
 
         Raises:
-            ProtocolError: the bytes do not encode a value of this type, or are longer than `limit`.
+            ProtocolError, or the codec's `error`: the bytes do not encode a value of this type, or are longer than
+                `limit`.
             TypeError: the type contains a dataclass or a Struct that would let unknown fields pass.
         """
         if len(data) > self.limit:
-            raise ProtocolError(f"{self.name} of {len(data)} bytes from {source}; expected at most {self.limit}")
+            raise self._error(f"{self.name} of {len(data)} bytes from {source}; expected at most {self.limit}")
         try:
             value: T = self._decoder.decode(data)
             _require_64_bits(data)
@@ -109,7 +114,7 @@ class Codec(Generic[T]):
             problem = _no_json(data, error)
         else:
             return value
-        raise ProtocolError(f"invalid {self.name} from {source}: {problem}")
+        raise self._error(f"invalid {self.name} from {source}: {problem}")
 
 
 class _WideIntegerError(Exception):

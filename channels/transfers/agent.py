@@ -19,9 +19,8 @@ import numpy as np
 
 from proxyccl.channels import array_libraries
 from proxyccl.channels.timeouts import timeout_from
-from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.blocks import Rows, as_rows
-from proxyccl.channels.transfers.device_memory import Devices, Exported, Pinned, Reached, Share
+from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
 from proxyccl.channels.transfers.errors import (
     NameTakenError,
@@ -32,20 +31,20 @@ from proxyccl.channels.transfers.errors import (
 from proxyccl.channels.transfers.fabric import AgentFabric, open_fabric
 from proxyccl.channels.transfers.host_memory import mapped_memory, shares_of
 from proxyccl.channels.transfers.ledger import Ledger
-from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.losses import event_of_losses
-from proxyccl.channels.transfers.metadata import Place
+from proxyccl.channels.transfers.metadata import LONGEST_NAME, METADATA, Metadata, Place
 from proxyccl.channels.transfers.paths import (
     FABRIC,
+    Link,
     Path,
     allowed_paths,
     connect,
-    listen,
+    open_listeners,
 )
 from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.preparing import Pair, Preparer, Side, kind_of
 from proxyccl.channels.transfers.published import Published
-from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, is_unicode, problem_of
+from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, is_unicode, require_valid
 from proxyccl.channels.transfers.transfer import State, Transfer, set_guard, set_label
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import Array, as_view
@@ -107,7 +106,7 @@ class Agent:
         paths: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> None:
-        longest = metadata_of.LONGEST_NAME
+        longest = LONGEST_NAME
         if not isinstance(name, str) or not 1 <= len(name) <= longest or "\0" in name or not is_unicode(name):
             raise ArgumentError(
                 "name", f"must be a text of 1 to {longest} characters that UTF-8 has, not {name!r:.100}"
@@ -125,18 +124,20 @@ class Agent:
         serve()  # offers the ledger to agents in other PID namespaces
         self._devices = Devices()
         self._reached, self._pinned = Reached(), Pinned()
-        self._shares: dict[Region, Share] = {}  # of the host's memory
-        self._exported: dict[Region, Exported] = {}
         self._serving: dict[Copier, ProxycclStagingPointer] = {}
         served: list[object] = []
         self._keep_serving = served.append
         self._closed = False
         self._process = forks.here()
         self._token, secret = os.urandom(lib.PROXYCCL_SECRET_BYTES), os.urandom(lib.PROXYCCL_SECRET_BYTES)
-        listeners, addresses = _listen(self._token, listen)
+        self._published = Published(name)
+        log = ffi.cast("ProxycclTransferLog *", self._published.log.ptr)
+        served.append(self._published.log)
+        losses = event_of_losses(self._unmap_lost)
+        listeners, addresses = open_listeners(self._token, listen)
         descriptors = ffi.new("int[]", [each.detach() for each in listeners])
         handle = lib.proxyccl_agent_create(
-            name.encode(), secret, "process_vm" in allowed, descriptors, len(descriptors)
+            name.encode(), secret, "process_vm" in allowed, descriptors, len(descriptors), losses, log
         )
         if not handle:
             if ffi.errno in EXHAUSTED:
@@ -145,12 +146,8 @@ class Agent:
         self._handle: ProxycclAgentPointer = handle
         forks.finalizer(self, _release, handle, served)
         _agents[id(self)] = self
-        self._published = Published(name)
         forks.finalizer(self, self._published.withdraw).atexit = True  # if the program does not close the agent
         self._published.write(())
-        lib.proxyccl_agent_tell_losses(handle, event_of_losses(self._unmap_lost))
-        lib.proxyccl_agent_set_log(handle, ffi.cast("ProxycclTransferLog *", self._published.log.ptr))
-        served.append(self._published.log)
         wants = FABRIC in allowed and (named or len(listeners) > 1)
         self._fabric, self._no_fabric = open_fabric(named) if wants else (None, "")
         if self._fabric is not None:
@@ -189,7 +186,7 @@ class Agent:
             for peer in peers:
                 peer.leave()
             self._pinned.forget()
-            self._exported.clear()
+            self._reached.add((), self._own.all)
             self._drop_pins_of_others(self._own.all)
             self._ledger.close()
             if self._fabric is not None:
@@ -248,12 +245,9 @@ class Agent:
 
     def _register(self, regions: Sequence[Region], runtime: Any) -> None:
         for region in regions:
-            wrong = problem_of(region)
-            if wrong is not None:
-                raise ArgumentError(*wrong)
+            require_valid(region)
         # An array without elements may have no address.
-        exported = [self._devices.share(each, runtime) for each in regions if each.kind == VRAM and each.nbytes]
-        shares = [each.share for each in exported]
+        shares = [self._devices.share(each, runtime) for each in regions if each.kind == VRAM and each.nbytes]
         mapped = mapped_memory(regions)
         host_shares = shares_of(mapped)
         copiers = {share.region: self._devices.of(share) for share in shares}
@@ -268,9 +262,7 @@ class Agent:
                     self._fabric.register(regions, {region: copier.runtime for region, copier in copiers.items()})
                 self._begin(regions, mapped)
                 undo.pop_all()
-            self._reached.add(shares)
-            self._exported.update((each.share.region, each) for each in exported)
-            self._shares.update((share.region, share) for share in host_shares)
+            self._reached.add(shares + host_shares)
             self._publish()
 
     def _begin(self, regions: Sequence[Region], mapped: Mapping[Region, SharedMemory]) -> None:
@@ -315,8 +307,6 @@ class Agent:
                 raise NotRegisteredError("a region is not registered")
             for region in gone:
                 self._ledger.end(numbers[region])
-                self._shares.pop(region, None)
-                self._exported.pop(region, None)
             self._publish()
             if self._fabric is not None:
                 self._fabric.deregister(gone)
@@ -376,9 +366,10 @@ class Agent:
                 raise NotRegisteredError("a region is not registered")
             keys = [] if self._fabric is None else self._fabric.keys(once)
             told = self._place if place else None
-            shares = self._reached.of(once) + [self._shares[region] for region in once if region in self._shares]
             numbers = [self._own.number(region) for region in once]
-            return metadata_of.encode(self.name, self._token, told, once, numbers, shares, keys)
+            shares = self._reached.of(once)
+            said = Metadata("proxyccl-agent-2", self.name, self._token, told, once, numbers, shares, keys)
+            return METADATA.encode(said)
 
     def add(self, metadata: bytes) -> str:
         """Adds another agent, or adds to its known regions. Nothing is sent.
@@ -395,7 +386,7 @@ class Agent:
         """
         if not isinstance(metadata, bytes | bytearray | memoryview):
             raise ArgumentError("metadata", f"must be bytes, not {type(metadata).__name__}")
-        message = metadata_of.decode(bytes(metadata))
+        message = METADATA.decode(bytes(metadata), "an agent")
         if message.name == self.name:
             raise ArgumentError("metadata", f"are those of an agent of this one's name, {self.name!r}")
         with self._lock:
@@ -422,7 +413,7 @@ class Agent:
         self._remove(name, None)
 
     def _remove(self, name: str, token: bytes | None) -> None:
-        """Does the work of `remove`. With a token, removes only the agent that has the token, if that is known."""
+        """Removes an agent; with a token, only the agent that has the token, if that is known."""
         with self._lock:
             self._require_open()
             peer = self._peers.get(name)
@@ -435,7 +426,7 @@ class Agent:
         self._publish_links()
         peer.leave()
         if self._fabric is not None and peer.number is not None:
-            self._fabric.remove(peer.number)
+            self._fabric.endpoint.remove(peer.number)
 
     def remove_agent_of(self, metadata: bytes) -> None:
         """Removes the agent whose metadata these are, if it is known. Another agent that has taken its name stays.
@@ -444,7 +435,7 @@ class Agent:
             MetadataError: the bytes are not metadata.
             ActiveError: as `remove`.
         """
-        message = metadata_of.decode(metadata)
+        message = METADATA.decode(metadata, "an agent")
         self._remove(message.name, message.token)
 
     @property
@@ -487,16 +478,9 @@ class Agent:
         return "" if link is None else link.lost
 
     def find_side(self, name: str, rows: Rows, kind: str) -> tuple[Side, int | None]:
-        """Returns an agent's current registered memory, for `prepare_checked`, and the index of the first block that is
-        not known to be registered; None if all are.
-
-        Args:
-            name: the other agent's name, or this agent's own.
-            rows: shape (N, 3): address, bytes, device.
-            kind: the kind of memory.
-
-        Raises:
-            UnknownAgentError: no such agent was added.
+        """Returns an agent's current registered memory of a kind, for `prepare_checked`, and the index of the first
+        block that is not known to be registered; None if all are. `name` may be this agent's own. Rows are (address,
+        bytes, device). Raises UnknownAgentError.
         """
         with self._lock:
             known = self._known(name)
@@ -504,7 +488,7 @@ class Agent:
             first = len(rows)
             for device in np.unique(rows[:, 2]):
                 chosen = np.flatnonzero(rows[:, 2] == device)
-                outside = regions.find_outside(rows[chosen, 0], rows[chosen, 1], kind, int(device))
+                outside = regions.view(kind, int(device)).find_outside(rows[chosen, 0], rows[chosen, 1])
                 if outside is not None:
                     first = min(first, int(chosen[outside]))
             return Side(name, known, kind, regions.view(kind)), None if first == len(rows) else first
@@ -547,18 +531,17 @@ class Agent:
         with peer.connecting:  # not under the agent's lock, because connecting may take long
             if peer.link is None:
                 fabric = self._fabric if self._fabric and self._fabric.reaches(peer.place.fabric) else None
-                provider = "" if fabric is None else fabric.provider
                 seconds = min(self.timeout, _CONNECT_SECONDS)
                 ledger, reason = _open_ledger(peer.place)
                 with contextlib.ExitStack() as undo:
                     if ledger is not None:
                         undo.callback(ledger.close)
-                    connected = connect(name, peer.token, peer.place, self._preparer.paths, seconds, provider, reason)
-                    raw = b"" if fabric is None else fabric.raw
-                    link = Link(self._handle, name, peer.place.secret, connected, raw)
+                    link = connect(
+                        self._handle, name, peer.token, peer.place, self._preparer.paths, seconds, fabric, reason
+                    )
                     undo.pop_all()
                 if fabric is not None and link.path.name.startswith("fabric"):
-                    peer.number = fabric.insert(peer.place.fabric)
+                    peer.number, _ = fabric.endpoint.insert(peer.place.fabric)
                 self._warn_of_slow(link, peer.place.host)
                 with self._lock:
                     peer.ledger, peer.link = ledger, link
@@ -756,17 +739,6 @@ def _open_ledger(place: Place) -> tuple[Ledger | None, str]:
 
 def _unknown(name: str) -> UnknownAgentError:
     return UnknownAgentError(f"no agent of the name {name!r} was added", name)
-
-
-def _listen(token: bytes, addresses: Sequence[str] | None) -> tuple[list[Any], list[tuple[str, int]]]:
-    if addresses is not None and (isinstance(addresses, str) or not all(isinstance(each, str) for each in addresses)):
-        raise ArgumentError("listen", f"must be a list of addresses, not {addresses!r}")
-    try:
-        return listen(token, None if addresses is None else list(addresses))
-    # ValueError and TypeError are raised for characters that no address has.
-    except (OSError, ValueError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ArgumentError("listen", f"this host can't listen at {addresses!r}: {reason}") from None
 
 
 def _forget() -> None:

@@ -8,11 +8,11 @@ import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
-from msgspec import Struct
 
 from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.device._native import ffi as native
 from proxyccl.device.base_runtime import PinnedMemory, Stream
+from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.kernel import Kernel, Launch
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi, lib
@@ -41,40 +41,32 @@ _BLOCKS = 32
 
 _THREADS = 1024
 _WARP = 32
-_TABLE_BYTES = 1 << 12
+_WORD = 8
 _LINE = 64
 
-
-class Plan(Struct, frozen=True, eq=False):
-    """A transfer's copies by a device.
-
-    Attributes:
-        copies: the engine's description.
-        by: "copy engine", "kernel", or "copy engine and kernel".
-        kept: objects that the description refers to, and that the transfer keeps alive.
-    """
-
-    copies: ProxycclDeviceCopiesPointer
-    by: str
-    kept: object
+Place = tuple[PinnedMemory, int]
+"""Pinned memory, and an offset in it."""
 
 
 class Table:
-    """Pinned memory borrowed from a copier, which gets it back at the end.
+    """Pinned memory borrowed from a copier, which gets it back at the end. Its contents are undefined.
 
     Attributes:
-        memory: the memory; its contents are undefined.
-        nbytes: the least size of the memory.
+        nbytes: its least size.
+        host_ptr, ptr: its address for the CPU, and for the device.
     """
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
-        self._copier, self.nbytes = copier, nbytes
-        self._size = max(_TABLE_BYTES, 1 << (nbytes - 1).bit_length())
-        self.memory = copier.take_table(self._size)
+        self.nbytes = nbytes
+        # Cache lines of their own, because the device and the CPU write words at any time.
+        size = max(_LINE, 1 << (nbytes - 1).bit_length())
+        self._free, self._place = copier.take_pinned(size)
+        memory, offset = self._place
+        self.host_ptr, self.ptr = memory.host_ptr + offset, memory.ptr + offset
 
     def __del__(self) -> None:
-        if hasattr(self, "memory"):  # it could be taken
-            self._copier.give_table(self._size, self.memory)
+        if hasattr(self, "_place"):  # it could be taken
+            self._free.append(self._place)  # no lock: a finalizer may run in a thread that holds it
 
 
 class Stages:
@@ -83,25 +75,8 @@ class Stages:
     fields: dict[str, int]
 
 
-class Word:
-    """A pinned word borrowed from a copier, which gets it back at the end.
-
-    Attributes:
-        host_ptr, ptr: its address for the CPU, and for the device.
-    """
-
-    def __init__(self, copier: Copier) -> None:
-        self._copier = copier
-        self._page, self._offset = copier.take_word()
-        self.host_ptr, self.ptr = self._page.host_ptr + self._offset, self._page.ptr + self._offset
-
-    def __del__(self) -> None:
-        if hasattr(self, "_page"):  # it could be taken
-            self._copier.give_word((self._page, self._offset))
-
-
 class Copier:
-    """Makes plans for one device. Any thread may use it.
+    """Plans the copies of one device. Any thread may use it.
 
     Attributes:
         runtime: the device's.
@@ -111,23 +86,11 @@ class Copier:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         calls = runtime.calls
-        self.calls = ffi.new(
-            "ProxycclCopier *",
-            {
-                "copy": calls.copy,
-                "write64": calls.write64,
-                "event_record": calls.event_record,
-                "event_query": calls.event_query,
-                "current": calls.current,
-                "make_current": calls.make_current,
-                "context": calls.context,
-                "exchange_capture_mode": calls.exchange_capture_mode,
-                "relaxed": calls.relaxed,
-            },
-        )
+        self.calls = ffi.new("ProxycclCopier *", {"context": calls.context, "relaxed": calls.relaxed})
+        names = ("copy", "write64", "event_record", "event_query", "current", "make_current", "exchange_capture_mode")
+        set_functions(ffi, self.calls, calls, *names)
         self._lock = threading.Lock()
-        self._tables: dict[int, list[PinnedMemory]] = {}
-        self._words: list[tuple[PinnedMemory, int]] = []
+        self._free: dict[int, list[Place]] = {}
         self._event = runtime.create_event(times=False)
         self._streams: list[Stream] = []
         self._turn = 0
@@ -138,13 +101,10 @@ class Copier:
     def _kernel(self) -> Kernel:
         return self.runtime.shipped("copy_blocks.h", "copy_blocks")
 
-    def plan(self, rows: Rows, *, kernels_reach: bool = True, kept: object = None) -> Plan:
-        """Plans copies.
-
-        Args:
-            rows: shape (N, 3): target, source, bytes; device addresses.
-            kernels_reach: False if some memory is unpinned host memory, on which a kernel would fault.
-            kept: objects that the copies need.
+    def plan(self, rows: Rows, *, kernels_reach: bool) -> tuple[ProxycclDeviceCopiesPointer, str, object]:
+        """Plans copies of rows of (target, source, bytes), in device addresses. `kernels_reach`: False if some memory
+        is unpinned host memory, on which a kernel would fault. Returns the engine's description of the copies, what
+        copies, and the objects that the description refers to.
         """
         short = (rows[:, 2] < _LONG_BYTES) & kernels_reach
         if np.count_nonzero(short) <= _FEW:
@@ -153,7 +113,7 @@ class Copier:
             by_engine = np.ascontiguousarray(rows[~short])
             launch, table = self._launch(rows[short])
         by = "copy engine" if launch is None else "copy engine and kernel" if len(by_engine) else "kernel"
-        stream, word = self._next_stream(), Word(self)
+        stream, word = self._next_stream(), Table(self, _WORD)
         copies = ffi.new(
             "ProxycclDeviceCopies *",
             {
@@ -168,7 +128,7 @@ class Copier:
                 "word_on_device": word.ptr,
             },
         )
-        return Plan(copies, by, (copies, by_engine, launch, table, word, self, kept))
+        return copies, by, (copies, by_engine, launch, table, word)
 
     def _launch(self, rows: Rows) -> tuple[Launch, Table]:
         """Prepares a kernel for short blocks, which are cut so that every warp has work."""
@@ -178,16 +138,14 @@ class Copier:
         share = int(rows[:, 2].sum()) // warps
         pieces = cut(rows, min(max(share, _PIECES[0]), _PIECES[1]) // 16 * 16)
         table = Table(self, pieces.nbytes)
-        to, source = (native.cast("void *", each) for each in (table.memory.host_ptr, pieces.ctypes.data))
+        to, source = (native.cast("void *", each) for each in (table.host_ptr, pieces.ctypes.data))
         native.memmove(to, source, pieces.nbytes)
         blocks = min(blocks, len(pieces))
-        return self._kernel.prepare(blocks, threads, table.memory.ptr, len(pieces)), table
+        return self._kernel.prepare(blocks, threads, table.ptr, len(pieces)), table
 
     def staging(self, registered: Callable[[Table], Stages] | None = None) -> tuple[ProxycclStagingPointer, object]:
         """Returns pinned memory for staging copies of another process's memory, and objects to keep with it.
-
-        Args:
-            registered: registers the memory with the agent's libfabric endpoint; None if there is no endpoint.
+        `registered` registers the memory with the agent's libfabric endpoint, if there is one.
         """
         count, nbytes = lib.PROXYCCL_STAGES, lib.PROXYCCL_STAGE_BYTES
         table = Table(self, count * nbytes)
@@ -198,7 +156,7 @@ class Copier:
             "ProxycclStaging *",
             {
                 "copier": self.calls,
-                "memory": [table.memory.ptr + number * nbytes for number in range(count)],
+                "memory": [table.ptr + number * nbytes for number in range(count)],
                 "streams": [stream.handle for stream in streams],
                 "events": [event.handle for event in events],
                 **({} if stages is None else stages.fields),
@@ -213,29 +171,18 @@ class Copier:
                 self._streams.append(self.runtime.create_stream())
             return self._streams[self._turn % len(self._streams)]
 
-    def take_word(self) -> tuple[PinnedMemory, int]:
-        """Takes a pinned word in its own cache line. Returns the page, and the word's offset in the page."""
+    def take_pinned(self, size: int) -> tuple[list[Place], Place]:
+        """Takes pinned memory that was given back, or allocates some: pinning memory takes longer than a transfer. The
+        size is a power of two. Returns the list to give the memory back to, and the memory.
+        """
+        free = self._free.setdefault(size, [])
         with self._lock:
-            if not self._words:
-                page = self.runtime.allocate_pinned(mmap.PAGESIZE)
-                self._words += [(page, offset) for offset in range(0, mmap.PAGESIZE, _LINE)]
-            return self._words.pop()
-
-    def give_word(self, word: tuple[PinnedMemory, int]) -> None:
-        """Keeps it for the next plan."""
-        self._words.append(word)  # no lock: as in give_table
-
-    def take_table(self, nbytes: int) -> PinnedMemory:
-        """Takes pinned memory that was given back, or allocates some."""
-        with self._lock:
-            free = self._tables.get(nbytes)
             if free:
-                return free.pop()
-        return self.runtime.allocate_pinned(nbytes)
-
-    def give_table(self, nbytes: int, memory: PinnedMemory) -> None:
-        """Keeps the memory for the next plan, because pinning memory takes longer than a transfer."""
-        self._tables.setdefault(nbytes, []).append(memory)  # no lock: a finalizer may run in a thread that holds it
+                return free, free.pop()
+        room = max(size, mmap.PAGESIZE)
+        memory = self.runtime.allocate_pinned(room)
+        free += [(memory, offset) for offset in range(size, room, size)]
+        return free, (memory, 0)
 
 
 def cut(rows: Rows, most: int) -> Rows:

@@ -1,37 +1,37 @@
-"""Memory of devices: how an agent shares its own device memory, and reaches another agent's."""
+"""Shared memory: how an agent shares its own memory with processes of its host, and maps another agent's."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.channels.transfers.copier import Copier
 from proxyccl.channels.transfers.errors import NoPathError
-from proxyccl.channels.transfers.regions import Region, outermost
+from proxyccl.channels.transfers.regions import Region, holder_of
 from proxyccl.device.base_runtime import Memory, StreamLike
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, ResourceError
 from proxyccl.device.memory.descriptor_server import serve
 from proxyccl.device.memory.handle_kinds import sharing_of
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.process import forks
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import find_runtime, open_driver, open_runtime
 from proxyccl.proxy.codec import Message
 
 
-class Share(Message, frozen=True):
-    """How other processes of this host map a region of a device's memory.
+class Share(Message, frozen=True, weakref=True):
+    """How other processes of this host map a region.
 
     Attributes:
         region: the region.
-        place: names the physical device, the same in every process of the machine.
-        handle: the runtime's.
+        place: names the physical device, the same in every process of the machine; "host" for the host's memory.
+        handle: the runtime's, or that of `SharedMemory`.
     """
 
     region: Region
@@ -55,12 +55,7 @@ class Devices:
         self._copiers: dict[tuple[str, int], Copier] = {}
 
     def copier(self, device: int, name: str | None = None, runtime: Runtime | None = None) -> Copier:
-        """Returns the copier of a device, by the device's number.
-
-        Args:
-            device: its number in this process.
-            name: its runtime's; None: ``PROXYCCL_RUNTIME``'s, else the default's.
-            runtime: its runtime, if the caller has one.
+        """Returns the copier of a device, by its number in this process, of the named runtime or of the default one.
 
         Raises:
             ArgumentError: there is no such device.
@@ -81,11 +76,7 @@ class Devices:
 
     def of_stream(self, stream: StreamLike) -> Copier:
         """The device of a stream: the one that the stream names, as torch's do; else the first that the agent uses.
-
-        Raises:
-            ArgumentError: there is no such device.
-            RuntimeUnavailableError: the machine does not offer the runtime.
-        """
+        Errors as for `copier`."""
         named = getattr(stream, "device_index", None)
         with self._lock:
             used = next(iter(self._copiers), (None, 0))
@@ -93,10 +84,7 @@ class Devices:
 
     def nearest(self, share: Share) -> Copier:
         """The device that copies between the host's memory and a region: its own, if this process sees it, else one
-        that reaches it.
-
-        Raises:
-            NoPathError: there is none.
+        that reaches it. Raises NoPathError if there is none.
         """
         name = share.place.partition(":")[0]
         if name == "host":
@@ -110,7 +98,7 @@ class Devices:
                 return copier
         raise NoPathError(f"no device of this process reaches {share.place}")
 
-    def share(self, region: Region, runtime: Runtime | None = None) -> Exported:
+    def share(self, region: Region, runtime: Runtime | None = None) -> Share:
         """Shares a region with other processes, until the result is garbage.
 
         Raises:
@@ -123,131 +111,91 @@ class Devices:
             raise ArgumentError("memory", f"{region.address:#x} is not memory of {runtime.name} device {region.device}")
         self.copier(region.device, runtime=runtime)
         serve()  # for agents in other PID namespaces
-        return Exported(runtime, region)
+        share = Share(region, runtime.device_id, runtime.export(region.address, region.nbytes))
+        forks.finalizer(share, runtime.end_export, share.handle)
+        return share
 
 
-class Exported:
-    """A region of this process that others can map until this object is garbage.
-
-    Attributes:
-        share: how they map it.
-    """
-
-    def __init__(self, runtime: Runtime, region: Region) -> None:
-        handle = runtime.export(region.address, region.nbytes)
-        forks.finalizer(self, runtime.end_export, handle)
-        self.share = Share(region, runtime.device_id, handle)
+class NotSharedError(NoPathError):
+    """The region can't be mapped: it is private, or was deregistered, or replaced by another one."""
 
 
 class Reached:
-    """The device memory of one agent, as this process reaches it. A region is mapped when it is first used, in the
-    context of the device that copies: only there do its copies run at the link's speed.
+    """The memory of one agent that this process can map: the host's that ProxyCCL allocated, and devices'. A region is
+    mapped when it is first used, a device's in the context of the device that copies: only there do its copies run at
+    the link's speed.
 
     Any thread may use it.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._shares: dict[Region, Share] = {}
-        self._mapped: dict[tuple[Share, Copier], Memory] = {}
-        self._sorted: tuple[list[Share], Rows, Rows] | None = None
+        self._mapped: dict[tuple[Share, Copier | None], Memory | SharedMemory] = {}
 
     def add(self, shares: Iterable[Share], replaced: Iterable[Region] = ()) -> None:
         """Adds regions, after those that they replace are forgotten. A region that was registered again has a new
-        handle."""
+        handle. Mappings of other shares stay while transfers hold them."""
         with self._lock:
             for region in replaced:
                 self._shares.pop(region, None)
             self._shares.update((share.region, share) for share in shares)
-            self._forget()
-
-    def _forget(self) -> None:
-        """Forgets mappings of other shares. They stay while transfers hold them."""
-        self._mapped = {
-            key: memory for key, memory in self._mapped.items() if self._shares.get(key[0].region) == key[0]
-        }
-        self._sorted = None
+            self._mapped = {
+                key: memory for key, memory in self._mapped.items() if self._shares.get(key[0].region) == key[0]
+            }
 
     def of(self, regions: Iterable[Region]) -> list[Share]:
-        """Returns the shares of those regions that are device memory."""
+        """Returns the shares of those regions that have one."""
         with self._lock:
             return [self._shares[region] for region in regions if region in self._shares]
 
-    def share_at(self, addresses: Rows, nbytes: Rows) -> Share:
-        """The region of the first of some blocks.
-
-        Raises:
-            NoPathError: as `map`.
-        """
-        shares, at = self._find(addresses[:1], nbytes[:1])
-        return shares[int(at[0])]
+    def share(self, region: Region) -> Share:
+        """Returns the share of a region. Raises NotSharedError."""
+        with self._lock:
+            if region in self._shares:
+                return self._shares[region]
+        raise NotSharedError(f"the region at {region.address:#x} was deregistered, or replaced by another one")
 
     def map(
-        self, copier: Copier, addresses: Rows, nbytes: Rows, holders: Iterable[Region] = ()
-    ) -> tuple[Rows, list[Memory], str]:
-        """Maps the regions of blocks, and returns the addresses at which a device reaches the blocks.
-
-        Args:
-            copier: the device.
-            addresses, nbytes: of the blocks.
-            holders: the regions that hold them, whose registrations the transfer depends on.
+        self, copier: Copier | None, addresses: Rows, holders: Sequence[Region]
+    ) -> tuple[Rows, list[Memory | SharedMemory], str]:
+        """Maps the regions that hold blocks (`View.holders`), for a device or, if `copier` is None, for the CPU.
 
         Returns:
-            The addresses, the mapped memory that they lie in, and how it is shared, in words.
+            The addresses at which the device reaches the blocks, the mapped memory that they lie in, and how it is
+            shared, in words.
 
         Raises:
-            NoPathError: a region can't be mapped, or was deregistered, or replaced by another one.
+            NotSharedError: a region is not shared.
+            NoPathError: a region can't be mapped.
         """
-        for region in holders:
-            if region not in self._shares:
-                raise NoPathError(f"the region at {region.address:#x} was deregistered, or replaced by another one")
-        shares, at = self._find(addresses, nbytes)
-        used = np.flatnonzero(np.bincount(at, minlength=len(shares)))
-        shifts = np.zeros(len(shares), np.uint64)
-        memories = []
-        for index in used:
-            memory = self._map(copier, shares[index])
-            memories.append(memory)
-            shifts[index] = (memory.ptr - shares[index].region.address) % 2**64
-        ways = {sharing_of(shares[index].handle) for index in used}
-        return addresses + shifts[at], memories, ", ".join(sorted(ways))
-
-    def _map(self, copier: Copier, share: Share) -> Memory:
         with self._lock:
-            found = self._mapped.get((share, copier))
-            if found is None:
-                if not copier.runtime.can_access_peer(share.place):
-                    raise NoPathError(f"{copier.runtime.device_id} does not reach memory of {share.place}")
-                try:
-                    found = copier.runtime.open(share.handle)
-                except ProxyCCLError as error:
-                    where = f"at {share.region.address:#x} of {share.place}"
-                    raise NoPathError(f"memory {where} can't be mapped: {error}") from None
-                self._mapped[share, copier] = found
-            return found
+            shares = [self.share(region) for region in holders]
+            memories = [self._map(copier, share) for share in shares]
+        shifts = [(memory.ptr - region.address) % 2**64 for memory, region in zip(memories, holders, strict=True)]
+        ways = {sharing_of(share.handle) for share in shares if copier is not None}
+        moved = addresses + np.array(shifts, np.uint64)[holder_of(addresses, holders)]
+        return moved, memories, ", ".join(sorted(ways))
 
-    def _find(self, addresses: Rows, nbytes: Rows) -> tuple[list[Share], NDArray[np.intp]]:
-        """Regions, and for each block the index of the one that holds it."""
-        with self._lock:
-            if self._sorted is None:
-                chosen = [self._shares[region] for region in outermost(self._shares)]
-                starts = np.array([share.region.address for share in chosen], np.uint64)
-                ends = starts + np.array([share.region.nbytes for share in chosen], np.uint64)
-                self._sorted = chosen, starts, ends
-            shares, starts, ends = self._sorted
-        at = np.searchsorted(starts, addresses, "right") - 1
-        outside = (at < 0) | (ends[at] < addresses + nbytes) if shares else np.ones(len(at), bool)
-        if outside.any():
-            address = int(addresses[outside.argmax()])
-            raise NoPathError(f"the region at {address:#x} was deregistered, or replaced by another one")
-        return shares, at
+    def _map(self, copier: Copier | None, share: Share) -> Memory | SharedMemory:
+        if (share, copier) in self._mapped:
+            return self._mapped[share, copier]
+        if copier is not None and not copier.runtime.can_access_peer(share.place):
+            raise NoPathError(f"{copier.runtime.device_id} does not reach memory of {share.place}")
+        try:
+            opened = SharedMemory.open(share.handle) if copier is None else copier.runtime.open(share.handle)
+        except ProxyCCLError as error:
+            where = "" if copier is None else f"memory at {share.region.address:#x} of {share.place} can't be mapped: "
+            raise NoPathError(f"{where}{error}") from None
+        self._mapped[share, copier] = opened
+        return opened
 
     def close(self) -> None:
         """Unmaps everything permanently. No transfer may still use the memory."""
         with self._lock:
             for memory in self._mapped.values():
                 memory.close()
-            self._shares, self._mapped, self._sorted = {}, {}, None
+            self._shares, self._mapped = {}, {}
 
 
 class Pinned:
@@ -258,11 +206,7 @@ class Pinned:
         self._pinned: dict[Region, Memory | None] = {}
 
     def pin(self, copier: Copier, regions: Iterable[Region]) -> tuple[list[Memory], str]:
-        """Pins regions that are not pinned yet.
-
-        Returns:
-            The pinned memory, and the reason why some memory is not pinned; "" if all is.
-        """
+        """Returns the pinned memory of regions, and the reason why some is not pinned; "" if all is."""
         memories, reason = [], ""
         with self._lock:
             for region in regions:

@@ -15,13 +15,7 @@ from proxyccl.proxy._transfers import lib
 
 
 def raise_status(status: int, peer: str, lost: str = "") -> None:
-    """Raises the error for a nonzero status.
-
-    Args:
-        status: an errno.
-        peer: the other agent's name.
-        lost: why its link is lost, if it is.
-    """
+    """Raises the error for an errno; `lost` is why the link to the peer is lost, if it is."""
     if status == 0:
         return
     if status == errno.EBUSY:
@@ -38,12 +32,8 @@ def raise_status(status: int, peer: str, lost: str = "") -> None:
 
 
 def wait_in_slices(wait: Callable[[int], int], pending: int, seconds: float) -> int:
-    """Waits in C. The main thread returns to Python from time to time, so that signal handlers run.
-
-    Args:
-        wait: waits for a number of nanoseconds at most, and returns a result.
-        pending: the result of a wait that ran out.
-        seconds: the bound.
+    """Calls `wait`, which waits in C for a number of nanoseconds, until its result is not `pending`, or the time is
+    over. The main thread returns to Python from time to time, so that signal handlers run.
     """
     deadline = time.monotonic_ns() + int(seconds * 1e9)
     longest = SLICE_MS * 1_000_000 if threading.current_thread() is threading.main_thread() else int(seconds * 1e9)

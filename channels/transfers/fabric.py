@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from msgspec import Struct
 
 from proxyccl.channels.transfers.blocks import Rows, joined
 from proxyccl.channels.transfers.copier import Stages, Table
 from proxyccl.channels.transfers.device_memory import runtime_name
 from proxyccl.channels.transfers.errors import NoPathError
-from proxyccl.channels.transfers.regions import DRAM, Region, outermost
+from proxyccl.channels.transfers.regions import DRAM, Region, holder_of, outermost
 from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.process import forks
 from proxyccl.device.process.left_behind import take_each
@@ -35,13 +34,7 @@ _SOCKETS = frozenset({"tcp", "net", "sockets", "udp"})
 
 
 class Key(Message, frozen=True):
-    """How peers name a region.
-
-    Attributes:
-        region: the region.
-        address: address of the region's first byte, for requests.
-        key: libfabric's key.
-    """
+    """How peers name a region: the address of its first byte for requests, and libfabric's key."""
 
     region: Region
     address: Uint64
@@ -49,35 +42,29 @@ class Key(Message, frozen=True):
 
 
 class Keys:
-    """The keys of one agent's regions, or their local descriptors. Any thread may use it."""
+    """The keys of one peer's regions. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._keys: dict[Region, tuple[int, int]] = {}
+        self._keys: dict[Region, Key] = {}
         self._sorted: tuple[Rows, Rows] | None = None
 
-    def add(self, keys: Iterable[tuple[Region, int, int]], replaced: Iterable[Region] = ()) -> None:
-        """Adds (region, address of its first byte for requests, key). The caller must have removed regions that these
-        replace.
-        """
+    def add(self, keys: Iterable[Key], replaced: Iterable[Region] = ()) -> None:
+        """Adds keys, after those of the regions that they replace are forgotten."""
         with self._lock:
             for region in replaced:
                 self._keys.pop(region, None)
-            self._keys.update((region, (address, key)) for region, address, key in keys)
-            self._sorted = None
-
-    def remove(self, region: Region) -> None:
-        """Removes a region, if it is present."""
-        with self._lock:
-            self._keys.pop(region, None)
+            self._keys.update((key.region, key) for key in keys)
             self._sorted = None
 
     def find(self, addresses: Rows, nbytes: Rows) -> tuple[Rows, Rows] | None:
         """Returns the request addresses and the keys of blocks; None if a block is in no region with a key."""
         with self._lock:
             if self._sorted is None:
-                chosen = outermost(self._keys)
-                rows = [(each.address, each.address + each.nbytes, *self._keys[each]) for each in chosen]
+                chosen = [self._keys[region] for region in outermost(self._keys)]
+                rows = [
+                    (key.region.address, key.region.address + key.region.nbytes, key.address, key.key) for key in chosen
+                ]
                 table = np.array(rows, np.uint64).reshape(-1, 4)
                 self._sorted = np.ascontiguousarray(table[:, 0]), table
             starts, table = self._sorted
@@ -87,23 +74,11 @@ class Keys:
         return addresses - table[at, 0] + table[at, 2], table[at, 3]
 
 
-class Requests(Struct, frozen=True):
-    """A transfer's requests.
-
-    Attributes:
-        rows: shape (N, 6): local address, the peer's for requests, bytes, local descriptor, the peer's key, the peer's
-            address.
-        peer: the peer's fi_addr_t.
-    """
-
-    rows: Rows
-    peer: int
-
-
 class AgentFabric:
     """The endpoint of one agent. Any thread may use it.
 
     Attributes:
+        endpoint: the endpoint.
         address: the endpoint's address for peers.
         raw: the address in libfabric's form.
 
@@ -118,26 +93,25 @@ class AgentFabric:
     def __init__(self, options: FabricOptions, *, devices: bool) -> None:
         self._options = options
         offers = fabric_offers(device_memory=devices)
-        self._endpoint = FabricEndpoint(choose_offer(offers, options), options, waits=True)
-        if not self._endpoint.offer.reads:
-            self._endpoint.close()
-            raise RuntimeUnavailableError(f"{self._endpoint.offer} does not read peers' memory")
-        self.address = self._endpoint.address
+        self.endpoint = FabricEndpoint(choose_offer(offers, options), options, waits=True)
+        if not self.endpoint.offer.reads:
+            self.endpoint.close()
+            raise RuntimeUnavailableError(f"{self.endpoint.offer} does not read peers' memory")
+        self.address = self.endpoint.address
         self.raw = ADDRESS.decode(self.address, "this agent").address
         self._lock = threading.Lock()
         self._registered: dict[Region, FabricRegistration] = {}
-        self._own = Keys()
         self._ended: deque[tuple[FabricRegistration, object]] = deque()  # registrations of stages that have ended
         self._unreached: dict[int, str] = {}  # by device, why the provider does not reach its memory
-        parts, offer = self._endpoint.parts, self._endpoint.offer
+        parts, offer = self.endpoint.parts, self.endpoint.offer
         named = {name: getattr(parts, name) for name in ("endpoint", "queue", "fabric", "peers", "descriptor")}
-        limits = {"depth": self._endpoint.depth, "max_message": offer.max_message}
+        limits = {"depth": self.endpoint.depth, "max_message": offer.max_message}
         self.port = ffi.new("ProxycclFabricPort *", {**named, **limits})
 
     @property
     def provider(self) -> str:
         """Libfabric's name of the provider."""
-        return self._endpoint.offer.provider
+        return self.endpoint.offer.provider
 
     def reaches(self, address: bytes) -> bool:
         """Whether a peer has an endpoint of the same provider."""
@@ -145,27 +119,12 @@ class AgentFabric:
             theirs = ADDRESS.decode(address, "the peer") if address else None
         except ProtocolError:
             return False
-        mine = self._endpoint.offer
+        mine = self.endpoint.offer
         return theirs is not None and (theirs.provider, theirs.format) == (mine.provider, mine.address_format)
-
-    def insert(self, address: bytes) -> int:
-        """Makes a peer known. Errors as for `FabricEndpoint.insert`."""
-        return self._endpoint.insert(address)[0]
-
-    def remove(self, peer: int) -> None:
-        """Forgets a peer. No request to the peer may be outstanding."""
-        self._endpoint.remove(peer)
 
     def register(self, regions: Iterable[Region], runtimes: Mapping[Region, Runtime]) -> None:
         """Registers regions, except those of devices that the provider does not reach; a region may be registered
-        already.
-
-        Args:
-            regions: the regions.
-            runtimes: the runtimes of regions in device memory.
-
-        Raises:
-            ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
+        already. `runtimes` are those of regions in device memory. Errors as for `FabricEndpoint.register`.
         """
         with self._lock:
             for region in regions:
@@ -179,15 +138,14 @@ class AgentFabric:
                     self._unreached[region.device] = str(error)
                     continue
                 self._registered[region] = made
-                self._own.add([(region, region.address, self._endpoint.descriptor(made))])
 
     def _register(self, region: Region, runtime: Runtime | None) -> FabricRegistration:
         """Raises as `register_memory`, and RuntimeUnavailableError for memory that the driver does not know."""
         if runtime is None:
-            return self._endpoint.register(region.address, region.nbytes)
+            return self.endpoint.register(region.address, region.nbytes)
         if runtime.name != "host" and runtime.pointer_device(region.address) is None:
             raise RuntimeUnavailableError(f"device {region.device}: its driver does not know the memory")
-        return register_memory(self._endpoint, runtime, self._options.gpu_writes, region.address, region.nbytes)
+        return register_memory(self.endpoint, runtime, self._options.gpu_writes, region.address, region.nbytes)
 
     def deregister(self, regions: Iterable[Region]) -> None:
         """Deregisters those of the regions that are registered."""
@@ -196,20 +154,17 @@ class AgentFabric:
             for region in regions:
                 made = self._registered.pop(region, None)
                 if made is not None:
-                    self._own.remove(region)
-                    self._endpoint.release(made)
+                    self.endpoint.release(made)
 
     def stages(self, table: Table) -> Stages:
-        """Registers memory that stages copies of device memory, until nothing refers to the result.
-
-        Raises:
-            ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
+        """Registers memory that stages copies of device memory, until nothing refers to the result. Errors as for
+        `FabricEndpoint.register`.
         """
         self._release_ended()
-        made, stages = self._endpoint.register(table.memory.ptr, table.nbytes), Stages()
+        made, stages = self.endpoint.register(table.ptr, table.nbytes), Stages()
         stages.fields = {
             "by_fabric": 1,
-            "descriptor": self._endpoint.descriptor(made),
+            "descriptor": self.endpoint.descriptor(made),
             "key": made.key,
             "base": made.address,
         }
@@ -220,7 +175,7 @@ class AgentFabric:
 
     def _release_ended(self) -> None:
         for registration, _ in take_each(self._ended):
-            self._endpoint.release(registration)
+            self.endpoint.release(registration)
 
     def keys(self, regions: Iterable[Region]) -> list[Key]:
         """Returns the keys of those regions that are registered."""
@@ -228,44 +183,44 @@ class AgentFabric:
             found = [(region, self._registered[region]) for region in regions if region in self._registered]
         return [Key(region, made.address, made.key) for region, made in found]
 
-    def requests(self, rows: Rows, theirs: Keys, peer: int) -> Requests:
-        """Makes the requests for rows of (local address, remote address, bytes) of registered memory.
+    def requests(self, rows: Rows, holders: Sequence[Region], theirs: Keys) -> Rows:
+        """Makes the requests for rows of (local address, remote address, bytes), whose local blocks `holders` hold.
+
+        Returns:
+            shape (N, 6): local address, the peer's for requests, bytes, local descriptor, the peer's key, the peer's
+            address.
 
         Raises:
             NoPathError: some of it is not registered with libfabric, on either side.
         """
         with self._lock:
-            here = self._own.find(rows[:, 0], rows[:, 2])
+            here = [self._registered[region] for region in holders if region in self._registered]
+            descriptors = np.array([self.endpoint.descriptor(each) for each in here], np.uint64)
             unreached = "; ".join(dict.fromkeys(self._unreached.values()))
         there = theirs.find(rows[:, 1], rows[:, 2])
-        if here is None or there is None:
-            side = "this agent's" if here is None else "the peer's"
+        if len(here) < len(holders) or there is None:
+            side = "the peer's" if len(here) == len(holders) else "this agent's"
             raise NoPathError(
                 f"some of {side} memory is not registered with libfabric" + (f" ({unreached})" if unreached else "")
             )
         shift = there[0] - rows[:, 1]  # constant for the blocks of a region
-        merged = joined(np.column_stack((rows, here[1], there[1], shift)))
+        merged = joined(np.column_stack((rows, descriptors[holder_of(rows[:, 0], holders)], there[1], shift)))
         columns = (merged[:, 0], merged[:, 1] + merged[:, 5], *merged[:, 2:5].T, merged[:, 1])
-        return Requests(np.column_stack(columns), peer)
+        return np.column_stack(columns)
 
     def close(self) -> None:
         """Closes the endpoint. It must no longer be in use."""
         self.deregister(list(self._registered))
-        self._endpoint.close()
+        self.endpoint.close()
 
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
-    """Opens an endpoint, with the options of ``PROXYCCL_FABRIC_…``, if this machine has an adapter for one.
-
-    Args:
-        asked: whether the caller named the path, so that any provider serves.
-
-    Returns:
-        The endpoint, or None and the reason why libfabric can't use this machine's adapters; "" if there are no
-        adapters.
+    """Opens an endpoint, with the options of ``PROXYCCL_FABRIC_…``, if this machine has an adapter for one or, if
+    `asked`, by any provider. Returns None and the reason if libfabric can't use this machine's adapters, "" if there
+    are none.
 
     Raises:
-        ArgumentError, ResourceError, RuntimeUnavailableError: the path was named and the endpoint can't be opened.
+        ArgumentError, ResourceError, RuntimeUnavailableError: it was asked for, and can't be opened.
     """
     if not asked and not (_ADAPTERS.is_dir() and os.listdir(_ADAPTERS)):
         return None, ""

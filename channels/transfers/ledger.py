@@ -58,11 +58,7 @@ class Ledger:
 
     @classmethod
     def open(cls, handle: bytes) -> Ledger:
-        """Maps a peer's ledger by its handle.
-
-        Raises:
-            ArgumentError, ResourceError: it can't be mapped, or is not a ledger.
-        """
+        """Maps a peer's ledger by its handle. Raises ArgumentError or ResourceError if that is impossible."""
         memory = SharedMemory.open(handle)
         if memory.nbytes != _NBYTES:
             memory.close()
@@ -84,14 +80,8 @@ class Ledger:
         return bool(number) and int(self.words[number % _WORDS]) == number
 
     def begin(self, pages: object = None) -> int:
-        """Begins a registration, and returns its number.
-
-        Args:
-            pages: an object that lives as long as the memory is mapped, if there is one: the registration ends as that
-                of freed memory with it.
-
-        Raises:
-            ResourceError: there are too many registrations.
+        """Begins a registration, and returns its number. If an object lives as long as the memory is mapped (`pages`),
+        the registration ends with it as that of freed memory. Raises ResourceError if there are too many registrations.
         """
         slot = self._unused.pop() if self._unused else next(self._next)
         if slot >= _WORDS:

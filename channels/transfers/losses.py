@@ -18,13 +18,8 @@ _event = -1
 
 
 def event_of_losses(task: Callable[[], object]) -> int:
-    """Returns the process's eventfd, which the engine signals when a link is lost. A thread then calls all tasks.
-
-    Args:
-        task: a method of an agent; the agent is not kept alive.
-
-    Raises:
-        ResourceError: there are too few descriptors or threads.
+    """Returns the process's eventfd, which the engine signals when a link is lost. A thread then calls all tasks, which
+    are methods of agents, and do not keep them alive. Raises ResourceError.
     """
     global _event  # noqa: PLW0603
     with _lock:

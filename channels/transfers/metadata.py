@@ -14,7 +14,7 @@ from proxyccl.channels.transfers.errors import MetadataError
 from proxyccl.channels.transfers.fabric import Key
 from proxyccl.channels.transfers.regions import Region, is_range
 from proxyccl.proxy._transfers import lib
-from proxyccl.proxy.codec import Codec, Message, ProtocolError, Uint64
+from proxyccl.proxy.codec import Codec, Message, Uint64
 
 LONGEST_NAME = 1024
 _LIMIT = 64 << 20  # bytes: some hundred thousand regions
@@ -74,29 +74,10 @@ class Metadata(Message, frozen=True):
                 raise ValueError(f"regions: {region} is not a range of memory")
 
 
-_CODEC = Codec(Metadata, _LIMIT, name="metadata of an agent")
+METADATA = Codec(Metadata, _LIMIT, "metadata of an agent", MetadataError)
 
 
-def encode(
-    name: str,
-    token: bytes,
-    place: Place | None,
-    regions: list[Region],
-    registrations: list[int],
-    shares: list[Share],
-    keys: list[Key],
-) -> bytes:
-    """Encodes metadata as bytes. Raises ProtocolError if they are too long."""
-    return _CODEC.encode(Metadata("proxyccl-agent-2", name, token, place, regions, registrations, shares, keys))
-
-
-def decode(data: bytes) -> Metadata:
-    """Metadata of bytes.
-
-    Raises:
-        MetadataError: they are not metadata, or not of this version.
-    """
-    try:
-        return _CODEC.decode(data, "an agent")
-    except ProtocolError as error:
-        raise MetadataError(str(error)) from None
+def host_of(metadata: bytes) -> str:
+    """Returns the boot id of an agent's machine; "" if the metadata have no place. Raises MetadataError."""
+    place = METADATA.decode(metadata, "an agent").place
+    return "" if place is None else place.host

@@ -10,17 +10,24 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from proxyccl.channels.transfers.engine_calls import raise_status
 from proxyccl.channels.transfers.errors import DisconnectedError
 from proxyccl.channels.transfers.metadata import Place
 from proxyccl.channels.transfers.regions import VRAM
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.device.memory.descriptors import naming_exhaustion
+from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 from proxyccl.proxy.connecting import NoAddressError, connect_to_any
 from proxyccl.proxy.hosts import boot_id, host_addresses
+
+if TYPE_CHECKING:
+    from proxyccl.channels.transfers.fabric import AgentFabric
+    from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclLinkPointer
 
 _TCP_OPTIONS = {
     # Otherwise an answer would wait until the one before is acknowledged, which takes the other side 40 ms.
@@ -68,12 +75,8 @@ class Path(Struct, frozen=True):
 
 
 def device_path(by: str, ways: Iterable[str], unpinned: str = "") -> Path:
-    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)".
-
-    Args:
-        by: what copies: "copy engine", "kernel", or "copy engine and kernel".
-        ways: how the device reaches memory other than its own process's device memory.
-        unpinned: why the copy of host memory goes through the driver's buffers; "" if it does not.
+    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)". `by` copies, and reaches memory
+    of other processes and of the host in the given ways. `unpinned` is the reason for going by the driver's buffers.
     """
     named = sorted({way for way in ways if way} | ({"staged by the driver"} if unpinned else set()))
     return Path(f"{by} ({', '.join(named)})" if named else by, unpinned)
@@ -87,36 +90,69 @@ def fabric_path(provider: str, *, of_devices: bool = False) -> str:
 
 
 def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
-    """Returns the path of device memory, on one side or both, through a socket: "copy engine and tcp, staged".
-
-    Each device copies to and from pinned memory of its own side.
-
-    Args:
-        link: the path of the link, whose name is that of the socket.
-        kinds: the kinds of memory of this side and the peer's.
-        reason: why no device reaches both sides; "" between hosts.
+    """Returns the path of device memory, on one side or both, through a link: "copy engine and tcp, staged". Each
+    device copies to and from pinned memory of its own side. `reason` is why no device reaches both sides.
     """
     steps = ["copy engine"] * (kinds[0] == VRAM) + [link.name] + ["copy engine"] * (kinds[1] == VRAM)
     by = " and ".join((", ".join(steps[:-1]), steps[-1]))
     return Path(f"{by}, staged", "; ".join(filter(None, (reason, link.reason))))
 
 
-class Connected(Struct, frozen=True):
-    """A socket to a peer, for the engine.
+class Link:
+    """A link that this agent opened. The engine frees the link when neither this object nor a transfer refers to it.
 
-    Attributes:
-        socket: its descriptor, which the engine takes over.
-        process: a pidfd, which the engine also takes over, or -1.
-        pid: the process to copy from and to, or 0.
-        path: the path of the link.
-        carrier: "unix" or "tcp".
+    Args:
+        agent, secret: the engine's agent, and the other agent's secret.
+        peer: the other agent's name.
+        connection: the socket, which the engine takes over.
+        process: a pidfd of the other agent's process, which the engine also takes over, or -1.
+        pid: the process that the kernel copies from and to; 0: it does not.
+        path: how the data moves.
+        carrier: the kind of socket, "unix" or "tcp".
+        address: of this agent's endpoint of libfabric, which the peer will use; b"": it will not.
     """
 
-    socket: int
-    process: int
-    pid: int
-    path: Path
-    carrier: str
+    def __init__(
+        self,
+        agent: ProxycclAgentPointer,
+        peer: str,
+        secret: bytes,
+        connection: socket.socket,
+        process: int,
+        pid: int,
+        path: Path,
+        carrier: str,
+        address: bytes,
+    ) -> None:
+        self.peer, self.path, self.pid, self.carrier = peer, path, pid, carrier
+        handle = lib.proxyccl_link_create(agent, connection.detach(), secret, process, pid, address, len(address))
+        if not handle:
+            if ffi.errno == errno.ECANCELED:
+                raise ClosedError("the agent was closed")
+            if ffi.errno == errno.ENOMEM:
+                raise MemoryError("there is no memory for a link")
+            raise ResourceError(f"the link to agent {peer} can't be watched: {os.strerror(ffi.errno)}")
+        self.handle: ProxycclLinkPointer = handle
+        forks.finalizer(self, lib.proxyccl_link_release, handle)
+
+    @property
+    def lost(self) -> str:
+        """Why the link can't carry data; "" while it works."""
+        reason = lib.proxyccl_link_lost(self.handle)
+        return ffi.string(reason).decode() if reason else ""
+
+    def look(self) -> str:
+        """Like `lost`, but polls the socket first, so that a disconnect shows at once."""
+        lib.proxyccl_link_look(self.handle)
+        return self.lost
+
+    def tell(self, message: bytes) -> None:
+        """Sends a message. Errors as for `Agent.notify`, and TransferError if the peer takes no messages."""
+        raise_status(lib.proxyccl_link_tell(self.handle, message, len(message)), self.peer, self.lost)
+
+    def end(self) -> None:
+        """Ends the link. Its active transfers are lost."""
+        lib.proxyccl_link_end(self.handle)
 
 
 def unix_address(token: bytes) -> bytes:
@@ -126,17 +162,25 @@ def unix_address(token: bytes) -> bytes:
     return b"\0proxyccl-agent-" + token.hex().encode()
 
 
-def listen(token: bytes, addresses: list[str] | None) -> tuple[list[socket.socket], list[tuple[str, int]]]:
-    """Makes listening sockets. Returns them, and the addresses of those for other hosts.
-
-    Args:
-        token: names the Unix socket.
-        addresses: of this host; None: all that other hosts may reach.
+def open_listeners(token: bytes, addresses: Sequence[str] | None) -> tuple[list[socket.socket], list[tuple[str, int]]]:
+    """Makes listening sockets: a Unix socket that `token` names, and some at addresses of this host, None for all that
+    other hosts may reach. Returns them, and the addresses of those for other hosts.
 
     Raises:
-        OSError: this host does not have such an address.
+        ArgumentError: this host does not have such an address.
         ResourceError: there are too few descriptors.
     """
+    if addresses is not None and (isinstance(addresses, str) or not all(isinstance(each, str) for each in addresses)):
+        raise ArgumentError("listen", f"must be a list of addresses, not {addresses!r}")
+    try:
+        return _listen(token, addresses)
+    # ValueError and TypeError are raised for characters that no address has.
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError("listen", f"this host can't listen at {addresses!r}: {reason}") from None
+
+
+def _listen(token: bytes, addresses: Sequence[str] | None) -> tuple[list[socket.socket], list[tuple[str, int]]]:
     with contextlib.ExitStack() as undo, naming_exhaustion("an agent's sockets"):
         local = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         local.bind(unix_address(token))
@@ -185,22 +229,29 @@ def allowed_paths(names: Sequence[str] | None) -> tuple[frozenset[str], bool]:
 
 
 def connect(
-    peer: str, token: bytes, place: Place, allowed: frozenset[str], timeout: float, provider: str = "", reason: str = ""
-) -> Connected:
+    agent: ProxycclAgentPointer,
+    peer: str,
+    token: bytes,
+    place: Place,
+    allowed: frozenset[str],
+    timeout: float,
+    fabric: AgentFabric | None,
+    reason: str,
+) -> Link:
     """Connects to an agent: by its Unix socket if it is on this host, else by TCP.
 
     Args:
-        peer: the agent's name.
-        token: the agent's token.
-        place: the agent's addresses.
+        agent: the engine's.
+        peer, token, place: of the other agent.
         allowed: the paths that data may take.
         timeout: seconds.
-        provider: a libfabric provider that both agents have; "": none.
+        fabric: this agent's endpoint of libfabric, if the peer's has the same provider.
         reason: why this process can't check the peer's registrations, so that the kernel may not copy; "" if it can.
 
     Raises:
         DisconnectedError: the agent does not answer within the time, or no allowed path leads to it.
         ResourceError: there are too few descriptors.
+        ClosedError: this agent was closed.
     """
     deadline = time.monotonic() + timeout
     here = place.host == boot_id()
@@ -209,7 +260,7 @@ def connect(
         failures.append(reason)
         allowed -= {"process_vm"}
     usable = {"process_vm"} if here else set()
-    if provider:
+    if fabric is not None:
         usable.add(FABRIC)
     with naming_exhaustion(f"the link to agent {peer}"):
         for carrier in ("unix", "tcp") if here else ("tcp",):
@@ -220,9 +271,9 @@ def connect(
             else:
                 connection = _by_tcp(place, deadline, failures)
             if connection is not None:
-                connected = _choose(connection, carrier, token, place, allowed, failures, provider)
-                if connected is not None:
-                    return connected
+                link = _choose(agent, peer, token, place, connection, carrier, allowed, failures, fabric)
+                if link is not None:
+                    return link
     paths = "" if len(allowed) == len(_ALL) else f" by {' or '.join(sorted(allowed))}"
     raise DisconnectedError(f"agent {peer} can't be reached{paths}: {'; '.join(failures)}", peer)
 
@@ -255,14 +306,16 @@ def _by_tcp(place: Place, deadline: float, failures: list[str]) -> socket.socket
 
 
 def _choose(
-    connection: socket.socket,
-    carrier: str,
+    agent: ProxycclAgentPointer,
+    peer: str,
     token: bytes,
     place: Place,
+    connection: socket.socket,
+    carrier: str,
     allowed: frozenset[str],
     failures: list[str],
-    provider: str,
-) -> Connected | None:
+    fabric: AgentFabric | None,
+) -> Link | None:
     """Chooses the best path over a connection, which is closed if no path is allowed. Agents on one host without a
     common network namespace exchange messages over TCP; the kernel may still copy their data.
     """
@@ -283,7 +336,7 @@ def _choose(
             reason = _why_not_copied(pid, token, place, carrier)
             copied = not reason
             failures += [reason] if reason else []
-        by_fabric = provider and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
+        by_fabric = fabric is not None and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
         if not copied and not by_fabric and carrier not in allowed:
             return None
         if not copied and carrier == "tcp" and process >= 0:  # the number may be another process's here
@@ -294,9 +347,10 @@ def _choose(
     if copied:
         path = Path("process_vm")
     else:
-        name = fabric_path(provider) if by_fabric else carrier
+        name = fabric_path(fabric.provider) if fabric is not None and by_fabric else carrier
         path = Path(name, "; ".join(dict.fromkeys(failures)) if here else "")
-    return Connected(connection.detach(), process, pid if copied else 0, path, carrier)
+    raw = b"" if fabric is None else fabric.raw
+    return Link(agent, peer, place.secret, connection, process, pid if copied else 0, path, carrier, raw)
 
 
 def _why_not_copied(pid: int, token: bytes, place: Place, carrier: str) -> str:

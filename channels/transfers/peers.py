@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 from proxyccl.channels.transfers.device_memory import Reached
 from proxyccl.channels.transfers.errors import ActiveError
 from proxyccl.channels.transfers.fabric import Keys
-from proxyccl.channels.transfers.host_memory import Mapped
 from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.metadata import Metadata, Place
-from proxyccl.channels.transfers.regions import VRAM, Region, Regions
+from proxyccl.channels.transfers.regions import Region, Regions
 from proxyccl.channels.transfers.transfer import Transfer, has_ended
 
 if TYPE_CHECKING:
-    from proxyccl.channels.transfers.link import Link
+    from proxyccl.channels.transfers.paths import Link
 
 _LONGEST_SECONDS = 30.0
 
@@ -34,7 +33,6 @@ class Peer:
         self.connecting = threading.Lock()  # one thread connects, and the others wait for it
         self.removed = False
         self.reached = Reached()
-        self.mapped = Mapped()
         self.keys = Keys()
         self.number: int | None = None  # of the endpoint, if the link's path is by libfabric
         self._lock = threading.Lock()
@@ -63,10 +61,8 @@ class Peer:
         shares = [share for share in message.shares if share.region not in stale]
         replaced = self.regions.overlapping(regions)
         self.regions.know(message.regions, message.registrations)
-        self.reached.add((share for share in shares if share.region.kind == VRAM), replaced)
-        self.mapped.add(shares, replaced)
-        keys = (each for each in message.keys if each.region not in stale)
-        self.keys.add(((each.region, each.address, each.key) for each in keys), replaced)
+        self.reached.add(shares, replaced)
+        self.keys.add((key for key in message.keys if key.region not in stale), replaced)
         self._ended = -1
 
     def forget_ended(self) -> list[Region]:
@@ -81,7 +77,6 @@ class Peer:
         ended = self.regions.ended(ledger.words)
         self.regions.forget(ended)
         self.reached.add((), ended)
-        self.mapped.add((), ended)
         self.keys.add((), ended)
         self._ended = count
         return ended
@@ -95,7 +90,6 @@ class Peer:
         deadline = time.monotonic() + _LONGEST_SECONDS
         if all(has_ended(transfer, max(0.0, deadline - time.monotonic())) for transfer in self._kept()):
             self.reached.close()
-            self.mapped.close()
 
     def leave(self) -> None:
         """Ends the link, and then unmaps the peer's memory.
@@ -112,7 +106,6 @@ class Peer:
             except ActiveError as error:
                 active = error
         self.reached.close()
-        self.mapped.close()
         if self.ledger is not None:
             self.ledger.close()
         if active is not None:

@@ -14,11 +14,10 @@ from msgspec.structs import replace
 
 from proxyccl.channels.transfers.blocks import Rows, sides
 from proxyccl.channels.transfers.copier import Copier
-from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached
+from proxyccl.channels.transfers.device_memory import Devices, NotSharedError, Pinned, Reached
 from proxyccl.channels.transfers.errors import DisconnectedError, NoPathError, NotRegisteredError
 from proxyccl.channels.transfers.fabric import AgentFabric
-from proxyccl.channels.transfers.link import Link
-from proxyccl.channels.transfers.paths import SHARED, Path, device_path, fabric_path, staged_path
+from proxyccl.channels.transfers.paths import SHARED, Link, Path, device_path, fabric_path, staged_path
 from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, View
 from proxyccl.channels.transfers.transfer import Transfer
@@ -45,14 +44,8 @@ class Side(Struct, frozen=True, eq=False):
     view: View
 
     def holders(self, addresses: Rows, now: Regions) -> tuple[list[Region], Rows]:
-        """`View.holders` of blocks.
-
-        Args:
-            addresses: addresses of the blocks.
-            now: the agent's current regions.
-
-        Raises:
-            NotRegisteredError: a region was deregistered since, or registered anew.
+        """`View.holders` of blocks. Raises NotRegisteredError if a region is not one of `now`, the agent's current
+        regions, or was registered anew.
         """
         regions, rows = self.view.holders(addresses)
         if now.view(self.kind) is not self.view:
@@ -64,29 +57,21 @@ class Side(Struct, frozen=True, eq=False):
 
 
 def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: str) -> str:
-    """Returns the kind of memory that all blocks of one side belong to.
-
-    Args:
-        regions: of that side.
-        addresses, nbytes: of the blocks.
-        side: "local" or "remote", for errors.
-        peer: the other agent's name; "" for the local side.
+    """Returns the kind of memory that all blocks of one side belong to. For errors, `side` is "local" or "remote", and
+    `peer` the other agent's name, or "" for the local side.
 
     Raises:
         ArgumentError: the blocks are of both kinds.
         NotRegisteredError: a block lies outside registered memory.
     """
-    outside = regions.find_outside(addresses, nbytes)
-    if outside is None:
-        return DRAM
-    of_devices = regions.find_outside(addresses, nbytes, VRAM)
-    if of_devices is None:
-        return VRAM
-    first = max(outside, of_devices)
-    address, number = int(addresses[first]), int(nbytes[first])
-    if regions.find_outside(addresses[first : first + 1], nbytes[first : first + 1]) is None or (
-        regions.find_outside(addresses[first : first + 1], nbytes[first : first + 1], VRAM) is None
-    ):
+    first = 0
+    for kind in (DRAM, VRAM):
+        outside = regions.view(kind).find_outside(addresses, nbytes)
+        if outside is None:
+            return kind
+        first = max(first, outside)
+    address, number, one = int(addresses[first]), int(nbytes[first]), slice(first, first + 1)
+    if any(regions.view(kind).find_outside(addresses[one], nbytes[one]) is None for kind in (DRAM, VRAM)):
         raise ArgumentError(
             "blocks", f"block {first} at {side} address {address:#x} is in another kind of memory than block 0"
         )
@@ -123,23 +108,17 @@ class Pair(Struct, frozen=True, eq=False):
         return self.link is None or self.link.pid == os.getpid()
 
 
-class Preparer:
+class Preparer(Struct, eq=False):
     """Makes transfers of one agent, which may take `paths`. Any thread may use it."""
 
-    def __init__(
-        self,
-        name: str,
-        handle: ProxycclAgentPointer,
-        devices: Devices,
-        reached: Reached,
-        pinned: Pinned,
-        fabric: AgentFabric | None,
-        paths: frozenset[str],
-    ) -> None:
-        self._name, self._handle = name, handle
-        self._devices, self._reached, self._pinned = devices, reached, pinned
-        self._fabric, self.paths = fabric, paths
-        self._warned: set[str] = set()
+    _name: str
+    _handle: ProxycclAgentPointer
+    _devices: Devices
+    _reached: Reached
+    _pinned: Pinned
+    _fabric: AgentFabric | None
+    paths: frozenset[str]
+    _warned: set[str] = set()
 
     def warn_once(self, what: str, reason: str, stacklevel: int = 6) -> None:
         """Warns of a slower path, unless its reason is empty, or was given before."""
@@ -170,9 +149,14 @@ class Preparer:
         known = pair.known
         if pair.of_devices or SHARED not in self.paths or known is None or known.ledger is None:
             return ""
-        mapped, memories, problem = known.mapped.find(pair.rows[:, 1], pair.rows[:, 2], pair.holders[1])
-        self.warn_once(f"can't map memory of agent {pair.peer}", problem)
-        if mapped is None:
+        if not known.reached.of(pair.holders[1][:1]):  # most memory is private
+            return ""
+        try:
+            mapped, memories, _ = known.reached.map(None, pair.rows[:, 1], pair.holders[1])
+        except NotSharedError:
+            return ""
+        except NoPathError as error:
+            self.warn_once(f"can't map memory of agent {pair.peer}", str(error))
             return ""
         pair = replace(pair, rows=np.column_stack((pair.rows[:, 0], mapped, pair.rows[:, 2])))
         made = self._of_blocks(pair, Path(SHARED), lib.proxyccl_transfer_create, ffi.NULL, 0, kept=memories)
@@ -184,13 +168,13 @@ class Preparer:
         if self._fabric is None or known is None or known.number is None or pair.link is None:
             return ""
         try:
-            requests = self._fabric.requests(pair.rows, known.keys, known.number)
+            requests = self._fabric.requests(pair.rows, pair.holders[0], known.keys)
         except NoPathError as error:
             return str(error)
         path = Path(fabric_path(self._fabric.provider, of_devices=True)) if pair.of_devices else pair.link.path
-        rows = ffi.cast("uint64_t *", requests.rows.ctypes.data)
+        rows = ffi.cast("uint64_t *", requests.ctypes.data)
         handle = lib.proxyccl_transfer_create_by_fabric(
-            self._handle, pair.link.handle, pair.writes, rows, len(requests.rows), requests.peer
+            self._handle, pair.link.handle, pair.writes, rows, len(requests), known.number
         )
         return known.keep(self._made(pair, handle, path, sides(pair.rows), kept=requests))
 
@@ -237,10 +221,10 @@ class Preparer:
             return "its registrations can't be looked at from here"
         theirs = self._reached if known is None else known.reached
         if kinds[0] == VRAM:
-            copier = self._local_copier(rows)
+            copier = self._local_copier(pair)
         else:
             try:
-                copier = self._devices.nearest(theirs.share_at(rows[:, 1], rows[:, 2]))
+                copier = self._devices.nearest(theirs.share(pair.holders[1][0]))
             except (NoPathError, RuntimeUnavailableError) as error:
                 if link is None:
                     raise
@@ -251,9 +235,7 @@ class Preparer:
         for column, kind, reached in ((0, kinds[0], self._reached), (1, kinds[1], theirs)):
             if kind == VRAM:
                 try:
-                    mapped[:, column], memories, way = reached.map(
-                        copier, rows[:, column], rows[:, 2], pair.holders[column]
-                    )
+                    mapped[:, column], memories, way = reached.map(copier, rows[:, column], pair.holders[column])
                 except NoPathError as error:
                     if link is None or reached is self._reached:
                         raise
@@ -267,11 +249,11 @@ class Preparer:
             kept.append(memories)
         lists = local, remote = sides(mapped)
         to, source = (remote, local) if pair.writes else (local, remote)
-        plan = copier.plan(np.column_stack((to[:, 0], source)), kernels_reach=not unpinned, kept=kept)
-        path = device_path(plan.by, ways, unpinned)
+        copies, by, planned = copier.plan(np.column_stack((to[:, 0], source)), kernels_reach=not unpinned)
+        path = device_path(by, ways, unpinned)
         over = ffi.NULL if link is None else link.handle
-        handle = lib.proxyccl_transfer_create_on_device(self._handle, over, pair.writes, copier.calls, plan.copies)
-        made = self._made(pair, handle, path, lists, copier=copier, is_queued=True, kept=plan)
+        handle = lib.proxyccl_transfer_create_on_device(self._handle, over, pair.writes, copier.calls, copies)
+        made = self._made(pair, handle, path, lists, copier=copier, is_queued=True, kept=(kept, planned))
         what = "copies between the host's memory and a device by way of the driver's buffers"
         self.warn_once(what, path.reason)
         return made if known is None else known.keep(made)
@@ -295,14 +277,14 @@ class Preparer:
         create = lib.proxyccl_transfer_create_staged
         return self._of_blocks(pair, path, create, staging, 0, copier=copier, kept=staged)
 
-    def _local_copier(self, rows: Rows) -> Copier:
+    def _local_copier(self, pair: Pair) -> Copier:
         """The device of the local blocks."""
-        return self._devices.of(self._reached.share_at(rows[:, 0], rows[:, 2]))
+        return self._devices.of(self._reached.share(pair.holders[0][0]))
 
     def _mapped_here(self, pair: Pair) -> tuple[Copier, Pair]:
         """Returns the device of the local blocks, and the pair with the addresses at which the device reaches them."""
-        copier, mapped = self._local_copier(pair.rows), pair.rows.copy()
-        mapped[:, 0], _, _ = self._reached.map(copier, mapped[:, 0], mapped[:, 2])
+        copier, mapped = self._local_copier(pair), pair.rows.copy()
+        mapped[:, 0], _, _ = self._reached.map(copier, mapped[:, 0], pair.holders[0])
         return copier, replace(pair, rows=mapped)
 
     def _of_blocks(self, pair: Pair, path: Path, create: Callable[..., Any], *options: object, **how: Any) -> Transfer:

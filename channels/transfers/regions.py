@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -10,6 +10,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.blocks import Rows
+from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Message, Uint64
 
 DRAM = "dram"
@@ -37,24 +38,24 @@ class Region(Message, frozen=True):
     address: Uint64
     nbytes: Uint64
     device: Uint64 = 0
-    kind: Annotated[str, Meta(max_length=16)] = DRAM
+    kind: Annotated[str, Meta(pattern=f"^({DRAM}|{VRAM})$")] = DRAM
     label: Annotated[str, Meta(max_length=LONGEST_LABEL)] = ""
 
 
-def problem_of(region: Region) -> tuple[str, str] | None:
-    """Returns the argument that makes a region invalid, and the expected values; None for a valid region."""
+def require_valid(region: Region) -> None:
+    """Raises ArgumentError for a region that a caller made of wrong values."""
     for name in ("address", "nbytes", "device"):
         value = getattr(region, name)
         if type(value) is not int or not 0 <= value < 2**64:
-            return name, f"must be an integer from 0 to 2^64 - 1, not {value!r}"
+            raise ArgumentError(name, f"must be an integer from 0 to 2^64 - 1, not {value!r}")
     if region.kind not in (DRAM, VRAM):
-        return "kind", f'must be "dram" or "vram", not {region.kind!r}'
+        raise ArgumentError("kind", f'must be "dram" or "vram", not {region.kind!r}')
     if not isinstance(region.label, str) or len(region.label) > LONGEST_LABEL or not is_unicode(region.label):
-        return (
-            "label",
-            f"must be a text of at most {LONGEST_LABEL} characters that UTF-8 has, not {region.label!r:.100}",
+        raise ArgumentError(
+            "label", f"must be a text of at most {LONGEST_LABEL} characters that UTF-8 has, not {region.label!r:.100}"
         )
-    return None if is_range(region) else ("regions", f"{region} is not a range of memory")
+    if not is_range(region):
+        raise ArgumentError("regions", f"{region} is not a range of memory")
 
 
 def is_range(region: Region) -> bool:
@@ -77,7 +78,7 @@ class Regions:
     def __init__(self) -> None:
         self._counts: dict[Region, int] = {}
         self._numbers: dict[Region, int] = {}
-        self._tables: dict[str, _Table] = {}
+        self._table = _Table()
         self._views: dict[tuple[str, int | None], View] = {}
 
     def __contains__(self, region: Region) -> bool:
@@ -128,26 +129,20 @@ class Regions:
 
     def forget(self, regions: Sequence[Region]) -> None:
         """Removes regions, which must be present, with all of their registrations."""
-        for kind, chosen in _by_kind(regions).items():
-            self._tables[kind].remove(chosen)
-            self._forget_views(kind)
+        self._table.remove(regions)
+        self._views.clear()
         for region in regions:
             del self._counts[region], self._numbers[region]
 
     def _change(self, regions: Sequence[Region]) -> None:
-        for kind, chosen in _by_kind(regions).items():
-            self._tables.setdefault(kind, _Table()).put(chosen, [self._numbers[region] for region in chosen])
-            self._forget_views(kind)
-
-    def _forget_views(self, kind: str) -> None:
-        for key in [key for key in self._views if key[0] == kind]:
-            del self._views[key]
+        self._table.put({region: self._numbers[region] for region in regions})
+        self._views.clear()
 
     def view(self, kind: str = DRAM, device: int | None = None) -> View:
         """Returns the current regions of one kind; `device`: only of one device, None: of all."""
         view = self._views.get((kind, device))
         if view is None:
-            view = self._views[kind, device] = self._tables.setdefault(kind, _Table()).view(device)
+            view = self._views[kind, device] = self._table.view(kind, device)
         return view
 
     def ranges(self, kind: str = DRAM, device: int | None = None) -> tuple[Rows, Rows]:
@@ -161,10 +156,6 @@ class Regions:
         first = np.flatnonzero(np.append(True, starts[1:] > ends[:-1]))
         return starts[first], ends[np.append(first[1:], len(starts)) - 1]
 
-    def find_outside(self, addresses: Rows, nbytes: Rows, kind: str = DRAM, device: int | None = None) -> int | None:
-        """Returns the index of the first block that no region holds; None if regions hold all blocks."""
-        return self.view(kind, device).find_outside(addresses, nbytes)
-
     def overlapping(self, others: Iterable[Region]) -> set[Region]:
         """Returns the regions, of any kind, that overlap one of some regions."""
         chosen = sorted((other for other in others if other.nbytes), key=_order)
@@ -172,31 +163,31 @@ class Regions:
         if chosen:
             starts = np.array([other.address for other in chosen], np.uint64)
             ends = np.maximum.accumulate(np.array([_end(other) for other in chosen], np.uint64))
-            for table in self._tables.values():
-                at = np.searchsorted(starts, table.ends) - 1  # the last of the others that starts before a region's end
-                found |= set(table.regions[(at >= 0) & (ends[at] > table.starts)])
+            table = self._table
+            at = np.searchsorted(starts, table.ends) - 1  # the last of the others that starts before a region's end
+            found = set(table.regions[(at >= 0) & (ends[at] > table.starts)])
         return found
 
     def ended(self, words: Rows) -> list[Region]:
         """Returns the regions that were deregistered, by the words of their ledger (`Ledger.words`)."""
-        ended: list[Region] = []
-        for table in self._tables.values():
-            now = words[table.numbers % np.uint64(len(words))]
-            ended += table.regions[(now != table.numbers) & (now != ~table.numbers)].tolist()
+        numbers = self._table.numbers
+        now = words[numbers % np.uint64(len(words))]
+        ended: list[Region] = self._table.regions[(now != numbers) & (now != ~numbers)].tolist()
         return ended
 
 
 class _Table:
-    """Regions of one kind by address, those that start at one address with the longest first."""
+    """Regions by address, those that start at one address with the longest first."""
 
     def __init__(self) -> None:
+        self.are_vram = np.empty(0, bool)
         self.starts, self.ends, self.devices, self.numbers = (np.empty(0, np.uint64) for _ in range(4))
         self.regions: NDArray[np.object_] = np.empty(0, object)
 
-    def put(self, regions: Iterable[Region], numbers: Iterable[int]) -> None:
+    def put(self, numbers: Mapping[Region, int]) -> None:
         """Adds absent regions, and sets the numbers of all."""
         new, places, again = [], [], {}
-        for region, number in sorted(zip(regions, numbers, strict=True), key=lambda each: _order(each[0])):
+        for region, number in sorted(numbers.items(), key=lambda each: _order(each[0])):
             place, is_there = self._find(region)
             if is_there:
                 again[place] = number
@@ -215,12 +206,13 @@ class _Table:
             objects = np.empty(len(new), object)
             objects[:] = columns[4]
             self.regions = np.insert(self.regions, places, objects)
+            self.are_vram = np.insert(self.are_vram, places, [region.kind == VRAM for region in objects])
 
     def remove(self, regions: Iterable[Region]) -> None:
         """Removes regions, which must be present."""
         left = np.ones(len(self.starts), bool)
         left[[self._find(region)[0] for region in regions]] = False
-        self.starts, self.ends = self.starts[left], self.ends[left]
+        self.starts, self.ends, self.are_vram = self.starts[left], self.ends[left], self.are_vram[left]
         self.devices, self.numbers, self.regions = self.devices[left], self.numbers[left], self.regions[left]
 
     def _find(self, region: Region) -> tuple[int, bool]:
@@ -234,9 +226,10 @@ class _Table:
             place += 1
         return place, False
 
-    def view(self, device: int | None) -> View:
-        """Returns the regions of a device; None: all."""
-        chosen = slice(None) if device is None else self.devices == device
+    def view(self, kind: str, device: int | None) -> View:
+        chosen = (self.are_vram == (kind == VRAM)) & (kind in (DRAM, VRAM))
+        if device is not None:
+            chosen &= self.devices == device
         return View(self.starts[chosen], self.ends[chosen], self.numbers[chosen], self.regions[chosen])
 
 
@@ -283,11 +276,10 @@ class View:
         return self._regions[used].tolist(), rows
 
 
-def _by_kind(regions: Iterable[Region]) -> dict[str, list[Region]]:
-    found: dict[str, list[Region]] = {}
-    for region in dict.fromkeys(regions):
-        found.setdefault(region.kind, []).append(region)
-    return found
+def holder_of(addresses: Rows, holders: Sequence[Region]) -> NDArray[np.intp]:
+    """Returns for each block the index of the region that holds it, among those of `View.holders`."""
+    starts = np.array([region.address for region in holders], np.uint64)
+    return np.searchsorted(starts, addresses, "right") - 1
 
 
 def _end(region: Region) -> int:

@@ -49,7 +49,7 @@ class Turn:
         Raises:
             KernelError: the driver refused it; the transfer is canceled, as after any exception.
         """
-        words, ptr = _words(self._table), self._table.memory.ptr
+        words, ptr = _words(self._table), self._table.ptr
         operations = StreamOperations(
             self._copier.runtime, [WriteValue(ptr, 1), WaitValue(ptr + _WORD, 1), WriteValue(ptr, _PASSED)]
         )
@@ -71,7 +71,7 @@ def _leave(table: Table) -> None:
 
 
 def _words(table: Table) -> Any:
-    return ffi.cast("uint64_t *", table.memory.host_ptr)
+    return ffi.cast("uint64_t *", table.host_ptr)
 
 
 def _is_passed(table: Table) -> bool:

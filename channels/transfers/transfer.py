@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from proxyccl.channels.transfers.copier import Copier
     from proxyccl.channels.transfers.device_memory import Devices
     from proxyccl.channels.transfers.ledger import Ledger
-    from proxyccl.channels.transfers.link import Link
-    from proxyccl.channels.transfers.paths import Path
+    from proxyccl.channels.transfers.paths import Link, Path
     from proxyccl.proxy._transfers import ProxycclTransferPointer
 
 
@@ -58,6 +57,26 @@ _TURN = 0
 
 _STATES = {state.value: state for state in State}
 _DONE = lib.PROXYCCL_TRANSFER_DONE
+_FAULTS: dict[int, tuple[type[TransferError], str]] = {
+    lib.PROXYCCL_FAULT_DEREGISTERED: (
+        NotRegisteredError,
+        "agent {peer} has deregistered its memory at {address:#x}",
+    ),
+    lib.PROXYCCL_FAULT_ENDED_HERE: (NotRegisteredError, "this agent has deregistered its memory at {address:#x}"),
+    lib.PROXYCCL_FAULT_FREED: (
+        FreedMemoryError,
+        "agent {peer} has freed its memory at {address:#x} without deregistering it",
+    ),
+    lib.PROXYCCL_FAULT_FREED_HERE: (
+        FreedMemoryError,
+        "this agent's memory at {address:#x} was freed without being deregistered",
+    ),
+    lib.PROXYCCL_FAULT_PROTECTED: (
+        TransferError,
+        "memory of agent {peer} at {address:#x} can't be {access}, or this agent's, although it is mapped: it is "
+        "protected, or its file was truncated",
+    ),
+}
 _FABRIC_ERRORS = 256
 """The first error number that is libfabric's own."""
 
@@ -258,27 +277,10 @@ class Transfer:
         """Raises the error for memory that could not be accessed, if the transfer ended so."""
         fault = ffi.new("ProxycclFault *")
         lib.proxyccl_transfer_fault(self._open(), fault)
-        peer = self.peer
-        match fault.kind:
-            case lib.PROXYCCL_FAULT_DEREGISTERED:
-                raise NotRegisteredError(f"agent {peer} has deregistered its memory at {fault.address:#x}", peer)
-            case lib.PROXYCCL_FAULT_ENDED_HERE:
-                raise NotRegisteredError(f"this agent has deregistered its memory at {fault.address:#x}", peer)
-            case lib.PROXYCCL_FAULT_FREED:
-                raise FreedMemoryError(
-                    f"agent {peer} has freed its memory at {fault.address:#x} without deregistering it", peer
-                )
-            case lib.PROXYCCL_FAULT_FREED_HERE:
-                raise FreedMemoryError(
-                    f"this agent's memory at {fault.address:#x} was freed without being deregistered", peer
-                )
-            case lib.PROXYCCL_FAULT_PROTECTED:
-                access = "written" if self.writes else "read"
-                raise TransferError(
-                    f"memory of agent {peer} at {fault.address:#x} can't be {access}, or this agent's, although it is "
-                    "mapped: it is protected, or its file was truncated",
-                    peer,
-                )
+        if fault.kind in _FAULTS:
+            kind, text = _FAULTS[fault.kind]
+            access = "written" if self.writes else "read"
+            raise kind(text.format(peer=self.peer, address=fault.address, access=access), self.peer)
 
 
 def has_ended(transfer: Transfer, seconds: float) -> bool:
@@ -291,14 +293,8 @@ def has_ended(transfer: Transfer, seconds: float) -> bool:
 
 
 def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> None:
-    """Makes a transfer depend on registrations of one side.
-
-    Args:
-        transfer: a transfer that was never started.
-        remote: whether the registrations are the peer's.
-        ledger: the ledger of the registrations.
-        rows: (number of a registration, address of a block in it).
-    """
+    """Makes a transfer that was never started depend on registrations of one side: rows of (number of a registration,
+    address of a block in it), and their ledger."""
     kept = np.ascontiguousarray(rows)
     transfer._kept.append((ledger, kept))
     pointer = ffi.cast("uint64_t *", kept.ctypes.data)

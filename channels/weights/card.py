@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from proxyccl.channels.transfers.errors import MetadataError
 from proxyccl.channels.weights.parts import Part
-from proxyccl.proxy.codec import Codec, Message, ProtocolError, Uint64
+from proxyccl.proxy.codec import Codec, Message, Uint64
 
 _METADATA = Meta(max_length=64 << 20)
 
@@ -60,22 +60,10 @@ class Leave(Message, frozen=True, tag="leave"):
     holder: Uint64
 
 
-CARD = Codec(Card, 512 << 20, name="card of weights")
+CARD = Codec(Card, 512 << 20, "card of weights", MetadataError)
 MESSAGE: Codec[Join | Offered | HasRead | Leave] = Codec(
     Join | Offered | HasRead | Leave, 65 << 20, name="message about weights"
 )
-
-
-def decode_card(data: bytes) -> Card:
-    """Decodes a card.
-
-    Raises:
-        MetadataError: the bytes are not a card, or of another version.
-    """
-    try:
-        return CARD.decode(data, "a holder of weights")
-    except ProtocolError as error:
-        raise MetadataError(str(error)) from None
 
 
 def tensors_of(cards: Iterable[bytes]) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -84,5 +72,5 @@ def tensors_of(cards: Iterable[bytes]) -> dict[str, tuple[tuple[int, ...], str]]
     Raises:
         MetadataError: bytes are not a card.
     """
-    parts = (part for card in cards for part in decode_card(card).parts)
+    parts = (part for card in cards for part in CARD.decode(card, "a holder of weights").parts)
     return {part.tensor: (part.size, part.dtype) for part in parts}

@@ -111,14 +111,14 @@ class Holder:
         """Publishes that others may read a version here."""
         self._version[0] = version
         for name in list(self._readers):
-            self._tell(name, Offered())
+            self._tell(name)
 
     def _shut(self) -> None:
         self._version[0] = 0
 
-    def _tell(self, reader: str, message: Offered) -> None:
+    def _tell(self, reader: str) -> None:
         try:
-            self._agent.notify(reader, MESSAGE.encode(message))
+            self._agent.notify(reader, MESSAGE.encode(Offered()))
         except DisconnectedError as error:
             self._ended.setdefault(reader, (str(error), time.monotonic()))
 
@@ -126,7 +126,11 @@ class Holder:
         for sender, data in self._agent.messages():
             match MESSAGE.decode(data, f"agent {sender}"):
                 case Join(metadata, number):
-                    self._admit(sender, metadata, number)
+                    self._meet(metadata)
+                    self._readers[sender], self._numbers[sender] = 0, number
+                    self._ended.pop(sender, None)
+                    if self._version[0]:
+                        self._tell(sender)
                 case HasRead(version, number) if sender in self._readers and self._numbers.get(sender) == number:
                     self._readers[sender] = version
                 case Leave(number) if self._numbers.get(sender) == number:
@@ -140,14 +144,6 @@ class Holder:
         except NameTakenError as error:
             self._agent.remove(error.peer)
             return self._agent.add(metadata)
-
-    def _admit(self, name: str, metadata: bytes, number: int) -> None:
-        self._meet(metadata)
-        self._readers[name] = 0
-        self._numbers[name] = number
-        self._ended.pop(name, None)
-        if self._version[0]:
-            self._tell(name, Offered())
 
     def _lost_readers(self) -> dict[str, str]:
         """Forgets readers whose links ended _LAST_MESSAGE_SECONDS ago, and returns the reasons by name."""

@@ -62,17 +62,7 @@ def part_of(
     size: Sequence[int] | None = None,
     within: Any = (),
 ) -> Part:
-    """Returns the part of a tensor that an array holds.
-
-    Args:
-        tensor: its name.
-        start: the index of the part's first element in each dimension of the tensor; None: the part is the whole.
-        size: shape of the whole tensor, if `start` is given.
-        within: the part of the array that holds it, as a slice or a tuple of slices; (): all of it.
-
-    Raises:
-        ArgumentError: shapes do not fit together.
-    """
+    """Returns the part of a tensor that an array holds. The arguments are those of `Holder.add`."""
     if (start is None) != (size is None):
         raise ArgumentError("size", "expected both start and size, or neither")
     slices = within if isinstance(within, tuple) else (within,)

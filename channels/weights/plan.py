@@ -63,11 +63,7 @@ def plan(sources: Held, targets: Held, nodes: Mapping[str, Hashable] | None = No
 
 
 def plan_one(target: str, sources: Held, targets: Held, nodes: Mapping[str, Hashable]) -> tuple[list[Read], set[str]]:
-    """Returns one target's reads in `plan`, and the names of the targets that read from it.
-
-    Raises:
-        ArgumentError: as `plan`.
-    """
+    """Returns one target's reads in `plan`, and the names of the targets that read from it."""
     planner = _Planner(sources, targets, nodes, {target})
     return planner.reads[target], {reader for reader, peer, _ in planner.links if peer == target}
 
@@ -78,11 +74,7 @@ class _Candidate(NamedTuple):
 
 
 class _Planner:
-    """Makes a plan.
-
-    Args:
-        sources, targets, nodes: as for `plan`.
-        chosen: the targets whose blocks are listed.
+    """Makes a plan, and lists the blocks of the chosen targets.
 
     Attributes:
         links: (target, peer, whether the read is relayed) of all reads, in their order.

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
-from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.errors import DisconnectedError, FreedMemoryError, NotRegisteredError, NotStartedError
+from proxyccl.channels.transfers.metadata import host_of
 from proxyccl.channels.transfers.transfer import Transfer
-from proxyccl.channels.weights.card import MESSAGE, Card, HasRead, Join, Leave, decode_card
+from proxyccl.channels.weights.card import CARD, MESSAGE, Card, HasRead, Join, Leave
 from proxyccl.channels.weights.holder import Holder, deadline_of
 from proxyccl.channels.weights.parts import Part
 from proxyccl.channels.weights.plan import Read, plan_one
@@ -34,12 +34,7 @@ class Group(Struct):
 
 
 class Connected:
-    """The reads of a target. All its peers compute the same plan.
-
-    Args:
-        agent: the target's agent, which has added the agents of all cards.
-        sources, peers: cards by name.
-        groups: the target's parts in each group.
+    """The reads of a target, whose agent has added the agents of all cards. All its peers compute the same plan.
 
     Attributes:
         groups: the transfers of each group.
@@ -47,7 +42,6 @@ class Connected:
             to all sources, so that each counts the same targets.
         peers: names of the targets that this one reads from.
         readers: by name, the numbers of the peers that read from this target.
-        nbytes: bytes of all transfers.
     """
 
     def __init__(
@@ -55,8 +49,8 @@ class Connected:
     ) -> None:
         self._agent = agent
         cards = {**sources, **peers}
-        nodes = {name: _host(card.metadata) for name, card in cards.items()}
-        nodes[agent.name] = _host(agent.metadata(()))
+        nodes = {name: host_of(card.metadata) for name, card in cards.items()}
+        nodes[agent.name] = host_of(agent.metadata(()))
         has = {name: sources[name].parts for name in sorted(sources)}  # sorted, so that all peers make the same plan
         theirs = {name: grouped(card.parts, card.groups) for name, card in peers.items()}
         for name, each in theirs.items():
@@ -68,7 +62,10 @@ class Connected:
         for number, parts in enumerate(groups):
             has_own = {**{name: each[number] for name, each in theirs.items()}, agent.name: parts}
             own, from_here = plan_one(agent.name, has, {name: has_own[name] for name in sorted(has_own)}, nodes)
-            direct, relayed = ([self._prepare(read) for read in own if read.relayed is late] for late in (False, True))
+            direct, relayed = (
+                [agent.prepare("read", read.peer, read.blocks) for read in own if read.relayed is late]
+                for late in (False, True)
+            )
             self.groups.append(Group(direct, relayed))
             reads += own
             readers |= from_here
@@ -87,16 +84,8 @@ class Connected:
             for name, index in self._index.items()
         ]
 
-    def _prepare(self, read: Read) -> Transfer:
-        return self._agent.prepare("read", read.peer, read.blocks)
-
     def versions(self, names: Iterable[str], deadline: float) -> set[int]:
-        """Returns the versions that holders offer now; 0: none.
-
-        Raises:
-            DisconnectedError: a holder has ended, or was closed.
-            TransferTimeoutError: a holder does not answer.
-        """
+        """Returns the versions that holders offer now; 0: none. Raises DisconnectedError, TransferTimeoutError."""
         chosen = {name: self._index[name] for name in names}
         try:
             self.move([self._looks[index] for index in chosen.values()], deadline)
@@ -109,10 +98,7 @@ class Connected:
 
     def move(self, transfers: Sequence[Transfer], deadline: float, stream: StreamLike = None) -> None:
         """Carries out transfers concurrently. When this returns or raises, no transfer accesses memory any longer.
-
-        Raises:
-            DisconnectedError, TransferTimeoutError, TransferError: as `Agent.wait`.
-        """
+        Errors as for `Agent.wait`."""
         try:
             for transfer in transfers:
                 transfer.start(stream=stream)
@@ -137,11 +123,6 @@ def _closed(name: str) -> DisconnectedError:
 def grouped(parts: Sequence[Part], groups: Sequence[int]) -> list[Sequence[Part]]:
     """Returns the parts of each group, given the index of each group's first part."""
     return [parts[first:last] for first, last in itertools.pairwise((*groups, len(parts)))]
-
-
-def _host(metadata: bytes) -> str:
-    place = metadata_of.decode(metadata).place
-    return "" if place is None else place.host
 
 
 class Received(Struct, frozen=True):
@@ -253,7 +234,7 @@ class WeightTarget(Holder):
         super().close()
 
     def _meet_all(self, cards: Iterable[bytes]) -> dict[str, Card]:
-        decoded = [decode_card(data) for data in cards]
+        decoded = [CARD.decode(data, "a holder of weights") for data in cards]
         return {self._meet(card.metadata): card for card in decoded}
 
     def _disconnect(self) -> None:

@@ -68,15 +68,8 @@ _CODEC: Codec[Bucket | HasRead] = Codec(Bucket | HasRead, 64 << 20, name="messag
 
 
 class Chain:
-    """This worker's agent, and the agents before and after it.
-
-    Args:
-        agent: this worker's agent, used only for this chain, because the chain takes all its messages.
-        buckets: this worker's two buckets.
-        previous, following: the neighbours' metadata; None at the ends of the chain.
-
-    Raises:
-        MetadataError: `previous` or `following` is not metadata.
+    """This worker's agent, whose messages the chain takes, and the agents before and after it, by their metadata; None
+    at the ends of the chain.
     """
 
     def __init__(
@@ -99,21 +92,13 @@ class Chain:
             await self._until(lambda: self._read >= number - len(self._buckets), f"{self._following} to read a bucket")
 
     def offer(self, number: int, nbytes: int, pieces: list[Piece], *, last: bool) -> None:
-        """Tells the following worker that a bucket's contents are in memory.
-
-        Raises:
-            DisconnectedError: that worker has ended.
-        """
+        """Tells the following worker that a bucket's contents are in memory. Raises DisconnectedError."""
         if self._following is not None:
             address = self._buckets[number % 2].address
             self._agent.notify(self._following, _CODEC.encode(Bucket(number, address, nbytes, pieces, last)))
 
     async def fetch(self, number: int) -> Bucket:
-        """Reads a bucket from the previous worker, and offers it to the following one.
-
-        Raises:
-            DisconnectedError, TransferTimeoutError: see `until_free`.
-        """
+        """Reads a bucket from the previous worker, and offers it to the following one. Errors as for `until_free`."""
         previous = self._previous
         assert previous is not None
         await self._until(lambda: number in self._arrived, f"a bucket of {previous}")

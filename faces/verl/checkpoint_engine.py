@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from proxyccl.channels.timeouts import timeout_from
-from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.agent import Agent
+from proxyccl.channels.transfers.metadata import host_of
 from proxyccl.torch_tensors.flat import byte_view
 from proxyccl.verl.chain import Chain, Piece
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
@@ -79,8 +79,8 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         """
         agents = [each["metadata"] for each in metadata]
         rollouts = agents[actor_wg_world_size:]
-        hosts = [_host(agent) for agent in rollouts]
-        first_host = [_host(agents[0]), *hosts]  # a host's workers are neighbours, the trainer's host is first
+        hosts = [host_of(agent) for agent in rollouts]
+        first_host = [host_of(agents[0]), *hosts]  # a host's workers are neighbours, the trainer's host is first
         order = sorted(range(rollout_world_size), key=lambda index: (first_host.index(hosts[index]), index))
         chain = [agents[0], *(rollouts[index] for index in order)]
         place = {index: position for position, index in enumerate(order, 1)}
@@ -205,11 +205,6 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
     def _synchronize(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-
-
-def _host(agent: bytes) -> str:
-    place = metadata_of.decode(agent).place
-    return "" if place is None else place.host
 
 
 async def _each(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:

@@ -244,7 +244,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
                     self.client.finish_weight_update()
                 except Exception as error:
                     failure = error  # raised after the other ranks have learned of the failure
-            reason = _from_sender(None if failure is None else repr(failure))
+            reason = _gather(None if failure is None else repr(failure))[0]  # the first rank is the sender
         if failure is not None:
             raise failure
         if reason is not None:
@@ -271,32 +271,20 @@ def _sharding(meta: Any) -> Sharding | None:
     )
 
 
-def _gather(value: _Value) -> list[_Value]:
+def _gather(value: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
     """The values of all ranks."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _from_sender(reason: str | None) -> str | None:
-    """Broadcasts the sender's value; all ranks wait for it."""
-    if not dist.is_initialized():
-        return reason
-    values: list[str | None] = [reason]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def _cards_of_other_workers(card: bytes) -> list[bytes]:
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
-    if group.world_size == 1:
-        return []
-    cards: list[Any] = [None] * group.world_size
-    dist.all_gather_object(cards, card, group=group.cpu_group)
+    cards = _gather(card, group.cpu_group) if group.world_size > 1 else [card]
     return [each for rank, each in enumerate(cards) if rank != group.rank_in_group]
 
 

@@ -82,12 +82,6 @@ int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64
   return error;
 }
 
-void proxyccl_agent_tell_losses(ProxycclAgent *agent, int event) {
-  pthread_mutex_lock(&agent->lock);
-  agent->losses = event;
-  pthread_mutex_unlock(&agent->lock);
-}
-
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent) { return (uintptr_t)agent->secret; }
 
 /* Returns the ranges of a device, or of the host; NULL if out of memory. */

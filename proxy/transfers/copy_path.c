@@ -7,15 +7,10 @@
 
 typedef struct CopyTransfer {
   ProxycclTransfer base;
-  const struct iovec *local, *remote;
-  uint64_t count;
-  Position at;                    /* start of the data that no thread has begun to copy */
-  uint64_t left;                  /* bytes of that data */
   uint64_t faulted;               /* bytes of the copy that were left where the fault is */
   pid_t pid;                      /* the process that the kernel copies from and to; 0 if the CPU copies */
   const ProxycclStaging *staging; /* NULL if pieces are copied without stages */
   int staged[PROXYCCL_STAGES];    /* whether a thread uses each stage */
-  Request question; /* after a failed copy by the kernel: asks the peer whether the block is still mapped */
 } CopyTransfer;
 
 int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes) {
@@ -39,24 +34,29 @@ static uint32_t free_stage(const CopyTransfer *transfer) {
   return stage;
 }
 
-static void next_piece(const CopyTransfer *transfer, Piece *piece) {
-  const Position at = transfer->at;
-  const uint64_t most = transfer->staging != NULL ? PROXYCCL_STAGE_BYTES : PIECE_BYTES;
-  piece->local = transfer->local + at.index;
-  piece->remote = transfer->remote + at.index;
+/* Takes the next piece. */
+static void next_piece(CopyTransfer *self, Piece *piece) {
+  Request *all = &self->base.request;
+  const Position at = all->at;
+  const uint64_t most = self->staging != NULL ? PROXYCCL_STAGE_BYTES : PIECE_BYTES;
+  piece->local = all->local + at.index;
+  piece->remote = all->remote + at.index;
   piece->blocks = 0;
   piece->bytes = piece->copied = 0;
-  while (at.offset == 0 && piece->blocks < IOV_MAX && at.index + piece->blocks < transfer->count) {
+  while (at.offset == 0 && piece->blocks < IOV_MAX && at.index + piece->blocks < all->count) {
     const uint64_t bytes = piece->local[piece->blocks].iov_len;
     if (piece->bytes + bytes > most) break;
     piece->bytes += bytes;
     ++piece->blocks;
   }
-  if (piece->blocks > 0) return;
-  piece->bytes = blocks_parts(transfer->local, transfer->count, at, most, 1, &piece->parts[0], &piece->blocks);
-  blocks_parts(transfer->remote, transfer->count, at, most, 1, &piece->parts[1], &piece->blocks);
-  piece->local = &piece->parts[0];
-  piece->remote = &piece->parts[1];
+  if (piece->blocks == 0) {
+    piece->bytes = blocks_parts(all->local, all->count, at, most, 1, &piece->parts[0], &piece->blocks);
+    blocks_parts(all->remote, all->count, at, most, 1, &piece->parts[1], &piece->blocks);
+    piece->local = &piece->parts[0];
+    piece->remote = &piece->parts[1];
+  }
+  blocks_advance(all->local, &all->at, piece->bytes);
+  all->left -= piece->bytes;
 }
 
 /* Copies a piece. Returns 0 or an errno. */
@@ -99,7 +99,7 @@ static int copy_staged(const CopyTransfer *self, uint32_t stage, Piece *piece) {
 
 /* Drops the pieces that no thread has begun. */
 static void drop_rest(CopyTransfer *self) {
-  self->left = 0;
+  self->base.request.left = 0;
   queue_remove(&self->base.agent->copies, self);
 }
 
@@ -123,13 +123,11 @@ static void end(CopyTransfer *self) {
   ProxycclTransfer *transfer = &self->base;
   ProxycclLink *link = transfer->link;
   if (transfer->error == ESRCH) link_lose(link, "the peer's process has ended");
-  if (link != NULL && link->lost != NULL) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* the system may have reused the process id */
-  } else if (!transfer_stands(transfer)) {
+  if (!transfer_stands(transfer)) {
     transfer_end_deregistered(transfer);
   } else if (self->pid != 0 && transfer->error == EFAULT && transfer->fault.kind == PROXYCCL_FAULT_PROTECTED) {
     /* The peer answers whether the block is mapped. If the peer has gone, the end of the link ends the transfer. */
-    link_start(link, &self->question, 0, &transfer->fault);
+    link_start(link, &transfer->request, 0, &transfer->fault);
   } else {
     transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
   }
@@ -139,19 +137,18 @@ static int copy(ProxycclTransfer *transfer) {
   CopyTransfer *self = (CopyTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
   const uint32_t stage = self->staging != NULL ? free_stage(self) : 0;
+  uint64_t *rest = &transfer->request.left;
   Piece piece;
-  if (transfer->state != PROXYCCL_TRANSFER_ACTIVE || transfer->cancel || self->left == 0 || stage == PROXYCCL_STAGES)
+  if (transfer->state != PROXYCCL_TRANSFER_ACTIVE || transfer->cancel || *rest == 0 || stage == PROXYCCL_STAGES)
     return 0;
   if (!transfer_stands(transfer)) {
     drop_rest(self);
     if (transfer->copying == 0) end(self);
     return 1;
   }
+  const uint64_t left = *rest;
   next_piece(self, &piece);
-  blocks_advance(self->local, &self->at, piece.bytes);
-  const uint64_t left = self->left;
-  self->left -= piece.bytes;
-  if (self->left == 0) drop_rest(self);
+  if (*rest == 0) drop_rest(self);
   ++transfer->copying;
   self->staged[stage] = 1;
   pthread_mutex_unlock(&agent->lock);
@@ -172,17 +169,16 @@ static int copy(ProxycclTransfer *transfer) {
   if (error != 0 || (transfer->link != NULL && transfer->link->lost != NULL)) drop_rest(self);
   if (transfer->cancel) {
     pthread_cond_broadcast(&agent->changed); /* the thread that cancels the transfer ends it */
-  } else if (self->left == 0 && transfer->copying == 0) {
+  } else if (*rest == 0 && transfer->copying == 0) {
     end(self);
   }
   return 1;
 }
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
-  CopyTransfer *self = (CopyTransfer *)transfer;
   (void)stream;
-  self->at = (Position){0, 0};
-  self->left = transfer->bytes;
+  transfer->request.at = (Position){0, 0};
+  transfer->request.left = transfer->bytes;
   if (transfer->bytes <= PIECE_BYTES) {
     while (copy(transfer)) {}
   } else {
@@ -191,15 +187,9 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   }
 }
 
-static void help(ProxycclTransfer *transfer) {
-  if (!copy(transfer) && ((CopyTransfer *)transfer)->question.active) link_help(transfer->link);
-}
-
 static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
-  CopyTransfer *self = (CopyTransfer *)transfer;
   (void)timeout_ns;
-  drop_rest(self);
-  if (self->question.active) link_forget(transfer->link, &self->question);
+  drop_rest((CopyTransfer *)transfer);
   return 1;
 }
 
@@ -210,15 +200,10 @@ static void lose(ProxycclTransfer *transfer) {
 
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,
                                            const ProxycclStaging *staging, int32_t pid) {
-  static const TransferPath path = {.begin = begin, .copy = copy, .help = help, .finish = finish, .lose = lose};
+  static const TransferPath path = {.begin = begin, .copy = copy, .finish = finish, .lose = lose};
   CopyTransfer *self = (CopyTransfer *)transfer_of_blocks(agent, link, sizeof *self, &path, blocks);
   if (self == NULL) return NULL;
-  /* An iovec has the layout of a block: a word of address and a word of length. */
-  self->local = (const struct iovec *)blocks->local;
-  self->remote = (const struct iovec *)blocks->remote;
-  self->count = blocks->count;
   self->pid = pid;
   self->staging = staging;
-  self->question = (Request){.transfer = &self->base, .ended = transfer_answered};
   return &self->base;
 }

@@ -28,7 +28,7 @@ static int is_over(const DeviceTransfer *self) {
  * query of the event reports only failures. */
 static int failure(const DeviceTransfer *self) {
   const Entered before = driver_enter(self->copier);
-  const int status = driver_reached(self->copier, (void *)(uintptr_t)self->copies.event);
+  const int status = self->copier->event_query((void *)(uintptr_t)self->copies.event);
   driver_leave(self->copier, before);
   return status == PROXYCCL_RUNTIME_NOT_READY ? 0 : status;
 }
@@ -42,24 +42,19 @@ static int issue(const DeviceTransfer *self, uint64_t stream, int *queued) {
   int status = 0;
   for (uint64_t i = 0; i < self->copies.count && status == 0; ++i) {
     const uint64_t *row = self->copies.rows + 3 * i;
-    status = driver_copy(self->copier, row[0], row[1], row[2], queue);
+    status = self->copier->copy((void *)(uintptr_t)row[0], (void *)(uintptr_t)row[1], row[2], queue);
   }
   if (status == 0 && launch != NULL) status = proxyccl_launch_current(launch, stream);
-  const int failed = driver_write(self->copier, queue, self->copies.word_on_device, self->turn);
+  const int failed = self->copier->write64(queue, (uint64_t *)(uintptr_t)self->copies.word_on_device, self->turn, 0);
   driver_leave(self->copier, before);
   *queued = failed == 0;
   return status != 0 ? status : failed;
 }
 
 static void end(ProxycclTransfer *transfer) {
-  ProxycclLink *link = transfer->link;
   queue_remove(&transfer->agent->looked_at, transfer);
-  if (link != NULL && transfer->error != 0) link_look(link);
-  if (link != NULL && link->lost != NULL) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
-  } else {
-    transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
-  }
+  if (transfer->link != NULL && transfer->error != 0) link_look(transfer->link);
+  transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
 }
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
@@ -110,8 +105,6 @@ static int look(ProxycclTransfer *transfer) {
   return 1;
 }
 
-static void help(ProxycclTransfer *transfer) { look(transfer); }
-
 /* Waits for the copies, because a driver can't cancel them. */
 static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   DeviceTransfer *self = (DeviceTransfer *)transfer;
@@ -128,7 +121,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies) {
-  static const TransferPath path = {.begin = begin, .look = look, .help = help, .finish = finish, .silent = 1};
+  static const TransferPath path = {.begin = begin, .look = look, .finish = finish, .silent = 1};
   DeviceTransfer *self = (DeviceTransfer *)transfer_new(agent, link, sizeof *self, &path);
   if (self == NULL) return NULL;
   self->base.writes = writes;

@@ -10,7 +10,6 @@ enum { PAUSE_NS = 20000 }; /* between two polls by a thread that cancels a trans
 typedef struct FabricTransfer {
   ProxycclTransfer base;
   Rdma rdma;
-  Request question; /* after a failed request: asks the peer whether its memory is still mapped */
 } FabricTransfer;
 
 static void ended(Rdma *rdma) {
@@ -20,16 +19,14 @@ static void ended(Rdma *rdma) {
   transfer->fault.address = rdma->fault;
   if (transfer->cancel) {
     pthread_cond_broadcast(&transfer->agent->changed); /* the thread that cancels the transfer ends it */
-  } else if (transfer->abandoned || rdma->canceled) {
-    transfer_end_canceled(transfer);
-  } else if (transfer->link->lost != NULL) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
+  } else if (rdma->canceled) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
   } else if (transfer->error == 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
-  } else if (fabric_failed(transfer->agent)) {
+  } else if (transfer->abandoned || fabric_failed(transfer->agent)) {
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
   } else { /* the peer answers whether its memory is mapped; if the peer has gone, the link ends */
-    link_start(transfer->link, &self->question, 0, &transfer->fault);
+    link_start(transfer->link, &transfer->request, 0, &transfer->fault);
   }
 }
 
@@ -38,23 +35,13 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   rdma_start(transfer->agent, &((FabricTransfer *)transfer)->rdma, transfer->bytes);
 }
 
-static void help(ProxycclTransfer *transfer) {
-  if (((FabricTransfer *)transfer)->question.active) {
-    link_help(transfer->link);
-  } else {
-    fabric_poll(transfer->agent);
-  }
-}
+static void help(ProxycclTransfer *transfer) { fabric_poll(transfer->agent); }
 
 static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   FabricTransfer *self = (FabricTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
   const uint64_t deadline = now_ns() + timeout_ns;
   const struct timespec pause = {0, PAUSE_NS};
-  if (self->question.active) {
-    link_forget(transfer->link, &self->question);
-    return 1;
-  }
   rdma_drop(agent, &self->rdma);
   for (fabric_poll(agent); self->rdma.unanswered > 0 && now_ns() < deadline; fabric_poll(agent)) {
     ++transfer->copying; /* keeps the transfer alive */
@@ -75,6 +62,5 @@ ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, Proxy
   self->base.blocks = count;
   for (uint64_t i = 0; i < count; ++i) self->base.bytes += rows[ROW * i + 2];
   self->rdma = (Rdma){.link = link, .writes = writes, .rows = rows, .peer = peer, .ended = ended};
-  self->question = (Request){.transfer = &self->base, .ended = transfer_answered};
   return &self->base;
 }

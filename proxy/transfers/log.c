@@ -1,12 +1,6 @@
 /* Records of transfers that have ended, for `proxyccl trace`. See transfers.h. */
 #include "parts.h"
 
-void proxyccl_agent_set_log(ProxycclAgent *agent, ProxycclTransferLog *log) {
-  pthread_mutex_lock(&agent->lock);
-  agent->log = log;
-  pthread_mutex_unlock(&agent->lock);
-}
-
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label) { transfer->label = label; }
 
 void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state) {

@@ -22,6 +22,8 @@ enum {
   FRAME_BLOCKS = 512,        /* most blocks of one frame */
   FRAME_BYTES = 512 << 10,   /* most data of one frame */
   WINDOW = 16,               /* most unanswered frames of one link */
+  VERSION = 2,               /* of the frames */
+  TURN_BYTES = 2 << 20,      /* most bytes that a link sends or receives in its turn */
   PIECE_BYTES = 1 << 20,     /* most bytes that a thread copies at once */
   SHORT_BYTES = 64 << 10,    /* the caller waits for a device's copy of at most this length, … */
   SHORT_NS = 20000,          /* … for at most this time, which is less than waking a thread takes */
@@ -33,6 +35,8 @@ enum {
   AHEAD_BYTES = 64 << 10,    /* most bytes that are read ahead from a socket */
   UNGREETED = 64             /* most accepted links that have not sent their greeting */
 };
+
+#define OUT_OF_MEMORY "this process is out of memory" /* why a link ends */
 
 /* The tag of an epoll event: 0 for the eventfd, else a pointer, whose low alignment bits hold the kind of object. */
 enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_FABRIC = 3, TAG_BITS = 3 };
@@ -123,15 +127,15 @@ typedef struct Origin {
   uint64_t address, key;
 } Origin;
 
-/* Blocks to move by frames of a link, or a CHECK of one block. */
+/* Blocks to move, and how far they have been moved. A link moves them by frames, or sends a CHECK of one block. */
 typedef struct Request {
   Node node; /* in the link's list of requests with frames to send */
   ProxycclTransfer *transfer;
-  int active; /* started and not yet ended */
+  int active; /* started on the link and not yet ended */
   int writes;
   const struct iovec *local, *remote;
   uint64_t count;
-  Position at;                         /* start of the data that is not sent */
+  Position at;                         /* start of the data that nothing has begun to move */
   uint64_t left;                       /* bytes of that data */
   uint32_t unanswered;                 /* unanswered frames */
   uint32_t refusal;                    /* the first nonzero errno of an answer */
@@ -150,7 +154,7 @@ typedef struct Awaited {
 
 /* An answer that waits to be sent. */
 typedef struct Answer {
-  struct Answer *next;
+  Node node; /* in the link's list of answers */
   uint32_t error;
   uint64_t bytes; /* bytes of a READ's data; after an error the number of the block */
   Device *device; /* the device whose memory a READ names; NULL for the host */
@@ -226,8 +230,8 @@ struct ProxycclLink {
   Queue requests; /* requests with frames to send, which take turns */
   Awaited awaited[WINDOW];
   uint32_t oldest, unanswered;
-  Answer *answer, **last_answer;
-  uint32_t answers;
+  Queue answers;
+  uint32_t answer_count;
   char *ahead; /* AHEAD_BYTES that were read, and … */
   size_t ahead_at, ahead_end;
 };
@@ -250,9 +254,10 @@ typedef struct TransferPath {
   /* Copies a piece that no thread has begun. Returns 0 if there is no such piece, or no free stage, else 1. NULL if
    * threads do not copy. */
   int (*copy)(ProxycclTransfer *self);
-  /* The work of a caller that polls the transfer. */
+  /* The work of a caller that polls the transfer while its request is not active. NULL if that is `copy` or `look`. */
   void (*help)(ProxycclTransfer *self);
-  /* Begins no further work and waits for quiescence of the local memory. Returns 1, or 0 on a time-out. */
+  /* Begins no further work and waits for quiescence of the local memory. Returns 1, or 0 on a time-out. Called while
+   * the transfer's request is not active. NULL if there is then no work. */
   int (*finish)(ProxycclTransfer *self, uint64_t timeout_ns);
   /* Called for a transfer in the agent's list `copies` when its link is lost. */
   void (*lose)(ProxycclTransfer *self);
@@ -267,6 +272,9 @@ struct ProxycclTransfer {
   ProxycclLink *link; /* NULL for a transfer within the agent */
   int writes;
   uint64_t blocks, bytes;
+  /* The blocks that a link or threads move. After a failed copy or request to libfabric, asks the peer whether its
+   * memory is still mapped. */
+  Request request;
   ProxycclTransferState state; /* atomic */
   int error;
   int copying; /* number of threads that copy a piece or poll the device */
@@ -297,7 +305,7 @@ struct ProxycclAgent {
   char *name;
   char secret[PROXYCCL_SECRET_BYTES];
   int copied; /* peers may copy from and to this process */
-  int losses; /* an eventfd to signal when links are lost, or -1 */
+  int losses; /* an eventfd to signal when links are lost */
   ProxycclLink *links;
   Queue copies;    /* transfers whose pieces threads copy, in turn */
   Queue looked_at; /* transfers of devices and streams to poll, in turn */
@@ -344,9 +352,6 @@ typedef struct Entered {
 /* Makes the device current, and allows calls that a graph capture elsewhere in the process forbids. */
 Entered driver_enter(const ProxycclCopier *copier);
 void driver_leave(const ProxycclCopier *copier, Entered before);
-int driver_copy(const ProxycclCopier *copier, uint64_t to, uint64_t from, uint64_t bytes, void *stream);
-int driver_write(const ProxycclCopier *copier, void *stream, uint64_t word, uint64_t value);
-int driver_reached(const ProxycclCopier *copier, void *event);
 /* Queues copies between a stage's memory and a device's blocks, and records the stage's event. */
 int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
                   const struct iovec *blocks, uint64_t count);
@@ -391,20 +396,29 @@ ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves
 void link_lose(ProxycclLink *link, const char *reason);
 void link_unreference(ProxycclLink *link);
 void link_free(ProxycclLink *link);
-void link_ready(ProxycclLink *link, uint32_t events);
-void link_watched(ProxycclLink *link, uint32_t events); /* handles events; called by the thread */
-void link_send(ProxycclLink *link);
-void links_feed(ProxycclAgent *agent); /* advances links' answers; called by the thread */
-void link_help(ProxycclLink *link);    /* sends and receives for a caller that polls */
-void link_look(ProxycclLink *link);    /* polls the socket for a disconnect, and loses the link if so */
-void link_wake(ProxycclLink *link);    /* returns the socket to the thread */
+void link_watch(ProxycclLink *link, uint32_t events); /* starts to watch the socket for events */
+void link_wake(ProxycclLink *link);                   /* returns the socket to the thread */
+void link_end_sending(ProxycclLink *link);            /* drops the rest of the frame that is being sent */
+void request_end(Request *request);                   /* ends a request, unless it has ended */
 int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *first, uint64_t first_bytes,
                 const void *second, uint64_t second_bytes);
+
+/* link_send.c */
+void link_send(ProxycclLink *link); /* sends until nothing is left to send or the socket is full */
 /* Starts a request that is not active: to move its blocks' bytes or, if `asked` is not NULL, to CHECK the memory at
  * `asked`.
  */
 void link_start(ProxycclLink *link, Request *request, uint64_t bytes, const ProxycclFault *asked);
 void link_forget(ProxycclLink *link, Request *request); /* afterwards nothing accesses the request's local memory */
+void links_feed(ProxycclAgent *agent);                  /* advances links' answers; called by the thread */
+/* Stops a request whose local memory can't be read or written. The request ends with its last answer. */
+void request_refuse(ProxycclLink *link, Request *request, uint64_t block, const char *address);
+
+/* link_receive.c */
+void link_ready(ProxycclLink *link, uint32_t events);
+void link_watched(ProxycclLink *link, uint32_t events); /* handles events; called by the thread */
+void link_help(ProxycclLink *link);                     /* sends and receives for a caller that polls */
+void link_look(ProxycclLink *link); /* polls the socket for a disconnect, and loses the link if so */
 
 /* log.c */
 void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
@@ -414,11 +428,10 @@ void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
 ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path);
 ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path,
                                      const ProxycclBlocks *blocks);
+/* Ends a transfer: as canceled if it is abandoned, as lost if its link is. Frees it if it is orphaned. */
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
-void transfer_end_canceled(ProxycclTransfer *transfer); /* ends an abandoned transfer, and may free it */
-/* Ends a transfer with the result that the answers to its frames or its CHECK report. */
-void transfer_end_answered(ProxycclTransfer *transfer, uint32_t refusal, const ProxycclFault *fault, int asked);
-void transfer_answered(Request *request); /* the same for a transfer with a single request */
+/* Ends a transfer with the result that the answers to the frames or the CHECK of its request report. */
+void transfer_answered(Request *request);
 /* Whether the registrations of a transfer's blocks stand, on both sides as far as known here. Else `fault` names one.
  */
 int transfer_stands(ProxycclTransfer *transfer);

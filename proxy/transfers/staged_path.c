@@ -24,12 +24,7 @@ typedef struct Part {
 } Part;
 
 typedef struct StagedTransfer {
-  ProxycclTransfer base;
-  const struct iovec *local, *remote;
-  uint64_t count;
-  Position at;      /* start of the data that is in no part yet */
-  uint64_t left;    /* bytes of that data */
-  uint32_t refusal; /* the first error of a part */
+  ProxycclTransfer base; /* its request is never started: it has the first refusal of the parts' requests */
   const ProxycclStaging *staging;
   Part parts[PROXYCCL_STAGES];
 } StagedTransfer;
@@ -66,17 +61,18 @@ static void move_part(StagedTransfer *self, Part *part) {
 /* Assigns the next blocks to a part. */
 static void fill_part(StagedTransfer *self, Part *part) {
   uint32_t same;
-  const Position at = self->at;
+  Request *all = &self->base.request;
+  const Position at = all->at;
   part->stage.iov_len =
-      blocks_parts(self->local, self->count, at, PROXYCCL_STAGE_BYTES, FRAME_BLOCKS, part->local, &part->blocks);
-  blocks_parts(self->remote, self->count, at, PROXYCCL_STAGE_BYTES, FRAME_BLOCKS, part->remote, &same);
-  blocks_advance(self->local, &self->at, part->stage.iov_len);
-  self->left -= part->stage.iov_len;
+      blocks_parts(all->local, all->count, at, PROXYCCL_STAGE_BYTES, FRAME_BLOCKS, part->local, &part->blocks);
+  blocks_parts(all->remote, all->count, at, PROXYCCL_STAGE_BYTES, FRAME_BLOCKS, part->remote, &same);
+  blocks_advance(all->local, &all->at, part->stage.iov_len);
+  all->left -= part->stage.iov_len;
 }
 
 static int has_failed(const StagedTransfer *self) {
   const ProxycclTransfer *transfer = &self->base;
-  return transfer->error != 0 || self->refusal != 0 || transfer->abandoned || transfer->link->lost != NULL;
+  return transfer->error != 0 || transfer->request.refusal != 0 || transfer->abandoned || transfer->link->lost != NULL;
 }
 
 /* Advances a part as far as possible. Returns 1 on progress. */
@@ -92,13 +88,13 @@ static int step(StagedTransfer *self, uint32_t i) {
         part->state = PART_IDLE;
       }
     } else if (part->state == PART_MOVED) {
-      if (self->refusal == 0) {
-        self->refusal = part->request.refusal;
-        self->base.fault = part->request.fault;
+      if (self->base.request.refusal == 0) {
+        self->base.request.refusal = part->request.refusal;
+        self->base.request.fault = part->request.fault;
       }
       part->state = PART_IDLE;
       if (!self->base.writes && !has_failed(self)) copy_part(self, i);
-    } else if (part->state == PART_IDLE && self->left > 0 && !has_failed(self)) {
+    } else if (part->state == PART_IDLE && self->base.request.left > 0 && !has_failed(self)) {
       fill_part(self, part);
       if (self->base.writes) {
         copy_part(self, i);
@@ -113,16 +109,10 @@ static int step(StagedTransfer *self, uint32_t i) {
 }
 
 static void end(StagedTransfer *self) {
-  ProxycclTransfer *transfer = &self->base;
-  const ProxycclFault fault = transfer->fault;
-  if (transfer->abandoned) {
-    transfer_end_canceled(transfer);
-  } else if (transfer->link->lost != NULL) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
-  } else if (transfer->error != 0) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
+  if (self->base.error != 0) {
+    transfer_end(&self->base, PROXYCCL_TRANSFER_FAILED);
   } else {
-    transfer_end_answered(transfer, self->refusal, &fault, 0);
+    transfer_answered(&self->base.request);
   }
 }
 
@@ -166,9 +156,9 @@ static void part_moved(Request *request) {
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   StagedTransfer *self = (StagedTransfer *)transfer;
   (void)stream;
-  self->at = (Position){0, 0};
-  self->left = transfer->bytes;
-  self->refusal = 0;
+  transfer->request.at = (Position){0, 0};
+  transfer->request.left = transfer->bytes;
+  transfer->request.refusal = 0;
   look(transfer);
 }
 
@@ -182,7 +172,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   ProxycclAgent *agent = transfer->agent;
   const struct timespec deadline = agent_deadline(timeout_ns);
   int timed_out = 0, over = 1;
-  self->left = 0;
+  transfer->request.left = 0;
   ++transfer->copying; /* keeps the transfer alive */
   link_wake(transfer->link);
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
@@ -213,9 +203,6 @@ ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, Proxyccl
   static const TransferPath path = {.begin = begin, .look = look, .help = help, .finish = finish, .soon = 1};
   StagedTransfer *self = (StagedTransfer *)transfer_of_blocks(agent, link, sizeof *self, &path, blocks);
   if (self == NULL) return NULL;
-  self->local = (const struct iovec *)blocks->local;
-  self->remote = (const struct iovec *)blocks->remote;
-  self->count = blocks->count;
   self->staging = staging;
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
     Part *part = &self->parts[i];

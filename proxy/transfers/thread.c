@@ -149,7 +149,7 @@ static int start_thread(ProxycclAgent *agent) {
 }
 
 ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int copied, const int *listeners,
-                                     uint32_t count) {
+                                     uint32_t count, int losses, ProxycclTransferLog *log) {
   ProxycclAgent *agent = calloc(1, sizeof *agent);
   int *copy = malloc((count + 1) * sizeof *copy);
   char *named = strdup(name);
@@ -165,7 +165,8 @@ ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int c
   memcpy(agent->secret, secret, sizeof agent->secret);
   agent->name = named;
   agent->copied = copied;
-  agent->losses = -1;
+  agent->losses = losses;
+  agent->log = log;
   agent->listeners = copy;
   agent->listener_count = count;
   agent->references = 1;

@@ -73,7 +73,21 @@ ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer) 
   return __atomic_load_n(&transfer->state, __ATOMIC_ACQUIRE);
 }
 
+/* The caller holds a reference to the agent and the lock. */
+static void free_transfer(ProxycclTransfer *transfer) {
+  --transfer->agent->references;
+  if (transfer->link != NULL) link_unreference(transfer->link);
+  buffer_free(&transfer->message);
+  free(transfer);
+}
+
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
+  const int lost = transfer->link != NULL && transfer->link->lost != NULL;
+  if (transfer->abandoned) {
+    state = PROXYCCL_TRANSFER_CANCELED;
+  } else if (lost && state != PROXYCCL_TRANSFER_CANCELED) {
+    state = PROXYCCL_TRANSFER_LOST; /* whatever the copies say: the system may have reused the peer's process id */
+  }
   if (state == PROXYCCL_TRANSFER_DONE && transfer->has_message) {
     ProxycclAgent *agent = transfer->agent;
     const Buffer *message = &transfer->message;
@@ -95,29 +109,23 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
   log_end(transfer, state);
   set_state(transfer, state);
   pthread_cond_broadcast(&transfer->agent->changed);
-}
-
-void transfer_end_answered(ProxycclTransfer *transfer, uint32_t refusal, const ProxycclFault *fault, int asked) {
-  transfer->fault = *fault;
-  if (refusal == EACCES) {
-    transfer->fault.kind = PROXYCCL_FAULT_DEREGISTERED;
-    transfer_end(transfer, PROXYCCL_TRANSFER_REFUSED);
-  } else if (refusal != 0 || asked) {
-    if (refusal == EFAULT) transfer->fault.kind = PROXYCCL_FAULT_FREED;
-    if (refusal == EPERM && fault->kind == PROXYCCL_FAULT_NONE) transfer->fault.kind = PROXYCCL_FAULT_PROTECTED;
-    if (!asked) transfer->error = (int)refusal;
-    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
-  } else {
-    transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
-  }
+  if (transfer->orphaned) free_transfer(transfer);
 }
 
 void transfer_answered(Request *request) {
   ProxycclTransfer *transfer = request->transfer;
-  if (transfer->link->lost != NULL) {
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
+  ProxycclFault *fault = &transfer->fault;
+  *fault = request->fault;
+  if (request->refusal == EACCES) {
+    fault->kind = PROXYCCL_FAULT_DEREGISTERED;
+    transfer_end(transfer, PROXYCCL_TRANSFER_REFUSED);
+  } else if (request->refusal != 0 || request->asks) {
+    if (request->refusal == EFAULT) fault->kind = PROXYCCL_FAULT_FREED;
+    if (request->refusal == EPERM && fault->kind == PROXYCCL_FAULT_NONE) fault->kind = PROXYCCL_FAULT_PROTECTED;
+    if (!request->asks) transfer->error = (int)request->refusal;
+    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
   } else {
-    transfer_end_answered(transfer, request->refusal, &request->fault, request->asks);
+    transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
   }
 }
 
@@ -132,6 +140,7 @@ ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link, size_t 
   transfer->path = path;
   transfer->agent = agent;
   transfer->link = link;
+  transfer->request = (Request){.transfer = transfer, .ended = transfer_answered};
   pthread_mutex_lock(&agent->lock);
   ++agent->references;
   if (link != NULL) ++link->references;
@@ -144,23 +153,13 @@ ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, s
   const int error = guard_install(); /* the program may have installed another handler */
   ProxycclTransfer *transfer = error == 0 ? transfer_new(agent, link, bytes, path) : NULL;
   if (transfer == NULL) return NULL;
-  transfer->writes = blocks->writes;
-  transfer->blocks = blocks->count;
+  transfer->writes = transfer->request.writes = blocks->writes;
+  transfer->blocks = transfer->request.count = blocks->count;
+  /* An iovec has the layout of a block: a word of address and a word of length. */
+  transfer->request.local = (const struct iovec *)blocks->local;
+  transfer->request.remote = (const struct iovec *)blocks->remote;
   for (uint64_t i = 0; i < blocks->count; ++i) transfer->bytes += blocks->local[2 * i + 1];
   return transfer;
-}
-
-/* The caller holds a reference to the agent and the lock. */
-static void free_transfer(ProxycclTransfer *transfer) {
-  --transfer->agent->references;
-  if (transfer->link != NULL) link_unreference(transfer->link);
-  buffer_free(&transfer->message);
-  free(transfer);
-}
-
-void transfer_end_canceled(ProxycclTransfer *transfer) {
-  transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
-  if (transfer->orphaned) free_transfer(transfer);
 }
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
@@ -267,7 +266,9 @@ int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   transfer->cancel = 1;
   while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* at most one piece of each thread */
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
-  if (transfer->rung && !transfer->path->finish(transfer, timeout_ns)) {
+  if (transfer->request.active) {
+    link_forget(transfer->link, &transfer->request);
+  } else if (transfer->rung && transfer->path->finish != NULL && !transfer->path->finish(transfer, timeout_ns)) {
     transfer->cancel = 0;
     transfer->abandoned = 1;
     return EBUSY;
@@ -326,9 +327,11 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
 ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
   if (proxyccl_transfer_state(transfer) == PROXYCCL_TRANSFER_ACTIVE) {
     pthread_mutex_lock(&transfer->agent->lock);
-    if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->rung) {
+    if (transfer->request.active) {
+      link_help(transfer->link);
+    } else if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->rung && transfer->path->help != NULL) {
       transfer->path->help(transfer);
-    } else if (transfer->state == PROXYCCL_TRANSFER_ACTIVE) {
+    } else if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && !copy(transfer)) {
       look(transfer);
     }
     pthread_mutex_unlock(&transfer->agent->lock);

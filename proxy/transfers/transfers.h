@@ -11,6 +11,7 @@
 #ifndef PROXYCCL_TRANSFERS_H
 #define PROXYCCL_TRANSFERS_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 enum { PROXYCCL_LEDGER_WORDS = 1 << 20 };
@@ -66,12 +67,17 @@ typedef struct ProxycclTransferLog {
   ProxycclTransferRecord records[4096];
 } ProxycclTransferLog;
 
-/* A device that copies: addresses of the driver's calls (runtime_table.h, memory_pool.h); 0 for a missing call. */
+/* A device that copies: the driver's calls (runtime_table.h, memory_pool.h); NULL for a missing call. */
 typedef struct ProxycclCopier {
-  uint64_t copy, write64, event_record, event_query;
-  uint64_t current, make_current, context; /* the driver's context calls, and the device's context */
-  uint64_t exchange_capture_mode;
-  int32_t relaxed; /* the stream capture mode that allows these calls */
+  int (*copy)(void *to, const void *from, size_t bytes, void *stream);
+  int (*write64)(void *stream, uint64_t *word, uint64_t value, unsigned flags);
+  int (*event_record)(void *event, void *stream);
+  int (*event_query)(void *event);
+  int (*current)(uint64_t *context);
+  int (*make_current)(uint64_t context);
+  int (*exchange_capture_mode)(int *mode);
+  uint64_t context; /* the device's */
+  int32_t relaxed;  /* the stream capture mode that allows these calls */
 } ProxycclCopier;
 
 /* A device's copies for a transfer, and their stream. All memory that this struct names outlives the transfer. */
@@ -101,9 +107,10 @@ typedef struct ProxycclStaging {
 
 /* Creates an agent and its thread. Takes over the listening sockets, also on failure. `secret`: the bytes that a peer
  * must send first. `copied`: whether peers of this host may ask for permission to copy from and to this process (see
- * proxyccl_ask_to_copy). Returns NULL on failure and sets errno. */
+ * proxyccl_ask_to_copy). `losses`: an eventfd to signal when a link that the agent opened is lost; it outlives the
+ * links. `log`: records the transfers until the agent is stopped. Returns NULL on failure and sets errno. */
 ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int copied, const int *listeners,
-                                     uint32_t count);
+                                     uint32_t count, int losses, ProxycclTransferLog *log);
 /* Ends the agent's thread, links and transfers. All functions may still be called: all but the release fail or have no
  * effect. */
 void proxyccl_agent_stop(ProxycclAgent *agent);
@@ -111,14 +118,10 @@ void proxyccl_agent_stop(ProxycclAgent *agent);
 void proxyccl_agent_release(ProxycclAgent *agent);
 /* In a fork's child: closes the child's copies of the agent's descriptors, so that peers notice the parent's end. */
 void proxyccl_agent_forget(ProxycclAgent *agent);
-/* Makes the agent record transfers in `log` until it is stopped. */
-void proxyccl_agent_set_log(ProxycclAgent *agent, ProxycclTransferLog *log);
 /* Copies at most `room` records, from number `next` on, that are not overwritten. Sets `next` to the number after the
  * last copied record, and `lost` to the number of overwritten ones. Returns the number of copied records. */
 uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *next, ProxycclTransferRecord *records,
                                     uint32_t room, uint64_t *lost);
-/* Makes the agent signal an eventfd, which must outlive the agent's links, when a link that it opened is lost. */
-void proxyccl_agent_tell_losses(ProxycclAgent *agent, int event);
 /* The address of the agent's secret, which a peer of this host reads to check that it can read this process. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: `count` first addresses, in order, then for each
@@ -166,8 +169,8 @@ void proxyccl_link_end(ProxycclLink *link);
 void proxyccl_link_release(ProxycclLink *link);
 /* Returns why the link has ended (static text), or NULL while it works. */
 const char *proxyccl_link_lost(const ProxycclLink *link);
-/* Like proxyccl_link_lost, but polls the socket first, so that a disconnect shows at once. */
-const char *proxyccl_link_look(ProxycclLink *link);
+/* Polls the socket, so that a disconnect shows at once. */
+void proxyccl_link_look(ProxycclLink *link);
 /* Sends a message, after all earlier messages. Returns 0, ENOTCONN, EMSGSIZE, ENOBUFS if too many messages wait for the
  * peer, or ENOMEM. */
 int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from proxyccl.channels.transfers import metadata as metadata_of  # noqa: E402
+from proxyccl.channels.transfers.metadata import METADATA  # noqa: E402
 from proxyccl.device.errors import ClosedError  # noqa: E402
 from proxyccl.transfer import DisconnectedError, TransferTimeoutError  # noqa: E402
 from support.fakes import verl_modules  # noqa: E402
@@ -141,7 +141,7 @@ def test_the_chain_visits_each_host_once(registry: Any, monkeypatch: pytest.Monk
     metadata = [engine.prepare() for engine in (*workers.trainers, *workers.rollouts)]
     agents = [each["metadata"] for each in metadata]
     hosts = dict(zip(agents, "yxzxyzx", strict=True))
-    monkeypatch.setattr("proxyccl.verl.checkpoint_engine._host", hosts.__getitem__)
+    monkeypatch.setattr("proxyccl.verl.checkpoint_engine.host_of", hosts.__getitem__)
     trainer, rollout = workers.kind.build_topology(2, 5, metadata)
     assert trainer["sends"] == [True, False]
     chain, following = [agents[0]], {agents[0]: trainer["following"][0]}
@@ -151,7 +151,7 @@ def test_the_chain_visits_each_host_once(registry: Any, monkeypatch: pytest.Monk
     assert "".join(hosts[agent] for agent in chain) == "yyzzxx"
     previous = dict(zip(agents[2:], rollout["previous"], strict=True))
     assert [previous[agent] for agent in chain[1:]] == chain[:-1]
-    assert len({metadata_of.decode(agent).name for agent in chain}) == 6
+    assert len({METADATA.decode(agent, "an agent").name for agent in chain}) == 6
 
 
 def test_a_lost_neighbour_is_named(registry: Any) -> None:

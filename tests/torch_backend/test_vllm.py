@@ -108,7 +108,6 @@ class Job:
         ranks, trainers, workers = threading.local(), Meeting(2), Meeting(2)
         self.ranks = ranks
         monkeypatch.setattr(weight_transfer, "_gather", lambda card: trainers.gather(ranks.rank, card))
-        monkeypatch.setattr(weight_transfer, "_from_sender", lambda reason: trainers.gather(ranks.rank, reason)[0])
 
         def of_others(card: bytes) -> list[bytes]:
             me = threading.get_ident()

@@ -14,7 +14,7 @@ from msgspec import structs
 from nixl._api import nixl_agent
 
 from proxyccl.channels.transfers import copier
-from proxyccl.channels.transfers import metadata as metadata_of
+from proxyccl.channels.transfers.metadata import METADATA, Metadata
 from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.channels.transfers.published import find_agents
 from proxyccl.channels.transfers.regions import VRAM, Region
@@ -136,7 +136,7 @@ def test_a_registration_that_fails_leaves_nothing(pair: OnDevices, monkeypatch: 
 
     with Agent("c", listen=()) as agent:
         with monkeypatch.context() as patch:
-            patch.setattr(copier.Copier, "take_table", refuse)
+            patch.setattr(copier.Copier, "take_pinned", refuse)
             with pytest.raises(ResourceError, match="the test refuses"):
                 agent.register(pair.arrays[0])
         assert not agent.regions
@@ -315,8 +315,12 @@ def test_memory_at_an_address_where_other_memory_was(pair: OnDevices) -> None:
         array = array_of(1)
         array.fill(value)
         exported = pair.b._devices.share(Region(array.ptr, nbytes, array.runtime.device, VRAM), array.runtime)
-        share = structs.replace(exported.share, region=structs.replace(exported.share.region, address=at))
-        pair.a.add(metadata_of.encode("b", pair.b._token, None, [share.region], [number], [share], []))
+        share = structs.replace(exported, region=structs.replace(exported.region, address=at))
+        pair.a.add(
+            METADATA.encode(
+                Metadata("proxyccl-agent-2", "b", pair.b._token, None, [share.region], [number], [share], [])
+            )
+        )
         pair.a.read("b", [(here, at, nbytes)]).wait()
         assert (pair.hosts[0][:nbytes] == value).all()
     with pytest.raises(NotRegisteredError):

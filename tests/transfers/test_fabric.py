@@ -115,7 +115,7 @@ def test_regions_that_follow_each_other_keep_their_keys(agents: OnFabric) -> Non
 
 
 def test_regions_are_registered_all_or_none(agents: OnFabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    endpoint = agents.b._fabric._endpoint  # type: ignore[union-attr]
+    endpoint = agents.b._fabric.endpoint  # type: ignore[union-attr]
     halves = [Region(agents.far.address + start, NBYTES // 2) for start in (0, NBYTES // 2)]
     register = endpoint.register
 
@@ -139,7 +139,7 @@ def test_a_peer_without_libfabric_is_reached_by_tcp() -> None:
 
 def test_memory_that_is_not_registered_there_goes_by_the_socket(agents: OnFabric) -> None:
     """The peer's metadata have no key for it."""
-    agents.a._peers["b"].keys.remove(agents.far)
+    agents.a._peers["b"].keys.add((), [agents.far])
     with pytest.warns(
         RuntimeWarning, match="through a socket: some of the peer's memory is not registered with libfabric"
     ):

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from proxyccl.channels.transfers import metadata, paths
+from proxyccl.channels.transfers import paths
+from proxyccl.channels.transfers.metadata import METADATA, Metadata
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy._transfers import lib
 from proxyccl.transfer import Agent, DisconnectedError
@@ -66,7 +67,7 @@ def _fields(pair: Pair) -> dict[str, object]:
 
 
 def test_accepted_links_send_small_answers_at_once_and_notice_silent_hosts() -> None:
-    listeners, addresses = paths.listen(b"a token of a test", ["127.0.0.1"])
+    listeners, addresses = paths.open_listeners(b"a token of a test", ["127.0.0.1"])
     with contextlib.ExitStack() as undo:
         for listener in listeners:
             undo.enter_context(listener)
@@ -89,12 +90,12 @@ def test_an_address_that_does_not_answer_takes_no_time_of_the_next(
             waits.setblocking(False)
             waits.connect_ex(full.getsockname())
         pair = undo.enter_context(contextlib.closing(Pair(timeout=1000)))
-        known = metadata.decode(pair.b.metadata())
+        known = METADATA.decode(pair.b.metadata(), "an agent")
         assert known.place is not None
         place = msgspec.structs.replace(known.place, addresses=[full.getsockname(), *known.place.addresses])
         pair.a.remove("b")
         regions = known.regions, known.registrations, known.shares, known.keys
-        pair.a.add(metadata.encode("b", known.token, place, *regions))
+        pair.a.add(METADATA.encode(Metadata("proxyccl-agent-2", "b", known.token, place, *regions)))
         assert pair.a.connect("b").name == "tcp"
 
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from proxyccl.channels.transfers import host_memory
-from proxyccl.channels.transfers import metadata as metadata_of
+from proxyccl.channels.transfers.metadata import METADATA, Metadata
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.device.errors import ArgumentError
 from proxyccl.transfer import Agent, DisconnectedError, NotRegisteredError, shared_empty, strided
@@ -154,7 +154,11 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
             if number:
                 b._ledger.end(number)
             number = b._ledger.begin()
-            a.add(metadata_of.encode("b", b._token, None, [share.region], [number], [share], []))
+            a.add(
+                METADATA.encode(
+                    Metadata("proxyccl-agent-2", "b", b._token, None, [share.region], [number], [share], [])
+                )
+            )
             transfers.append(a.read("b", [(here, at, nbytes)]))
             transfers[-1].wait()
             assert (ours[:nbytes] == value).all()
@@ -164,11 +168,15 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
                 transfer.start().wait()
         assert not ours.any()
         a.add(
-            metadata_of.encode("b", b._token, None, [Region(at + 500, 0)], [b._ledger.begin()], [], [])
+            METADATA.encode(
+                Metadata("proxyccl-agent-2", "b", b._token, None, [Region(at + 500, 0)], [b._ledger.begin()], [], [])
+            )
         )  # takes no memory from the last one
         assert a.prepare("read", "b", [(here, at, 1000)]).path.name == "shared_memory"
         a.add(
-            metadata_of.encode("b", b._token, None, [Region(at, 500)], [b._ledger.begin()], [], [])
+            METADATA.encode(
+                Metadata("proxyccl-agent-2", "b", b._token, None, [Region(at, 500)], [b._ledger.begin()], [], [])
+            )
         )  # no memory of ProxyCCL's
         assert a.prepare("read", "b", [(here, at, 500)]).path.name == "process_vm"
 

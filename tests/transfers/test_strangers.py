@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from proxyccl.channels.transfers import metadata
+from proxyccl.channels.transfers.metadata import METADATA
 from proxyccl.channels.transfers.paths import unix_address
 from proxyccl.transfer import Agent
 from support.agents import Mapped
@@ -32,7 +32,7 @@ class Target:
         self.agent = Agent("b", listen=["127.0.0.1"])
         self.memory = np.arange(200, dtype=np.uint8)
         self.region = self.agent.register((self.memory.ctypes.data, 100))
-        described = metadata.decode(self.agent.metadata())
+        described = METADATA.decode(self.agent.metadata(), "an agent")
         assert described.place is not None
         self.token, self.place = described.token, described.place
 

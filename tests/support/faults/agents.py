@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 import numpy as np
 from numpy.typing import NDArray
 
-from proxyccl.channels.transfers import metadata as metadata_of
+from proxyccl.channels.transfers.metadata import METADATA
 from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.device.errors import ClosedError
 from proxyccl.transfer import (
@@ -296,7 +296,7 @@ class Lives:
 
 def token_of(data: bytes) -> bytes:
     """The token of the agent that metadata are of."""
-    return metadata_of.decode(data).token
+    return METADATA.decode(data, "an agent").token
 
 
 def _serve_slots(number: int) -> Callable[[socket.socket], None]:
