@@ -10,8 +10,7 @@
  *   streams.cpp  streams, events and launches
  *   memory.cpp   memory that other processes can map
  */
-#ifndef PROXYCCL_HOST_RUNTIME_H
-#define PROXYCCL_HOST_RUNTIME_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -120,6 +119,4 @@ int proxyccl_host_pointer_attribute(void* data, int attribute, uint64_t ptr);
 
 #ifdef __cplusplus
 }
-#endif
-
 #endif

@@ -7,8 +7,7 @@
 // the same bits.
 //
 // Slots 0 and 1 are for the ranks from p on, slot 2 + s is for step s.
-#ifndef PROXYCCL_ALL_REDUCE_RECURSIVE_DOUBLING_H
-#define PROXYCCL_ALL_REDUCE_RECURSIVE_DOUBLING_H
+#pragma once
 
 #include "instance.h"
 #include "packets.h"
@@ -63,5 +62,3 @@ PROXYCCL_DEVICE void all_reduce_recursive_doubling(const ProxycclPacketTeam& tea
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -3,8 +3,7 @@
 //
 // PROXYCCL_REDUCTION(kernel, name, T, Op): a kernel `name` from the template `kernel` for one element type and
 // operation.
-#ifndef PROXYCCL_INSTANCE_H
-#define PROXYCCL_INSTANCE_H
+#pragma once
 
 #include "proxyccl/kernel.h"
 #include "team.h"
@@ -44,5 +43,3 @@ using TeamOf = typename TeamParameter<Template>::Type;
     ::proxyccl::kernel<T, ::proxyccl::Op>(team, in, out, count);                                                  \
   }                                                                                                               \
   PROXYCCL_EXPORT_KERNEL(name)
-
-#endif

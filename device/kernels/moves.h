@@ -6,8 +6,7 @@
 // Where every output is reached (outputs.h), a rank stores its bytes there: the ranks meet first, as an output may be
 // written when its rank's kernel runs, and once more at the end. Otherwise lanes send through scratch memory, in pieces
 // that fit their slots, and every rank runs the same number of rounds.
-#ifndef PROXYCCL_MOVES_H
-#define PROXYCCL_MOVES_H
+#pragma once
 
 #include "exchange.h"
 #include "instance.h"
@@ -149,5 +148,3 @@ PROXYCCL_EXPORT_KERNEL(all_gather)
 PROXYCCL_EXPORT_KERNEL(all_to_all)
 PROXYCCL_EXPORT_KERNEL(broadcast)
 PROXYCCL_EXPORT_KERNEL(barrier)
-
-#endif

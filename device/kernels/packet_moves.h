@@ -2,8 +2,7 @@
 //
 // `bytes` is one rank's contribution for one rank. In-place calls are those of moves.h. A thread reads and writes the
 // same bytes of every share, so it has sent what it overwrites in place.
-#ifndef PROXYCCL_PACKET_MOVES_H
-#define PROXYCCL_PACKET_MOVES_H
+#pragma once
 
 #include "instance.h"
 #include "lines.h"
@@ -65,5 +64,3 @@ PROXYCCL_EXPORT_KERNEL(all_gather_packets)
 PROXYCCL_EXPORT_KERNEL(all_gather_lines)
 PROXYCCL_EXPORT_KERNEL(all_to_all_packets)
 PROXYCCL_EXPORT_KERNEL(all_to_all_lines)
-
-#endif

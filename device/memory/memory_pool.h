@@ -7,8 +7,7 @@
  * A communicator that offers a segment to its peers holds it. A segment that the library frees returns to the driver at
  * once if nobody holds it; otherwise whoever ends the last hold returns it.
  */
-#ifndef PROXYCCL_MEMORY_POOL_H
-#define PROXYCCL_MEMORY_POOL_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -68,6 +67,4 @@ uint64_t proxyccl_pool_release(int device, uint64_t number);
 
 #ifdef __cplusplus
 }
-#endif
-
 #endif

@@ -9,8 +9,7 @@
  * use a place that it has freed; where drivers free memory, they wait for such kernels. So a freed place is idle until
  * a caller that has waited for the device renews it.
  */
-#ifndef PROXYCCL_PLACES_H
-#define PROXYCCL_PLACES_H
+#pragma once
 
 #include "memory_pool.h"
 
@@ -37,6 +36,4 @@ PROXYCCL_EXPORTED void proxyccl_place_free(void* ptr, ssize_t bytes, int device,
 
 #ifdef __cplusplus
 }
-#endif
-
 #endif

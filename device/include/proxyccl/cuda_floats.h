@@ -1,7 +1,6 @@
 // CUDA's names of narrow floats, for targets without CUDA's own headers: the host, and NVRTC without a toolkit. Only
 // conversions, arithmetic and comparisons are defined. The files in cuda_names include this one.
-#ifndef PROXYCCL_CUDA_FLOATS_H
-#define PROXYCCL_CUDA_FLOATS_H
+#pragma once
 
 #include "proxyccl/narrow_float.h"
 
@@ -90,5 +89,3 @@ PROXYCCL_CUDA_COMPARISON(__hle, <=)
 PROXYCCL_CUDA_COMPARISON(__hgt, >)
 PROXYCCL_CUDA_COMPARISON(__hge, >=)
 #undef PROXYCCL_CUDA_COMPARISON
-
-#endif

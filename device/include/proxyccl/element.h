@@ -4,8 +4,7 @@
 // system scope. So an element whose size is its alignment (a number, a pointer, int4, a packet) is never seen half
 // written. The host runtime splits an access of 16 bytes into two of 8; we assume that no GPU does. A longer element
 // may be seen half written.
-#ifndef PROXYCCL_ELEMENT_H
-#define PROXYCCL_ELEMENT_H
+#pragma once
 
 #include "proxyccl/copy.h"
 
@@ -74,5 +73,3 @@ PROXYCCL_DEVICE void storeElement(T* to, const T& element) {
 }
 
 }  // namespace proxyccl
-
-#endif

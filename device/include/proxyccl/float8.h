@@ -1,7 +1,6 @@
 // Floats of 8 bits (OCP 8-bit floating point): E4M3, without infinities, and E5M2. Execution plans and MSCCL++'s
 // vectors reduce them, in float, rounded once.
-#ifndef PROXYCCL_FLOAT8_H
-#define PROXYCCL_FLOAT8_H
+#pragma once
 
 #include "proxyccl/reduce.h"
 
@@ -67,5 +66,3 @@ struct Element<Float8E5M2> {
 };
 
 }  // namespace proxyccl
-
-#endif

@@ -3,8 +3,7 @@
 // platform_host.h. docs/coming_from_mscclpp.md lists them.
 //
 // Functions that libc declares too are templates: a source may include libc's headers as well, before or after.
-#ifndef PROXYCCL_HOST_CUDA_H
-#define PROXYCCL_HOST_CUDA_H
+#pragma once
 
 #include "proxyccl/wait.h"
 
@@ -326,5 +325,3 @@ PROXYCCL_DEVICE void failAssertion(const char* condition, const char* file, int 
 PROXYCCL_DEVICE void __trap() { ::proxyccl::host::endCommunicator(); }
 
 #include "cuda_names/assert.h"
-
-#endif

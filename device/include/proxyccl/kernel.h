@@ -2,8 +2,7 @@
 //
 // It exports the kernel's parameter table, which tells the launcher the size and kind of each argument (drivers know at
 // most the sizes). On the host it also exports the entry point that unpacks the arguments.
-#ifndef PROXYCCL_KERNEL_H
-#define PROXYCCL_KERNEL_H
+#pragma once
 
 #include "proxyccl/integer_limits.h"
 #include "proxyccl/platform.h"
@@ -90,6 +89,4 @@ PROXYCCL_DEVICE constexpr ParameterTable<Args...> parameterTable(void (*)(Args..
 #else
 #define PROXYCCL_EXPORT_KERNEL(name) \
   extern "C" __device__ const auto proxyccl_parameters_##name = ::proxyccl::parameterTable(&name);
-#endif
-
 #endif

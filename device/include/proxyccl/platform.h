@@ -19,8 +19,7 @@
 //   whole block wrote
 //
 // Nothing here includes a system or a vendor header: NVRTC and HIPRTC have none.
-#ifndef PROXYCCL_PLATFORM_H
-#define PROXYCCL_PLATFORM_H
+#pragma once
 
 #include "proxyccl/types.h"
 
@@ -135,5 +134,3 @@ PROXYCCL_DEVICE void forEach(size_t n, uint32_t thread, uint32_t threads, Body b
 }
 
 }  // namespace proxyccl
-
-#endif

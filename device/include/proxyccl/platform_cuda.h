@@ -1,6 +1,5 @@
 // The NVIDIA target, compiled by NVRTC (or nvcc) for sm_70 and later.
-#ifndef PROXYCCL_PLATFORM_CUDA_H
-#define PROXYCCL_PLATFORM_CUDA_H
+#pragma once
 
 #include "proxyccl/types.h"
 
@@ -181,5 +180,3 @@ PROXYCCL_DEVICE uint32_t maxHalves(uint32_t a, uint32_t b) { return __vmaxu2(a, 
 #endif
 
 }  // namespace proxyccl
-
-#endif

@@ -1,6 +1,5 @@
 // The AMD target, compiled by HIPRTC (or hipcc) for CDNA 2 and later.
-#ifndef PROXYCCL_PLATFORM_HIP_H
-#define PROXYCCL_PLATFORM_HIP_H
+#pragma once
 
 #include "proxyccl/types.h"
 
@@ -147,5 +146,3 @@ PROXYCCL_DEVICE float halfToFloat(uint16_t bits) { return static_cast<float>(__b
 PROXYCCL_DEVICE uint16_t floatToHalf(float value) { return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value)); }
 
 }  // namespace proxyccl
-
-#endif

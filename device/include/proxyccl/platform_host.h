@@ -3,8 +3,7 @@
 // A fiber's description lies at the top of its aligned stack, so that `self()` is an addition to the frame address:
 // no thread-local storage, no symbol to link. The emulator's entry points hang off it as function pointers, so a
 // compiled kernel is a shared object without undefined symbols.
-#ifndef PROXYCCL_PLATFORM_HOST_H
-#define PROXYCCL_PLATFORM_HOST_H
+#pragma once
 
 #include "proxyccl/types.h"
 
@@ -326,5 +325,3 @@ PROXYCCL_DEVICE T atomicMin(T* p, ::proxyccl::host::Same<T> v) {
   while (v < seen && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
   return seen;
 }
-
-#endif

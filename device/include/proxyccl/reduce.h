@@ -3,8 +3,7 @@
 // Each type names its accumulator: 16-bit floats accumulate in float, and a result is rounded once. A kernel that has
 // the contributions of all ranks reduces them in rank order, so that every rank gets the same bits. NaNs are the
 // exception, so finishReduction() replaces them all by the same one.
-#ifndef PROXYCCL_REDUCE_H
-#define PROXYCCL_REDUCE_H
+#pragma once
 
 #include "proxyccl/platform.h"
 
@@ -178,5 +177,3 @@ PROXYCCL_DEVICE T finishReduction(typename Element<T>::Accumulator combined, uin
 }
 
 }  // namespace proxyccl
-
-#endif
