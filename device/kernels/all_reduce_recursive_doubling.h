@@ -26,7 +26,7 @@ PROXYCCL_DEVICE void all_reduce_recursive_doubling(const ProxycclPacketTeam& tea
   while (power * 2 <= ranks) power *= 2;
   const bool beyond = rank >= power, has_partner_beyond = rank + power < ranks;
 
-  PacketLanes lanes(team);
+  Lanes<PacketForm> lanes(team);
   lanes.forEachEpoch([&](uint64_t first) {
     // A packet goes through all its steps before the thread's next one begins, so partial results stay in registers.
     lanes.forEachPacket([&](uint64_t p) {

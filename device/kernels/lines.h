@@ -171,6 +171,4 @@ struct LineForm {
   }
 };
 
-using LineLanes = Lanes<LineForm>;
-
 }  // namespace proxyccl

@@ -38,7 +38,10 @@ PROXYCCL_DEVICE void takeInboxes(const ProxycclTeam& team, const Exchange& excha
   }
 }
 
-PROXYCCL_DEVICE void gatherBytes(const ProxycclTeam& team, const char* in, char* out, uint64_t bytes) {
+}  // namespace proxyccl
+
+PROXYCCL_TEAM_KERNEL all_gather(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
+  using namespace proxyccl;
   Exchange exchange(team);
   const Outputs outputs(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
@@ -62,7 +65,9 @@ PROXYCCL_DEVICE void gatherBytes(const ProxycclTeam& team, const char* in, char*
   exchange.finish();
 }
 
-PROXYCCL_DEVICE void exchangeBytes(const ProxycclTeam& team, const char* in, char* out, uint64_t bytes) {
+// In place, nothing is stored to outputs directly, because each must still be read.
+PROXYCCL_TEAM_KERNEL all_to_all(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
+  using namespace proxyccl;
   Exchange exchange(team);
   const Outputs outputs(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
@@ -96,8 +101,8 @@ PROXYCCL_DEVICE void exchangeBytes(const ProxycclTeam& team, const char* in, cha
   exchange.finish();
 }
 
-PROXYCCL_DEVICE void broadcastBytes(const ProxycclTeam& team, const char* in, char* out, uint64_t bytes,
-                                    uint32_t root) {
+PROXYCCL_TEAM_KERNEL broadcast(const ProxycclTeam team, const char* in, char* out, uint64_t bytes, uint32_t root) {
+  using namespace proxyccl;
   Exchange exchange(team);
   const Outputs outputs(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
@@ -121,21 +126,6 @@ PROXYCCL_DEVICE void broadcastBytes(const ProxycclTeam& team, const char* in, ch
         });
   }
   exchange.finish();
-}
-
-}  // namespace proxyccl
-
-PROXYCCL_TEAM_KERNEL all_gather(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
-  proxyccl::gatherBytes(team, in, out, bytes);
-}
-
-// In place, nothing is stored to outputs directly, because each must still be read.
-PROXYCCL_TEAM_KERNEL all_to_all(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
-  proxyccl::exchangeBytes(team, in, out, bytes);
-}
-
-PROXYCCL_TEAM_KERNEL broadcast(const ProxycclTeam team, const char* in, char* out, uint64_t bytes, uint32_t root) {
-  proxyccl::broadcastBytes(team, in, out, bytes, root);
 }
 
 PROXYCCL_TEAM_KERNEL barrier(const ProxycclTeam team) {

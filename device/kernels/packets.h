@@ -263,6 +263,4 @@ class Lanes {
   uint32_t epoch_;
 };
 
-using PacketLanes = Lanes<PacketForm>;
-
 }  // namespace proxyccl

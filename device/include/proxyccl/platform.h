@@ -31,7 +31,25 @@
 #include "proxyccl/platform_host.h"
 #endif
 
+#if !PROXYCCL_ON_HOST
+// The result of defaultControl() in this module. The runtime sets it after it has loaded the module. Weak, as several
+// translation units may be linked into one module.
+extern "C" {
+struct ProxycclControl;
+__device__ __attribute__((weak)) ProxycclControl* proxyccl_default_control = nullptr;
+}
+#endif
+
 namespace proxyccl {
+
+#if !PROXYCCL_ON_HOST
+PROXYCCL_DEVICE ProxycclControl* defaultControl() { return proxyccl_default_control; }
+PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__popcll(bits)); }
+PROXYCCL_DEVICE void* dynamicShared() {
+  extern __shared__ __align__(16) char proxyccl_dynamic_shared[];
+  return proxyccl_dynamic_shared;
+}
+#endif
 
 // Every memory-order choice of the library is one of these names.
 template <class T>
