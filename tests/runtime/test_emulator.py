@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from proxyccl import Communicator
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.build import compile_cache
-from proxyccl.device.build.compile_cache import cache_dir
+from proxyccl.device.build.compile_cache import cache_dir, loaded_object
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.host.compiler import find_compiler
@@ -712,9 +713,14 @@ def test_a_cache_that_cannot_be_written_is_done_without(runtime: HostRuntime, mo
     runtime.synchronize()
     assert out[0] == 12
     runtime.compile(one_kernel("*out = 13;"))  # without another warning
-    monkeypatch.setattr(compile_cache, "_own_directory", lambda: Path("/dev/null/else"))
-    with pytest.raises(CompileError, match=r"can't be used \(.*\), nor can a temporary file: .*; set PROXYCCL_CACHE"):
-        runtime.compile(one_kernel("*out = 14;"))
+
+    def no_file(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    source = one_kernel("*out = 14;")
+    monkeypatch.setattr(os, "memfd_create", no_file)
+    with pytest.raises(CompileError, match=r"can't be used \(.*\), nor can a file in memory: .*; set PROXYCCL_CACHE"):
+        loaded_object((source,), lambda: b"", lambda _: None)
 
 
 def test_another_option_is_another_compilation(runtime: HostRuntime) -> None:
