@@ -8,36 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from proxyccl.device.base_runtime import (
-    Allocations,
-    BaseRuntime,
-    DriverCalls,
-    Event,
-    LaunchDefaults,
-    Memory,
-    PinnedMemory,
-    Stream,
-    StreamLike,
-    foreign_stream_handle,
-)
+from proxyccl.device.base_runtime import Allocations, DriverCalls, Event, Memory, PinnedMemory, Stream, StreamLike
 from proxyccl.device.in_flight import LaunchRuntime
 
 if TYPE_CHECKING:
     from proxyccl.device.kernel import Kernel, Module
 
-__all__ = [
-    "Allocations",
-    "BaseRuntime",
-    "DriverCalls",
-    "Event",
-    "LaunchDefaults",
-    "Memory",
-    "PinnedMemory",
-    "Runtime",
-    "Stream",
-    "StreamLike",
-    "foreign_stream_handle",
-]
+__all__ = ["Allocations", "DriverCalls", "Event", "Memory", "PinnedMemory", "Runtime", "Stream", "StreamLike"]
 
 
 class Runtime(LaunchRuntime, Protocol):

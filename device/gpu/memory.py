@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from proxyccl.device.arguments.integers import find_integer
 from proxyccl.device.base_runtime import Allocations
-from proxyccl.device.driver import Driver
+from proxyccl.device.driver import REGISTER_PORTABLE_AND_MAPPED, Driver
 from proxyccl.device.errors import (
     AlreadyMappedError,
     ArgumentError,
@@ -209,7 +209,7 @@ class _Pin(Struct, frozen=True):
 
     def unpin(self) -> None:
         """Unpins the memory in the current context, as the context that pinned it may be lost."""
-        self.driver.unregister_host(self.start)
+        self.driver.release("MemHostUnregister", self.start)
 
 
 class GpuMemoryRuntime(Runtime):
@@ -324,7 +324,7 @@ class GpuMemoryRuntime(Runtime):
             undo.callback(shared.close)
             pinned.acquire(key, lambda: self._pin(start, nbytes, addresses))
             undo.callback(pinned.release, key, keep=False)
-            ptr = self.driver.host_device_pointer(start) + shared.ptr - start
+            ptr = int(self.driver.call("MemHostGetDevicePointer", start, 0)) + shared.ptr - start
             undo.pop_all()
 
         def release() -> None:
@@ -335,7 +335,7 @@ class GpuMemoryRuntime(Runtime):
         return GpuPinnedMemory(ptr, shared, self.unused, release)
 
     def _pin(self, start: int, nbytes: int, addresses: object) -> _Pin:
-        self.driver.register_host(start, nbytes)
+        self.driver.call("MemHostRegister", start, nbytes, REGISTER_PORTABLE_AND_MAPPED)
         return _Pin(self.driver, start, nbytes, addresses)
 
     def pin(self, ptr: int, nbytes: int) -> GpuMemory:
@@ -453,7 +453,8 @@ class GpuMemoryRuntime(Runtime):
 
     def memory_left(self) -> tuple[int, int]:
         with self.current():
-            return self.driver.memory_left()
+            free, total = self.driver.call("MemGetInfo")
+        return int(free), int(total)
 
     def free_later(self, ptr: int) -> None:
         self.unused.append_allocation(ptr, functools.partial(self.context.call, self.driver.free, ptr))

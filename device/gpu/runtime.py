@@ -68,7 +68,7 @@ class _LoadedModule:
     def __init__(self, context: DeviceContext, image: bytes, unused: UnusedMemory) -> None:
         self.handle: int = context.call(context.driver.load_module, image)
         self.symbols = symbols_in_namespace(image)
-        release = functools.partial(context.call, context.driver.unload_module, self.handle)
+        release = functools.partial(context.call, context.driver.release, "ModuleUnload", self.handle)
         self._finalizer = forks.finalizer(self, unused.append, release)
 
 
@@ -198,13 +198,13 @@ class GpuRuntime(GpuMemoryRuntime):
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
         """Sets bytes. Without a stream, returns when this is done; it is not ordered after other work."""
-        self._queue(functools.partial(self.driver.fill, dst, value, nbytes), stream)
+        self._queue(functools.partial(self.driver.call, "MemsetD8Async", dst, value, nbytes), stream)
 
     def _queue(self, call: Callable[[int], None], stream: StreamLike) -> None:
         with self.current():
             call(self._copies.handle if stream is None else self.stream_handle(stream))
             if stream is None:
-                self.driver.stream_synchronize(self._copies.handle)
+                self.driver.call("StreamSynchronize", self._copies.handle)
 
     # -- streams ---
 
@@ -233,12 +233,12 @@ class GpuRuntime(GpuMemoryRuntime):
 
     def wait_event(self, stream: int, event: Event) -> None:
         with self.current():
-            self.driver.stream_wait_event(stream, event.handle)
+            self.driver.call("StreamWaitEvent", stream, event.handle, 0)
 
     def synchronize(self) -> None:
         """Waits for all work of the device's context, other libraries' in this process included."""
         with self.in_flight.ending():
-            wait_elsewhere(functools.partial(self.context.call, self.driver.synchronize))
+            wait_elsewhere(functools.partial(self.context.call, self.driver.call, "CtxSynchronize"))
         self.unused.free()
 
     def synchronize_stream(self, stream: StreamLike) -> None:

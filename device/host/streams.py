@@ -67,13 +67,6 @@ class HostStream(OwnedStream):
         check_status(status, "stream query")
         return True
 
-    def wait_event(self, event: HostEvent) -> None:
-        """Later work on this stream runs after the event's last record."""
-        self._require_open()
-        check_status(
-            lib.proxyccl_host_stream_wait_event(self._stream, ffi.cast("void *", event.handle), 0), "stream wait event"
-        )
-
 
 class HostEvent(Owned):
     """A point in a host stream."""

@@ -466,7 +466,7 @@ def test_an_event_orders_streams(runtime: HostRuntime, kernels: Module) -> None:
     event = runtime.create_event()
     kernels.wait_for(1, 1, word, value, 5, stream=first)
     event.record(first)
-    second.wait_event(event)
+    runtime.wait_event(second.handle, event)
     kernels.copy_word(1, 1, out, value, stream=second)
     assert not event.query()
     word[0] = 1
@@ -482,7 +482,7 @@ def test_a_wait_is_for_the_record_that_an_event_had_whatever_it_records_later(ru
     event, after = runtime.create_event(), runtime.create_event()
     wait_value(runtime, word.ptr, 1, held)
     event.record(held)
-    waiting.wait_event(event)
+    runtime.wait_event(waiting.handle, event)
     after.record(waiting)
     event.record(idle)
     idle.synchronize()
@@ -984,7 +984,7 @@ def test_a_call_without_memory_reports_it_and_queues_nothing(tmp_path: Path) -> 
             "write": lambda: StreamOperations(runtime, [WriteValue(at, 1)])(stream),
             "launch": lambda: kernel(1, 1, words, stream=stream),
             "record": lambda: event.record(stream),
-            "wait": lambda: stream.wait_event(event),
+            "wait": lambda: runtime.wait_event(stream.handle, event),
             "stream": runtime.create_stream,
             "event": runtime.create_event,
             "memory": lambda: runtime.allocate(64),

@@ -212,7 +212,7 @@ memory = runtime.allocate(8)
 start.record(first)
 runtime.fill(memory.ptr, 1, 8, first)
 event.record(first)
-second.wait_event(event)
+runtime.wait_event(second.handle, event)
 second.synchronize()
 event.synchronize()
 first.synchronize()  # an event may come a moment before its stream counts as done
