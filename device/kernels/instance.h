@@ -10,18 +10,13 @@
 
 namespace proxyccl {
 
-// The type of a kernel's team parameter: the template's, without a reference.
+// The type of a template's team parameter, without the reference.
 template <class Template>
 struct TeamParameter;
-template <class Team, class T>
-struct TeamParameter<void (*)(Team, const T*, T*, uint64_t)> {
-  using Type = Team;
-};
 template <class Team, class T>
 struct TeamParameter<void (*)(const Team&, const T*, T*, uint64_t)> {
   using Type = Team;
 };
-
 template <class Template>
 using TeamOf = typename TeamParameter<Template>::Type;
 

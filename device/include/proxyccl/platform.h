@@ -52,64 +52,43 @@ PROXYCCL_DEVICE void* dynamicShared() {
 #endif
 
 // Every memory-order choice of the library is one of these names.
-template <class T>
-PROXYCCL_DEVICE T loadAcquireSystem(const T* p) {
-  return PROXYCCL_LOAD(p, ACQUIRE, SYSTEM);
-}
-template <class T>
-PROXYCCL_DEVICE T loadRelaxedSystem(const T* p) {
-  return PROXYCCL_LOAD(p, RELAXED, SYSTEM);
-}
-template <class T>
-PROXYCCL_DEVICE T loadAcquireDevice(const T* p) {
-  return PROXYCCL_LOAD(p, ACQUIRE, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE T loadRelaxedDevice(const T* p) {
-  return PROXYCCL_LOAD(p, RELAXED, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE void storeReleaseSystem(T* p, T v) {
-  PROXYCCL_STORE(p, v, RELEASE, SYSTEM);
-}
-template <class T>
-PROXYCCL_DEVICE void storeRelaxedSystem(T* p, T v) {
-  PROXYCCL_STORE(p, v, RELAXED, SYSTEM);
-}
+#define PROXYCCL_NAMED_LOAD(name, ORDER, SCOPE) \
+  template <class T>                            \
+  PROXYCCL_DEVICE T name(const T* p) {          \
+    return PROXYCCL_LOAD(p, ORDER, SCOPE);      \
+  }
+PROXYCCL_NAMED_LOAD(loadAcquireSystem, ACQUIRE, SYSTEM)
+PROXYCCL_NAMED_LOAD(loadRelaxedSystem, RELAXED, SYSTEM)
+PROXYCCL_NAMED_LOAD(loadAcquireDevice, ACQUIRE, DEVICE)
+PROXYCCL_NAMED_LOAD(loadRelaxedDevice, RELAXED, DEVICE)
+#undef PROXYCCL_NAMED_LOAD
+#define PROXYCCL_NAMED_STORE(name, ORDER, SCOPE) \
+  template <class T>                             \
+  PROXYCCL_DEVICE void name(T* p, T v) {         \
+    PROXYCCL_STORE(p, v, ORDER, SCOPE);          \
+  }
+PROXYCCL_NAMED_STORE(storeReleaseSystem, RELEASE, SYSTEM)
+PROXYCCL_NAMED_STORE(storeRelaxedSystem, RELAXED, SYSTEM)
+PROXYCCL_NAMED_STORE(storeReleaseDevice, RELEASE, DEVICE)
+PROXYCCL_NAMED_STORE(storeRelaxedDevice, RELAXED, DEVICE)
 // A store weaker than a release: ordered after the stores of earlier kernels, and after loads whose values the block
 // used before its last barrier. Stores of this kernel are not ordered before it.
-template <class T>
-PROXYCCL_DEVICE void storeReleaseLoadsSystem(T* p, T v) {
 #ifdef PROXYCCL_LOADS_NEED_NO_RELEASE
-  PROXYCCL_STORE(p, v, RELAXED, SYSTEM);
+PROXYCCL_NAMED_STORE(storeReleaseLoadsSystem, RELAXED, SYSTEM)
 #else
-  PROXYCCL_STORE(p, v, RELEASE, SYSTEM);
+PROXYCCL_NAMED_STORE(storeReleaseLoadsSystem, RELEASE, SYSTEM)
 #endif
-}
-template <class T>
-PROXYCCL_DEVICE void storeReleaseDevice(T* p, T v) {
-  PROXYCCL_STORE(p, v, RELEASE, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE void storeRelaxedDevice(T* p, T v) {
-  PROXYCCL_STORE(p, v, RELAXED, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE T fetchAddRelaxedDevice(T* p, T v) {
-  return PROXYCCL_FETCH_ADD(p, v, RELAXED, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE T fetchAddAcqRelDevice(T* p, T v) {
-  return PROXYCCL_FETCH_ADD(p, v, ACQ_REL, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE T exchangeAcquireDevice(T* p, T v) {
-  return PROXYCCL_EXCHANGE(p, v, ACQUIRE, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE T exchangeRelaxedDevice(T* p, T v) {
-  return PROXYCCL_EXCHANGE(p, v, RELAXED, DEVICE);
-}
+#undef PROXYCCL_NAMED_STORE
+#define PROXYCCL_NAMED_UPDATE(name, UPDATE, ORDER, SCOPE) \
+  template <class T>                                      \
+  PROXYCCL_DEVICE T name(T* p, T v) {                     \
+    return PROXYCCL_##UPDATE(p, v, ORDER, SCOPE);         \
+  }
+PROXYCCL_NAMED_UPDATE(fetchAddRelaxedDevice, FETCH_ADD, RELAXED, DEVICE)
+PROXYCCL_NAMED_UPDATE(fetchAddAcqRelDevice, FETCH_ADD, ACQ_REL, DEVICE)
+PROXYCCL_NAMED_UPDATE(exchangeAcquireDevice, EXCHANGE, ACQUIRE, DEVICE)
+PROXYCCL_NAMED_UPDATE(exchangeRelaxedDevice, EXCHANGE, RELAXED, DEVICE)
+#undef PROXYCCL_NAMED_UPDATE
 // Additions whose result nobody waits for.
 PROXYCCL_DEVICE void addReleaseSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELEASE, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, SYSTEM); }

@@ -65,30 +65,22 @@ struct Unscaled {
     return a;
   }
 };
-struct Sum : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a + b;
-  }
-};
-struct Prod : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a * b;
-  }
-};
-struct Min : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a < b || a != a ? a : b;
-  }
-};
-struct Max : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a > b || a != a ? a : b;
-  }
-};
+#define PROXYCCL_UNSCALED(Name, combination)     \
+  struct Name : Unscaled {                       \
+    template <class A>                           \
+    static PROXYCCL_DEVICE A combine(A a, A b) { \
+      return combination;                        \
+    }                                            \
+  };
+PROXYCCL_UNSCALED(Sum, a + b)
+PROXYCCL_UNSCALED(Prod, a* b)
+PROXYCCL_UNSCALED(Min, a < b || a != a ? a : b)
+PROXYCCL_UNSCALED(Max, a > b || a != a ? a : b)
+// Bitwise operations, for integers.
+PROXYCCL_UNSCALED(Band, a& b)
+PROXYCCL_UNSCALED(Bor, a | b)
+PROXYCCL_UNSCALED(Bxor, a ^ b)
+#undef PROXYCCL_UNSCALED
 struct Avg {
   template <class A>
   static PROXYCCL_DEVICE A combine(A a, A b) {
@@ -128,25 +120,6 @@ struct Avg {
     uint32_t bits = ranks - 1;  // then set all lower bits
     for (uint32_t shift = 1; shift < 32; shift *= 2) bits |= bits >> shift;
     return __builtin_bit_cast(float, (127u - countBits(bits)) << 23);
-  }
-};
-// Bitwise operations, for integers.
-struct Band : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a & b;
-  }
-};
-struct Bor : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a | b;
-  }
-};
-struct Bxor : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a ^ b;
   }
 };
 
