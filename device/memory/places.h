@@ -13,10 +13,6 @@
 
 #include "memory_pool.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 typedef struct ProxycclPlaces ProxycclPlaces;
 
 /* `count` places of `bytes` each from `start` on. NULL: out of memory. */
@@ -33,7 +29,3 @@ int proxyccl_places_close(ProxycclPlaces* places);
 /* For the library, by name; the signatures are those of torch.cuda.memory.CUDAPluggableAllocator. */
 PROXYCCL_EXPORTED void* proxyccl_place_allocate(ssize_t bytes, int device, void* stream); /* NULL: too many bytes */
 PROXYCCL_EXPORTED void proxyccl_place_free(void* ptr, ssize_t bytes, int device, void* stream);
-
-#ifdef __cplusplus
-}
-#endif
