@@ -20,6 +20,7 @@ from proxyccl.device.base_runtime import (
     StreamEvents,
     StreamLike,
 )
+from proxyccl.device.build.ahead_of_time import Shipped
 from proxyccl.device.build.compile_cache import (
     CUDA_NAMES_DIR,
     INCLUDE_DIR,
@@ -113,7 +114,7 @@ class GpuRuntime(GpuMemoryRuntime):
         self._lock = threading.Lock()
         self._warm: set[str] = set()  # devices, this one among them, to which copies were made ready
         self._modules: dict[int, dict[str, _LoadedModule]] = {}  # by control block address
-        self._kernels: dict[tuple[str, ...], Kernel] = {}
+        self._shipped: dict[Shipped, Kernel] = {}
         self._copies = GpuStream(self.context)
         self._order = stream_order.of(driver, self.device)
 
@@ -267,31 +268,15 @@ class GpuRuntime(GpuMemoryRuntime):
         module = self._load(text, full, lambda: image(text), control)
         return Module({name: self._kernel(module, name) for name in names})
 
-    def shipped(
-        self,
-        file: str,
-        kernel: str,
-        dtype: str | None = None,
-        op: str | None = None,
-        *,
-        compiled_only: bool = False,
-    ) -> Kernel:
-        name = "_".join(filter(None, (kernel, dtype, op)))
-        key = (file, name)
-        with self._lock:
-            known = self._kernels.get(key)
-        if known is not None:
-            return known
-        source, compiler = shipped_source(file, kernel, dtype, op), self.driver.compiler
+    def _load_shipped(self, name: str, kernel: Shipped, compiled_only: bool) -> Kernel:
+        source, compiler = shipped_source(*kernel), self.driver.compiler
         options = shipped_options(compiler, self.info.architecture)
         if compiled_only and not image_is_there(compiler, source, options):
             raise CompileError(
                 f"kernel {name} was not compiled for {self.info.architecture} beforehand; run: proxyccl compile"
             )
         module = self._load(source, options, lambda: compiled_image(compiler, source, options))
-        made = self._kernel(module, name)
-        with self._lock:
-            return self._kernels.setdefault(key, made)
+        return self._kernel(module, name)
 
     def load_kernel(self, image: bytes, name: str, parameters: Sequence[tuple[int, int]], shared: int) -> Kernel:
         """Loads a kernel of an image that another compiler made. Waits until no work of this runtime runs.

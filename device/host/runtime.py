@@ -21,6 +21,7 @@ from proxyccl.device.base_runtime import (
     StreamLike,
     foreign_stream_handle,
 )
+from proxyccl.device.build.ahead_of_time import Shipped
 from proxyccl.device.build.compile_cache import shipped_source
 from proxyccl.device.build.kernel_names import NO_KERNEL, in_plain_text, kernel_names
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
@@ -123,7 +124,7 @@ class HostRuntime(Runtime):
         self._streams_lock = threading.Lock()  # ranks that are threads may share a runtime
         self._default_stream: HostStream | None = None  # it has a thread, which most programs don't need
         self._modules: dict[int, dict[str, VoidPointer]] = {}  # by control block
-        self._shipped: dict[tuple[str, str], Kernel] = {}  # by file and name
+        self._shipped: dict[Shipped, Kernel] = {}
 
     def __repr__(self) -> str:
         return f"HostRuntime(device={self.device})"
@@ -323,34 +324,21 @@ class HostRuntime(Runtime):
         for module in modules.values():
             _default_control(module)[0] = 0
 
-    def shipped(
-        self,
-        file: str,
-        kernel: str,
-        dtype: str | None = None,
-        op: str | None = None,
-        *,
-        compiled_only: bool = False,
-    ) -> Kernel:
-        """Returns a shipped kernel: from the installation's library if it has one, else from the cache, else compiled
-        now.
-        """
-        name = "_".join(filter(None, (kernel, dtype, op)))
-        known = self._shipped.get((file, name))
-        if known is not None:
-            return known
+    def _load_shipped(self, name: str, kernel: Shipped, compiled_only: bool) -> Kernel:
+        """Takes a kernel from the installation's library if it has one, else from the cache, else compiles it."""
+        file, _, dtype, _ = kernel
         library = shipped_library("experts" if file.startswith("experts/") else dtype or "moves")
         if library is None or self._cxxflags:
             from proxyccl.device.host.compiler import load_shipped
 
-            source = shipped_source(file, kernel, dtype, op)
+            source = shipped_source(*kernel)
             module = load_shipped(source, name, self._cxxflags, self._load, compiled_only=compiled_only)
         else:
             try:
                 module = self._load(library)
             except OSError as error:
                 raise CompileError(f"{error}; reinstall proxyccl") from None
-        return self._shipped.setdefault((file, name), self._kernel(module, name))
+        return self._kernel(module, name)
 
     def check(self, status: int, call: str) -> None:
         check_status(status, call)
