@@ -30,6 +30,7 @@ from proxyccl.device.in_flight import InFlight
 from proxyccl.device.memory.handle_kinds import DEVICE_MEMORY, NOT_PASSED, passes_namespaces, sharing_of
 from proxyccl.device.memory.lease_cache import LeaseCache
 from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.device.owned import Owned
 from proxyccl.device.process import forks
 from proxyccl.device.process.namespaces import proc_view
 from proxyccl.device.runtime import Runtime
@@ -38,7 +39,7 @@ _MOST_KEPT_BYTES, _MOST_KEPT_PINS = 1 << 30, 4096
 """The most unused memory that stays pinned. Beyond it the oldest is unpinned, even if that waits for kernels."""
 
 
-class GpuMemory:
+class GpuMemory(Owned):
     """Device memory that this process allocated, or mapped from another.
 
     Freeing waits for the device's kernels. So memory without references is freed when its runtime next waits for the
@@ -52,12 +53,7 @@ class GpuMemory:
         self.ptr = ptr
         self.nbytes = nbytes
         self._release = release
-        self._process = forks.here()
-        self._finalizer = forks.finalizer(self, later, release)
-
-    @property
-    def closed(self) -> bool:
-        return not self._finalizer.alive
+        super().__init__(later, release)
 
     def close(self) -> None:
         """Frees or unmaps the memory. Waits for the work that may use it."""
