@@ -14,22 +14,16 @@ template <size_t Alignment>
 struct PieceOf {
   using Type = Bytes16;
 };
-template <>
-struct PieceOf<1> {
-  using Type = uint8_t;
-};
-template <>
-struct PieceOf<2> {
-  using Type = uint16_t;
-};
-template <>
-struct PieceOf<4> {
-  using Type = uint32_t;
-};
-template <>
-struct PieceOf<8> {
-  using Type = uint64_t;
-};
+#define PROXYCCL_PIECE(alignment, T) \
+  template <>                        \
+  struct PieceOf<alignment> {        \
+    using Type = T;                  \
+  };
+PROXYCCL_PIECE(1, uint8_t)
+PROXYCCL_PIECE(2, uint16_t)
+PROXYCCL_PIECE(4, uint32_t)
+PROXYCCL_PIECE(8, uint64_t)
+#undef PROXYCCL_PIECE
 
 // The pieces in which an element is moved.
 template <class T>
