@@ -25,9 +25,10 @@ from proxyccl.device.build.ahead_of_time import Shipped
 from proxyccl.device.build.compile_cache import shipped_source
 from proxyccl.device.build.kernel_names import NO_KERNEL, in_plain_text, kernel_names
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
+from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.host.shipped_libraries import shipped_library
 from proxyccl.device.host.status import check_status
-from proxyccl.device.host.streams import HostEvent, HostEvents, HostStream
+from proxyccl.device.host.streams import HostEvent, HostStream
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.kernel import Kernel, Module, parameters_of
 from proxyccl.device.memory.shared_memory import SharedMemory, export_descriptor
@@ -255,8 +256,14 @@ class HostRuntime(Runtime):
 
     def stream_events(self) -> StreamEvents:
         """Returns the host runtime's own calls, with events that are destroyed when they are returned."""
-        events = HostEvents(self.calls, self.create_event)
-        return StreamEvents(events.order, events.take, events.give)
+        events: dict[int, HostEvent] = {}
+
+        def take() -> int:
+            event = self.create_event()
+            events[event.handle] = event
+            return event.handle
+
+        return StreamEvents(int(ffi.cast("uintptr_t", _ORDER)), take, lambda handle: events.pop(handle).close())
 
     def order_streams(self, first: int, then: int) -> None:
         """Makes later work of `then` wait for work queued on `first`; a closed stream has no queued work."""
@@ -370,6 +377,8 @@ class HostRuntime(Runtime):
 
 
 forks.hold_while_forking(HostRuntime._allocations_lock)
+_ORDER = ffi.new("ProxycclStreamOrder *")
+set_functions(ffi, _ORDER, HostRuntime.calls, record="event_record", wait="wait_event", query="event_query")
 
 
 def _default_control(module: VoidPointer) -> Uint64Pointer:
