@@ -9,7 +9,7 @@ import re
 _DROPPED = re.compile(r"/\*.*?\*/|\s__attribute__\(\(\w+\(\d+\)\)\)|_Alignas\(\d+\)", re.DOTALL)
 _DECLARED = re.compile(
     r"""
-      ^\#define\ (?P<constant>PROXYCCL_\w+)\ (?!__)\S
+      ^\#define\ (?P<constant>PROXYCCL_\w+)\ (?!__|extern)\S
     | ^(?P<type>(?:typedef\ )?(?:struct|enum)\b[^;{]*(?:\{[^}]*\}[^;]*)?;)
     | ^(?:static\ )?(?:inline\ )?(?P<function>(?!PROXYCCL_)\w[\w\ *]*[\ *]proxyccl_\w+\([^;{]*\))\s*[;{]
     """,

@@ -1,9 +1,9 @@
 """A GPU vendor's driver and run-time compiler: the calls that `GpuRuntime` is made of.
 
-CUDA's driver API and HIP's are twins, so their calls are written once here, by CUDA's names without their prefix. A
-vendor's class adds the calls that differ in more than the name. Pointers, streams, events, modules and functions are
-integers. Every call raises DriverError where the driver reports a failure, and acts on the calling thread's current
-context.
+CUDA's driver API and HIP's are twins, so a call is made by CUDA's name without its prefix. Methods are for calls with
+several callers, and for those that differ in more than the name; a vendor's class has these. Pointers, streams, events,
+modules and functions are integers. Every call raises DriverError where the driver reports a failure, and acts on the
+calling thread's current context.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ cuda.h, on CUresult ("the process ... must be terminated and relaunched").
 # Statuses, flags and modes have the same numbers in CUDA and in HIP.
 _OUT_OF_MEMORY, _ALREADY_MAPPED, _NOT_READY, _PEER_ACCESS_ALREADY_ENABLED = 2, 208, 600, 704
 _STREAM_NON_BLOCKING, _EVENT_DISABLE_TIMING = 1, 2
-_REGISTER_PORTABLE_AND_MAPPED = 1 | 2
+REGISTER_PORTABLE_AND_MAPPED = 1 | 2
 CAPTURE_MODE_RELAXED = 2
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 
@@ -142,7 +142,8 @@ class Driver(ABC):
         """Makes a call that frees a resource. A lost context is not an error: the resource is gone with it."""
         self.call(call, *args, allowed=LOST_CONTEXT)
 
-    def _is_done(self, call: str, handle: int) -> bool:
+    def is_done(self, call: str, handle: int) -> bool:
+        """Whether the work that a query, named as for `call`, asks about is done."""
         name = self._name(call)
         status, _ = self._status_of(name, handle)
         if status not in (0, _NOT_READY):
@@ -161,15 +162,12 @@ class Driver(ABC):
 
     @property
     def loads_lazily(self) -> bool:
-        """Whether a kernel's first launch may load the kernel, and block all other driver calls of the process
-        meanwhile."""
+        """See `BaseRuntime.loads_lazily`."""
         return False
 
     @property
     def queue_limit(self) -> str | None:
-        """The setting by which streams share fewer of a device's queues than usual, such as
-        ``CUDA_DEVICE_MAX_CONNECTIONS=1``; None if there is none.
-        """
+        """See `BaseRuntime.queue_limit`."""
         return None
 
     # -- devices and contexts ---
@@ -193,10 +191,6 @@ class Driver(ABC):
     def make_current(self, context: int) -> None:
         """Makes a context the calling thread's current one."""
         self.call("CtxSetCurrent", context)
-
-    def synchronize(self) -> None:
-        """Waits for all work of the current context."""
-        self.call("CtxSynchronize")
 
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
         """Whether kernels of device `ordinal` can access memory of device `peer`."""
@@ -234,11 +228,6 @@ class Driver(ABC):
         base, size = self.call("MemGetAddressRange", ptr)
         return int(base), int(size)
 
-    def memory_left(self) -> tuple[int, int]:
-        """Returns the current device's free memory and total memory, in bytes."""
-        free, total = self.call("MemGetInfo")
-        return int(free), int(total)
-
     @abstractmethod
     def pointer_device(self, ptr: int) -> int | None:
         """Returns the device that owns memory; None if no device does."""
@@ -275,25 +264,9 @@ class Driver(ABC):
         caller closes it.
         """
 
-    def register_host(self, ptr: int, nbytes: int) -> None:
-        """Pins host memory and maps it for all devices."""
-        self.call("MemHostRegister", ptr, nbytes, _REGISTER_PORTABLE_AND_MAPPED)
-
-    def unregister_host(self, ptr: int) -> None:
-        """Undoes `register_host`."""
-        self.release("MemHostUnregister", ptr)
-
-    def host_device_pointer(self, ptr: int) -> int:
-        """Returns the current device's address of registered host memory."""
-        return int(self.call("MemHostGetDevicePointer", ptr, 0))
-
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Queues a copy between any two addresses."""
         self.call("MemcpyAsync", dst, src, nbytes, stream)
-
-    def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
-        """Queues the setting of bytes."""
-        self.call("MemsetD8Async", dst, value, nbytes, stream)
 
     # -- streams and events ---
 
@@ -306,22 +279,6 @@ class Driver(ABC):
         priority = self.call("CtxGetStreamPriorityRange")[1] if first else 0
         return int(self.call("StreamCreateWithPriority", _STREAM_NON_BLOCKING, priority))
 
-    def destroy_stream(self, stream: int) -> None:
-        """Destroys a stream; its queued work still runs."""
-        self.release("StreamDestroy", stream)
-
-    def stream_query(self, stream: int) -> bool:
-        """Whether all queued work is done."""
-        return self._is_done("StreamQuery", stream)
-
-    def stream_synchronize(self, stream: int) -> None:
-        """Waits until all queued work is done."""
-        self.call("StreamSynchronize", stream)
-
-    def stream_wait_event(self, stream: int, event: int) -> None:
-        """Makes later work of the stream wait for an event's last record."""
-        self.call("StreamWaitEvent", stream, event, 0)
-
     @abstractmethod
     def relax_capture(self, mode: int = CAPTURE_MODE_RELAXED) -> int:
         """Lets the calling thread make calls that a capture in progress elsewhere would forbid, and returns the
@@ -332,35 +289,11 @@ class Driver(ABC):
         """Creates an event. Without `times` the event does not record its time, and costs less."""
         return int(self.call("EventCreate", 0 if times else _EVENT_DISABLE_TIMING))
 
-    def destroy_event(self, event: int) -> None:
-        """Destroys an event."""
-        self.release("EventDestroy", event)
-
-    def record_event(self, event: int, stream: int) -> None:
-        """Marks the stream's current end."""
-        self.call("EventRecord", event, stream)
-
-    def event_query(self, event: int) -> bool:
-        """Whether the marked point was reached."""
-        return self._is_done("EventQuery", event)
-
-    def event_synchronize(self, event: int) -> None:
-        """Waits for the marked point."""
-        self.call("EventSynchronize", event)
-
-    def event_elapsed(self, start: int, end: int) -> float:
-        """Returns the milliseconds between two events that were reached."""
-        return float(self.call("EventElapsedTime", start, end))
-
     # -- kernels ---
 
     def load_module(self, image: bytes) -> int:
         """Loads an image into the current context."""
         return int(self.call("ModuleLoadData", image))
-
-    def unload_module(self, module: int) -> None:
-        """Unloads a module. Waits for its running kernels; no more may be launched."""
-        self.release("ModuleUnload", module)
 
     def module_function(self, module: int, name: str) -> int:
         """Returns the handle of a kernel of a module."""

@@ -34,7 +34,6 @@ def set_functions(ffi: Any, struct: Any, calls: object, *names: str, **other_nam
 
 
 def _is_complete(ffi: Any, ctype: Any) -> bool:
-    """Whether a struct was declared with its fields."""
     try:
         ffi.sizeof(ctype)
     except ffi.error:

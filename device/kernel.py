@@ -143,7 +143,6 @@ class Launch:
         return ffi.cast("void *", ffi.from_buffer(self._values[index]))
 
     def __call__(self, stream: StreamLike = None) -> None:
-        """Queues the launch on the stream."""
         handle = self._runtime.stream_handle(stream)
         status = lib.proxyccl_launch(self.prepared, handle)
         if status == lib.PROXYCCL_OTHER_CONTEXT:

@@ -1,7 +1,6 @@
 /* A launch with packed arguments, and the call that issues it: on the CPU, a prepared kernel costs no more than this
  * call. */
-#ifndef PROXYCCL_LAUNCH_H
-#define PROXYCCL_LAUNCH_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -45,5 +44,3 @@ static inline int proxyccl_launch(const ProxycclLaunch* launch, uintptr_t stream
   if (!proxyccl_is_current(launch->current, launch->context)) return PROXYCCL_OTHER_CONTEXT;
   return proxyccl_launch_current(launch, stream);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Exceptions in extensions that look into objects of other libraries. Include it after Python.h. */
-#ifndef PROXYCCL_PYTHON_ERRORS_H
-#define PROXYCCL_PYTHON_ERRORS_H
+#pragma once
 
 /* After a look at an object, whose exception means only that the object is of another kind: clears an Exception. One
  * that is the program's own stays, such as KeyboardInterrupt, as Python's code may have run. Returns 0, or -1 if one
@@ -11,5 +10,3 @@ static inline int proxyccl_clear_exception(void) {
   PyErr_Clear();
   return 0;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* CPython's limited API, as the extensions that are written by hand use it. */
-#ifndef PROXYCCL_PYTHON_OBJECTS_H
-#define PROXYCCL_PYTHON_OBJECTS_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -29,5 +28,3 @@ static inline int proxyccl_has_arguments(Py_ssize_t count, Py_ssize_t wanted, co
   PyErr_Format(PyExc_TypeError, "%s takes %zd arguments", call, wanted);
   return 0;
 }
-
-#endif

@@ -8,40 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from proxyccl.device.base_runtime import (
-    Allocations,
-    BaseRuntime,
-    DriverCalls,
-    Event,
-    LaunchDefaults,
-    Memory,
-    PinnedMemory,
-    Stream,
-    StreamLike,
-    foreign_stream_handle,
-)
+from proxyccl.device.base_runtime import Allocations, DriverCalls, Event, Memory, PinnedMemory, Stream, StreamLike
 from proxyccl.device.in_flight import LaunchRuntime
 
 if TYPE_CHECKING:
+    from proxyccl.device.build.ahead_of_time import Shipped
     from proxyccl.device.kernel import Kernel, Module
 
-__all__ = [
-    "Allocations",
-    "BaseRuntime",
-    "DriverCalls",
-    "Event",
-    "LaunchDefaults",
-    "Memory",
-    "PinnedMemory",
-    "Runtime",
-    "Stream",
-    "StreamLike",
-    "foreign_stream_handle",
-]
+__all__ = ["Allocations", "DriverCalls", "Event", "Memory", "PinnedMemory", "Runtime", "Stream", "StreamLike"]
 
 
 class Runtime(LaunchRuntime, Protocol):
     """A device, its driver, and its kernels."""
+
+    _shipped: dict[Shipped, Kernel]
 
     def compile(
         self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = (), control: int = 0
@@ -68,3 +48,11 @@ class Runtime(LaunchRuntime, Protocol):
         """Returns a shipped kernel, for an element type and a reduction operation if it has them. With `compiled_only`,
         raises CompileError instead of compiling.
         """
+        found = (file, kernel, dtype, op)
+        known = self._shipped.get(found)
+        if known is None:
+            name = "_".join(filter(None, (kernel, dtype, op)))
+            known = self._shipped.setdefault(found, self._load_shipped(name, found, compiled_only))
+        return known
+
+    def _load_shipped(self, name: str, kernel: Shipped, compiled_only: bool) -> Kernel: ...

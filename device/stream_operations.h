@@ -1,7 +1,6 @@
 /* Operations of a stream in order, issued by one call: writes of and waits for words, which need no kernel, copies and
  * launches. On the CPU, notifying a proxy costs no more than this call. */
-#ifndef PROXYCCL_STREAM_OPERATIONS_H
-#define PROXYCCL_STREAM_OPERATIONS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -101,5 +100,3 @@ static inline int proxyccl_stream_issue(ProxycclStreamOperations* self, uintptr_
   if (!proxyccl_is_current(self->current, self->context)) return PROXYCCL_OTHER_CONTEXT;
   return proxyccl_stream_issue_current(self, stream);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Order between streams by events, each operation one call: the driver's functions, without a binding around them. */
-#ifndef PROXYCCL_STREAM_ORDER_H
-#define PROXYCCL_STREAM_ORDER_H
+#pragma once
 
 #include <stdint.h>
 
@@ -72,5 +71,3 @@ static inline int proxyccl_event_query(const ProxycclStreamOrder* self, uintptr_
   self->exchange_capture_mode(&mode);
   return status;
 }
-
-#endif

@@ -4,8 +4,7 @@
  * It is a hint. A thread that falls asleep just after it was looked at sleeps for as long as it chose to, and no work
  * is lost. So the words are relaxed: the system compares a word once more as the thread begins to wait, under the lock
  * under which it looks for waiting threads. */
-#ifndef PROXYCCL_WAKING_H
-#define PROXYCCL_WAKING_H
+#pragma once
 
 #include <linux/futex.h>
 #include <stddef.h>
@@ -47,5 +46,3 @@ static inline void proxyccl_wake(const ProxycclSleepers* self) {
 static inline void proxyccl_wake_all(const ProxycclSleepers* const* list) {
   for (; list != NULL && *list != NULL; ++list) proxyccl_wake(*list);
 }
-
-#endif

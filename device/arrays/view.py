@@ -32,7 +32,6 @@ class ArrayView:
 
     @functools.cached_property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -43,7 +42,6 @@ class ArrayView:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.size * self.dtype.itemsize
 
 

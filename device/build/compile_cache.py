@@ -8,7 +8,6 @@ the others wait. Loaded code runs as this user, so neither directory nor file ma
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import logging
@@ -95,11 +94,11 @@ os.register_at_fork(after_in_child=_building.clear)  # the threads that held the
 def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:
     """Returns `load(path)` for the shared object of this key, which `build()` makes unless it is cached.
 
-    If the cache can't be used, the file is private to this process, and a warning is issued once.
+    If the cache can't be used, this process keeps the file in memory, and a warning is issued once.
 
     Raises:
         UntrustedPathError: other users can change the directory that ``PROXYCCL_CACHE`` names.
-        CompileError: the file can't be written anywhere, or can't be loaded.
+        CompileError: the file can't be loaded.
     """
     name = _name(key_parts, ".so")
     with _building.setdefault(name, threading.Lock()):
@@ -109,13 +108,11 @@ def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: 
             return load(path)
         except OSError as error:
             reason = _done_without(error)
+        _unsaved[name] = build()
         try:
-            _unsaved[name] = build()
-            own = _own_directory()
-            path, _ = _found_or_built(_keep_open(open_private(own, make=True)), own / name, build)
-            return load(path)
+            return load(_file_in_memory(name))
         except OSError as error:
-            raise CompileError(f"{reason}, nor can a temporary file: {error}; set PROXYCCL_CACHE") from None
+            raise CompileError(f"{reason}, nor can a file in memory: {error}; set PROXYCCL_CACHE") from None
 
 
 def _once(name: str, build: Callable[[], bytes]) -> Callable[[], bytes]:
@@ -192,19 +189,12 @@ def _done_without(error: OSError) -> str:
 
 
 @functools.cache
-def _own_directory() -> Path:
-    """Returns this process's directory for files that the cache can't take. It is removed at exit."""
-    import shutil
-    import tempfile
-
-    directory, owner = tempfile.mkdtemp(prefix="proxyccl-"), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # a fork's child must not remove it
-            shutil.rmtree(directory, ignore_errors=True)
-
-    atexit.register(remove)
-    return Path(directory)
+def _file_in_memory(name: str) -> Path:
+    """Returns a path of a file that could not be saved. Its descriptor stays open, so that the path stays unique."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(_unsaved[name])
+    return Path(f"/proc/self/fd/{descriptor}")
 
 
 def shipped_options(compiler: Compiler, architecture: str) -> tuple[str, ...]:

@@ -35,7 +35,6 @@ class CudaCompiler:
         compiler_version()
 
     def version(self) -> str:
-        """NVRTC's version."""
         major, minor = compiler_version()
         return f"NVRTC {major}.{minor}"
 
@@ -44,7 +43,6 @@ class CudaCompiler:
         return (f"-arch={architecture}", "-std=c++17", "-default-device")
 
     def compile(self, source: str, options: tuple[str, ...]) -> bytes:
-        """Compiles a source by NVRTC."""
         program = _nvrtc("nvrtcCreateProgram", nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
         try:
             encoded = [option.encode() for option in options]

@@ -121,7 +121,6 @@ class HipDriver(Driver):
         )
 
     def context(self, ordinal: int) -> int:
-        """Returns the device's number."""
         return ordinal
 
     def current(self) -> int:
@@ -157,7 +156,6 @@ class HipDriver(Driver):
         return number.value
 
     def export_memory(self, base: int, size: int) -> bytes:
-        """Returns a HIP IPC handle."""
         handle = self.call("IpcGetMemHandle", base)
         return ctypes.string_at(handle.as_c_void_p().value, handle.c_sizeof())
 

@@ -37,16 +37,13 @@ class HipCompiler:
         compiler_version()
 
     def version(self) -> str:
-        """HIPRTC's version."""
         major, minor = compiler_version()
         return f"HIPRTC {major}.{minor}"
 
     def options(self, architecture: str) -> tuple[str, ...]:
-        """See `compile_options`."""
         return compile_options(architecture)
 
     def compile(self, source: str, options: tuple[str, ...]) -> bytes:
-        """Compiles a source by HIPRTC to a code object."""
         program = _hiprtc("hiprtcCreateProgram", source.encode(), b"kernel.hip", 0, None, None)
         try:
             encoded = [option.encode() for option in options]

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from proxyccl.device.arguments.integers import find_integer
 from proxyccl.device.base_runtime import Allocations
-from proxyccl.device.driver import Driver
+from proxyccl.device.driver import REGISTER_PORTABLE_AND_MAPPED, Driver
 from proxyccl.device.errors import (
     AlreadyMappedError,
     ArgumentError,
@@ -30,6 +30,7 @@ from proxyccl.device.in_flight import InFlight
 from proxyccl.device.memory.handle_kinds import DEVICE_MEMORY, NOT_PASSED, passes_namespaces, sharing_of
 from proxyccl.device.memory.lease_cache import LeaseCache
 from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.device.owned import Owned
 from proxyccl.device.process import forks
 from proxyccl.device.process.namespaces import proc_view
 from proxyccl.device.runtime import Runtime
@@ -38,7 +39,7 @@ _MOST_KEPT_BYTES, _MOST_KEPT_PINS = 1 << 30, 4096
 """The most unused memory that stays pinned. Beyond it the oldest is unpinned, even if that waits for kernels."""
 
 
-class GpuMemory:
+class GpuMemory(Owned):
     """Device memory that this process allocated, or mapped from another.
 
     Freeing waits for the device's kernels. So memory without references is freed when its runtime next waits for the
@@ -52,12 +53,7 @@ class GpuMemory:
         self.ptr = ptr
         self.nbytes = nbytes
         self._release = release
-        self._process = forks.here()
-        self._finalizer = forks.finalizer(self, later, release)
-
-    @property
-    def closed(self) -> bool:
-        return not self._finalizer.alive
+        super().__init__(later, release)
 
     def close(self) -> None:
         """Frees or unmaps the memory. Waits for the work that may use it."""
@@ -209,7 +205,7 @@ class _Pin(Struct, frozen=True):
 
     def unpin(self) -> None:
         """Unpins the memory in the current context, as the context that pinned it may be lost."""
-        self.driver.unregister_host(self.start)
+        self.driver.release("MemHostUnregister", self.start)
 
 
 class GpuMemoryRuntime(Runtime):
@@ -324,7 +320,7 @@ class GpuMemoryRuntime(Runtime):
             undo.callback(shared.close)
             pinned.acquire(key, lambda: self._pin(start, nbytes, addresses))
             undo.callback(pinned.release, key, keep=False)
-            ptr = self.driver.host_device_pointer(start) + shared.ptr - start
+            ptr = int(self.driver.call("MemHostGetDevicePointer", start, 0)) + shared.ptr - start
             undo.pop_all()
 
         def release() -> None:
@@ -335,7 +331,7 @@ class GpuMemoryRuntime(Runtime):
         return GpuPinnedMemory(ptr, shared, self.unused, release)
 
     def _pin(self, start: int, nbytes: int, addresses: object) -> _Pin:
-        self.driver.register_host(start, nbytes)
+        self.driver.call("MemHostRegister", start, nbytes, REGISTER_PORTABLE_AND_MAPPED)
         return _Pin(self.driver, start, nbytes, addresses)
 
     def pin(self, ptr: int, nbytes: int) -> GpuMemory:
@@ -453,7 +449,8 @@ class GpuMemoryRuntime(Runtime):
 
     def memory_left(self) -> tuple[int, int]:
         with self.current():
-            return self.driver.memory_left()
+            free, total = self.driver.call("MemGetInfo")
+        return int(free), int(total)
 
     def free_later(self, ptr: int) -> None:
         self.unused.append_allocation(ptr, functools.partial(self.context.call, self.driver.free, ptr))

@@ -20,6 +20,7 @@ from proxyccl.device.base_runtime import (
     StreamEvents,
     StreamLike,
 )
+from proxyccl.device.build.ahead_of_time import Shipped
 from proxyccl.device.build.compile_cache import (
     CUDA_NAMES_DIR,
     INCLUDE_DIR,
@@ -68,7 +69,7 @@ class _LoadedModule:
     def __init__(self, context: DeviceContext, image: bytes, unused: UnusedMemory) -> None:
         self.handle: int = context.call(context.driver.load_module, image)
         self.symbols = symbols_in_namespace(image)
-        release = functools.partial(context.call, context.driver.unload_module, self.handle)
+        release = functools.partial(context.call, context.driver.release, "ModuleUnload", self.handle)
         self._finalizer = forks.finalizer(self, unused.append, release)
 
 
@@ -113,7 +114,7 @@ class GpuRuntime(GpuMemoryRuntime):
         self._lock = threading.Lock()
         self._warm: set[str] = set()  # devices, this one among them, to which copies were made ready
         self._modules: dict[int, dict[str, _LoadedModule]] = {}  # by control block address
-        self._kernels: dict[tuple[str, ...], Kernel] = {}
+        self._shipped: dict[Shipped, Kernel] = {}
         self._copies = GpuStream(self.context)
         self._order = stream_order.of(driver, self.device)
 
@@ -198,13 +199,13 @@ class GpuRuntime(GpuMemoryRuntime):
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
         """Sets bytes. Without a stream, returns when this is done; it is not ordered after other work."""
-        self._queue(functools.partial(self.driver.fill, dst, value, nbytes), stream)
+        self._queue(functools.partial(self.driver.call, "MemsetD8Async", dst, value, nbytes), stream)
 
     def _queue(self, call: Callable[[int], None], stream: StreamLike) -> None:
         with self.current():
             call(self._copies.handle if stream is None else self.stream_handle(stream))
             if stream is None:
-                self.driver.stream_synchronize(self._copies.handle)
+                self.driver.call("StreamSynchronize", self._copies.handle)
 
     # -- streams ---
 
@@ -233,12 +234,12 @@ class GpuRuntime(GpuMemoryRuntime):
 
     def wait_event(self, stream: int, event: Event) -> None:
         with self.current():
-            self.driver.stream_wait_event(stream, event.handle)
+            self.driver.call("StreamWaitEvent", stream, event.handle, 0)
 
     def synchronize(self) -> None:
         """Waits for all work of the device's context, other libraries' in this process included."""
         with self.in_flight.ending():
-            wait_elsewhere(functools.partial(self.context.call, self.driver.synchronize))
+            wait_elsewhere(functools.partial(self.context.call, self.driver.call, "CtxSynchronize"))
         self.unused.free()
 
     def synchronize_stream(self, stream: StreamLike) -> None:
@@ -267,31 +268,15 @@ class GpuRuntime(GpuMemoryRuntime):
         module = self._load(text, full, lambda: image(text), control)
         return Module({name: self._kernel(module, name) for name in names})
 
-    def shipped(
-        self,
-        file: str,
-        kernel: str,
-        dtype: str | None = None,
-        op: str | None = None,
-        *,
-        compiled_only: bool = False,
-    ) -> Kernel:
-        name = "_".join(filter(None, (kernel, dtype, op)))
-        key = (file, name)
-        with self._lock:
-            known = self._kernels.get(key)
-        if known is not None:
-            return known
-        source, compiler = shipped_source(file, kernel, dtype, op), self.driver.compiler
+    def _load_shipped(self, name: str, kernel: Shipped, compiled_only: bool) -> Kernel:
+        source, compiler = shipped_source(*kernel), self.driver.compiler
         options = shipped_options(compiler, self.info.architecture)
         if compiled_only and not image_is_there(compiler, source, options):
             raise CompileError(
                 f"kernel {name} was not compiled for {self.info.architecture} beforehand; run: proxyccl compile"
             )
         module = self._load(source, options, lambda: compiled_image(compiler, source, options))
-        made = self._kernel(module, name)
-        with self._lock:
-            return self._kernels.setdefault(key, made)
+        return self._kernel(module, name)
 
     def load_kernel(self, image: bytes, name: str, parameters: Sequence[tuple[int, int]], shared: int) -> Kernel:
         """Loads a kernel of an image that another compiler made. Waits until no work of this runtime runs.

@@ -27,7 +27,7 @@ class GpuStream(OwnedStream):
         self._context, self._driver, self.first = context, context.driver, first
         with context.current():
             self.handle = self._driver.create_stream(first=first)
-        super().__init__(context.call, self._driver.destroy_stream, self.handle)
+        super().__init__(context.call, self._driver.release, "StreamDestroy", self.handle)
 
     def close(self) -> None:
         """Destroys the stream, after an event `end` that marks its last work. The driver finishes that work first."""
@@ -45,13 +45,7 @@ class GpuStream(OwnedStream):
     def query(self) -> bool:
         self._require_open()
         with self._context.current():
-            return self._driver.stream_query(self.handle)
-
-    def wait_event(self, event: GpuEvent) -> None:
-        """Later work on this stream runs after the event's last record."""
-        self._require_open()
-        with self._context.current():
-            self._driver.stream_wait_event(self.handle, event.handle)
+            return self._driver.is_done("StreamQuery", self.handle)
 
 
 class GpuEvent(Owned):
@@ -66,7 +60,7 @@ class GpuEvent(Owned):
         self._context, self._driver = context, context.driver
         with context.current():
             self.handle = self._driver.create_event(times=times)
-        super().__init__(context.call, self._driver.destroy_event, self.handle)
+        super().__init__(context.call, self._driver.release, "EventDestroy", self.handle)
 
     def record(self, stream: StreamLike = None) -> None:
         """Marks the stream's current end.
@@ -77,27 +71,27 @@ class GpuEvent(Owned):
         # A named stream may be marked even while another is captured: an event record is not work for the graph.
         handle = stream_handle(self._context, None) if stream is None else handle_of(self._driver, stream)
         with self._context.current():
-            self._driver.record_event(self.handle, handle)
+            self._driver.call("EventRecord", self.handle, handle)
 
     def query(self) -> bool:
         with self._context.current():
-            return self._driver.event_query(self.handle)
+            return self._driver.is_done("EventQuery", self.handle)
 
     def synchronize(self) -> None:
         with self._context.current():
             await_driver(self._driver.address("EventQuery"), self.handle)
-            self._driver.event_synchronize(self.handle)
+            self._driver.call("EventSynchronize", self.handle)
 
     def elapsed(self, start: Any) -> float:
         with self._context.current():
-            return self._driver.event_elapsed(start.handle, self.handle)
+            return float(self._driver.call("EventElapsedTime", start.handle, self.handle))
 
 
 def synchronize(context: DeviceContext, stream: int) -> None:
     """Waits until all work queued on the stream with this handle is done."""
     with context.current():
         await_driver(context.driver.address("StreamQuery"), stream)
-        context.driver.stream_synchronize(stream)
+        context.driver.call("StreamSynchronize", stream)
 
 
 def stream_handle(context: DeviceContext, stream: StreamLike) -> int:

@@ -3,8 +3,7 @@
 //
 // A linker takes the newest version of each symbol. Nothing here needs what is new in those. Only `make wheel` defines
 // PROXYCCL_LINK_OLD_SYMBOLS: in a toolchain that links libstdc++ statically, its symbols have no versions.
-#ifndef PROXYCCL_HOST_LINK_OLD_SYMBOLS_H
-#define PROXYCCL_HOST_LINK_OLD_SYMBOLS_H
+#pragma once
 
 #include <cstddef>  // defines the libraries' version macros
 
@@ -37,8 +36,6 @@ PROXYCCL_LINK("_ZSt28__throw_bad_array_new_lengthv", "_ZSt17__throw_bad_allocv@G
 #include <sys/single_threaded.h>
 static constexpr char proxyccl_single_threaded = 0;
 #define __libc_single_threaded proxyccl_single_threaded
-#endif
-
 #endif
 
 #endif

@@ -57,12 +57,7 @@ struct Mappings {
   }
 };
 
-Mappings& mappings() {
-  // Never destroyed, because memory is unmapped until the process has ended. Not on the heap, which may be full.
-  alignas(Mappings) static char bytes[sizeof(Mappings)];
-  static Mappings& all = *new (bytes) Mappings();
-  return all;
-}
+Mappings& mappings() { return proxyccl::host::Lasting<Mappings>::get(); }
 
 // A fork's child inherits the mappings, but not the thread that could release the lock.
 [[maybe_unused]] const int kForksWait = pthread_atfork(

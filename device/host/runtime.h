@@ -10,17 +10,12 @@
  *   streams.cpp  streams, events and launches
  *   memory.cpp   memory that other processes can map
  */
-#ifndef PROXYCCL_HOST_RUNTIME_H
-#define PROXYCCL_HOST_RUNTIME_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
 
 #include "stream_operations.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 enum {
   PROXYCCL_HOST_SUCCESS = 0,
@@ -117,9 +112,3 @@ int proxyccl_host_free(uintptr_t ptr);
 int proxyccl_host_allocation(uint64_t ptr, uint64_t* base, uint64_t* bytes, int* descriptor);
 /* Stores the unique number of the mapping that contains an address, whether mapped or allocated. */
 int proxyccl_host_pointer_attribute(void* data, int attribute, uint64_t ptr);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

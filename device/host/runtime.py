@@ -21,12 +21,14 @@ from proxyccl.device.base_runtime import (
     StreamLike,
     foreign_stream_handle,
 )
+from proxyccl.device.build.ahead_of_time import Shipped
 from proxyccl.device.build.compile_cache import shipped_source
 from proxyccl.device.build.kernel_names import NO_KERNEL, in_plain_text, kernel_names
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
+from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.host.shipped_libraries import shipped_library
 from proxyccl.device.host.status import check_status
-from proxyccl.device.host.streams import HostEvent, HostEvents, HostStream
+from proxyccl.device.host.streams import HostEvent, HostStream
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.kernel import Kernel, Module, parameters_of
 from proxyccl.device.memory.shared_memory import SharedMemory, export_descriptor
@@ -123,7 +125,7 @@ class HostRuntime(Runtime):
         self._streams_lock = threading.Lock()  # ranks that are threads may share a runtime
         self._default_stream: HostStream | None = None  # it has a thread, which most programs don't need
         self._modules: dict[int, dict[str, VoidPointer]] = {}  # by control block
-        self._shipped: dict[tuple[str, str], Kernel] = {}  # by file and name
+        self._shipped: dict[Shipped, Kernel] = {}
 
     def __repr__(self) -> str:
         return f"HostRuntime(device={self.device})"
@@ -254,8 +256,14 @@ class HostRuntime(Runtime):
 
     def stream_events(self) -> StreamEvents:
         """Returns the host runtime's own calls, with events that are destroyed when they are returned."""
-        events = HostEvents(self.calls, self.create_event)
-        return StreamEvents(events.order, events.take, events.give)
+        events: dict[int, HostEvent] = {}
+
+        def take() -> int:
+            event = self.create_event()
+            events[event.handle] = event
+            return event.handle
+
+        return StreamEvents(int(ffi.cast("uintptr_t", _ORDER)), take, lambda handle: events.pop(handle).close())
 
     def order_streams(self, first: int, then: int) -> None:
         """Makes later work of `then` wait for work queued on `first`; a closed stream has no queued work."""
@@ -323,34 +331,21 @@ class HostRuntime(Runtime):
         for module in modules.values():
             _default_control(module)[0] = 0
 
-    def shipped(
-        self,
-        file: str,
-        kernel: str,
-        dtype: str | None = None,
-        op: str | None = None,
-        *,
-        compiled_only: bool = False,
-    ) -> Kernel:
-        """Returns a shipped kernel: from the installation's library if it has one, else from the cache, else compiled
-        now.
-        """
-        name = "_".join(filter(None, (kernel, dtype, op)))
-        known = self._shipped.get((file, name))
-        if known is not None:
-            return known
+    def _load_shipped(self, name: str, kernel: Shipped, compiled_only: bool) -> Kernel:
+        """Takes a kernel from the installation's library if it has one, else from the cache, else compiles it."""
+        file, _, dtype, _ = kernel
         library = shipped_library("experts" if file.startswith("experts/") else dtype or "moves")
         if library is None or self._cxxflags:
             from proxyccl.device.host.compiler import load_shipped
 
-            source = shipped_source(file, kernel, dtype, op)
+            source = shipped_source(*kernel)
             module = load_shipped(source, name, self._cxxflags, self._load, compiled_only=compiled_only)
         else:
             try:
                 module = self._load(library)
             except OSError as error:
                 raise CompileError(f"{error}; reinstall proxyccl") from None
-        return self._shipped.setdefault((file, name), self._kernel(module, name))
+        return self._kernel(module, name)
 
     def check(self, status: int, call: str) -> None:
         check_status(status, call)
@@ -382,6 +377,8 @@ class HostRuntime(Runtime):
 
 
 forks.hold_while_forking(HostRuntime._allocations_lock)
+_ORDER = ffi.new("ProxycclStreamOrder *")
+set_functions(ffi, _ORDER, HostRuntime.calls, record="event_record", wait="wait_event", query="event_query")
 
 
 def _default_control(module: VoidPointer) -> Uint64Pointer:

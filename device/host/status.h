@@ -1,7 +1,8 @@
-// The status of a function that C calls. Internal to the host runtime.
+// The status of a function that C calls, and objects that outlast threads. Internal to the host runtime.
 #pragma once
 
 #include <exception>
+#include <new>
 
 #include "runtime.h"
 
@@ -17,6 +18,24 @@ int statusOf(Call&& call) noexcept {
     return PROXYCCL_HOST_OUT_OF_MEMORY;
   }
 }
+
+// The process's only T. Never destroyed: at exit, threads may still use it. Not on the heap, which may be full.
+template <class T>
+class Lasting {
+ public:
+  static T& get() {
+    static T& only = *new (room_) T();
+    return only;
+  }
+  // Called in a fork's child: a thread that the child lacks may hold the object's lock.
+  static void startAnew() {
+    get();
+    new (room_) T();
+  }
+
+ private:
+  alignas(T) static inline char room_[sizeof(T)];
+};
 
 }  // namespace host
 }  // namespace proxyccl

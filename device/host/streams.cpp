@@ -37,18 +37,6 @@ namespace {
 // never wait.
 class BlockThreads {
  public:
-  // Never destroyed: at exit, detached threads may still be parked in it.
-  static BlockThreads& instance() {
-    static BlockThreads& threads = *new (room()) BlockThreads();
-    return threads;
-  }
-
-  // Called in a fork's child, which lacks the threads, one of which may hold the lock.
-  static void startAnew() {
-    instance();
-    new (room()) BlockThreads();
-  }
-
   // Runs each task in a separate thread. Throws, without running any, if there can't be enough threads.
   void submit(std::list<std::function<void()>> tasks) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -62,11 +50,6 @@ class BlockThreads {
   }
 
  private:
-  static void* room() {
-    alignas(BlockThreads) static char bytes[sizeof(BlockThreads)];
-    return bytes;
-  }
-
   void work() {
     pthread_setname_np(pthread_self(), "proxyccl-blocks");  // what top and a debugger show
     std::unique_lock<std::mutex> lock(mutex_);
@@ -91,7 +74,7 @@ class BlockThreads {
   size_t starting_ = 0, idle_ = 0;
 };
 
-[[maybe_unused]] const int kForksStartAnew = pthread_atfork(nullptr, nullptr, BlockThreads::startAnew);
+[[maybe_unused]] const int kForksStartAnew = pthread_atfork(nullptr, nullptr, Lasting<BlockThreads>::startAnew);
 
 // Waits for a condition. A thread that runs a stream's work itself calls lookAround() meanwhile.
 template <class Condition>
@@ -175,7 +158,7 @@ int runLaunch(const Launch& launch) {
       std::lock_guard<std::mutex> lock(mutex);
       if (--running == 0) done.notify_one();
     });
-  if (!others.empty()) BlockThreads::instance().submit(std::move(others));
+  if (!others.empty()) Lasting<BlockThreads>::get().submit(std::move(others));
   work(0);
   std::unique_lock<std::mutex> lock(mutex);
   waitFor(lock, done, [&] { return running == 0; });

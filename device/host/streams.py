@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.base_runtime import DriverCalls, StreamLike
+from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.errors import ResourceError
-from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.host.status import check_status
 from proxyccl.device.owned import Owned, OwnedStream
 from proxyccl.device.process.interrupts import SLICE_MS
@@ -67,13 +66,6 @@ class HostStream(OwnedStream):
         check_status(status, "stream query")
         return True
 
-    def wait_event(self, event: HostEvent) -> None:
-        """Later work on this stream runs after the event's last record."""
-        self._require_open()
-        check_status(
-            lib.proxyccl_host_stream_wait_event(self._stream, ffi.cast("void *", event.handle), 0), "stream wait event"
-        )
-
 
 class HostEvent(Owned):
     """A point in a host stream."""
@@ -103,32 +95,3 @@ class HostEvent(Owned):
         out = ffi.new("float *")
         check_status(lib.proxyccl_host_event_elapsed(out, start._event, self._event), "event elapsed")
         return float(out[0])
-
-
-class HostEvents:
-    """Events for a caller in C that orders host streams itself.
-
-    Args:
-        calls: the host runtime's calls.
-        create: makes an event.
-
-    Attributes:
-        order: address of their ProxycclStreamOrder (stream_order.h), as long as this object lives.
-    """
-
-    def __init__(self, calls: DriverCalls, create: Callable[[], HostEvent]) -> None:
-        self._order = ffi.new("ProxycclStreamOrder *")
-        set_functions(ffi, self._order, calls, record="event_record", wait="wait_event", query="event_query")
-        self.order = int(ffi.cast("uintptr_t", self._order))
-        self._create = create
-        self._events: dict[int, HostEvent] = {}
-
-    def take(self) -> int:
-        """Creates an event and returns its handle."""
-        event = self._create()
-        self._events[event.handle] = event
-        return event.handle
-
-    def give(self, handle: int) -> None:
-        """Destroys an event."""
-        self._events.pop(handle).close()

@@ -33,18 +33,6 @@ namespace {
 
 class Helpers {
  public:
-  // Never destroyed: at exit, threads may still wait.
-  static Helpers& instance() {
-    static Helpers& helpers = *new (room()) Helpers();
-    return helpers;
-  }
-
-  // Called in a fork's child: the proxies belong to the parent, and a thread that the child lacks may hold the lock.
-  static void startAnew() {
-    instance();
-    new (room()) Helpers();
-  }
-
   void add(int (*help)(void*, int), void* argument) {
     std::lock_guard<std::mutex> lock(mutex_);
     helpers_.push_back({help, argument});
@@ -71,11 +59,6 @@ class Helpers {
   }
 
  private:
-  static void* room() {
-    alignas(Helpers) static char bytes[sizeof(Helpers)];
-    return bytes;
-  }
-
   struct Helper {
     int (*help)(void*, int);
     void* argument;
@@ -86,7 +69,7 @@ class Helpers {
   std::atomic<size_t> count_{0};
 };
 
-[[maybe_unused]] const int kForksStartAnew = pthread_atfork(nullptr, nullptr, Helpers::startAnew);
+[[maybe_unused]] const int kForksStartAnew = pthread_atfork(nullptr, nullptr, Lasting<Helpers>::startAnew);
 
 constexpr uint32_t kYields = 200;
 
@@ -101,7 +84,7 @@ thread_local Clock::time_point looked;  // when this work last looked around; 0 
 
 void backOff(uint32_t rounds) {
   constexpr long kFirstSleepNs = 2000, kLongestSleepNs = 100000;
-  if (Helpers::instance().help(true)) return;
+  if (Lasting<Helpers>::get().help(true)) return;
   if (rounds < kYields) {
     sched_yield();
     return;
@@ -112,7 +95,7 @@ void backOff(uint32_t rounds) {
   nanosleep(&pause, nullptr);
 }
 
-void helpOut() { Helpers::instance().help(false); }
+void helpOut() { Lasting<Helpers>::get().help(false); }
 
 RunsHere::RunsHere(void* stream) {
   if (look.load(std::memory_order_relaxed) == nullptr) return;
@@ -146,7 +129,7 @@ using namespace proxyccl::host;
 
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument) {
   (void)statusOf([=] {
-    Helpers::instance().add(help, argument);
+    Lasting<Helpers>::get().add(help, argument);
     return PROXYCCL_HOST_SUCCESS;
   });
 }
@@ -155,4 +138,4 @@ void proxyccl_host_look_around(uint64_t thread, void (*function)(void*)) {
   look.store(function, std::memory_order_relaxed);
 }
 int proxyccl_host_is_looking(void) { return is_looking; }
-void proxyccl_host_remove_helper(void* argument) { Helpers::instance().remove(argument); }
+void proxyccl_host_remove_helper(void* argument) { Lasting<Helpers>::get().remove(argument); }

@@ -16,8 +16,7 @@
 // Across kernels: a rank that starts a kernel has seen all results of the previous one, so all peers have reduced all
 // their data. It distributes results only once it has every peer's first data of this kernel, which peers send after
 // they have ended the previous one.
-#ifndef PROXYCCL_ALL_REDUCE_BY_PROXY_H
-#define PROXYCCL_ALL_REDUCE_BY_PROXY_H
+#pragma once
 
 #include "exchange.h"
 #include "instance.h"
@@ -134,5 +133,3 @@ PROXYCCL_DEVICE void all_reduce_by_proxy(const ProxycclTeam& team, const T* in, 
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -3,8 +3,7 @@
 //
 // One crossing of the link, (n-1) times the bytes. Each rank reduces in rank order, so all ranks get the same bits.
 // Slot r holds the data of rank r.
-#ifndef PROXYCCL_ALL_REDUCE_ONE_SHOT_H
-#define PROXYCCL_ALL_REDUCE_ONE_SHOT_H
+#pragma once
 
 #include "instance.h"
 #include "lines.h"
@@ -36,5 +35,3 @@ PROXYCCL_DEVICE void all_reduce_one_shot_lines(const ProxycclPacketTeam& team, c
 }
 
 }  // namespace proxyccl
-
-#endif

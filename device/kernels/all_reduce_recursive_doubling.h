@@ -7,8 +7,7 @@
 // the same bits.
 //
 // Slots 0 and 1 are for the ranks from p on, slot 2 + s is for step s.
-#ifndef PROXYCCL_ALL_REDUCE_RECURSIVE_DOUBLING_H
-#define PROXYCCL_ALL_REDUCE_RECURSIVE_DOUBLING_H
+#pragma once
 
 #include "instance.h"
 #include "packets.h"
@@ -27,7 +26,7 @@ PROXYCCL_DEVICE void all_reduce_recursive_doubling(const ProxycclPacketTeam& tea
   while (power * 2 <= ranks) power *= 2;
   const bool beyond = rank >= power, has_partner_beyond = rank + power < ranks;
 
-  PacketLanes lanes(team);
+  Lanes<PacketForm> lanes(team);
   lanes.forEachEpoch([&](uint64_t first) {
     // A packet goes through all its steps before the thread's next one begins, so partial results stay in registers.
     lanes.forEachPacket([&](uint64_t p) {
@@ -63,5 +62,3 @@ PROXYCCL_DEVICE void all_reduce_recursive_doubling(const ProxycclPacketTeam& tea
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -7,8 +7,7 @@
 // Each step has its own slot, double-buffered by the round. A slot is reused two rounds later, and no flag guards it. A
 // rank that has finished round r + 1 holds a share that passed through every rank in that round. Each rank started that
 // round after it had finished round r.
-#ifndef PROXYCCL_ALL_REDUCE_RING_H
-#define PROXYCCL_ALL_REDUCE_RING_H
+#pragma once
 
 #include "exchange.h"
 #include "instance.h"
@@ -85,5 +84,3 @@ PROXYCCL_DEVICE void all_reduce_ring(const ProxycclTeam& team, const T* in, T* o
 }
 
 }  // namespace proxyccl
-
-#endif

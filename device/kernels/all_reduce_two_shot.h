@@ -23,8 +23,7 @@
 // previous one, by their results or in the last meeting, so all peers have reduced all their data. It distributes
 // results only once it has every peer's first data of this kernel, which peers send after they have ended the previous
 // one.
-#ifndef PROXYCCL_ALL_REDUCE_TWO_SHOT_H
-#define PROXYCCL_ALL_REDUCE_TWO_SHOT_H
+#pragma once
 
 #include "outputs.h"
 #include "scattered_reduction.h"
@@ -131,5 +130,3 @@ PROXYCCL_DEVICE void all_reduce_two_shot(const ProxycclTeam& team, const T* in, 
 }
 
 }  // namespace proxyccl
-
-#endif

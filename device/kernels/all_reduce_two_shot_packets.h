@@ -3,8 +3,7 @@
 //
 // Two crossings of the link, 2 (n-1)/n times the bytes. A share is reduced by one rank, in rank order, accumulated in
 // the wide type and rounded once. Slot r holds the data of rank r, slot n + r its result.
-#ifndef PROXYCCL_ALL_REDUCE_TWO_SHOT_PACKETS_H
-#define PROXYCCL_ALL_REDUCE_TWO_SHOT_PACKETS_H
+#pragma once
 
 #include "instance.h"
 #include "lines.h"
@@ -45,5 +44,3 @@ PROXYCCL_DEVICE void all_reduce_two_shot_lines(const ProxycclPacketTeam& team, c
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -1,7 +1,6 @@
 /* Data that peers send to a rank for a reduction, piece by piece: a kernel parameter (reduce_arrived.h). Plain C:
  * Python fills it. */
-#ifndef PROXYCCL_ARRIVED_H
-#define PROXYCCL_ARRIVED_H
+#pragma once
 
 #include "proxyccl/control.h"
 #include "proxyccl/types.h"
@@ -29,5 +28,3 @@ typedef struct ProxycclArrived {
   uint32_t* opened;      /* number of pieces before the last for which the gate is open */
   ProxycclControl* control;
 } ProxycclArrived;
-
-#endif

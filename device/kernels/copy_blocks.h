@@ -1,6 +1,5 @@
 // Copies a list of blocks: for many of them that are short, because a copy engine takes a microsecond or two for each.
-#ifndef PROXYCCL_COPY_BLOCKS_H
-#define PROXYCCL_COPY_BLOCKS_H
+#pragma once
 
 #include "proxyccl/copy.h"
 #include "proxyccl/kernel.h"
@@ -30,5 +29,3 @@ extern "C" __global__ void copy_blocks(const proxyccl::BlockToCopy* blocks, uint
   }
 }
 PROXYCCL_EXPORT_KERNEL(copy_blocks)
-
-#endif

@@ -1,7 +1,6 @@
 // Reads rows that ranks store in pinned memory, which every rank's device maps. Its name is the one by which users of
 // DeepEP find it in a profile.
-#ifndef PROXYCCL_ENGRAM_FETCH_H
-#define PROXYCCL_ENGRAM_FETCH_H
+#pragma once
 
 #include "proxyccl/kernel.h"
 #include "proxyccl/proxyccl.h"
@@ -46,5 +45,3 @@ extern "C" __global__ void engram_fetch_impl(const uint64_t* stores, uint32_t ra
   }
 }
 PROXYCCL_EXPORT_KERNEL(engram_fetch_impl)
-
-#endif

@@ -5,8 +5,7 @@
 // them: a rank starts round r + 2 after it has received every peer's signal of round r + 1, and a peer sends that
 // signal after it has read its slots of round r. The same holds for sources in the staging area. It also holds between
 // kernels, whatever their grids: a peer that has started a kernel has ended the previous one.
-#ifndef PROXYCCL_EXCHANGE_H
-#define PROXYCCL_EXCHANGE_H
+#pragma once
 
 #include "integers.h"
 #include "proxyccl/proxyccl.h"
@@ -275,5 +274,3 @@ class Exchange {
 };
 
 }  // namespace proxyccl
-
-#endif

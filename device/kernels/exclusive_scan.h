@@ -1,6 +1,5 @@
 // An exclusive prefix sum by one block.
-#ifndef PROXYCCL_EXCLUSIVE_SCAN_H
-#define PROXYCCL_EXCLUSIVE_SCAN_H
+#pragma once
 
 #include "experts/expert_team.h"
 
@@ -42,5 +41,3 @@ PROXYCCL_DEVICE uint32_t exclusiveScan(uint32_t* values, const uint32_t* added, 
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -6,8 +6,7 @@
 //
 // A failed wait does not end the kernel: it continues with incomplete data, all its later waits end at once, and the
 // CPU raises the error (wait.h).
-#ifndef PROXYCCL_EXECUTE_PLAN_H
-#define PROXYCCL_EXECUTE_PLAN_H
+#pragma once
 
 #include "execution.h"
 #include "instance.h"
@@ -319,5 +318,3 @@ PROXYCCL_DEVICE void execute_plan(const ProxycclExecution& execution) {
 #define PROXYCCL_TYPED_KERNEL(kernel, name, T)                                                       \
   PROXYCCL_TEAM_KERNEL name(const ProxycclExecution execution) { ::proxyccl::kernel<T>(execution); } \
   PROXYCCL_EXPORT_KERNEL(name)
-
-#endif

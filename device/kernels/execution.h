@@ -1,8 +1,7 @@
 /* An execution plan as the kernel reads it (execute_plan.h): MSCCL++'s JSON for one rank, worked out for one size of
  * arrays. Python fills it (channels/execution_plans). Plain C.
  */
-#ifndef PROXYCCL_EXECUTION_H
-#define PROXYCCL_EXECUTION_H
+#pragma once
 
 #include "proxyccl/handles.h"
 
@@ -88,5 +87,3 @@ typedef struct ProxycclExecution {
   ProxycclExecutionCounters* counters;
   uint64_t alternate_bytes; /* offset of the scratch memory's second half; 0 if there is only one */
 } ProxycclExecution;
-
-#endif

@@ -1,6 +1,5 @@
 // Conversions of float16: a hierarchy reduces it in float32, because a node's part may be outside float16's range.
-#ifndef PROXYCCL_FLOAT16_PARTS_H
-#define PROXYCCL_FLOAT16_PARTS_H
+#pragma once
 
 #include "proxyccl/copy.h"
 #include "proxyccl/kernel.h"
@@ -25,5 +24,3 @@ extern "C" __global__ void narrow_float16(const float* in, proxyccl::Half* out, 
   proxyccl::convertAll(count, [&](uint64_t i) { out[i] = proxyccl::Element<proxyccl::Half>::narrow(in[i]); });
 }
 PROXYCCL_EXPORT_KERNEL(narrow_float16)
-
-#endif

@@ -4,8 +4,7 @@
  * memory and a link. The link's signals count pieces in the one direction and credits, for slots that were read, in the
  * other. So a flow involves only its two ranks, and flows never wait for one another.
  */
-#ifndef PROXYCCL_FLOWS_H
-#define PROXYCCL_FLOWS_H
+#pragma once
 
 #include "team.h"
 
@@ -41,5 +40,3 @@ typedef struct ProxycclFlows {
   uint64_t slot_bytes, staging_offset;
   ProxycclTransfer transfers[PROXYCCL_MAX_TRANSFERS];
 } ProxycclFlows;
-
-#endif

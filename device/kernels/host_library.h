@@ -2,8 +2,7 @@
 // compiler at run time.
 //
 // setup.py makes a library of them for each element type, so that they build in parallel.
-#ifndef PROXYCCL_HOST_LIBRARY_H
-#define PROXYCCL_HOST_LIBRARY_H
+#pragma once
 
 #include "all_reduce_by_proxy.h"
 #include "all_reduce_one_shot.h"
@@ -37,5 +36,3 @@
   FOR_EACH_ALGORITHM(T, type, Band, band)   \
   FOR_EACH_ALGORITHM(T, type, Bor, bor)     \
   FOR_EACH_ALGORITHM(T, type, Bxor, bxor)
-
-#endif

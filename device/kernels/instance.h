@@ -3,26 +3,20 @@
 //
 // PROXYCCL_REDUCTION(kernel, name, T, Op): a kernel `name` from the template `kernel` for one element type and
 // operation.
-#ifndef PROXYCCL_INSTANCE_H
-#define PROXYCCL_INSTANCE_H
+#pragma once
 
 #include "proxyccl/kernel.h"
 #include "team.h"
 
 namespace proxyccl {
 
-// The type of a kernel's team parameter: the template's, without a reference.
+// The type of a template's team parameter, without the reference.
 template <class Template>
 struct TeamParameter;
-template <class Team, class T>
-struct TeamParameter<void (*)(Team, const T*, T*, uint64_t)> {
-  using Type = Team;
-};
 template <class Team, class T>
 struct TeamParameter<void (*)(const Team&, const T*, T*, uint64_t)> {
   using Type = Team;
 };
-
 template <class Template>
 using TeamOf = typename TeamParameter<Template>::Type;
 
@@ -44,5 +38,3 @@ using TeamOf = typename TeamParameter<Template>::Type;
     ::proxyccl::kernel<T, ::proxyccl::Op>(team, in, out, count);                                                  \
   }                                                                                                               \
   PROXYCCL_EXPORT_KERNEL(name)
-
-#endif

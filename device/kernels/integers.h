@@ -1,6 +1,5 @@
 // Arithmetic of sizes and places.
-#ifndef PROXYCCL_INTEGERS_H
-#define PROXYCCL_INTEGERS_H
+#pragma once
 
 #include "proxyccl/platform.h"
 
@@ -13,5 +12,3 @@ PROXYCCL_DEVICE uint64_t divideUp(uint64_t n, uint64_t by) { return (n + by - 1)
 PROXYCCL_DEVICE uint32_t slotOf(uint32_t at, uint32_t of) { return of < at ? of : of - 1; }
 
 }  // namespace proxyccl
-
-#endif

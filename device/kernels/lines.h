@@ -6,8 +6,7 @@
 // Data is in units of 16 bytes. The eight threads, by their place 0 to 7, have unit `place` and, except the last, unit
 // 8 + `place`. Line 0 holds the units 0 to 6 and the first half of unit 7; line 1 the units 8 to 14 and the second half
 // of unit 7: each in the words of the thread that has it, so no thread gives another a value.
-#ifndef PROXYCCL_LINES_H
-#define PROXYCCL_LINES_H
+#pragma once
 
 #include "packets.h"
 #include "proxyccl/element.h"
@@ -172,8 +171,4 @@ struct LineForm {
   }
 };
 
-using LineLanes = Lanes<LineForm>;
-
 }  // namespace proxyccl
-
-#endif

@@ -1,6 +1,5 @@
 // A block's links where all peers are mapped: to the blocks with its number on every rank. Thread p handles rank p.
-#ifndef PROXYCCL_LINKS_H
-#define PROXYCCL_LINKS_H
+#pragma once
 
 #include "proxyccl/proxyccl.h"
 #include "team.h"
@@ -49,5 +48,3 @@ class Links {
 };
 
 }  // namespace proxyccl
-
-#endif

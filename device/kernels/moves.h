@@ -6,8 +6,7 @@
 // Where every output is reached (outputs.h), a rank stores its bytes there: the ranks meet first, as an output may be
 // written when its rank's kernel runs, and once more at the end. Otherwise lanes send through scratch memory, in pieces
 // that fit their slots, and every rank runs the same number of rounds.
-#ifndef PROXYCCL_MOVES_H
-#define PROXYCCL_MOVES_H
+#pragma once
 
 #include "exchange.h"
 #include "instance.h"
@@ -39,7 +38,10 @@ PROXYCCL_DEVICE void takeInboxes(const ProxycclTeam& team, const Exchange& excha
   }
 }
 
-PROXYCCL_DEVICE void gatherBytes(const ProxycclTeam& team, const char* in, char* out, uint64_t bytes) {
+}  // namespace proxyccl
+
+PROXYCCL_TEAM_KERNEL all_gather(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
+  using namespace proxyccl;
   Exchange exchange(team);
   const Outputs outputs(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
@@ -63,7 +65,9 @@ PROXYCCL_DEVICE void gatherBytes(const ProxycclTeam& team, const char* in, char*
   exchange.finish();
 }
 
-PROXYCCL_DEVICE void exchangeBytes(const ProxycclTeam& team, const char* in, char* out, uint64_t bytes) {
+// In place, nothing is stored to outputs directly, because each must still be read.
+PROXYCCL_TEAM_KERNEL all_to_all(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
+  using namespace proxyccl;
   Exchange exchange(team);
   const Outputs outputs(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
@@ -97,8 +101,8 @@ PROXYCCL_DEVICE void exchangeBytes(const ProxycclTeam& team, const char* in, cha
   exchange.finish();
 }
 
-PROXYCCL_DEVICE void broadcastBytes(const ProxycclTeam& team, const char* in, char* out, uint64_t bytes,
-                                    uint32_t root) {
+PROXYCCL_TEAM_KERNEL broadcast(const ProxycclTeam team, const char* in, char* out, uint64_t bytes, uint32_t root) {
+  using namespace proxyccl;
   Exchange exchange(team);
   const Outputs outputs(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
@@ -124,21 +128,6 @@ PROXYCCL_DEVICE void broadcastBytes(const ProxycclTeam& team, const char* in, ch
   exchange.finish();
 }
 
-}  // namespace proxyccl
-
-PROXYCCL_TEAM_KERNEL all_gather(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
-  proxyccl::gatherBytes(team, in, out, bytes);
-}
-
-// In place, nothing is stored to outputs directly, because each must still be read.
-PROXYCCL_TEAM_KERNEL all_to_all(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
-  proxyccl::exchangeBytes(team, in, out, bytes);
-}
-
-PROXYCCL_TEAM_KERNEL broadcast(const ProxycclTeam team, const char* in, char* out, uint64_t bytes, uint32_t root) {
-  proxyccl::broadcastBytes(team, in, out, bytes, root);
-}
-
 PROXYCCL_TEAM_KERNEL barrier(const ProxycclTeam team) {
   proxyccl::Exchange exchange(team);
   exchange.swap();
@@ -149,5 +138,3 @@ PROXYCCL_EXPORT_KERNEL(all_gather)
 PROXYCCL_EXPORT_KERNEL(all_to_all)
 PROXYCCL_EXPORT_KERNEL(broadcast)
 PROXYCCL_EXPORT_KERNEL(barrier)
-
-#endif

@@ -6,8 +6,7 @@
 // Blocks with the same number tell each other in packets, which need no post. There are two packets per peer, chosen by
 // the parity of a block's epoch: a rank uses a packet again in the kernel after the next, which it starts when all
 // blocks have ended this one.
-#ifndef PROXYCCL_OUTPUTS_H
-#define PROXYCCL_OUTPUTS_H
+#pragma once
 
 #include "proxyccl/proxyccl.h"
 #include "team.h"
@@ -85,5 +84,3 @@ class Outputs {
 };
 
 }  // namespace proxyccl
-
-#endif

@@ -2,8 +2,7 @@
 //
 // `bytes` is one rank's contribution for one rank. In-place calls are those of moves.h. A thread reads and writes the
 // same bytes of every share, so it has sent what it overwrites in place.
-#ifndef PROXYCCL_PACKET_MOVES_H
-#define PROXYCCL_PACKET_MOVES_H
+#pragma once
 
 #include "instance.h"
 #include "lines.h"
@@ -45,25 +44,12 @@ PROXYCCL_DEVICE void exchangePackets(const ProxycclPacketTeam& team, const char*
 
 }  // namespace proxyccl
 
-PROXYCCL_TEAM_KERNEL all_gather_packets(const ProxycclPacketTeam team, const char* in, char* out, uint64_t bytes) {
-  proxyccl::gatherPackets<proxyccl::PacketForm>(team, in, out, bytes);
-}
-
-PROXYCCL_TEAM_KERNEL all_gather_lines(const ProxycclPacketTeam team, const char* in, char* out, uint64_t bytes) {
-  proxyccl::gatherPackets<proxyccl::LineForm>(team, in, out, bytes);
-}
-
-PROXYCCL_TEAM_KERNEL all_to_all_packets(const ProxycclPacketTeam team, const char* in, char* out, uint64_t bytes) {
-  proxyccl::exchangePackets<proxyccl::PacketForm>(team, in, out, bytes);
-}
-
-PROXYCCL_TEAM_KERNEL all_to_all_lines(const ProxycclPacketTeam team, const char* in, char* out, uint64_t bytes) {
-  proxyccl::exchangePackets<proxyccl::LineForm>(team, in, out, bytes);
-}
-
-PROXYCCL_EXPORT_KERNEL(all_gather_packets)
-PROXYCCL_EXPORT_KERNEL(all_gather_lines)
-PROXYCCL_EXPORT_KERNEL(all_to_all_packets)
-PROXYCCL_EXPORT_KERNEL(all_to_all_lines)
-
-#endif
+#define PROXYCCL_PACKET_MOVE(name, move, Form)                                                          \
+  PROXYCCL_TEAM_KERNEL name(const ProxycclPacketTeam team, const char* in, char* out, uint64_t bytes) { \
+    proxyccl::move<proxyccl::Form>(team, in, out, bytes);                                               \
+  }                                                                                                     \
+  PROXYCCL_EXPORT_KERNEL(name)
+PROXYCCL_PACKET_MOVE(all_gather_packets, gatherPackets, PacketForm)
+PROXYCCL_PACKET_MOVE(all_gather_lines, gatherPackets, LineForm)
+PROXYCCL_PACKET_MOVE(all_to_all_packets, exchangePackets, PacketForm)
+PROXYCCL_PACKET_MOVE(all_to_all_lines, exchangePackets, LineForm)

@@ -5,8 +5,7 @@
  *   for each block, for each parity of its epoch, for each slot: `slot_packets` packets
  * There are two slots per rank. Each algorithm decides what they hold.
  */
-#ifndef PROXYCCL_PACKET_TEAM_H
-#define PROXYCCL_PACKET_TEAM_H
+#pragma once
 
 #include "proxyccl/control.h"
 
@@ -28,5 +27,3 @@ typedef struct ProxycclPacketTeam {
   char* scratch;
   char* remote[PROXYCCL_MAX_PACKET_RANKS]; /* the peers' scratch, mapped */
 } ProxycclPacketTeam;
-
-#endif

@@ -18,8 +18,7 @@
 //     finished e + 1, so all threads of y had finished e. Therefore the last epoch is padded: a thread with packets in
 //     e must have some in e + 1.
 // So every algorithm must make a rank need data of every other rank before it finishes an epoch.
-#ifndef PROXYCCL_PACKETS_H
-#define PROXYCCL_PACKETS_H
+#pragma once
 
 #include "proxyccl/proxyccl.h"
 #include "packet_team.h"
@@ -264,8 +263,4 @@ class Lanes {
   uint32_t epoch_;
 };
 
-using PacketLanes = Lanes<PacketForm>;
-
 }  // namespace proxyccl
-
-#endif

@@ -7,8 +7,7 @@
 // have ended. The block with a piece's first chunk waits for the proxy, and the piece's other blocks wait for that one.
 // The block that ends a piece waits for the one that ends the piece before, and opens the gate. So a block waits only
 // for blocks that took earlier chunks, which run.
-#ifndef PROXYCCL_REDUCE_ARRIVED_H
-#define PROXYCCL_REDUCE_ARRIVED_H
+#pragma once
 
 #include "arrived.h"
 #include "instance.h"
@@ -292,5 +291,3 @@ PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in,
 }
 
 }  // namespace proxyccl
-
-#endif

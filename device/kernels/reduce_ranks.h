@@ -1,6 +1,5 @@
 // The combination of values that each rank has in one place: the bandwidth-bound reductions use it on a round's data.
-#ifndef PROXYCCL_REDUCE_RANKS_H
-#define PROXYCCL_REDUCE_RANKS_H
+#pragma once
 
 #include "integers.h"
 #include "proxyccl/copy.h"
@@ -179,5 +178,3 @@ PROXYCCL_DEVICE void reduceRanks(uint32_t ranks, uint32_t divisor, uint64_t n, [
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -7,8 +7,7 @@
 // In pieces a rank scatters piece k + 1 when it has every peer's data of piece k, which the peers posted when they had
 // reduced piece k - 2: of PROXYCCL_PIPELINE_DEPTH buffers, used in turn, the next one is free. In the last meeting a
 // rank has reduced all its data, so the next kernel may use them.
-#ifndef PROXYCCL_REDUCE_SCATTER_H
-#define PROXYCCL_REDUCE_SCATTER_H
+#pragma once
 
 #include "exchange.h"
 #include "scattered_reduction.h"
@@ -71,5 +70,3 @@ PROXYCCL_DEVICE void reduce_scatter(const ProxycclTeam& team, const T* in, T* ou
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -3,8 +3,7 @@
 // The format is e4m3 without infinities (OCP 8-bit floating point, E4M3), whose greatest value is 448. With m the
 // greatest magnitude of the 128 values, the scale is m / 448 and an element is its value times 448 / m. If all values
 // are zero, both factors are 1.
-#ifndef PROXYCCL_SCALED_ROWS_H
-#define PROXYCCL_SCALED_ROWS_H
+#pragma once
 
 #include "experts/expert_team.h"
 #include "proxyccl/float8.h"
@@ -205,5 +204,3 @@ PROXYCCL_DEVICE void scaleBlocks(const Group& group, const T* row, uint32_t firs
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -7,8 +7,7 @@
 // The grid's threads take units of 16 bytes in turn: memory and links are faster if blocks touch neighbouring addresses
 // at the same time. On the host a thread's units are contiguous. A unit belongs to the same thread in every phase and
 // on every rank, so a block waits only for blocks with its own number.
-#ifndef PROXYCCL_SCATTERED_REDUCTION_H
-#define PROXYCCL_SCATTERED_REDUCTION_H
+#pragma once
 
 #include "instance.h"
 #include "integers.h"
@@ -197,5 +196,3 @@ class ScatteredReduction {
 };
 
 }  // namespace proxyccl
-
-#endif

@@ -5,8 +5,7 @@
 // and signals; the receiver copies it out and signals back, which is a credit. The sender waits for a credit before
 // each piece except the first PROXYCCL_FLOW_SLOTS of a flow's life. So a slot is written again only after it was read,
 // and where the proxy sends, its staging slot is reused only when the put from it is complete.
-#ifndef PROXYCCL_SEND_RECEIVE_H
-#define PROXYCCL_SEND_RECEIVE_H
+#pragma once
 
 #include "exchange.h"
 #include "flows.h"
@@ -125,5 +124,3 @@ PROXYCCL_TEAM_KERNEL send_receive(const ProxycclFlows flows) {
 }
 
 PROXYCCL_EXPORT_KERNEL(send_receive)
-
-#endif

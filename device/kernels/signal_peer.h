@@ -1,6 +1,5 @@
 // Signals on a ProxyChannel for the CPU's program: a kernel of one thread does it, after the stream's work.
-#ifndef PROXYCCL_SIGNAL_PEER_H
-#define PROXYCCL_SIGNAL_PEER_H
+#pragma once
 
 #include "proxyccl/kernel.h"
 #include "proxyccl/proxyccl.h"
@@ -14,5 +13,3 @@ extern "C" __global__ void signal_peer(const proxyccl::ProxyChannelDeviceHandle 
     channel.signal(value);
 }
 PROXYCCL_EXPORT_KERNEL(signal_peer)
-
-#endif

@@ -4,8 +4,7 @@
  * never wait for one another inside a collective. Where some are reached through the proxy, there is one lane, on which
  * all blocks work together: copy engines and the proxy's thread are faster with few large pieces.
  */
-#ifndef PROXYCCL_TEAM_H
-#define PROXYCCL_TEAM_H
+#pragma once
 
 #include "proxyccl/handles.h"
 
@@ -70,5 +69,3 @@ typedef struct ProxycclTeam {
   /* By rank, where its kernels reach this rank's output, and where it lies here; all null if one does not reach it. */
   char* reached_at[PROXYCCL_MAX_MAPPED_RANKS];
 } ProxycclTeam;
-
-#endif

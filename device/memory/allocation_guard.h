@@ -1,7 +1,6 @@
 /* Checks that addresses are still in the same allocations: a driver numbers allocations, and may reuse an address but
  * never a number. */
-#ifndef PROXYCCL_ALLOCATION_GUARD_H
-#define PROXYCCL_ALLOCATION_GUARD_H
+#pragma once
 
 #include <stdint.h>
 
@@ -24,5 +23,3 @@ static inline int proxyccl_allocations_hold(const ProxycclAllocationGuard* self,
   }
   return 1;
 }
-
-#endif

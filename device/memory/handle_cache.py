@@ -107,7 +107,6 @@ class _Leased:
         self.closed = False
 
     def close(self) -> None:
-        """Ends the use."""
         if not self.closed:
             self.closed = True
             self._cache.release(self._handle)

@@ -55,7 +55,6 @@ class LeaseCache(Generic[Key, Value]):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
         return self._closed
 
     def acquire(self, key: Key, make: Callable[[], Value]) -> Value:

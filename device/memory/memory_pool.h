@@ -7,18 +7,13 @@
  * A communicator that offers a segment to its peers holds it. A segment that the library frees returns to the driver at
  * once if nobody holds it; otherwise whoever ends the last hold returns it.
  */
-#ifndef PROXYCCL_MEMORY_POOL_H
-#define PROXYCCL_MEMORY_POOL_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/types.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
-#define PROXYCCL_EXPORTED __attribute__((visibility("default"))) /* by its name; all else is hidden */
+#define PROXYCCL_EXPORTED extern "C" __attribute__((visibility("default"))) /* by its name; all else is hidden */
 
 enum { PROXYCCL_POOL_DEVICES = 64 }; /* devices are numbered from 0 */
 
@@ -65,9 +60,3 @@ size_t proxyccl_pool_segments(int device, ProxycclSegment* segments, size_t room
 int proxyccl_pool_hold(int device, uint64_t number);
 /* Ends a hold. Returns the segment's address if the caller must now free it, else 0. */
 uint64_t proxyccl_pool_release(int device, uint64_t number);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

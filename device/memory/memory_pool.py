@@ -10,7 +10,7 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import BaseRuntime
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.ffi_types import set_functions
-from proxyccl.device.process import forks
+from proxyccl.device.owned import Owned
 
 ALLOCATE, FREE = "proxyccl_pool_allocate", "proxyccl_pool_free"
 """The names of the functions; memory_pool.h has their signatures."""
@@ -40,15 +40,10 @@ class Segment(Struct, frozen=True):
     freed: bool
 
 
-class SegmentHold:
-    """Keeps a segment's memory until it is closed, or has no more references."""
-
-    def __init__(self, runtime: BaseRuntime, number: int) -> None:
-        self._finalizer = forks.finalizer(self, _release, runtime, number)
-
-    def close(self) -> None:
-        """Ends the hold. If the library has freed the segment, and this was the last hold, the memory is freed."""
-        self._finalizer()
+class SegmentHold(Owned):
+    """Keeps a segment's memory until it is closed, or has no more references. If the library has freed the segment, and
+    this was the last hold, the memory is freed then.
+    """
 
 
 def _release(runtime: BaseRuntime, number: int) -> None:
@@ -100,4 +95,4 @@ class MemoryPool:
         """Keeps a segment's memory even if the library frees it. Returns None if the library has freed it already."""
         if not lib.proxyccl_pool_hold(self._device, number):
             return None
-        return SegmentHold(self._runtime, number)
+        return SegmentHold(_release, self._runtime, number)

@@ -9,14 +9,9 @@
  * use a place that it has freed; where drivers free memory, they wait for such kernels. So a freed place is idle until
  * a caller that has waited for the device renews it.
  */
-#ifndef PROXYCCL_PLACES_H
-#define PROXYCCL_PLACES_H
+#pragma once
 
 #include "memory_pool.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 typedef struct ProxycclPlaces ProxycclPlaces;
 
@@ -34,9 +29,3 @@ int proxyccl_places_close(ProxycclPlaces* places);
 /* For the library, by name; the signatures are those of torch.cuda.memory.CUDAPluggableAllocator. */
 PROXYCCL_EXPORTED void* proxyccl_place_allocate(ssize_t bytes, int device, void* stream); /* NULL: too many bytes */
 PROXYCCL_EXPORTED void proxyccl_place_free(void* ptr, ssize_t bytes, int device, void* stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

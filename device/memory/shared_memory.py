@@ -141,7 +141,6 @@ class SharedMemory:
 
     @property
     def host_ptr(self) -> int:
-        """Address for the CPU."""
         return self.ptr
 
     @property
@@ -158,7 +157,6 @@ class SharedMemory:
 
     @property
     def closed(self) -> bool:
-        """Whether this memory was closed."""
         return self._mapping is None
 
     @classmethod
@@ -203,7 +201,6 @@ class SharedMemory:
         return cls(_Mapping.of(descriptor), 0, nbytes)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
-        """Returns a handle of a range of this memory."""
         if self._mapping is None:
             raise ClosedError("the memory is closed")
         mapping = self._mapping
@@ -211,7 +208,6 @@ class SharedMemory:
         return _Handle.pack(origin, mapping.identity, ptr - mapping.address, nbytes)
 
     def contains(self, ptr: int, nbytes: int) -> bool:
-        """Whether a range lies in this memory."""
         return self.ptr <= ptr and ptr + nbytes <= self.ptr + self.nbytes
 
     def addresses(self) -> object:

@@ -95,8 +95,6 @@ def await_driver(query: int, handle: int) -> None:
 
 
 class _Outcome:
-    """The result of a call in another thread."""
-
     def __init__(self) -> None:
         self.done = threading.Event()
         self.error: BaseException | None = None
@@ -110,7 +108,6 @@ class _Helper:
         Thread(self._run, "proxyccl-waits").start()
 
     def call(self, function: Callable[[], None]) -> _Outcome:
-        """Starts a call in the thread."""
         outcome = _Outcome()
         self._calls.put((function, outcome))
         return outcome

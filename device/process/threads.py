@@ -65,7 +65,6 @@ class Thread(threading.Thread):
                 raise ResourceError(f"can't start thread {self.name}: {reason}") from None
 
     def run(self) -> None:
-        """Called in the thread."""
         call = self._take()
         if call is None:
             return

@@ -16,7 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from proxyccl.device.errors import RuntimeUnavailableError
-from proxyccl.triton.layout import PROXY_WORDS, SM_WORDS
+from proxyccl.triton import layout as c
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _OLDEST = (3, 4)
@@ -112,7 +112,7 @@ def number_at(channel, field: tl.constexpr):
 def channel(channels, i):
     """Channel number `i` of a set of ProxyChannels or SmChannels, in the order of their peers."""
     if channels.dtype == tl.pointer_type(tl.uint64):
-        return channels + i * PROXY_WORDS
+        return channels + i * c.PROXY_WORDS
     else:  # noqa: RET505  (a branch that Triton drops)
         tl.static_assert(channels.dtype == tl.pointer_type(tl.int64), "expected a set of channels")
-        return channels + i * SM_WORDS
+        return channels + i * c.SM_WORDS

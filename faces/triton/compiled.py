@@ -77,7 +77,6 @@ class Variant:
         self._kernel: Kernel = runtime.load_kernel(image, metadata.name, parameters, self._shared)
 
     def __call__(self, grid: tuple[int, int, int], arguments: dict[str, Argument], stream: Any) -> None:
-        """Queues the kernel on a stream."""
         values = [arguments[name].launched for name in self._passed] + [None] * _SCRATCH_PARAMETERS
         self._kernel(grid, self._threads, *values, stream=stream, shared=self._shared)
         self._runtime.in_flight.add(

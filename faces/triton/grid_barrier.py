@@ -7,8 +7,8 @@ import struct
 import triton.language as tl
 from proxyccl.channels.communicator import Communicator
 from proxyccl.device._native import ffi
+from proxyccl.triton import layout as c
 from proxyccl.triton.basics import jit, longs_at, u32, u64
-from proxyccl.triton.layout import *  # noqa: F403
 from proxyccl.triton.target import (
     load_relaxed_device,
     store_relaxed_device,
@@ -29,7 +29,7 @@ class GridBarrier:
 
     def __init__(self, communicator: Communicator) -> None:
         self._runtime, self._control = communicator.runtime, communicator.group.control
-        self._memory = self._runtime.allocate(BARRIER_BYTES)
+        self._memory = self._runtime.allocate(c.BARRIER_BYTES)
         self._reset()
 
     def _reset(self) -> None:
@@ -64,16 +64,21 @@ def sync_grid(barrier):
     programs = u64(tl.num_programs(0)) * u64(tl.num_programs(1)) * u64(tl.num_programs(2))
     sync_threads_system()
     complete = tl.full([], 1, tl.int32)
-    generation = barrier + BARRIER_GENERATION_8
+    generation = barrier + c.BARRIER_GENERATION_8
     now = load_relaxed_device(generation)
     tl.debug_barrier()  # no thread may read the generation that ends this barrier
     # Each arrival releases its program's stores. The last one acquires them all and releases them with the generation.
-    if tl.atomic_add(barrier + BARRIER_ARRIVED_8, u64(1), sem="acq_rel", scope="gpu") == programs - 1:
-        store_relaxed_device(barrier + BARRIER_ARRIVED_8, u64(0))
+    if tl.atomic_add(barrier + c.BARRIER_ARRIVED_8, u64(1), sem="acq_rel", scope="gpu") == programs - 1:
+        store_relaxed_device(barrier + c.BARRIER_ARRIVED_8, u64(0))
         store_release_device(generation, now + 1)
     else:
         complete = wait_at_least(
-            generation, now + 1, tl.load(barrier + BARRIER_CONTROL_8), u32(WAIT_GRID), u32(NO_PEER), u32(NO_CHANNEL)
+            generation,
+            now + 1,
+            tl.load(barrier + c.BARRIER_CONTROL_8),
+            u32(c.WAIT_GRID),
+            u32(c.NO_PEER),
+            u32(c.NO_CHANNEL),
         )
     tl.debug_barrier()
     return complete != 0

@@ -187,7 +187,6 @@ class TritonKernel:
         variant(grid, arguments, stream)
 
     def _finish(self, stream: StreamLike) -> None:
-        """Waits for the work queued on a stream."""
         event = self._runtime.create_event()
         event.record(stream)
         event.synchronize()

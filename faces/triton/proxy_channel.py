@@ -11,8 +11,8 @@ if no trigger was pushed.
 from __future__ import annotations
 
 import triton.language as tl
+from proxyccl.triton import layout as c
 from proxyccl.triton.basics import jit, long_at, number_at, pointer_at, u32, u64, words_at
-from proxyccl.triton.layout import *  # noqa: F403
 from proxyccl.triton.semaphores import poll_for_signal, wait_for_count, wait_for_signal
 from proxyccl.triton.target import (
     SPINS_PER_CHECK,
@@ -37,14 +37,26 @@ def _require(channel):
 
 
 @jit
+def _semaphore(channel):
+    return (
+        pointer_at(channel, c.PROXY_SEMAPHORE_INBOUND_8),
+        pointer_at(channel, c.PROXY_SEMAPHORE_EXPECTED_8),
+        long_at(channel, c.PROXY_CONTROL_8),
+        u32(c.WAIT_PROXY_SIGNAL),
+        number_at(channel, c.PROXY_PEER_4),
+        number_at(channel, c.PROXY_CHANNEL_4),
+    )
+
+
+@jit
 def _reaches(channel, memory, offset, size):
     # Checks a range that the engine can't check: an offset past the first window addresses the following memory ids,
     # and past the memory's last window these ids belong to another memory. The word in host memory is read only for a
     # range that leaves the first window.
-    known = memory < MAX_MEMORIES
-    inside = (offset < WINDOW_BYTES) & (size <= u64(WINDOW_BYTES) - offset)
+    known = memory < c.MAX_MEMORIES
+    inside = (offset < c.WINDOW_BYTES) & (size <= u64(c.WINDOW_BYTES) - offset)
     if known & (inside == 0):
-        limit = load_relaxed_system(pointer_at(channel, MEMORY_LIMITS_8) + memory.to(tl.int64))
+        limit = load_relaxed_system(pointer_at(channel, c.PROXY_MEMORY_LIMITS_8) + memory.to(tl.int64))
         inside = (offset <= limit) & (size <= limit - offset)
     return known & inside
 
@@ -52,15 +64,15 @@ def _reaches(channel, memory, offset, size):
 @jit
 def _refuse(channel, operation: tl.constexpr, kind, memory, offset, size):
     # Ends the communicator for a range that does not lie in its memory.
-    known = memory < MAX_MEMORIES
+    known = memory < c.MAX_MEMORIES
     place = tl.where(known, memory, u32(0)).to(tl.int64)
-    limit = load_relaxed_system(pointer_at(channel, MEMORY_LIMITS_8) + place)
+    limit = load_relaxed_system(pointer_at(channel, c.PROXY_MEMORY_LIMITS_8) + place)
     record_error(
-        long_at(channel, CONTROL_8),
-        u32(ERROR_BAD_TRIGGER),
+        long_at(channel, c.PROXY_CONTROL_8),
+        u32(c.ERROR_BAD_TRIGGER),
         kind,
-        number_at(channel, PEER_4),
-        number_at(channel, CHANNEL_4),
+        number_at(channel, c.PROXY_PEER_4),
+        number_at(channel, c.PROXY_CHANNEL_4),
         memory.to(tl.uint64),
         tl.where(known, limit, u64(0)),
         u32(operation),
@@ -72,9 +84,9 @@ def _refuse(channel, operation: tl.constexpr, kind, memory, offset, size):
 @jit
 def _wait_for_room(channel, control, ticket, slots):
     # Only the waiting program that holds the lock polls the host's tail, for all waiting programs.
-    cache = pointer_at(channel, TAIL_CACHE_8)
-    tail = pointer_at(channel, TAIL_8)
-    lock = words_at(long_at(channel, REFRESH_LOCK_8))
+    cache = pointer_at(channel, c.PROXY_FIFO_TAIL_CACHE_8)
+    tail = pointer_at(channel, c.PROXY_FIFO_TAIL_8)
+    lock = words_at(long_at(channel, c.PROXY_FIFO_REFRESH_LOCK_8))
     target = ticket + 1 - slots
     seen = load_acquire_device(cache)
     spins = tl.full([], 0, tl.int32)
@@ -89,7 +101,9 @@ def _wait_for_room(channel, control, ticket, slots):
             spins += 1
             pass_on(spins)
             if spins % SPINS_PER_CHECK == 0:
-                started = check_wait(control, u32(WAIT_RING_ROOM), u32(NO_PEER), u32(NO_CHANNEL), target, seen, started)
+                started = check_wait(
+                    control, u32(c.WAIT_RING_ROOM), u32(c.NO_PEER), u32(c.NO_CHANNEL), target, seen, started
+                )
                 waits = tl.where(started == 0, 0, 1).to(tl.int32)
     return waits
 
@@ -99,11 +113,11 @@ def _ring(channel):
     # The handle's fields that a push reads, loaded at once: after an atomic, each load would wait for the one before
     # it.
     return (
-        pointer_at(channel, HEAD_8),
-        pointer_at(channel, TAIL_CACHE_8),
-        pointer_at(channel, SLOTS_8),
-        number_at(channel, SIZE_LOG2_4).to(tl.uint64),
-        number_at(channel, CHANNEL_4).to(tl.uint64),
+        pointer_at(channel, c.PROXY_FIFO_HEAD_8),
+        pointer_at(channel, c.PROXY_FIFO_TAIL_CACHE_8),
+        pointer_at(channel, c.PROXY_FIFO_SLOTS_8),
+        number_at(channel, c.PROXY_FIFO_SIZE_LOG2_4).to(tl.uint64),
+        number_at(channel, c.PROXY_CHANNEL_4).to(tl.uint64),
     )
 
 
@@ -118,15 +132,15 @@ def _push_trigger(channel, ring, control, operation, dst_memory, dst_offset, src
     if ticket >= known + slots:
         pushed = _wait_for_room(channel, control, ticket, slots)
     if pushed != 0:
-        word0 = (size & 0xFFFFFFFF) | (src_offset << SRC_OFFSET_SHIFT)
-        word0 = word0 | (((operation & OP_GET) != 0).to(tl.uint64) << GET_SHIFT)
-        dst_id = dst_memory.to(tl.uint64) + (dst_offset >> OFFSET_BITS)
-        src_id = src_memory.to(tl.uint64) + (src_offset >> OFFSET_BITS)
-        word1 = (dst_offset & 0xFFFFFFFF) | (src_id << SRC_MEMORY_SHIFT) | (dst_id << DST_MEMORY_SHIFT)
-        word1 = word1 | ((operation & OP_MASK).to(tl.uint64) << OP_SHIFT) | (number << CHANNEL_SHIFT)
+        word0 = (size & 0xFFFFFFFF) | (src_offset << c.SRC_OFFSET_SHIFT)
+        word0 = word0 | (((operation & c.OP_GET) != 0).to(tl.uint64) << c.GET_SHIFT)
+        dst_id = dst_memory.to(tl.uint64) + (dst_offset >> c.OFFSET_BITS)
+        src_id = src_memory.to(tl.uint64) + (src_offset >> c.OFFSET_BITS)
+        word1 = (dst_offset & 0xFFFFFFFF) | (src_id << c.SRC_MEMORY_SHIFT) | (dst_id << c.DST_MEMORY_SHIFT)
+        word1 = word1 | ((operation & c.OP_MASK).to(tl.uint64) << c.OP_SHIFT) | (number << c.CHANNEL_SHIFT)
         parity = ((ticket >> size_log2) & 1) ^ 1
         slot = ring_slots + ((ticket & (slots - 1)) * 2).to(tl.int64)
-        store_trigger(slot, word0, word1 | (parity << PARITY_SHIFT))
+        store_trigger(slot, word0, word1 | (parity << c.PARITY_SHIFT))
     return ticket, pushed
 
 
@@ -140,14 +154,14 @@ def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, d
     # Pushes an operation with data, as several triggers if it is longer than one trigger can move; the last trigger
     # carries the signal. The channel's own destination is the source of a get.
     ring = _ring(channel)
-    control = long_at(channel, CONTROL_8)
-    is_get: tl.constexpr = (operation & OP_GET) != 0
+    control = long_at(channel, c.PROXY_CONTROL_8)
+    is_get: tl.constexpr = (operation & c.OP_GET) != 0
     if dst_memory is None:
-        dst_id = number_at(channel, SRC_MEMORY_4 if is_get else DST_MEMORY_4)
+        dst_id = number_at(channel, c.PROXY_SRC_MEMORY_4 if is_get else c.PROXY_DST_MEMORY_4)
     else:
         dst_id = u32(dst_memory)
     if src_memory is None:
-        src_id = number_at(channel, DST_MEMORY_4 if is_get else SRC_MEMORY_4)
+        src_id = number_at(channel, c.PROXY_DST_MEMORY_4 if is_get else c.PROXY_SRC_MEMORY_4)
     else:
         src_id = u32(src_memory)
     dst = u64(dst_offset)
@@ -156,16 +170,16 @@ def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, d
     dst_fits = _reaches(channel, dst_id, dst, left)
     going = (dst_fits & _reaches(channel, src_id, src, left)).to(tl.int32)
     if going == 0:
-        of_source = u32(SM_PEER_MEMORY if is_get else SM_OWN_MEMORY)
-        of_destination = u32(SM_OWN_MEMORY if is_get else SM_PEER_MEMORY)
+        of_source = u32(c.SM_PEER_MEMORY if is_get else c.SM_OWN_MEMORY)
+        of_destination = u32(c.SM_OWN_MEMORY if is_get else c.SM_PEER_MEMORY)
         kind = tl.where(dst_fits, of_source, of_destination)
         _refuse(channel, operation, kind, tl.where(dst_fits, src_id, dst_id), tl.where(dst_fits, src, dst), left)
     pushed = going
     ticket = u64(0)
     while going != 0:
-        is_last = left <= MAX_TRIGGER_BYTES
-        piece = tl.where(is_last, left, u64(MAX_TRIGGER_BYTES))
-        bits = tl.where(is_last, u32(operation), u32(operation & (OP_DATA | OP_GET)))
+        is_last = left <= c.MAX_TRIGGER_BYTES
+        piece = tl.where(is_last, left, u64(c.MAX_TRIGGER_BYTES))
+        bits = tl.where(is_last, u32(operation), u32(operation & (c.OP_DATA | c.OP_GET)))
         ticket, pushed = _push_trigger(channel, ring, control, bits, dst_id, dst, src_id, src, piece)
         dst += piece
         src += piece
@@ -178,7 +192,7 @@ def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, d
 def _push_word(channel, operation: tl.constexpr):
     zero = u64(0)
     return _push_trigger(
-        channel, _ring(channel), long_at(channel, CONTROL_8), u32(operation), u32(0), zero, u32(0), zero, zero
+        channel, _ring(channel), long_at(channel, c.PROXY_CONTROL_8), u32(operation), u32(0), zero, u32(0), zero, zero
     )
 
 
@@ -190,7 +204,7 @@ def _push_value(channel, operation: tl.constexpr, dst_memory, dst_offset, kind, 
     return _push_trigger(
         channel,
         _ring(channel),
-        long_at(channel, CONTROL_8),
+        long_at(channel, c.PROXY_CONTROL_8),
         u32(operation),
         dst_memory,
         dst_offset,
@@ -207,18 +221,18 @@ def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.co
     bits: tl.constexpr = typed.dtype.primitive_bitwidth
     if bits == 8:
         carried = typed.to(tl.uint8, bitcast=True).to(tl.uint64)
-        kind = VALUE_1_BYTE
+        kind = c.VALUE_1_BYTE
     elif bits == 16:
         carried = typed.to(tl.uint16, bitcast=True).to(tl.uint64)
-        kind = VALUE_1_BYTE + 1
+        kind = c.VALUE_1_BYTE + 1
     elif bits == 32:
         carried = typed.to(tl.uint32, bitcast=True).to(tl.uint64)
-        kind = VALUE_1_BYTE + 2
+        kind = c.VALUE_1_BYTE + 2
     else:
         tl.static_assert(bits == 64, "expected a type of 1, 2, 4 or 8 bytes")
         carried = typed.to(tl.uint64, bitcast=True)
-        kind = VALUE_8_BYTES
-    dst_id = number_at(channel, DST_MEMORY_4)
+        kind = c.VALUE_8_BYTES
+    dst_id = number_at(channel, c.PROXY_DST_MEMORY_4)
     dst = u64(dst_offset)
     size = u64(bits // 8)
     pushed = _reaches(channel, dst_id, dst, size).to(tl.int32)
@@ -226,7 +240,7 @@ def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.co
     if pushed != 0:
         ticket, pushed = _push_value(channel, operation, dst_id, dst, kind, carried)
     else:
-        _refuse(channel, operation, u32(SM_PEER_MEMORY), dst_id, dst, size)
+        _refuse(channel, operation, u32(c.SM_PEER_MEMORY), dst_id, dst, size)
     return _ticket(ticket, pushed)
 
 
@@ -238,10 +252,10 @@ def _wait_for_ticket(channel, ticket, pushed, word: tl.constexpr, kind: tl.const
         done = wait_at_least(
             pointer_at(channel, word),
             ticket + 1,
-            long_at(channel, CONTROL_8),
+            long_at(channel, c.PROXY_CONTROL_8),
             u32(kind),
-            number_at(channel, PEER_4),
-            number_at(channel, CHANNEL_4),
+            number_at(channel, c.PROXY_PEER_4),
+            number_at(channel, c.PROXY_CHANNEL_4),
         )
     return done != 0
 
@@ -261,7 +275,7 @@ def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
         src_memory: another local memory, by ``RegisteredMemory.source_id(peer)``.
     """
     _require(channel)
-    ticket, pushed = _push_data(channel, OP_DATA, dst_offset, src_offset, size, dst_memory, src_memory)
+    ticket, pushed = _push_data(channel, c.OP_DATA, dst_offset, src_offset, size, dst_memory, src_memory)
     return _ticket(ticket, pushed)
 
 
@@ -280,7 +294,7 @@ def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
         src_memory: another memory of the peer, by ``RegisteredMemory.peer_id(peer)``.
     """
     _require(channel)
-    ticket, pushed = _push_data(channel, OP_DATA | OP_GET, dst_offset, src_offset, size, dst_memory, src_memory)
+    ticket, pushed = _push_data(channel, c.OP_DATA | c.OP_GET, dst_offset, src_offset, size, dst_memory, src_memory)
     return _ticket(ticket, pushed)
 
 
@@ -294,14 +308,14 @@ def put_value(channel, dst_offset, value, dtype: tl.constexpr):
         dtype: its type, of 1, 2, 4 or 8 bytes.
     """
     _require(channel)
-    return _put_value(channel, OP_DATA, dst_offset, value, dtype)
+    return _put_value(channel, c.OP_DATA, dst_offset, value, dtype)
 
 
 @jit
 def put_value_with_signal(channel, dst_offset, value, dtype: tl.constexpr):
     """`put_value` and `signal` as one operation. Arguments as for `put_value`."""
     _require(channel)
-    return _put_value(channel, OP_DATA | OP_SIGNAL, dst_offset, value, dtype)
+    return _put_value(channel, c.OP_DATA | c.OP_SIGNAL, dst_offset, value, dtype)
 
 
 @jit
@@ -314,16 +328,16 @@ def signal(channel, value=None):
     """
     _require(channel)
     if value is None:
-        _push_word(channel, OP_SIGNAL)
+        _push_word(channel, c.OP_SIGNAL)
     else:
-        _push_value(channel, OP_SIGNAL, u32(0), u64(0), VALUE_8_BYTES, u64(value))
+        _push_value(channel, c.OP_SIGNAL, u32(0), u64(0), c.VALUE_8_BYTES, u64(value))
 
 
 @jit
 def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
     """`put` and `signal` as one operation, which is cheaper than two. Arguments as for `put`."""
     _require(channel)
-    ticket, pushed = _push_data(channel, OP_DATA | OP_SIGNAL, dst_offset, src_offset, size, dst_memory, src_memory)
+    ticket, pushed = _push_data(channel, c.OP_DATA | c.OP_SIGNAL, dst_offset, src_offset, size, dst_memory, src_memory)
     return _ticket(ticket, pushed)
 
 
@@ -331,9 +345,9 @@ def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_
 def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
     """`put`, `signal` and `flush` as one operation. Arguments as for `put`, result as for `flush`."""
     _require(channel)
-    operation: tl.constexpr = OP_DATA | OP_SIGNAL | OP_FLUSH
+    operation: tl.constexpr = c.OP_DATA | c.OP_SIGNAL | c.OP_FLUSH
     ticket, pushed = _push_data(channel, operation, dst_offset, src_offset, size, dst_memory, src_memory)
-    return _wait_for_ticket(channel, ticket, pushed, FLUSHED_8, WAIT_FLUSH)
+    return _wait_for_ticket(channel, ticket, pushed, c.PROXY_FLUSHED_8, c.WAIT_FLUSH)
 
 
 @jit
@@ -345,8 +359,8 @@ def flush(channel):
     Returns whether they are. If not, the communicator has ended or the time-out passed, and the kernel should return.
     """
     _require(channel)
-    ticket, pushed = _push_word(channel, OP_FLUSH)
-    return _wait_for_ticket(channel, ticket, pushed, FLUSHED_8, WAIT_FLUSH)
+    ticket, pushed = _push_word(channel, c.OP_FLUSH)
+    return _wait_for_ticket(channel, ticket, pushed, c.PROXY_FLUSHED_8, c.WAIT_FLUSH)
 
 
 @jit
@@ -356,7 +370,7 @@ def flush_async(channel):
     Returns its ticket, for `is_flushed` and `wait_flushed`.
     """
     _require(channel)
-    ticket, pushed = _push_word(channel, OP_FLUSH)
+    ticket, pushed = _push_word(channel, c.OP_FLUSH)
     return _ticket(ticket, pushed)
 
 
@@ -366,7 +380,7 @@ def is_flushed(channel, ticket):
     `poll`.
     """
     _require(channel)
-    done = (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, FLUSHED_8)) > ticket)
+    done = (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, c.PROXY_FLUSHED_8)) > ticket)
     if done == 0:
         pause(0)
     return done
@@ -377,14 +391,14 @@ def wait_flushed(channel, ticket):
     """Waits for the flush with this ticket. Returns what `flush` returns."""
     _require(channel)
     pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
-    return _wait_for_ticket(channel, ticket, pushed, FLUSHED_8, WAIT_FLUSH)
+    return _wait_for_ticket(channel, ticket, pushed, c.PROXY_FLUSHED_8, c.WAIT_FLUSH)
 
 
 @jit
 def is_complete(channel, ticket):
     """Whether the operation with this ticket and all before it on the channel are complete. It never waits."""
     _require(channel)
-    return (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, COMPLETED_8)) > ticket)
+    return (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, c.PROXY_COMPLETED_8)) > ticket)
 
 
 @jit
@@ -395,7 +409,7 @@ def wait_complete(channel, ticket):
     """
     _require(channel)
     pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
-    return _wait_for_ticket(channel, ticket, pushed, COMPLETED_8, WAIT_COMPLETION)
+    return _wait_for_ticket(channel, ticket, pushed, c.PROXY_COMPLETED_8, c.WAIT_COMPLETION)
 
 
 @jit
@@ -408,14 +422,7 @@ def wait(channel):
     return.
     """
     _require(channel)
-    return wait_for_signal(
-        pointer_at(channel, INBOUND_8),
-        pointer_at(channel, EXPECTED_8),
-        long_at(channel, CONTROL_8),
-        u32(WAIT_PROXY_SIGNAL),
-        number_at(channel, PEER_4),
-        number_at(channel, CHANNEL_4),
-    )
+    return wait_for_signal(_semaphore(channel))
 
 
 @jit
@@ -426,15 +433,7 @@ def wait_until(channel, value):
         value: a count of signals since the channel was made. If they were consumed before, the wait ends at once.
     """
     _require(channel)
-    return wait_for_count(
-        pointer_at(channel, INBOUND_8),
-        pointer_at(channel, EXPECTED_8),
-        long_at(channel, CONTROL_8),
-        u32(WAIT_PROXY_SIGNAL),
-        number_at(channel, PEER_4),
-        number_at(channel, CHANNEL_4),
-        value,
-    )
+    return wait_for_count(_semaphore(channel), value)
 
 
 @jit
@@ -444,11 +443,13 @@ def poll(channel):
     It never waits, so a loop around it must itself end when the communicator ends (`ended`).
     """
     _require(channel)
-    return poll_for_signal(pointer_at(channel, INBOUND_8), pointer_at(channel, EXPECTED_8))
+    return poll_for_signal(
+        pointer_at(channel, c.PROXY_SEMAPHORE_INBOUND_8), pointer_at(channel, c.PROXY_SEMAPHORE_EXPECTED_8)
+    )
 
 
 @jit
 def ended(channel):
     """Whether the communicator of a ProxyChannel has ended; a kernel's own loop must then end too."""
     _require(channel)
-    return aborted(long_at(channel, CONTROL_8))
+    return aborted(long_at(channel, c.PROXY_CONTROL_8))

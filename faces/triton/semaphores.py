@@ -1,6 +1,9 @@
 """Counting semaphores between two ranks, the twin of shared_semaphore.h for one program at a time.
 
 Counters only grow, so a graph can be replayed.
+
+A waiter gets its semaphore as a tuple: the words for the peer's signals and for those consumed, then the control block,
+the kind of wait, the peer and the channel, which describe the wait.
 """
 
 from __future__ import annotations
@@ -8,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import triton.language as tl
+from proxyccl.triton import layout as c
 from proxyccl.triton.basics import INTERPRETED, jit, u32, u64
-from proxyccl.triton.layout import ERROR_SHARED_WAIT, ERROR_SIGNAL_VALUE
 from proxyccl.triton.target import (
     load_acquire_system,
     load_relaxed_device,
@@ -24,9 +27,10 @@ if INTERPRETED:
     # If two programs wait at once, both may take the same signal, or one may wait for a signal that never comes. Such
     # waits are refused. Only the interpreter checks this: on a GPU, the check would cost every wait an access to
     # memory.
-    def _wait_alone(inbound: Any, expected: Any, control: Any, kind: Any, peer: Any, channel: Any, target: Any) -> Any:
+    def _wait_alone(semaphore: Any, target: Any) -> Any:
+        inbound, expected, control, kind, peer, channel = semaphore
         if tl.atomic_xchg(expected + 1, u64(1), sem="relaxed", scope="gpu") != 0:
-            record_error(control, u32(ERROR_SHARED_WAIT), kind, peer, channel, target, u64(0), u32(0), u64(0), u64(0))
+            record_error(control, u32(c.ERROR_SHARED_WAIT), kind, peer, channel, target, u64(0), u32(0), u64(0), u64(0))
             return tl.full([], 0, tl.int32)
         try:
             return wait_at_least(inbound, target, control, kind, peer, channel)
@@ -36,33 +40,34 @@ if INTERPRETED:
 else:
 
     @jit
-    def _wait_alone(inbound, expected, control, kind, peer, channel, target):
+    def _wait_alone(semaphore, target):
+        inbound, _, control, kind, peer, channel = semaphore
         return wait_at_least(inbound, target, control, kind, peer, channel)
 
 
 @jit
-def _consume(inbound, expected, control, kind, peer, channel, target):
-    came = _wait_alone(inbound, expected, control, kind, peer, channel, target)
+def _consume(semaphore, target):
+    came = _wait_alone(semaphore, target)
     if came != 0:
-        tl.store(expected, target)
+        tl.store(semaphore[1], target)
     return came
 
 
 @jit
-def wait_for_signal(inbound, expected, control, kind, peer, channel):
+def wait_for_signal(semaphore):
     """Waits for the next signal and consumes it; see `wait` and `sm_wait`."""
-    came = _consume(inbound, expected, control, kind, peer, channel, load_relaxed_device(expected) + 1)
+    came = _consume(semaphore, load_relaxed_device(semaphore[1]) + 1)
     tl.debug_barrier()  # no thread may read `expected` for the next wait before the store
     return came != 0
 
 
 @jit
-def wait_for_count(inbound, expected, control, kind, peer, channel, count):
+def wait_for_count(semaphore, count):
     """Waits until the signals have reached a count, and consumes them; see `wait_until` and `sm_wait_until`."""
     target = u64(count)
     came = tl.full([], 1, tl.int32)
-    if load_relaxed_device(expected) < target:
-        came = _consume(inbound, expected, control, kind, peer, channel, target)
+    if load_relaxed_device(semaphore[1]) < target:
+        came = _consume(semaphore, target)
     tl.debug_barrier()
     return came != 0
 
@@ -100,7 +105,7 @@ def signal_peer_up_to(remote_inbound, outbound, control, kind, peer, channel, co
         store_release_system(remote_inbound, target)
         tl.store(outbound, target)
     else:
-        record_error(control, u32(ERROR_SIGNAL_VALUE), kind, peer, channel, sent, target, u32(0), u64(0), u64(0))
+        record_error(control, u32(c.ERROR_SIGNAL_VALUE), kind, peer, channel, sent, target, u32(0), u64(0), u64(0))
     tl.debug_barrier()
 
 

@@ -6,8 +6,8 @@ A channel is a pointer to its device handle. `remote` gives the peer's memory, f
 from __future__ import annotations
 
 import triton.language as tl
+from proxyccl.triton import layout as c
 from proxyccl.triton.basics import jit, long_at, longs_at, number_at, pointer_at, u32, u64
-from proxyccl.triton.layout import *  # noqa: F403
 from proxyccl.triton.semaphores import (
     poll_for_signal,
     signal_peer,
@@ -29,6 +29,18 @@ def _require(channel):
 
 
 @jit
+def _semaphore(channel):
+    return (
+        pointer_at(channel, c.SM_SEMAPHORE_INBOUND_8),
+        pointer_at(channel, c.SM_SEMAPHORE_EXPECTED_8),
+        long_at(channel, c.SM_CONTROL_8),
+        u32(c.WAIT_SM_SIGNAL),
+        number_at(channel, c.SM_PEER_4),
+        number_at(channel, c.SM_CHANNEL_4),
+    )
+
+
+@jit
 def remote(channel, dtype: tl.constexpr):
     """The start of the peer's memory, as a pointer to elements of `dtype`, for loads and stores.
 
@@ -36,14 +48,14 @@ def remote(channel, dtype: tl.constexpr):
         loops, so nothing checks them against the memory's size, `remote_bytes`.
     """
     _require(channel)
-    return long_at(channel, SM_DST_8).to(tl.pointer_type(dtype))
+    return long_at(channel, c.SM_DST_8).to(tl.pointer_type(dtype))
 
 
 @jit
 def remote_bytes(channel):
     """The size of the peer's memory, in bytes."""
     _require(channel)
-    return long_at(channel, SM_DST_BYTES_8)
+    return long_at(channel, c.SM_DST_BYTES_8)
 
 
 @jit
@@ -58,15 +70,17 @@ def sm_signal(channel, value=None):
     """
     _require(channel)
     if value is None:
-        signal_peer(pointer_at(channel, SM_REMOTE_INBOUND_8), pointer_at(channel, SM_OUTBOUND_8))
+        signal_peer(
+            pointer_at(channel, c.SM_SEMAPHORE_REMOTE_INBOUND_8), pointer_at(channel, c.SM_SEMAPHORE_OUTBOUND_8)
+        )
     else:
         signal_peer_up_to(
-            pointer_at(channel, SM_REMOTE_INBOUND_8),
-            pointer_at(channel, SM_OUTBOUND_8),
-            long_at(channel, SM_CONTROL_8),
-            u32(WAIT_SM_SIGNAL),
-            number_at(channel, SM_PEER_4),
-            number_at(channel, SM_CHANNEL_4),
+            pointer_at(channel, c.SM_SEMAPHORE_REMOTE_INBOUND_8),
+            pointer_at(channel, c.SM_SEMAPHORE_OUTBOUND_8),
+            long_at(channel, c.SM_CONTROL_8),
+            u32(c.WAIT_SM_SIGNAL),
+            number_at(channel, c.SM_PEER_4),
+            number_at(channel, c.SM_CHANNEL_4),
             value,
         )
 
@@ -75,50 +89,39 @@ def sm_signal(channel, value=None):
 def sm_relaxed_signal(channel):
     """Does what `sm_signal` does without ordering any stores, for a signal that announces no data."""
     _require(channel)
-    signal_peer_relaxed(pointer_at(channel, SM_REMOTE_INBOUND_8), pointer_at(channel, SM_OUTBOUND_8))
+    signal_peer_relaxed(
+        pointer_at(channel, c.SM_SEMAPHORE_REMOTE_INBOUND_8), pointer_at(channel, c.SM_SEMAPHORE_OUTBOUND_8)
+    )
 
 
 @jit
 def sm_wait(channel):
     """Waits for the peer's next signal and consumes it, like `wait` of a ProxyChannel."""
     _require(channel)
-    return wait_for_signal(
-        pointer_at(channel, SM_INBOUND_8),
-        pointer_at(channel, SM_EXPECTED_8),
-        long_at(channel, SM_CONTROL_8),
-        u32(WAIT_SM_SIGNAL),
-        number_at(channel, SM_PEER_4),
-        number_at(channel, SM_CHANNEL_4),
-    )
+    return wait_for_signal(_semaphore(channel))
 
 
 @jit
 def sm_wait_until(channel, value):
     """Waits until the peer's signals have reached a count, like `wait_until` of a ProxyChannel."""
     _require(channel)
-    return wait_for_count(
-        pointer_at(channel, SM_INBOUND_8),
-        pointer_at(channel, SM_EXPECTED_8),
-        long_at(channel, SM_CONTROL_8),
-        u32(WAIT_SM_SIGNAL),
-        number_at(channel, SM_PEER_4),
-        number_at(channel, SM_CHANNEL_4),
-        value,
-    )
+    return wait_for_count(_semaphore(channel), value)
 
 
 @jit
 def sm_poll(channel):
     """Consumes the peer's next signal if it has arrived, like `poll` of a ProxyChannel."""
     _require(channel)
-    return poll_for_signal(pointer_at(channel, SM_INBOUND_8), pointer_at(channel, SM_EXPECTED_8))
+    return poll_for_signal(
+        pointer_at(channel, c.SM_SEMAPHORE_INBOUND_8), pointer_at(channel, c.SM_SEMAPHORE_EXPECTED_8)
+    )
 
 
 @jit
 def sm_ended(channel):
     """Whether the communicator of an SmChannel has ended; a kernel's own loop must then end too."""
     _require(channel)
-    return aborted(long_at(channel, SM_CONTROL_8))
+    return aborted(long_at(channel, c.SM_CONTROL_8))
 
 
 @jit
@@ -129,12 +132,12 @@ def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_b
     fits = (offset <= memory_bytes) & (number <= (memory_bytes - offset) // PACKET_BYTES)
     fits = fits & (offset % PACKET_BYTES == 0)
     if (flagged & fits) == 0:
-        code = tl.where(flagged, u32(ERROR_OUT_OF_RANGE), u32(ERROR_INVALID_FLAG))
-        kind = tl.where(flagged, u32(memory), u32(WAIT_PACKET))
-        peer = number_at(channel, SM_PEER_4)
-        channel_id = number_at(channel, SM_CHANNEL_4)
+        code = tl.where(flagged, u32(c.ERROR_OUT_OF_RANGE), u32(c.ERROR_INVALID_FLAG))
+        kind = tl.where(flagged, u32(memory), u32(c.WAIT_PACKET))
+        peer = number_at(channel, c.SM_PEER_4)
+        channel_id = number_at(channel, c.SM_CHANNEL_4)
         nbytes = number * PACKET_BYTES
-        control = long_at(channel, SM_CONTROL_8)
+        control = long_at(channel, c.SM_CONTROL_8)
         seen = tl.where(flagged, memory_bytes, u64(0))
         unit = tl.where(flagged, u64(PACKET_BYTES), u64(0))
         record_error(control, code, kind, peer, channel_id, unit, seen, u32(call), offset, nbytes)
@@ -168,9 +171,9 @@ def put_packets(channel, packet_offset, values, flag, count=None):
     else:
         number = count
     offset = u64(packet_offset)
-    memory = long_at(channel, SM_DST_8)  # loaded together with the size, before the branch
+    memory = long_at(channel, c.SM_DST_8)  # loaded together with the size, before the branch
     if _may_use_packets(
-        channel, SM_PUT_PACKETS, SM_PEER_MEMORY, long_at(channel, SM_DST_BYTES_8), offset, number, flag
+        channel, c.SM_PUT_PACKETS, c.SM_PEER_MEMORY, long_at(channel, c.SM_DST_BYTES_8), offset, number, flag
     ):
         words = values.to(tl.uint32, bitcast=True).to(tl.uint64) | (u32(flag).to(tl.uint64) << 32)
         store_packets(longs_at(memory + offset) + i, words, i < number)
@@ -198,13 +201,13 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
     else:
         number = count
     offset = u64(packet_offset)
-    buffer = long_at(channel, SM_PACKET_BUFFER_8)
+    buffer = long_at(channel, c.SM_PACKET_BUFFER_8)
     words = tl.full([BLOCK], 0, tl.uint64)
     if _may_use_packets(
         channel,
-        SM_GET_PACKETS,
-        SM_PACKET_BUFFER,
-        long_at(channel, SM_PACKET_BUFFER_BYTES_8),
+        c.SM_GET_PACKETS,
+        c.SM_PACKET_BUFFER,
+        long_at(channel, c.SM_PACKET_BUFFER_BYTES_8),
         offset,
         number,
         flag,
@@ -221,10 +224,10 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
             if spins % SPINS_PER_CHECK == 0:
                 seen = tl.max(tl.where((i < number) & ((words >> 32) != wanted), words >> 32, words * 0), 0)
                 started = check_wait(
-                    long_at(channel, SM_CONTROL_8),
-                    u32(WAIT_PACKET),
-                    number_at(channel, SM_PEER_4),
-                    number_at(channel, SM_CHANNEL_4),
+                    long_at(channel, c.SM_CONTROL_8),
+                    u32(c.WAIT_PACKET),
+                    number_at(channel, c.SM_PEER_4),
+                    number_at(channel, c.SM_CHANNEL_4),
                     wanted,
                     seen,
                     started,

@@ -20,36 +20,12 @@ from triton.language import core
 if hasattr(tl, "atomic_load") and not INTERPRETED:
 
     @jit
-    def load_acquire_system(p):
-        return tl.atomic_load(p, sem="acquire", scope="sys")
+    def _load(p, sem: tl.constexpr, scope: tl.constexpr):
+        return tl.atomic_load(p, sem=sem, scope=scope)
 
     @jit
-    def load_relaxed_system(p):
-        return tl.atomic_load(p, sem="relaxed", scope="sys")
-
-    @jit
-    def load_acquire_device(p):
-        return tl.atomic_load(p, sem="acquire", scope="gpu")
-
-    @jit
-    def load_relaxed_device(p):
-        return tl.atomic_load(p, sem="relaxed", scope="gpu")
-
-    @jit
-    def store_release_system(p, value):
-        tl.atomic_store(p, value.to(p.dtype.element_ty), sem="release", scope="sys")
-
-    @jit
-    def store_relaxed_system(p, value):
-        tl.atomic_store(p, value.to(p.dtype.element_ty), sem="relaxed", scope="sys")
-
-    @jit
-    def store_release_device(p, value):
-        tl.atomic_store(p, value.to(p.dtype.element_ty), sem="release", scope="gpu")
-
-    @jit
-    def store_relaxed_device(p, value):
-        tl.atomic_store(p, value.to(p.dtype.element_ty), sem="relaxed", scope="gpu")
+    def _store(p, value, sem: tl.constexpr, scope: tl.constexpr):
+        tl.atomic_store(p, value.to(p.dtype.element_ty), sem=sem, scope=scope)
 
     @jit
     def load_packets(p, mask):
@@ -61,45 +37,23 @@ if hasattr(tl, "atomic_load") and not INTERPRETED:
 
     # An acquire is a fence in every thread here, which is too expensive for every poll of a wait. One acquire after the
     # last poll suffices.
-    load_awaited = load_relaxed_system
+    @jit
+    def load_awaited(p):
+        return _load(p, "relaxed", "sys")
 
     @jit
     def acquire_awaited(p):
-        load_acquire_system(p)
+        _load(p, "acquire", "sys")
 
 else:  # before Triton 3.9, and in the interpreter, where relaxed atomic loads and stores are plain ones
 
     @jit
-    def load_acquire_system(p):
-        return tl.atomic_add(p, 0, sem="acquire", scope="sys")
+    def _load(p, sem: tl.constexpr, scope: tl.constexpr):
+        return tl.atomic_add(p, 0, sem=sem, scope=scope)
 
     @jit
-    def load_relaxed_system(p):
-        return tl.atomic_add(p, 0, sem="relaxed", scope="sys")
-
-    @jit
-    def load_acquire_device(p):
-        return tl.atomic_add(p, 0, sem="acquire", scope="gpu")
-
-    @jit
-    def load_relaxed_device(p):
-        return tl.atomic_add(p, 0, sem="relaxed", scope="gpu")
-
-    @jit
-    def store_release_system(p, value):
-        tl.atomic_xchg(p, value.to(p.dtype.element_ty), sem="release", scope="sys")
-
-    @jit
-    def store_relaxed_system(p, value):
-        tl.atomic_xchg(p, value.to(p.dtype.element_ty), sem="relaxed", scope="sys")
-
-    @jit
-    def store_release_device(p, value):
-        tl.atomic_xchg(p, value.to(p.dtype.element_ty), sem="release", scope="gpu")
-
-    @jit
-    def store_relaxed_device(p, value):
-        tl.atomic_xchg(p, value.to(p.dtype.element_ty), sem="relaxed", scope="gpu")
+    def _store(p, value, sem: tl.constexpr, scope: tl.constexpr):
+        tl.atomic_xchg(p, value.to(p.dtype.element_ty), sem=sem, scope=scope)
 
     @jit
     def load_packets(p, mask):
@@ -110,11 +64,53 @@ else:  # before Triton 3.9, and in the interpreter, where relaxed atomic loads a
         tl.store(p, words, mask=mask, cache_modifier=".wt")
 
     # An acquire is one load here, and the compiler would drop a load whose value is unused.
-    load_awaited = load_acquire_system
+    @jit
+    def load_awaited(p):
+        return _load(p, "acquire", "sys")
 
     @jit
     def acquire_awaited(p):
         """Acquires what was released before the value that the last `load_awaited` of a word read."""
+
+
+@jit
+def load_acquire_system(p):
+    return _load(p, "acquire", "sys")
+
+
+@jit
+def load_relaxed_system(p):
+    return _load(p, "relaxed", "sys")
+
+
+@jit
+def load_acquire_device(p):
+    return _load(p, "acquire", "gpu")
+
+
+@jit
+def load_relaxed_device(p):
+    return _load(p, "relaxed", "gpu")
+
+
+@jit
+def store_release_system(p, value):
+    _store(p, value, "release", "sys")
+
+
+@jit
+def store_relaxed_system(p, value):
+    _store(p, value, "relaxed", "sys")
+
+
+@jit
+def store_release_device(p, value):
+    _store(p, value, "release", "gpu")
+
+
+@jit
+def store_relaxed_device(p, value):
+    _store(p, value, "relaxed", "gpu")
 
 
 # -- operations that Triton's language has no name for ---
@@ -184,29 +180,19 @@ else:
             return tl.max(now, 0)
 
     @jit
+    def _write_back(assembly: tl.constexpr):
+        tl.inline_asm_elementwise(assembly, "=v", [], dtype=tl.int32, is_pure=False, pack=1)
+
+    @jit
     def sync_threads_system():
         """A barrier of the program's threads. A push or a signal after it releases the stores of all threads."""
         if _on_amd():
             # The barrier does not drain stores, and a release covers only the stores of its own wave. So each wave
             # writes back its stores first.
             if _on_gfx90a():
-                tl.inline_asm_elementwise(
-                    "buffer_wbl2\n\ts_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0",
-                    "=v",
-                    [],
-                    dtype=tl.int32,
-                    is_pure=False,
-                    pack=1,
-                )
+                _write_back("buffer_wbl2\n\ts_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0")
             else:
-                tl.inline_asm_elementwise(
-                    "buffer_wbl2 sc0 sc1\n\ts_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0",
-                    "=v",
-                    [],
-                    dtype=tl.int32,
-                    is_pure=False,
-                    pack=1,
-                )
+                _write_back("buffer_wbl2 sc0 sc1\n\ts_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0")
         tl.debug_barrier()
 
     @jit

@@ -26,7 +26,6 @@ Grid = tuple[int, int, int]
 
 
 def nanoseconds() -> int:
-    """The clock of waits, in nanoseconds."""
     return time.monotonic_ns()
 
 

@@ -7,8 +7,8 @@ kernel runs to its end.
 from __future__ import annotations
 
 import triton.language as tl
+from proxyccl.triton import layout as c
 from proxyccl.triton.basics import jit, longs_at, out_of_line, u32, u64, words_at
-from proxyccl.triton.layout import *  # noqa: F403
 from proxyccl.triton.target import (
     SPINS_PER_CHECK,
     acquire_awaited,
@@ -27,16 +27,16 @@ def _spread_abort(control, code):
     # Tells the CPUs of all ranks of the host that this rank has failed, then sets their abort words, this rank's own
     # last: see spreadAbort() of wait.h.
     words = words_at(control)
-    peers = longs_at(load_relaxed_system(longs_at(control) + PEERS_8))
-    count = load_relaxed_system(words + PEER_COUNT_4).to(tl.int32)
-    own_name = load_relaxed_system(words + RANK_4) + 1
+    peers = longs_at(load_relaxed_system(longs_at(control) + c.CONTROL_PEERS_8))
+    count = load_relaxed_system(words + c.CONTROL_PEER_COUNT_4).to(tl.int32)
+    own_name = load_relaxed_system(words + c.CONTROL_RANK_4) + 1
     for i in range(count):
-        failed_rank = words_at(load_relaxed_system(peers + i)) + FAILED_RANK_4
+        failed_rank = words_at(load_relaxed_system(peers + i)) + c.CONTROL_FAILED_RANK_4
         if load_relaxed_system(failed_rank) == 0:
             store_release_system(failed_rank, own_name)
     for i in range(count):
-        store_release_system(words_at(load_relaxed_system(peers + i)) + ABORT_4, code)
-    store_release_system(words + ABORT_4, code)
+        store_release_system(words_at(load_relaxed_system(peers + i)) + c.CONTROL_ABORT_4, code)
+    store_release_system(words + c.CONTROL_ABORT_4, code)
 
 
 @out_of_line
@@ -47,20 +47,22 @@ def record_error(control, code, kind, peer, channel, expected, seen, operation, 
     """
     words = words_at(control)
     longs = longs_at(control)
-    state = tl.atomic_cas(words + ERROR_STATE_4, u32(RECORD_EMPTY), u32(RECORD_CLAIMED), sem="acq_rel", scope="sys")
-    if state == RECORD_EMPTY:
-        store_relaxed_system(words + ERROR_CODE_4, code)
-        store_relaxed_system(words + ERROR_RANK_4, load_relaxed_system(words + RANK_4))
-        store_relaxed_system(words + ERROR_PEER_4, peer)
-        store_relaxed_system(words + ERROR_WAIT_4, kind)
-        store_relaxed_system(words + ERROR_CHANNEL_4, channel)
-        store_relaxed_system(words + ERROR_OPERATION_4, operation)
-        store_relaxed_system(longs + ERROR_EXPECTED_8, expected)
-        store_relaxed_system(longs + ERROR_SEEN_8, seen)
-        store_relaxed_system(longs + ERROR_OFFSET_8, offset)
-        store_relaxed_system(longs + ERROR_SIZE_8, size)
+    state = tl.atomic_cas(
+        words + c.CONTROL_ERROR_STATE_4, u32(c.RECORD_EMPTY), u32(c.RECORD_CLAIMED), sem="acq_rel", scope="sys"
+    )
+    if state == c.RECORD_EMPTY:
+        store_relaxed_system(words + c.CONTROL_ERROR_CODE_4, code)
+        store_relaxed_system(words + c.CONTROL_ERROR_RANK_4, load_relaxed_system(words + c.CONTROL_RANK_4))
+        store_relaxed_system(words + c.CONTROL_ERROR_PEER_4, peer)
+        store_relaxed_system(words + c.CONTROL_ERROR_WAIT_4, kind)
+        store_relaxed_system(words + c.CONTROL_ERROR_CHANNEL_4, channel)
+        store_relaxed_system(words + c.CONTROL_ERROR_OPERATION_4, operation)
+        store_relaxed_system(longs + c.CONTROL_ERROR_EXPECTED_8, expected)
+        store_relaxed_system(longs + c.CONTROL_ERROR_SEEN_8, seen)
+        store_relaxed_system(longs + c.CONTROL_ERROR_OFFSET_8, offset)
+        store_relaxed_system(longs + c.CONTROL_ERROR_SIZE_8, size)
         # Pairs with the acquire load of `state` by the CPU that reads the record.
-        store_release_system(words + ERROR_STATE_4, u32(RECORD_VALID))
+        store_release_system(words + c.CONTROL_ERROR_STATE_4, u32(c.RECORD_VALID))
     _spread_abort(control, code)
 
 
@@ -68,19 +70,19 @@ def record_error(control, code, kind, peer, channel, expected, seen, operation, 
 def _describe_wait(control, question, kind, peer, channel, expected, seen):
     # Answers question number `question` of the CPU with this wait, unless another wait for the same peer has answered
     # it.
-    place = tl.where(peer != NO_PEER, peer % WAIT_PEERS, kind + WAIT_PEERS).to(tl.int64)
-    longs = longs_at(control) + WAITS_8 + place * WAIT_WORDS
+    place = tl.where(peer != c.NO_PEER, peer % c.WAIT_PEERS, kind + c.WAIT_PEERS).to(tl.int64)
+    longs = longs_at(control) + c.CONTROL_WAITS_8 + place * c.WAIT_WORDS
     words = longs.to(tl.pointer_type(tl.uint32))
-    claimed = load_relaxed_system(words + WAIT_CLAIMED_4)
+    claimed = load_relaxed_system(words + c.WAIT_CLAIMED_4)
     if claimed != question:
-        if tl.atomic_cas(words + WAIT_CLAIMED_4, claimed, question, sem="acq_rel", scope="sys") == claimed:
-            store_relaxed_system(words + WAIT_KIND_4, kind)
-            store_relaxed_system(words + WAIT_PEER_4, peer)
-            store_relaxed_system(words + WAIT_CHANNEL_4, channel)
-            store_relaxed_system(longs + WAIT_EXPECTED_8, expected)
-            store_relaxed_system(longs + WAIT_SEEN_8, seen)
+        if tl.atomic_cas(words + c.WAIT_CLAIMED_4, claimed, question, sem="acq_rel", scope="sys") == claimed:
+            store_relaxed_system(words + c.WAIT_KIND_4, kind)
+            store_relaxed_system(words + c.WAIT_PEER_4, peer)
+            store_relaxed_system(words + c.WAIT_CHANNEL_4, channel)
+            store_relaxed_system(longs + c.WAIT_EXPECTED_8, expected)
+            store_relaxed_system(longs + c.WAIT_SEEN_8, seen)
             # Pairs with the acquire load of `answered` by the CPU that asked.
-            store_release_system(words + WAIT_ANSWERED_4, question)
+            store_release_system(words + c.WAIT_ANSWERED_4, question)
 
 
 @out_of_line
@@ -89,10 +91,10 @@ def check_wait(control, kind, peer, channel, expected, seen, started):
     is `started` or, if that is 0, the current time; returns 0 if the wait must give up.
     """
     words = words_at(control)
-    abort = load_acquire_system(words + ABORT_4)
-    asked = load_relaxed_system(words + ASKED_4)
+    abort = load_acquire_system(words + c.CONTROL_ABORT_4)
+    asked = load_relaxed_system(words + c.CONTROL_ASKED_4)
     if (abort != 0) | (asked != 0):
-        question = tl.where(abort != 0, u32(LAST_QUESTION), asked)
+        question = tl.where(abort != 0, u32(c.LAST_QUESTION), asked)
         _describe_wait(control, question, kind, peer, channel, expected, seen)
     began = started
     if abort != 0:
@@ -102,14 +104,14 @@ def check_wait(control, kind, peer, channel, expected, seen, started):
         if began == 0:
             began = began + now
         else:
-            bound = load_relaxed_system(longs_at(control) + TIMEOUT_8)
+            bound = load_relaxed_system(longs_at(control) + c.CONTROL_TIMEOUT_NS_8)
             # Programs that wait for another program of their grid give up last: the other program waits for a peer, and
             # its error names that peer.
-            bound = bound + tl.where(kind == WAIT_GRID, bound, bound * 0)
+            bound = bound + tl.where(kind == c.WAIT_GRID, bound, bound * 0)
             if now - began > bound:
                 # The wait is described before other ranks are told to stop.
-                _describe_wait(control, u32(LAST_QUESTION), kind, peer, channel, expected, seen)
-                record_error(control, u32(ERROR_TIMEOUT), kind, peer, channel, expected, seen, u32(0), u64(0), u64(0))
+                _describe_wait(control, u32(c.LAST_QUESTION), kind, peer, channel, expected, seen)
+                record_error(control, u32(c.ERROR_TIMEOUT), kind, peer, channel, expected, seen, u32(0), u64(0), u64(0))
                 began = began * 0
     return began
 
@@ -142,4 +144,4 @@ def wait_at_least(word, target, control, kind, peer, channel):
 def aborted(control):
     """Whether the communicator has ended; a kernel's own loop must then end too. It reads a word in host memory."""
     pause(0)  # the kernel's loop may wait for another program
-    return load_acquire_system(words_at(control) + ABORT_4) != 0
+    return load_acquire_system(words_at(control) + c.CONTROL_ABORT_4) != 0

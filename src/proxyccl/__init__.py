@@ -10,56 +10,65 @@ from typing import TYPE_CHECKING
 
 from proxyccl.channels import array_libraries
 
-if TYPE_CHECKING:
-    from proxyccl.channels.collectives.selection import Selector, SizeTable
-    from proxyccl.channels.communicator import Communicator
-    from proxyccl.channels.execution_plans.plan import ExecutionPlan
-    from proxyccl.channels.expert_parallel.config import EPConfig
-    from proxyccl.channels.expert_parallel.context import DispatchCombineContext
-    from proxyccl.channels.expert_parallel.dispatch_combine import DispatchCombine
-    from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
-    from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-    from proxyccl.channels.joining.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap
-    from proxyccl.channels.joining.file_bootstrap import FileBootstrap
-    from proxyccl.channels.memory import RegisteredMemory
-    from proxyccl.channels.proxy_channel import PortChannel, ProxyChannel
-    from proxyccl.channels.sm_channel import MemoryChannel, SmChannel
-    from proxyccl.channels.window import Window
-    from proxyccl.device.arrays.array import Array
-    from proxyccl.device.errors import (
-        AbortedError,
-        ArgumentError,
-        CapacityError,
-        ClosedError,
-        CommunicatorError,
-        CompileError,
-        ConcurrentCallError,
-        ContextLostError,
-        ExchangeError,
-        ExcludedError,
-        HandlerError,
-        HandleTypeError,
-        KernelError,
-        MismatchError,
-        PeerLostError,
-        ProtocolError,
-        ProxyCCLError,
-        ProxyLostError,
-        ResourceError,
-        RuntimeUnavailableError,
-        TransportError,
-        TriggerError,
-        UntrustedPathError,
-        WaitTimeoutError,
-    )
-    from proxyccl.device.runtime import Event, Runtime, Stream
-    from proxyccl.device.runtimes import open_runtime
-    from proxyccl.proxy.fabric.options import FabricOptions
-    from proxyccl.proxy.service import ProxyService
-    from proxyccl.proxy.trigger import Operation, Trigger
-    from proxyccl.proxy.verbs.devices import RdmaDevice, RdmaGid, RdmaPort, rdma_devices
-    from proxyccl.proxy.verbs.options import RdmaOptions
-    from proxyccl.torch_tensors.bootstrap import TorchBootstrap
+if TYPE_CHECKING:  # `X as X` exports a name to type checkers
+    from proxyccl.channels.collectives.selection import Selector as Selector
+    from proxyccl.channels.collectives.selection import SizeTable as SizeTable
+    from proxyccl.channels.communicator import Communicator as Communicator
+    from proxyccl.channels.execution_plans.plan import ExecutionPlan as ExecutionPlan
+    from proxyccl.channels.expert_parallel.config import EPConfig as EPConfig
+    from proxyccl.channels.expert_parallel.context import DispatchCombineContext as DispatchCombineContext
+    from proxyccl.channels.expert_parallel.dispatch_combine import DispatchCombine as DispatchCombine
+    from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer as EPAll2AllLayer
+    from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc as EPAllToAllLayoutDesc
+    from proxyccl.channels.joining.bootstrap import Bootstrap as Bootstrap
+    from proxyccl.channels.joining.bootstrap import MpiBootstrap as MpiBootstrap
+    from proxyccl.channels.joining.bootstrap import ThreadBootstrap as ThreadBootstrap
+    from proxyccl.channels.joining.file_bootstrap import FileBootstrap as FileBootstrap
+    from proxyccl.channels.memory import RegisteredMemory as RegisteredMemory
+    from proxyccl.channels.proxy_channel import PortChannel as PortChannel
+    from proxyccl.channels.proxy_channel import ProxyChannel as ProxyChannel
+    from proxyccl.channels.sm_channel import MemoryChannel as MemoryChannel
+    from proxyccl.channels.sm_channel import SmChannel as SmChannel
+    from proxyccl.channels.window import Window as Window
+    from proxyccl.device.arrays.array import Array as Array
+    from proxyccl.device.errors import AbortedError as AbortedError
+    from proxyccl.device.errors import ArgumentError as ArgumentError
+    from proxyccl.device.errors import CapacityError as CapacityError
+    from proxyccl.device.errors import ClosedError as ClosedError
+    from proxyccl.device.errors import CommunicatorError as CommunicatorError
+    from proxyccl.device.errors import CompileError as CompileError
+    from proxyccl.device.errors import ConcurrentCallError as ConcurrentCallError
+    from proxyccl.device.errors import ContextLostError as ContextLostError
+    from proxyccl.device.errors import ExchangeError as ExchangeError
+    from proxyccl.device.errors import ExcludedError as ExcludedError
+    from proxyccl.device.errors import HandlerError as HandlerError
+    from proxyccl.device.errors import HandleTypeError as HandleTypeError
+    from proxyccl.device.errors import KernelError as KernelError
+    from proxyccl.device.errors import MismatchError as MismatchError
+    from proxyccl.device.errors import PeerLostError as PeerLostError
+    from proxyccl.device.errors import ProtocolError as ProtocolError
+    from proxyccl.device.errors import ProxyCCLError as ProxyCCLError
+    from proxyccl.device.errors import ProxyLostError as ProxyLostError
+    from proxyccl.device.errors import ResourceError as ResourceError
+    from proxyccl.device.errors import RuntimeUnavailableError as RuntimeUnavailableError
+    from proxyccl.device.errors import TransportError as TransportError
+    from proxyccl.device.errors import TriggerError as TriggerError
+    from proxyccl.device.errors import UntrustedPathError as UntrustedPathError
+    from proxyccl.device.errors import WaitTimeoutError as WaitTimeoutError
+    from proxyccl.device.runtime import Event as Event
+    from proxyccl.device.runtime import Runtime as Runtime
+    from proxyccl.device.runtime import Stream as Stream
+    from proxyccl.device.runtimes import open_runtime as open_runtime
+    from proxyccl.proxy.fabric.options import FabricOptions as FabricOptions
+    from proxyccl.proxy.service import ProxyService as ProxyService
+    from proxyccl.proxy.trigger import Operation as Operation
+    from proxyccl.proxy.trigger import Trigger as Trigger
+    from proxyccl.proxy.verbs.devices import RdmaDevice as RdmaDevice
+    from proxyccl.proxy.verbs.devices import RdmaGid as RdmaGid
+    from proxyccl.proxy.verbs.devices import RdmaPort as RdmaPort
+    from proxyccl.proxy.verbs.devices import rdma_devices as rdma_devices
+    from proxyccl.proxy.verbs.options import RdmaOptions as RdmaOptions
+    from proxyccl.torch_tensors.bootstrap import TorchBootstrap as TorchBootstrap
 
 __version__: str
 
@@ -69,67 +78,6 @@ array_libraries.provide("torch: places of outputs", "proxyccl.torch_tensors.plac
 array_libraries.provide("torch: pools", "proxyccl.torch_tensors.pools")
 array_libraries.provide("torch: shardings", "proxyccl.torch_tensors.shardings")
 array_libraries.provide("torch: untraced", "proxyccl.torch_tensors.untraced")
-
-__all__ = [
-    "AbortedError",
-    "ArgumentError",
-    "Array",
-    "Bootstrap",
-    "CapacityError",
-    "ClosedError",
-    "Communicator",
-    "CommunicatorError",
-    "CompileError",
-    "ConcurrentCallError",
-    "ContextLostError",
-    "DispatchCombine",
-    "DispatchCombineContext",
-    "EPAll2AllLayer",
-    "EPAllToAllLayoutDesc",
-    "EPConfig",
-    "Event",
-    "ExchangeError",
-    "ExcludedError",
-    "ExecutionPlan",
-    "FabricOptions",
-    "FileBootstrap",
-    "HandleTypeError",
-    "HandlerError",
-    "KernelError",
-    "MemoryChannel",
-    "MismatchError",
-    "MpiBootstrap",
-    "Operation",
-    "PeerLostError",
-    "PortChannel",
-    "ProtocolError",
-    "ProxyCCLError",
-    "ProxyChannel",
-    "ProxyLostError",
-    "ProxyService",
-    "RdmaDevice",
-    "RdmaGid",
-    "RdmaOptions",
-    "RdmaPort",
-    "RegisteredMemory",
-    "ResourceError",
-    "Runtime",
-    "RuntimeUnavailableError",
-    "Selector",
-    "SizeTable",
-    "SmChannel",
-    "Stream",
-    "ThreadBootstrap",
-    "TorchBootstrap",
-    "TransportError",
-    "Trigger",
-    "TriggerError",
-    "UntrustedPathError",
-    "WaitTimeoutError",
-    "Window",
-    "open_runtime",
-    "rdma_devices",
-]
 
 _NAMES = {
     "proxyccl.channels.collectives.selection": ("Selector", "SizeTable"),
@@ -184,6 +132,7 @@ _NAMES = {
 }
 """The public names by the module that defines each."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULES)  # noqa: PLE0605
 
 if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from proxyccl import Communicator
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.build import compile_cache
-from proxyccl.device.build.compile_cache import cache_dir
+from proxyccl.device.build.compile_cache import cache_dir, loaded_object
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.host.compiler import find_compiler
@@ -465,7 +466,7 @@ def test_an_event_orders_streams(runtime: HostRuntime, kernels: Module) -> None:
     event = runtime.create_event()
     kernels.wait_for(1, 1, word, value, 5, stream=first)
     event.record(first)
-    second.wait_event(event)
+    runtime.wait_event(second.handle, event)
     kernels.copy_word(1, 1, out, value, stream=second)
     assert not event.query()
     word[0] = 1
@@ -481,7 +482,7 @@ def test_a_wait_is_for_the_record_that_an_event_had_whatever_it_records_later(ru
     event, after = runtime.create_event(), runtime.create_event()
     wait_value(runtime, word.ptr, 1, held)
     event.record(held)
-    waiting.wait_event(event)
+    runtime.wait_event(waiting.handle, event)
     after.record(waiting)
     event.record(idle)
     idle.synchronize()
@@ -712,9 +713,14 @@ def test_a_cache_that_cannot_be_written_is_done_without(runtime: HostRuntime, mo
     runtime.synchronize()
     assert out[0] == 12
     runtime.compile(one_kernel("*out = 13;"))  # without another warning
-    monkeypatch.setattr(compile_cache, "_own_directory", lambda: Path("/dev/null/else"))
-    with pytest.raises(CompileError, match=r"can't be used \(.*\), nor can a temporary file: .*; set PROXYCCL_CACHE"):
-        runtime.compile(one_kernel("*out = 14;"))
+
+    def no_file(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    source = one_kernel("*out = 14;")
+    monkeypatch.setattr(os, "memfd_create", no_file)
+    with pytest.raises(CompileError, match=r"can't be used \(.*\), nor can a file in memory: .*; set PROXYCCL_CACHE"):
+        loaded_object((source,), lambda: b"", lambda _: None)
 
 
 def test_another_option_is_another_compilation(runtime: HostRuntime) -> None:
@@ -978,7 +984,7 @@ def test_a_call_without_memory_reports_it_and_queues_nothing(tmp_path: Path) -> 
             "write": lambda: StreamOperations(runtime, [WriteValue(at, 1)])(stream),
             "launch": lambda: kernel(1, 1, words, stream=stream),
             "record": lambda: event.record(stream),
-            "wait": lambda: stream.wait_event(event),
+            "wait": lambda: runtime.wait_event(stream.handle, event),
             "stream": runtime.create_stream,
             "event": runtime.create_event,
             "memory": lambda: runtime.allocate(64),

@@ -212,7 +212,7 @@ memory = runtime.allocate(8)
 start.record(first)
 runtime.fill(memory.ptr, 1, 8, first)
 event.record(first)
-second.wait_event(event)
+runtime.wait_event(second.handle, event)
 second.synchronize()
 event.synchronize()
 first.synchronize()  # an event may come a moment before its stream counts as done
@@ -253,9 +253,14 @@ import os
 from pathlib import Path
 pinned, unpinned = [], []
 driver = open_runtime("hip", 0).driver
-register, unregister = type(driver).register_host, type(driver).unregister_host
-type(driver).register_host = lambda self, ptr, nbytes: (pinned.append(ptr), register(self, ptr, nbytes))
-type(driver).unregister_host = lambda self, ptr: (unpinned.append(ptr), unregister(self, ptr))
+call, noted = type(driver).call, {"MemHostRegister": pinned, "MemHostUnregister": unpinned}
+
+def note(self, name, *args, **options):
+    if name in noted:
+        noted[name].append(args[0])
+    return call(self, name, *args, **options)
+
+type(driver).call = note
 first, second = (open_runtime("hip", device) for device in range(2))
 
 def mapped(ptr):

@@ -5,8 +5,7 @@
  * record, then sets `abort` on every rank of the host, its own last. A wait that is stopped, or that the CPU asks
  * about, describes itself in `waits`. Plain C, shared with the engine and with Python.
  */
-#ifndef PROXYCCL_CONTROL_H
-#define PROXYCCL_CONTROL_H
+#pragma once
 
 #include "proxyccl/types.h"
 
@@ -125,5 +124,3 @@ typedef struct ProxycclControl {
   ProxycclErrorRecord error;
   ProxycclWait waits[PROXYCCL_WAIT_PLACES];
 } __attribute__((aligned(128))) ProxycclControl;
-
-#endif

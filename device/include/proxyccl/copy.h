@@ -1,6 +1,5 @@
 // Copies by the threads of a block or grid: copyBytes() divides the bytes as is fastest, copyInTurn() as documented.
-#ifndef PROXYCCL_COPY_H
-#define PROXYCCL_COPY_H
+#pragma once
 
 #include "proxyccl/platform.h"
 #if PROXYCCL_ON_HOST
@@ -146,5 +145,3 @@ PROXYCCL_OUT_OF_LINE void copyInTurn(void* dst, const void* src, size_t bytes, u
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -1,7 +1,6 @@
 // CUDA's names of narrow floats, for targets without CUDA's own headers: the host, and NVRTC without a toolkit. Only
 // conversions, arithmetic and comparisons are defined. The files in cuda_names include this one.
-#ifndef PROXYCCL_CUDA_FLOATS_H
-#define PROXYCCL_CUDA_FLOATS_H
+#pragma once
 
 #include "proxyccl/narrow_float.h"
 
@@ -23,31 +22,26 @@ using __nv_fp8x2_e4m3 = ::proxyccl::NarrowFloat2<::proxyccl::Float8E4M3>;
 using __nv_fp8_e5m2 = ::proxyccl::NarrowFloat<::proxyccl::Float8E5M2>;
 using __nv_fp8x2_e5m2 = ::proxyccl::NarrowFloat2<::proxyccl::Float8E5M2>;
 
-PROXYCCL_DEVICE __half __float2half(float x) { return x; }
-PROXYCCL_DEVICE __half __float2half_rn(float x) { return x; }
-PROXYCCL_DEVICE float __half2float(__half x) { return x; }
 PROXYCCL_DEVICE __half __int2half_rn(int x) { return x; }
-PROXYCCL_DEVICE __half __ushort_as_half(unsigned short x) { return __builtin_bit_cast(__half, x); }
-PROXYCCL_DEVICE unsigned short __half_as_ushort(__half x) { return x.bits; }
-PROXYCCL_DEVICE __half2 make_half2(__half x, __half y) { return {x, y}; }
-PROXYCCL_DEVICE __half2 __halves2half2(__half x, __half y) { return {x, y}; }
-PROXYCCL_DEVICE __half2 __float2half2_rn(float x) { return {x, x}; }
-PROXYCCL_DEVICE __half2 __floats2half2_rn(float x, float y) { return {x, y}; }
-PROXYCCL_DEVICE __half2 __float22half2_rn(float2 x) { return {x.x, x.y}; }
-PROXYCCL_DEVICE float2 __half22float2(__half2 x) { return make_float2(x.x, x.y); }
 PROXYCCL_DEVICE __half __low2half(__half2 x) { return x.x; }
 PROXYCCL_DEVICE __half __high2half(__half2 x) { return x.y; }
-PROXYCCL_DEVICE __nv_bfloat16 __float2bfloat16(float x) { return x; }
-PROXYCCL_DEVICE __nv_bfloat16 __float2bfloat16_rn(float x) { return x; }
-PROXYCCL_DEVICE float __bfloat162float(__nv_bfloat16 x) { return x; }
-PROXYCCL_DEVICE __nv_bfloat16 __ushort_as_bfloat16(unsigned short x) { return __builtin_bit_cast(__nv_bfloat16, x); }
-PROXYCCL_DEVICE unsigned short __bfloat16_as_ushort(__nv_bfloat16 x) { return x.bits; }
-PROXYCCL_DEVICE __nv_bfloat162 make_bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
-PROXYCCL_DEVICE __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
-PROXYCCL_DEVICE __nv_bfloat162 __float2bfloat162_rn(float x) { return {x, x}; }
-PROXYCCL_DEVICE __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {x, y}; }
-PROXYCCL_DEVICE __nv_bfloat162 __float22bfloat162_rn(float2 x) { return {x.x, x.y}; }
-PROXYCCL_DEVICE float2 __bfloat1622float2(__nv_bfloat162 x) { return make_float2(x.x, x.y); }
+
+// Defines the conversions of a 16-bit type, and of pairs of it, by CUDA's name of the type in them.
+#define PROXYCCL_CUDA_CONVERSIONS(name, T, T2)                                                \
+  PROXYCCL_DEVICE T __float2##name(float x) { return x; }                                     \
+  PROXYCCL_DEVICE T __float2##name##_rn(float x) { return x; }                                \
+  PROXYCCL_DEVICE float __##name##2float(T x) { return x; }                                   \
+  PROXYCCL_DEVICE T __ushort_as_##name(unsigned short x) { return __builtin_bit_cast(T, x); } \
+  PROXYCCL_DEVICE unsigned short __##name##_as_ushort(T x) { return x.bits; }                 \
+  PROXYCCL_DEVICE T2 make_##name##2(T x, T y) { return {x, y}; }                              \
+  PROXYCCL_DEVICE T2 __halves2##name##2(T x, T y) { return {x, y}; }                          \
+  PROXYCCL_DEVICE T2 __float2##name##2_rn(float x) { return {x, x}; }                         \
+  PROXYCCL_DEVICE T2 __floats2##name##2_rn(float x, float y) { return {x, y}; }               \
+  PROXYCCL_DEVICE T2 __float22##name##2_rn(float2 x) { return {x.x, x.y}; }                   \
+  PROXYCCL_DEVICE float2 __##name##22float2(T2 x) { return make_float2(x.x, x.y); }
+PROXYCCL_CUDA_CONVERSIONS(half, __half, __half2)
+PROXYCCL_CUDA_CONVERSIONS(bfloat16, __nv_bfloat16, __nv_bfloat162)
+#undef PROXYCCL_CUDA_CONVERSIONS
 
 // Defines an operation on both 16-bit types, and on pairs of them.
 #define PROXYCCL_CUDA_OPERATION(name, expression)                                                                     \
@@ -90,5 +84,3 @@ PROXYCCL_CUDA_COMPARISON(__hle, <=)
 PROXYCCL_CUDA_COMPARISON(__hgt, >)
 PROXYCCL_CUDA_COMPARISON(__hge, >=)
 #undef PROXYCCL_CUDA_COMPARISON
-
-#endif

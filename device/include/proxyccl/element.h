@@ -4,8 +4,7 @@
 // system scope. So an element whose size is its alignment (a number, a pointer, int4, a packet) is never seen half
 // written. The host runtime splits an access of 16 bytes into two of 8; we assume that no GPU does. A longer element
 // may be seen half written.
-#ifndef PROXYCCL_ELEMENT_H
-#define PROXYCCL_ELEMENT_H
+#pragma once
 
 #include "proxyccl/copy.h"
 
@@ -15,22 +14,16 @@ template <size_t Alignment>
 struct PieceOf {
   using Type = Bytes16;
 };
-template <>
-struct PieceOf<1> {
-  using Type = uint8_t;
-};
-template <>
-struct PieceOf<2> {
-  using Type = uint16_t;
-};
-template <>
-struct PieceOf<4> {
-  using Type = uint32_t;
-};
-template <>
-struct PieceOf<8> {
-  using Type = uint64_t;
-};
+#define PROXYCCL_PIECE(alignment, T) \
+  template <>                        \
+  struct PieceOf<alignment> {        \
+    using Type = T;                  \
+  };
+PROXYCCL_PIECE(1, uint8_t)
+PROXYCCL_PIECE(2, uint16_t)
+PROXYCCL_PIECE(4, uint32_t)
+PROXYCCL_PIECE(8, uint64_t)
+#undef PROXYCCL_PIECE
 
 // The pieces in which an element is moved.
 template <class T>
@@ -74,5 +67,3 @@ PROXYCCL_DEVICE void storeElement(T* to, const T& element) {
 }
 
 }  // namespace proxyccl
-
-#endif

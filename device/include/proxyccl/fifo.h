@@ -7,8 +7,7 @@
 // (ring_peek in ring.h): what the kernel wrote before the push is visible to the transfer. The engine's release of
 // `tail` pairs with the acquire in refreshTail() and sync(): a slot is rewritten only after the engine has read it, and
 // sync() returns only after the engine has issued the trigger's operations.
-#ifndef PROXYCCL_FIFO_H
-#define PROXYCCL_FIFO_H
+#pragma once
 
 #include "proxyccl/handles.h"
 #include "proxyccl/wait.h"
@@ -78,5 +77,3 @@ struct Fifo : ProxycclFifo {
 };
 
 }  // namespace proxyccl
-
-#endif

@@ -1,7 +1,6 @@
 // Floats of 8 bits (OCP 8-bit floating point): E4M3, without infinities, and E5M2. Execution plans and MSCCL++'s
 // vectors reduce them, in float, rounded once.
-#ifndef PROXYCCL_FLOAT8_H
-#define PROXYCCL_FLOAT8_H
+#pragma once
 
 #include "proxyccl/reduce.h"
 
@@ -14,36 +13,31 @@ struct Float8E5M2 {
   uint8_t bits;
 };
 
-// Converts to E4M3: rounds to nearest, ties to even, and saturates at 448. A NaN stays a NaN.
-PROXYCCL_DEVICE uint8_t floatToE4M3(float value) {
+// Converts a float to a sign, an exponent with this bias and a mantissa of kMantissa bits: rounds to nearest, ties to
+// even, and saturates at the greatest finite value, `greatest`. A NaN stays a NaN, 0x7f.
+template <uint32_t kMantissa, uint32_t kBias>
+PROXYCCL_DEVICE uint8_t floatToFloat8(float value, uint32_t greatest) {
+  constexpr uint32_t kDropped = 23 - kMantissa, kRebias = 127 - kBias;
   const uint32_t bits = __builtin_bit_cast(uint32_t, value), magnitude = bits & 0x7fffffff;
   uint32_t result;
   if (magnitude > 0x7f800000) {
     result = 0x7f;
-  } else if (magnitude >= 0x43e00000) {  // 448 and more
-    result = 0x7e;
-  } else if (magnitude < 0x3c800000) {  // below 2^-6: near 2^14 a float's last bit has the weight of e4m3's here
-    result = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + 16384.0f) - 0x46800000;
+  } else if (magnitude >= (greatest << kDropped) + (kRebias << 23)) {
+    result = greatest;
+  } else if (magnitude < (kRebias + 1) << 23) {  // subnormal: a float near kNear has a last bit of the same weight
+    constexpr uint32_t kNear = (kRebias + 1 + kDropped) << 23;
+    result =
+        __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + __builtin_bit_cast(float, kNear)) - kNear;
   } else {
-    result = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+    result =
+        ((magnitude + (1u << (kDropped - 1)) - 1 + (magnitude >> kDropped & 1)) >> kDropped) - (kRebias << kMantissa);
   }
   return static_cast<uint8_t>(result | (bits >> 24 & 0x80));
 }
-// Converts to E5M2: rounds to nearest, ties to even, and saturates at 57344. A NaN stays a NaN.
-PROXYCCL_DEVICE uint8_t floatToE5M2(float value) {
-  const uint32_t bits = __builtin_bit_cast(uint32_t, value), magnitude = bits & 0x7fffffff;
-  uint32_t result;
-  if (magnitude > 0x7f800000) {
-    result = 0x7f;
-  } else if (magnitude >= 0x47600000) {  // 57344 and more
-    result = 0x7b;
-  } else if (magnitude < 0x38800000) {  // below 2^-14: near 2^7 a float's last bit has the weight of e5m2's here
-    result = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + 128.0f) - 0x43000000;
-  } else {
-    result = ((magnitude + 0xfffff + (magnitude >> 21 & 1)) >> 21) - (112 << 2);
-  }
-  return static_cast<uint8_t>(result | (bits >> 24 & 0x80));
-}
+// Saturates at 448.
+PROXYCCL_DEVICE uint8_t floatToE4M3(float value) { return floatToFloat8<3, 7>(value, 0x7e); }
+// Saturates at 57344.
+PROXYCCL_DEVICE uint8_t floatToE5M2(float value) { return floatToFloat8<2, 15>(value, 0x7b); }
 
 // Shifts the bits to those of a half, whose exponent's bias is greater by 8.
 PROXYCCL_DEVICE float e4m3ToFloat(uint8_t bits) {
@@ -67,5 +61,3 @@ struct Element<Float8E5M2> {
 };
 
 }  // namespace proxyccl
-
-#endif

@@ -3,8 +3,7 @@
  * Python fills them field by field through cffi, which asks the C compiler for every offset. The classes with the
  * methods (`Fifo`, `SmChannelDeviceHandle`, …) derive from these and add no data.
  */
-#ifndef PROXYCCL_HANDLES_H
-#define PROXYCCL_HANDLES_H
+#pragma once
 
 #include "proxyccl/control.h"
 #include "proxyccl/trigger.h"
@@ -67,5 +66,3 @@ typedef struct ProxycclProxyChannel {
   uint32_t dst_memory; /* first memory id of the default destination */
   uint32_t src_memory; /* first memory id of the default source */
 } ProxycclProxyChannel;
-
-#endif

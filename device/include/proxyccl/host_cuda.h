@@ -1,10 +1,9 @@
 // CUDA C++'s built-in functions for the host target, so that a kernel written for a GPU compiles unchanged: arithmetic,
-// bits, loads with cache hints, atomics, printf, assert. The types, thread indices, barriers and warp functions are in
+// bits, loads with cache hints, atomics, printf, assert. Thread indices, barriers, warp functions and atomics are in
 // platform_host.h. docs/coming_from_mscclpp.md lists them.
 //
 // Functions that libc declares too are templates: a source may include libc's headers as well, before or after.
-#ifndef PROXYCCL_HOST_CUDA_H
-#define PROXYCCL_HOST_CUDA_H
+#pragma once
 
 #include "proxyccl/wait.h"
 
@@ -39,23 +38,14 @@ PROXYCCL_VECTORS(char, signed char)
 PROXYCCL_VECTORS(uchar, unsigned char)
 PROXYCCL_VECTORS(short, short)
 PROXYCCL_VECTORS(ushort, unsigned short)
-PROXYCCL_VECTOR1(int1, int)
-PROXYCCL_VECTOR3(int3, int)
-PROXYCCL_VECTOR1(uint1, unsigned)
-PROXYCCL_VECTOR3(uint3, unsigned)
-PROXYCCL_VECTOR1(float1, float)
-PROXYCCL_VECTOR3(float3, float)
-PROXYCCL_VECTOR1(double1, double)
-PROXYCCL_VECTOR3(double3, double)
-PROXYCCL_VECTOR4(double4, double)
+PROXYCCL_VECTORS(int, int)
+PROXYCCL_VECTORS(uint, unsigned)
 PROXYCCL_VECTORS(long, long)
 PROXYCCL_VECTORS(ulong, unsigned long)
-PROXYCCL_VECTOR1(longlong1, long long)
-PROXYCCL_VECTOR3(longlong3, long long)
-PROXYCCL_VECTOR4(longlong4, long long)
-PROXYCCL_VECTOR1(ulonglong1, unsigned long long)
-PROXYCCL_VECTOR3(ulonglong3, unsigned long long)
-PROXYCCL_VECTOR4(ulonglong4, unsigned long long)
+PROXYCCL_VECTORS(longlong, long long)
+PROXYCCL_VECTORS(ulonglong, unsigned long long)
+PROXYCCL_VECTORS(float, float)
+PROXYCCL_VECTORS(double, double)
 #undef PROXYCCL_VECTORS
 #undef PROXYCCL_VECTOR1
 #undef PROXYCCL_VECTOR2
@@ -326,5 +316,3 @@ PROXYCCL_DEVICE void failAssertion(const char* condition, const char* file, int 
 PROXYCCL_DEVICE void __trap() { ::proxyccl::host::endCommunicator(); }
 
 #include "cuda_names/assert.h"
-
-#endif

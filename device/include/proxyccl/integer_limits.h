@@ -1,7 +1,6 @@
 // The limits of the integers, as <stdint.h> has them: run-time compilers lack that header. Its own definitions, should
 // they follow, have the same values.
-#ifndef PROXYCCL_INTEGER_LIMITS_H
-#define PROXYCCL_INTEGER_LIMITS_H
+#pragma once
 
 #ifndef UINT32_MAX
 #define INT8_MIN (-128)
@@ -27,6 +26,4 @@
 #define UINT64_MAX (__UINT64_C(18446744073709551615))
 #endif
 #define SIZE_MAX (18446744073709551615UL)
-#endif
-
 #endif

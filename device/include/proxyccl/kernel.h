@@ -2,8 +2,7 @@
 //
 // It exports the kernel's parameter table, which tells the launcher the size and kind of each argument (drivers know at
 // most the sizes). On the host it also exports the entry point that unpacks the arguments.
-#ifndef PROXYCCL_KERNEL_H
-#define PROXYCCL_KERNEL_H
+#pragma once
 
 #include "proxyccl/integer_limits.h"
 #include "proxyccl/platform.h"
@@ -23,32 +22,26 @@ template <class T>
 struct ParameterKindOf<T*> {
   static constexpr uint32_t value = kParameterPointer;
 };
-template <>
-struct ParameterKindOf<float> {
-  static constexpr uint32_t value = kParameterFloat;
-};
-template <>
-struct ParameterKindOf<double> {
-  static constexpr uint32_t value = kParameterFloat;
-};
-#define PROXYCCL_INTEGER_PARAMETER(T)                    \
-  template <>                                            \
-  struct ParameterKindOf<T> {                            \
-    static constexpr uint32_t value = kParameterInteger; \
+#define PROXYCCL_PARAMETER(T, kind)         \
+  template <>                               \
+  struct ParameterKindOf<T> {               \
+    static constexpr uint32_t value = kind; \
   };
-PROXYCCL_INTEGER_PARAMETER(bool)
-PROXYCCL_INTEGER_PARAMETER(char)
-PROXYCCL_INTEGER_PARAMETER(signed char)
-PROXYCCL_INTEGER_PARAMETER(unsigned char)
-PROXYCCL_INTEGER_PARAMETER(short)
-PROXYCCL_INTEGER_PARAMETER(unsigned short)
-PROXYCCL_INTEGER_PARAMETER(int)
-PROXYCCL_INTEGER_PARAMETER(unsigned)
-PROXYCCL_INTEGER_PARAMETER(long)
-PROXYCCL_INTEGER_PARAMETER(unsigned long)
-PROXYCCL_INTEGER_PARAMETER(long long)
-PROXYCCL_INTEGER_PARAMETER(unsigned long long)
-#undef PROXYCCL_INTEGER_PARAMETER
+PROXYCCL_PARAMETER(float, kParameterFloat)
+PROXYCCL_PARAMETER(double, kParameterFloat)
+PROXYCCL_PARAMETER(bool, kParameterInteger)
+PROXYCCL_PARAMETER(char, kParameterInteger)
+PROXYCCL_PARAMETER(signed char, kParameterInteger)
+PROXYCCL_PARAMETER(unsigned char, kParameterInteger)
+PROXYCCL_PARAMETER(short, kParameterInteger)
+PROXYCCL_PARAMETER(unsigned short, kParameterInteger)
+PROXYCCL_PARAMETER(int, kParameterInteger)
+PROXYCCL_PARAMETER(unsigned, kParameterInteger)
+PROXYCCL_PARAMETER(long, kParameterInteger)
+PROXYCCL_PARAMETER(unsigned long, kParameterInteger)
+PROXYCCL_PARAMETER(long long, kParameterInteger)
+PROXYCCL_PARAMETER(unsigned long long, kParameterInteger)
+#undef PROXYCCL_PARAMETER
 
 // The kind of handle (handles.h, ProxycclHandleKind) that a parameter takes, by value or by pointer: the type's
 // kHandleKind; 0 if it has none.
@@ -90,6 +83,4 @@ PROXYCCL_DEVICE constexpr ParameterTable<Args...> parameterTable(void (*)(Args..
 #else
 #define PROXYCCL_EXPORT_KERNEL(name) \
   extern "C" __device__ const auto proxyccl_parameters_##name = ::proxyccl::parameterTable(&name);
-#endif
-
 #endif

@@ -1,7 +1,6 @@
 // Narrow floats with operators, for kernels in CUDA C++'s terms: each converts to float and from numbers, and the
 // result of an operation is rounded once. The library's own kernels use the plain structs of reduce.h and float8.h.
-#ifndef PROXYCCL_NARROW_FLOAT_H
-#define PROXYCCL_NARROW_FLOAT_H
+#pragma once
 
 #include "proxyccl/float8.h"
 
@@ -44,5 +43,3 @@ struct alignas(2 * sizeof(Stored)) NarrowFloat2 {
 };
 
 }  // namespace proxyccl
-
-#endif

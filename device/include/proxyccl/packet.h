@@ -2,8 +2,7 @@
 //
 // A reader waits until the packet's flags equal its own. A flag must differ from the packet's previous one. Flag 0 is
 // refused, because fresh memory holds it.
-#ifndef PROXYCCL_PACKET_H
-#define PROXYCCL_PACKET_H
+#pragma once
 
 #include "proxyccl/wait.h"
 
@@ -95,5 +94,3 @@ PROXYCCL_DEVICE bool flagIsValid(uint32_t flag, Control* control, uint32_t peer,
 }
 
 }  // namespace proxyccl
-
-#endif

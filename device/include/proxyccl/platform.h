@@ -19,8 +19,7 @@
 //   whole block wrote
 //
 // Nothing here includes a system or a vendor header: NVRTC and HIPRTC have none.
-#ifndef PROXYCCL_PLATFORM_H
-#define PROXYCCL_PLATFORM_H
+#pragma once
 
 #include "proxyccl/types.h"
 
@@ -32,67 +31,64 @@
 #include "proxyccl/platform_host.h"
 #endif
 
+#if !PROXYCCL_ON_HOST
+// The result of defaultControl() in this module. The runtime sets it after it has loaded the module. Weak, as several
+// translation units may be linked into one module.
+extern "C" {
+struct ProxycclControl;
+__device__ __attribute__((weak)) ProxycclControl* proxyccl_default_control = nullptr;
+}
+#endif
+
 namespace proxyccl {
 
+#if !PROXYCCL_ON_HOST
+PROXYCCL_DEVICE ProxycclControl* defaultControl() { return proxyccl_default_control; }
+PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__popcll(bits)); }
+PROXYCCL_DEVICE void* dynamicShared() {
+  extern __shared__ __align__(16) char proxyccl_dynamic_shared[];
+  return proxyccl_dynamic_shared;
+}
+#endif
+
 // Every memory-order choice of the library is one of these names.
-template <class T>
-PROXYCCL_DEVICE T loadAcquireSystem(const T* p) {
-  return PROXYCCL_LOAD(p, ACQUIRE, SYSTEM);
-}
-template <class T>
-PROXYCCL_DEVICE T loadRelaxedSystem(const T* p) {
-  return PROXYCCL_LOAD(p, RELAXED, SYSTEM);
-}
-template <class T>
-PROXYCCL_DEVICE T loadAcquireDevice(const T* p) {
-  return PROXYCCL_LOAD(p, ACQUIRE, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE T loadRelaxedDevice(const T* p) {
-  return PROXYCCL_LOAD(p, RELAXED, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE void storeReleaseSystem(T* p, T v) {
-  PROXYCCL_STORE(p, v, RELEASE, SYSTEM);
-}
-template <class T>
-PROXYCCL_DEVICE void storeRelaxedSystem(T* p, T v) {
-  PROXYCCL_STORE(p, v, RELAXED, SYSTEM);
-}
+#define PROXYCCL_NAMED_LOAD(name, ORDER, SCOPE) \
+  template <class T>                            \
+  PROXYCCL_DEVICE T name(const T* p) {          \
+    return PROXYCCL_LOAD(p, ORDER, SCOPE);      \
+  }
+PROXYCCL_NAMED_LOAD(loadAcquireSystem, ACQUIRE, SYSTEM)
+PROXYCCL_NAMED_LOAD(loadRelaxedSystem, RELAXED, SYSTEM)
+PROXYCCL_NAMED_LOAD(loadAcquireDevice, ACQUIRE, DEVICE)
+PROXYCCL_NAMED_LOAD(loadRelaxedDevice, RELAXED, DEVICE)
+#undef PROXYCCL_NAMED_LOAD
+#define PROXYCCL_NAMED_STORE(name, ORDER, SCOPE) \
+  template <class T>                             \
+  PROXYCCL_DEVICE void name(T* p, T v) {         \
+    PROXYCCL_STORE(p, v, ORDER, SCOPE);          \
+  }
+PROXYCCL_NAMED_STORE(storeReleaseSystem, RELEASE, SYSTEM)
+PROXYCCL_NAMED_STORE(storeRelaxedSystem, RELAXED, SYSTEM)
+PROXYCCL_NAMED_STORE(storeReleaseDevice, RELEASE, DEVICE)
+PROXYCCL_NAMED_STORE(storeRelaxedDevice, RELAXED, DEVICE)
 // A store weaker than a release: ordered after the stores of earlier kernels, and after loads whose values the block
 // used before its last barrier. Stores of this kernel are not ordered before it.
-template <class T>
-PROXYCCL_DEVICE void storeReleaseLoadsSystem(T* p, T v) {
 #ifdef PROXYCCL_LOADS_NEED_NO_RELEASE
-  PROXYCCL_STORE(p, v, RELAXED, SYSTEM);
+PROXYCCL_NAMED_STORE(storeReleaseLoadsSystem, RELAXED, SYSTEM)
 #else
-  PROXYCCL_STORE(p, v, RELEASE, SYSTEM);
+PROXYCCL_NAMED_STORE(storeReleaseLoadsSystem, RELEASE, SYSTEM)
 #endif
-}
-template <class T>
-PROXYCCL_DEVICE void storeReleaseDevice(T* p, T v) {
-  PROXYCCL_STORE(p, v, RELEASE, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE void storeRelaxedDevice(T* p, T v) {
-  PROXYCCL_STORE(p, v, RELAXED, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE T fetchAddRelaxedDevice(T* p, T v) {
-  return PROXYCCL_FETCH_ADD(p, v, RELAXED, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE T fetchAddAcqRelDevice(T* p, T v) {
-  return PROXYCCL_FETCH_ADD(p, v, ACQ_REL, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE T exchangeAcquireDevice(T* p, T v) {
-  return PROXYCCL_EXCHANGE(p, v, ACQUIRE, DEVICE);
-}
-template <class T>
-PROXYCCL_DEVICE T exchangeRelaxedDevice(T* p, T v) {
-  return PROXYCCL_EXCHANGE(p, v, RELAXED, DEVICE);
-}
+#undef PROXYCCL_NAMED_STORE
+#define PROXYCCL_NAMED_UPDATE(name, UPDATE, ORDER, SCOPE) \
+  template <class T>                                      \
+  PROXYCCL_DEVICE T name(T* p, T v) {                     \
+    return PROXYCCL_##UPDATE(p, v, ORDER, SCOPE);         \
+  }
+PROXYCCL_NAMED_UPDATE(fetchAddRelaxedDevice, FETCH_ADD, RELAXED, DEVICE)
+PROXYCCL_NAMED_UPDATE(fetchAddAcqRelDevice, FETCH_ADD, ACQ_REL, DEVICE)
+PROXYCCL_NAMED_UPDATE(exchangeAcquireDevice, EXCHANGE, ACQUIRE, DEVICE)
+PROXYCCL_NAMED_UPDATE(exchangeRelaxedDevice, EXCHANGE, RELAXED, DEVICE)
+#undef PROXYCCL_NAMED_UPDATE
 // Additions whose result nobody waits for.
 PROXYCCL_DEVICE void addReleaseSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELEASE, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, SYSTEM); }
@@ -135,5 +131,3 @@ PROXYCCL_DEVICE void forEach(size_t n, uint32_t thread, uint32_t threads, Body b
 }
 
 }  // namespace proxyccl
-
-#endif

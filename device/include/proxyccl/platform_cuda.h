@@ -1,6 +1,5 @@
 // The NVIDIA target, compiled by NVRTC (or nvcc) for sm_70 and later.
-#ifndef PROXYCCL_PLATFORM_CUDA_H
-#define PROXYCCL_PLATFORM_CUDA_H
+#pragma once
 
 #include "proxyccl/types.h"
 
@@ -39,13 +38,6 @@
   __nv_atomic_compare_exchange_n(p, expected, desired, false, __NV_ATOMIC_ACQ_REL, __NV_ATOMIC_ACQUIRE, \
                                  __NV_THREAD_SCOPE_##SCOPE)
 
-// The result of defaultControl() in this module. The runtime sets it after it has loaded the module. Weak, as several
-// translation units may be linked into one module.
-extern "C" {
-struct ProxycclControl;
-__device__ __attribute__((weak)) ProxycclControl* proxyccl_default_control = nullptr;
-}
-
 namespace proxyccl {
 
 template <class T>
@@ -60,7 +52,6 @@ PROXYCCL_DEVICE T* inGlobal(T* p) {
   return p;
 }
 
-PROXYCCL_DEVICE ProxycclControl* defaultControl() { return proxyccl_default_control; }
 PROXYCCL_DEVICE void spinHint(uint32_t) {}
 PROXYCCL_DEVICE uint64_t nanoseconds() {
   uint64_t now;
@@ -77,7 +68,6 @@ PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
 // Not `ballot`: NVRTC declares a global function of that name.
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 PROXYCCL_DEVICE void syncWarp() { __syncwarp(); }
-PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__popcll(bits)); }
 // Stores 16 bytes by one access, which NVRTC does not always make of a plain store. The address is aligned to 16 bytes.
 PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
   asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(low), "l"(high) : "memory");
@@ -90,10 +80,6 @@ PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
 // A block barrier is cumulative in the PTX memory model: a later release by one thread covers the block's writes.
 PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
 PROXYCCL_DEVICE void syncThreadsDevice() { __syncthreads(); }
-PROXYCCL_DEVICE void* dynamicShared() {
-  extern __shared__ __align__(16) char proxyccl_dynamic_shared[];
-  return proxyccl_dynamic_shared;
-}
 
 // From sm_90 on, storeTrigger()'s release is split into this fence and a relaxed store, so that the fence overlaps with
 // the fetch of the ticket, which takes as long. Before sm_90, the first of two words is stored relaxed: this fence
@@ -181,5 +167,3 @@ PROXYCCL_DEVICE uint32_t maxHalves(uint32_t a, uint32_t b) { return __vmaxu2(a, 
 #endif
 
 }  // namespace proxyccl
-
-#endif

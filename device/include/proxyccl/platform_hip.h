@@ -1,6 +1,5 @@
 // The AMD target, compiled by HIPRTC (or hipcc) for CDNA 2 and later.
-#ifndef PROXYCCL_PLATFORM_HIP_H
-#define PROXYCCL_PLATFORM_HIP_H
+#pragma once
 
 #include "proxyccl/types.h"
 
@@ -37,13 +36,6 @@
 #define PROXYCCL_HIP_ACQUIRE_ACQUIRE __ATOMIC_ACQUIRE
 #define PROXYCCL_HIP_ACQUIRE_ACQ_REL __ATOMIC_ACQUIRE
 
-// The result of defaultControl() in this module. The runtime sets it after it has loaded the module. Weak, as several
-// translation units may be linked into one module.
-extern "C" {
-struct ProxycclControl;
-__device__ __attribute__((weak)) ProxycclControl* proxyccl_default_control = nullptr;
-}
-
 namespace proxyccl {
 namespace hip {
 
@@ -66,7 +58,6 @@ template <class T>
 PROXYCCL_DEVICE T* inGlobal(T* p) {
   return p;
 }
-PROXYCCL_DEVICE ProxycclControl* defaultControl() { return proxyccl_default_control; }
 PROXYCCL_DEVICE void spinHint(uint32_t) { __builtin_amdgcn_s_sleep(1); }
 // The constant-rate counter runs at 100 MHz on every CDNA part.
 PROXYCCL_DEVICE uint64_t nanoseconds() { return __builtin_amdgcn_s_memrealtime() * 10; }
@@ -78,7 +69,6 @@ PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
 }
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot(predicate); }
 PROXYCCL_DEVICE void syncWarp() { __builtin_amdgcn_wave_barrier(); }
-PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__popcll(bits)); }
 PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
   struct alignas(16) Words {
     uint64_t low, high;
@@ -99,10 +89,6 @@ PROXYCCL_DEVICE void syncThreadsSystem() {
 PROXYCCL_DEVICE void syncThreadsDevice() {
   hip::releaseDEVICE();
   __syncthreads();
-}
-PROXYCCL_DEVICE void* dynamicShared() {
-  extern __shared__ __align__(16) char proxyccl_dynamic_shared[];
-  return proxyccl_dynamic_shared;
 }
 
 typedef uint64_t HipVector2 __attribute__((ext_vector_type(2)));
@@ -147,5 +133,3 @@ PROXYCCL_DEVICE float halfToFloat(uint16_t bits) { return static_cast<float>(__b
 PROXYCCL_DEVICE uint16_t floatToHalf(float value) { return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value)); }
 
 }  // namespace proxyccl
-
-#endif

@@ -3,8 +3,7 @@
 // A fiber's description lies at the top of its aligned stack, so that `self()` is an addition to the frame address:
 // no thread-local storage, no symbol to link. The emulator's entry points hang off it as function pointers, so a
 // compiled kernel is a shared object without undefined symbols.
-#ifndef PROXYCCL_PLATFORM_HOST_H
-#define PROXYCCL_PLATFORM_HOST_H
+#pragma once
 
 #include "proxyccl/types.h"
 
@@ -204,28 +203,6 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
 }  // namespace proxyccl
 
 // The CUDA spellings, so that a kernel written for a GPU compiles unchanged.
-#define PROXYCCL_VECTOR2(Name, T)      \
-  struct alignas(2 * sizeof(T)) Name { \
-    T x, y;                            \
-  };                                   \
-  PROXYCCL_DEVICE Name make_##Name(T x, T y) { return Name{x, y}; }
-#define PROXYCCL_VECTOR4(Name, T)      \
-  struct alignas(4 * sizeof(T)) Name { \
-    T x, y, z, w;                      \
-  };                                   \
-  PROXYCCL_DEVICE Name make_##Name(T x, T y, T z, T w) { return Name{x, y, z, w}; }
-PROXYCCL_VECTOR2(int2, int)
-PROXYCCL_VECTOR2(uint2, unsigned)
-PROXYCCL_VECTOR2(float2, float)
-PROXYCCL_VECTOR2(double2, double)
-PROXYCCL_VECTOR2(longlong2, long long)
-PROXYCCL_VECTOR2(ulonglong2, unsigned long long)
-PROXYCCL_VECTOR4(int4, int)
-PROXYCCL_VECTOR4(uint4, unsigned)
-PROXYCCL_VECTOR4(float4, float)
-#undef PROXYCCL_VECTOR2
-#undef PROXYCCL_VECTOR4
-
 PROXYCCL_DEVICE void __syncthreads() { ::proxyccl::host::self()->api->sync_block(::proxyccl::host::self()); }
 namespace proxyccl {
 PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
@@ -290,30 +267,21 @@ PROXYCCL_DEVICE T atomicAdd_system(T* p, ::proxyccl::host::Same<T> v) {
   return atomicAdd(p, v);
 }
 template <class T>
-PROXYCCL_DEVICE T atomicExch(T* p, ::proxyccl::host::Same<T> v) {
-  return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);
-}
-template <class T>
 PROXYCCL_DEVICE T atomicCAS(T* p, ::proxyccl::host::Same<T> expected, ::proxyccl::host::Same<T> desired) {
   __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
-template <class T>
-PROXYCCL_DEVICE T atomicOr(T* p, ::proxyccl::host::Same<T> v) {
-  return __atomic_fetch_or(p, v, __ATOMIC_RELAXED);
-}
-template <class T>
-PROXYCCL_DEVICE T atomicAnd(T* p, ::proxyccl::host::Same<T> v) {
-  return __atomic_fetch_and(p, v, __ATOMIC_RELAXED);
-}
-template <class T>
-PROXYCCL_DEVICE T atomicXor(T* p, ::proxyccl::host::Same<T> v) {
-  return __atomic_fetch_xor(p, v, __ATOMIC_RELAXED);
-}
-template <class T>
-PROXYCCL_DEVICE T atomicSub(T* p, ::proxyccl::host::Same<T> v) {
-  return __atomic_fetch_sub(p, v, __ATOMIC_RELAXED);
-}
+#define PROXYCCL_ATOMIC(name, built_in)                               \
+  template <class T>                                                  \
+  PROXYCCL_DEVICE T atomic##name(T* p, ::proxyccl::host::Same<T> v) { \
+    return __atomic_##built_in(p, v, __ATOMIC_RELAXED);               \
+  }
+PROXYCCL_ATOMIC(Exch, exchange_n)
+PROXYCCL_ATOMIC(Or, fetch_or)
+PROXYCCL_ATOMIC(And, fetch_and)
+PROXYCCL_ATOMIC(Xor, fetch_xor)
+PROXYCCL_ATOMIC(Sub, fetch_sub)
+#undef PROXYCCL_ATOMIC
 template <class T>
 PROXYCCL_DEVICE T atomicMax(T* p, ::proxyccl::host::Same<T> v) {
   T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
@@ -326,5 +294,3 @@ PROXYCCL_DEVICE T atomicMin(T* p, ::proxyccl::host::Same<T> v) {
   while (v < seen && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
   return seen;
 }
-
-#endif

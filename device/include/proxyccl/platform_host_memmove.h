@@ -5,8 +5,7 @@
  * in its page than the source (https://sourceware.org/bugzilla/show_bug.cgi?id=30994). numpy's arrays lie like that
  * relative to our memory: malloc puts large blocks 16 bytes after the start of a page. Plain C, shared with the engine.
  */
-#ifndef PROXYCCL_PLATFORM_HOST_MEMMOVE_H
-#define PROXYCCL_PLATFORM_HOST_MEMMOVE_H
+#pragma once
 
 #include "proxyccl/types.h"
 
@@ -30,5 +29,3 @@ static inline void proxyccl_memmove(void* dst, const void* src, size_t bytes) {
   }
   __builtin_memmove((char*)dst + done, (const char*)src + done, bytes - done);
 }
-
-#endif

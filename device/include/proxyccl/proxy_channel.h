@@ -12,8 +12,7 @@
 //
 // A put or get has a ticket. isComplete() and waitComplete() tell when it and all operations before it on the channel
 // are complete; that needs no flush. The ticket is kNoTicket if the call could not push.
-#ifndef PROXYCCL_PROXY_CHANNEL_H
-#define PROXYCCL_PROXY_CHANNEL_H
+#pragma once
 
 #include "proxyccl/element.h"
 #include "proxyccl/fifo.h"
@@ -287,5 +286,3 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
 };
 
 }  // namespace proxyccl
-
-#endif

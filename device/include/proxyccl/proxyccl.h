@@ -1,6 +1,5 @@
 // Everything that a kernel needs.
-#ifndef PROXYCCL_PROXYCCL_H
-#define PROXYCCL_PROXYCCL_H
+#pragma once
 
 #include "proxyccl/proxy_channel.h"
 #include "proxyccl/reduce.h"
@@ -27,5 +26,3 @@ template <class Channel>
 using DeviceHandle = typename Channel::DeviceHandle;
 
 }  // namespace proxyccl
-
-#endif

@@ -3,8 +3,7 @@
 // Each type names its accumulator: 16-bit floats accumulate in float, and a result is rounded once. A kernel that has
 // the contributions of all ranks reduces them in rank order, so that every rank gets the same bits. NaNs are the
 // exception, so finishReduction() replaces them all by the same one.
-#ifndef PROXYCCL_REDUCE_H
-#define PROXYCCL_REDUCE_H
+#pragma once
 
 #include "proxyccl/platform.h"
 
@@ -66,30 +65,22 @@ struct Unscaled {
     return a;
   }
 };
-struct Sum : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a + b;
-  }
-};
-struct Prod : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a * b;
-  }
-};
-struct Min : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a < b || a != a ? a : b;
-  }
-};
-struct Max : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a > b || a != a ? a : b;
-  }
-};
+#define PROXYCCL_UNSCALED(Name, combination)     \
+  struct Name : Unscaled {                       \
+    template <class A>                           \
+    static PROXYCCL_DEVICE A combine(A a, A b) { \
+      return combination;                        \
+    }                                            \
+  };
+PROXYCCL_UNSCALED(Sum, a + b)
+PROXYCCL_UNSCALED(Prod, a* b)
+PROXYCCL_UNSCALED(Min, a < b || a != a ? a : b)
+PROXYCCL_UNSCALED(Max, a > b || a != a ? a : b)
+// Bitwise operations, for integers.
+PROXYCCL_UNSCALED(Band, a& b)
+PROXYCCL_UNSCALED(Bor, a | b)
+PROXYCCL_UNSCALED(Bxor, a ^ b)
+#undef PROXYCCL_UNSCALED
 struct Avg {
   template <class A>
   static PROXYCCL_DEVICE A combine(A a, A b) {
@@ -131,25 +122,6 @@ struct Avg {
     return __builtin_bit_cast(float, (127u - countBits(bits)) << 23);
   }
 };
-// Bitwise operations, for integers.
-struct Band : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a & b;
-  }
-};
-struct Bor : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a | b;
-  }
-};
-struct Bxor : Unscaled {
-  template <class A>
-  static PROXYCCL_DEVICE A combine(A a, A b) {
-    return a ^ b;
-  }
-};
 
 // Replaces any NaN by the one without sign and payload.
 template <class A>
@@ -178,5 +150,3 @@ PROXYCCL_DEVICE T finishReduction(typename Element<T>::Accumulator combined, uin
 }
 
 }  // namespace proxyccl
-
-#endif

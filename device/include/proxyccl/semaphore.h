@@ -1,8 +1,7 @@
 // Counting semaphores between two ranks. Counters only grow, in device memory, so a captured graph can be replayed.
 // The library's own kernels use this semaphore: one thread at a time signals and waits. Channels use the one in
 // shared_semaphore.h.
-#ifndef PROXYCCL_SEMAPHORE_H
-#define PROXYCCL_SEMAPHORE_H
+#pragma once
 
 #include "proxyccl/handles.h"
 #include "proxyccl/wait.h"
@@ -52,5 +51,3 @@ struct Semaphore : ProxycclSemaphore {
 };
 
 }  // namespace proxyccl
-
-#endif

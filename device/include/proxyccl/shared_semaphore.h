@@ -2,8 +2,7 @@
 //
 // A thread takes the number of the signal that it waits for by an atomic add, whose trip to memory overlaps with the
 // first load of the count: one thread alone waits no longer than by a load and a store.
-#ifndef PROXYCCL_SHARED_SEMAPHORE_H
-#define PROXYCCL_SHARED_SEMAPHORE_H
+#pragma once
 
 #include "proxyccl/handles.h"
 #include "proxyccl/wait.h"
@@ -101,5 +100,3 @@ struct SharedSemaphore : ProxycclSemaphore {
 };
 
 }  // namespace proxyccl
-
-#endif

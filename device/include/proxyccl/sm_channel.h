@@ -6,8 +6,7 @@
 //
 // If a range leaves its memory, or packets can't carry it whole, nothing moves, and the communicator ends with a
 // TriggerError that names the call, the offset and the memory. The kernel itself sees no error and runs to its end.
-#ifndef PROXYCCL_SM_CHANNEL_H
-#define PROXYCCL_SM_CHANNEL_H
+#pragma once
 
 #include "proxyccl/copy.h"
 #include "proxyccl/element.h"
@@ -205,5 +204,3 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
 };
 
 }  // namespace proxyccl
-
-#endif

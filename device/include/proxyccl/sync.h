@@ -1,7 +1,6 @@
 // A barrier over the blocks of a grid, and a semaphore between them. All blocks that wait for each other must be
 // resident.
-#ifndef PROXYCCL_SYNC_H
-#define PROXYCCL_SYNC_H
+#pragma once
 
 #include "proxyccl/wait.h"
 
@@ -73,5 +72,3 @@ struct DeviceSemaphore {
 };
 
 }  // namespace proxyccl
-
-#endif

@@ -18,8 +18,7 @@
  *
  * Plain C, no platform dependence: this header is part of the contract between the two sides.
  */
-#ifndef PROXYCCL_TRIGGER_H
-#define PROXYCCL_TRIGGER_H
+#pragma once
 
 #include "proxyccl/types.h"
 
@@ -68,5 +67,3 @@ typedef struct ProxycclTrigger {
   uint64_t word0;
   uint64_t word1;
 } __attribute__((aligned(16))) ProxycclTrigger;
-
-#endif

@@ -5,8 +5,7 @@
  * code, nvcc), those of libcu++ under NVRTC (<cuda/atomic>, <cooperative_groups.h>), and under HIPRTC those of the
  * names that it predefines, which depend on its version.
  */
-#ifndef PROXYCCL_TYPES_H
-#define PROXYCCL_TYPES_H
+#pragma once
 
 typedef signed char int8_t;
 typedef unsigned char uint8_t;
@@ -27,5 +26,3 @@ typedef unsigned long long uintptr_t;
 typedef unsigned long uintptr_t;
 #endif
 typedef unsigned long size_t;
-
-#endif

@@ -1,6 +1,5 @@
 // Bounded waits: every wait on the device checks the abort word and the clock.
-#ifndef PROXYCCL_WAIT_H
-#define PROXYCCL_WAIT_H
+#pragma once
 
 #include "proxyccl/control.h"
 #include "proxyccl/platform.h"
@@ -148,5 +147,3 @@ PROXYCCL_DEVICE bool waitUntil(Control* given, const WaitFor& what, Ready ready)
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -552,7 +552,7 @@ def grid() -> None:
         kernel(blocks, 64, syncer.ptr, values.ptr, total, stream=streams[0])
         event = runtime.create_event()
         event.record(streams[0])
-        streams[1].wait_event(event)
+        runtime.wait_event(streams[1].handle, event)
         streams.reverse()
     runtime.synchronize()
     assert total[0] == 64 * 10 * (1 + 4 + 2 + 7)
