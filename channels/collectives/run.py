@@ -111,11 +111,12 @@ def _prepare(
     if collective.reduces:
         require_op(options.op)
     if isinstance(options.algorithm, ExecutionPlan):
+        collectives.refuse_plan_that_adds(options.algorithm, "algorithm")
         collective = Planned(options.algorithm, collective, options.registered_x, options.registered_out)
         request = request_for(options.algorithm)
     else:
         request = request_of(
-            collective.table, options.algorithm, options.cta_policy, options.symmetric, collectives.cta_policy
+            collective.table, options.algorithm, options.cta_policy, options.symmetric, collectives.standing.cta_policy
         )
     call = replace(collective.check(collectives, x, out, options, request), reached=reached)
     plan = collectives.execution_plan(collective.table, call.request, call.source, call.target, call.op)
