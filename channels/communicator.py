@@ -14,6 +14,7 @@ from proxyccl.channels import array_libraries, kernel_languages, proxy_channel, 
 from proxyccl.channels.collectives.collective import EXECUTE
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.moves import ALL_GATHER, ALL_TO_ALL, BROADCAST
+from proxyccl.channels.collectives.norms import NormedRows, all_reduce_rms_norm
 from proxyccl.channels.collectives.reductions import ALL_REDUCE, REDUCE_SCATTER, reduce
 from proxyccl.channels.collectives.request import Standing, requested_invariance, requested_policy
 from proxyccl.channels.collectives.run import barrier, run
@@ -674,6 +675,66 @@ class Communicator:
             CommunicatorError: a peer failed; see its subclasses.
         """
         return run(self._collectives, ALL_REDUCE, x, out, op, None, algorithm, cta_policy, symmetric, stream)
+
+    def all_reduce_rms_norm(
+        self,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        eps: float,
+        *,
+        out: Any = None,
+        residual_out: Any = None,
+        scales: Any = None,
+        quantize: Any = None,
+        algorithm: str | None = None,
+        cta_policy: str | None = None,
+        stream: StreamLike = None,
+    ) -> NormedRows:
+        """Adds the ranks' rows and a residual, and norms each row: RMSNorm, as between the layers of a decoder. All
+        ranks call this together, with the same residual and weight.
+
+        The result `residual` is the sum of the ranks' `x`, with the bits of `all_reduce`, plus `residual`, rounded to
+        the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) * weight``, where the mean is
+        that of a row, computed in float32 and rounded once. Its bits do not depend on the other rows. Within a node,
+        the call is one launch.
+
+        Args:
+            x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of the same shape on all ranks.
+            residual: an array like `x`; None to add nothing.
+            weight: an array [width] of the type of `x`; None to add without norming.
+            eps: added to the mean of squares.
+            out: where `out` goes: an array like `x`, or with `quantize` of float8_e4m3fn; it may be `x` or `residual`.
+                None for a new array.
+            residual_out: where `residual` goes: an array like `x`; it may be `x` or `residual`. None for a new array.
+            scales: where the scales go: an array [..., 1] of float32. None for a new array.
+            quantize: "float8" for a scale of each row, a 448th of the row's greatest magnitude, which is returned in
+                `scales`; an array of one float32 for a given scale of all rows. `out` is then the normed row divided by
+                its scale, and saturates at 448. None to round to the type of `x`.
+            algorithm, cta_policy: as for `all_reduce`. With "one_shot" and "two_shot_packets" the call is one launch;
+                with others an all_reduce, followed by another launch.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, `residual` and `scales`; `out` is None without `weight`, and `scales` without `quantize="float8"`.
+
+        Raises as `all_reduce`, and ArgumentError for an array of another shape or type, for arrays that overlap in
+        part, and for options that contradict each other.
+        """
+        return all_reduce_rms_norm(
+            self._collectives,
+            x,
+            residual,
+            weight,
+            eps,
+            out,
+            residual_out,
+            scales,
+            quantize,
+            algorithm,
+            cta_policy,
+            stream,
+        )
 
     def reduce_scatter(
         self,

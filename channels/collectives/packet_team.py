@@ -14,6 +14,7 @@ from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.arrays.dtypes import DType
+from proxyccl.device.base_runtime import LaunchDefaults
 
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""
@@ -27,6 +28,8 @@ _PAYLOAD_BYTES = 8
 _WARP = 64  # lanes of the widest warp of any target
 _LINE_WARP = 32  # lanes of a warp on the targets that have lines
 _LINE_THREADS, _LINE_UNITS, _UNIT_BYTES = 8, 15, 16  # as in lines.h
+_LINE_KEPT_BYTES = 2 * _UNIT_BYTES  # a thread's two units
+_MOST_KEPT_BYTES = 40 << 10  # every target's blocks have as much dynamic shared memory beside the kernel's own
 _LINE_PACKETS = 2  # packets' room that a thread's part of two lines takes
 
 
@@ -57,6 +60,50 @@ class PacketLaunch(Struct, frozen=True):
     parameter: bytes
 
 
+class RowShape(Struct, frozen=True):
+    """How a row lies in packets, for kernels whose blocks have whole rows (rms_norm.h).
+
+    Attributes:
+        lines: whether the packets are lines.
+        threads: threads of a block, which depend on the row's size alone.
+        share: chunks of a row: payloads of packets, or units of lines.
+        packets: packets that a block has at a time.
+        epochs: how often, for a whole row.
+        kept_bytes: size of a row's packets in a block's shared memory; 0 if there is no room.
+    """
+
+    lines: bool
+    threads: int
+    share: int
+    packets: int
+    epochs: int
+    kept_bytes: int
+
+    @classmethod
+    def of(cls, defaults: LaunchDefaults, row_bytes: int, scratch: PacketScratch | None, *, lines: bool) -> RowShape:
+        """Returns the shape of rows of a size.
+
+        Args:
+            defaults: the runtime's.
+            row_bytes: size of a row, not 0.
+            scratch: the memory through which packets go; None if they go nowhere.
+            lines: whether they are lines.
+        """
+        units = -(-row_bytes // _UNIT_BYTES)
+        if lines:
+            share, multiple, kept = units, _LINE_WARP, _LINE_KEPT_BYTES
+            packets = round_up(-(-units // _LINE_UNITS) * _LINE_THREADS, _LINE_WARP)
+            most = packets if scratch is None else scratch.slot_packets // _LINE_PACKETS // _LINE_WARP * _LINE_WARP
+        else:
+            share = packets = -(-row_bytes // _PAYLOAD_BYTES)
+            multiple, kept, most = 1, _PAYLOAD_BYTES, packets if scratch is None else scratch.slot_packets
+        epochs = -(-packets // most)
+        packets = round_up(-(-packets // epochs), multiple)
+        threads = min(max(defaults.threads, defaults.packet_threads), round_up(units, _WARP))
+        kept_bytes = epochs * packets * kept
+        return cls(lines, threads, share, packets, epochs, kept_bytes if kept_bytes <= _MOST_KEPT_BYTES else 0)
+
+
 class PacketTeam:
     """The state of packet algorithms. All ranks make it together; each must have mapped every other rank's memory.
 
@@ -73,7 +120,7 @@ class PacketTeam:
         moved = defaults.line_move_bytes if whole_lines else defaults.packet_move_bytes
         self.move_bytes = moved // max(1, ranks - 1)
         self._threads = defaults.packet_threads
-        self._max_threads = max(defaults.threads, defaults.packet_threads)
+        self._max_threads, self._defaults = max(defaults.threads, defaults.packet_threads), defaults
         self._ranks = ranks
         blocks = defaults.pair_packet_blocks if ranks == 2 else defaults.packet_blocks
         self.scratch = [PacketScratch(group, blocks, SLOT_PACKETS)]
@@ -115,6 +162,16 @@ class PacketTeam:
         blocks = -(-packets // (epochs * each))
         threads = round_up(-(-each // -(-each // self._max_threads)), _LINE_WARP)
         return PacketLaunch(True, blocks, threads, scratch.parameter(units, epochs, each))
+
+    def row_shape(self, row_bytes: int) -> RowShape:
+        """Returns how rows of a size lie in this team's packets."""
+        return RowShape.of(self._defaults, row_bytes, self.scratch[-1], lines=len(self.scratch) > 1)
+
+    def of_rows(self, shape: RowShape, rows: int, policy: CtaPolicy) -> tuple[int, bytes]:
+        """Returns the blocks and the first parameter of a kernel whose blocks have whole rows, at least one."""
+        scratch = self.scratch[-1]
+        blocks = min(rows, scratch.blocks, self._efficient_blocks if policy == "efficiency" else rows)
+        return blocks, scratch.parameter(shape.share, shape.epochs * -(-rows // blocks), shape.packets)
 
     def close(self) -> None:
         """Frees the memory. Kernels of all ranks must have ended."""

@@ -99,6 +99,7 @@ struct PacketForm {
   using Payload = LL16Packet::Payload;
   using Words = LL16Packet::Words;
   static constexpr uint32_t kAtOnce = 8;
+  static constexpr uint32_t kChunkBytes = sizeof(Payload);
 
   // Calls body(p) for this thread's packets, which are the same in every epoch.
   template <class Body>
@@ -115,6 +116,12 @@ struct PacketForm {
   static PROXYCCL_DEVICE void store(T* array, uint64_t count, uint64_t share, uint32_t number, uint64_t p,
                                     const Payload& payload) {
     if (p < share) storePayload(array, count, number * share + p, PayloadOf<T>::unpack(payload));
+  }
+
+  // Calls body(c, chunk) for each chunk c of packet p's data, with its number in the share.
+  template <class Body>
+  static PROXYCCL_DEVICE void forChunks(uint64_t p, uint64_t share, Body body) {
+    if (p < share) body(0, p);
   }
 
   static PROXYCCL_DEVICE void write(LL16Packet* slot, uint64_t p, const Payload& payload, uint32_t flag) {
@@ -192,9 +199,15 @@ class Lanes {
     }
   }
 
-  // Receives a packet; only for PacketForm.
+  // Receives a packet of one peer.
   PROXYCCL_DEVICE Payload receive(uint32_t peer, uint32_t slot, uint64_t p) const {
-    return readPacket(&slotIn(team_.scratch, slot)[p], flag(), team_.control, peer);
+    typename Form::Words words;
+    Form::wait(team_.control, {PROXYCCL_WAIT_PACKET, peer, PROXYCCL_NO_CHANNEL, flag()}, [&](uint64_t* seen) {
+      words = Form::read(slotIn(team_.scratch, slot), p);
+      *seen = Form::flagOf(words);
+      return Form::carries(words, p, flag());
+    });
+    return Form::payloadOf(words, p);
   }
   // Calls use(rank, payload) for every rank in turn: with `own` for this rank, and with the packet in slot first_slot +
   // rank for every other. Packets of several ranks are loaded at once, because a load takes longer than the wait for

@@ -1,0 +1,35 @@
+// Adds residuals to rows and norms the rows (rms_norm.h), for rows that another launch has reduced.
+#ifndef PROXYCCL_ADD_RMS_NORM_H
+#define PROXYCCL_ADD_RMS_NORM_H
+
+#include "instance.h"
+#include "rms_norm.h"
+
+namespace proxyccl {
+
+template <class Form, class T>
+PROXYCCL_DEVICE void addAndNorm(const Rows<T>& rows) {
+  NormedRow<Form, T> row(rows);
+  for (uint64_t number = blockIdx.x; number < rows.rows; number += gridDim.x) {
+    row.begin(number);
+    row.forEachPacket([&](uint64_t p) { row.take(p, row.load(rows.x, p), row.load(rows.residual, p)); });
+    row.norm();
+  }
+}
+
+template <class T>
+PROXYCCL_DEVICE void add_rms_norm_packets(const Rows<T>& rows) {
+  addAndNorm<PacketForm>(rows);
+}
+template <class T>
+PROXYCCL_DEVICE void add_rms_norm_lines(const Rows<T>& rows) {
+  addAndNorm<LineForm>(rows);
+}
+
+}  // namespace proxyccl
+
+#define PROXYCCL_TYPED_KERNEL(kernel, name, T)                                                                 \
+  PROXYCCL_TEAM_KERNEL name(PROXYCCL_ROWS_PARAMETERS(T)) { ::proxyccl::kernel<T>({PROXYCCL_ROWS_ARGUMENTS}); } \
+  PROXYCCL_EXPORT_KERNEL(name)
+
+#endif
