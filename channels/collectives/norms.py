@@ -12,7 +12,7 @@ from proxyccl.channels.calls._calls import Form
 from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.collectives.collective import Call
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.packet_team import RowShape
+from proxyccl.channels.collectives.packet_team import ALIGNMENT, RowShape
 from proxyccl.channels.collectives.reductions import launchable_of, steps_of_all_reduce
 from proxyccl.channels.collectives.request import Request, request_of
 from proxyccl.channels.collectives.run import issue
@@ -84,12 +84,23 @@ class _Rows(NamedTuple):
             team: the kernel's first parameter, if it communicates.
         """
         kernel = NORM_KERNELS[algorithm]
-        name = f"{kernel.name}_{'lines' if shape.lines else 'packets'}"
+        name = "_".join(
+            (kernel.name, "lines" if shape.lines else "packets", *([str(shape.blocks)] * (shape.blocks > 1)))
+        )
         found = (self.views.get(each) for each in ("residual", "weight", "out", "residual_out", "scales", "quantize"))
         arrays = (x, *(None if view is None else view.ptr for view in found))
-        sizes = (self.rows, self.width, eps, shape.share, shape.packets, shape.epochs, bool(shape.kept_bytes))
+        sizes = (shape.share, shape.row_packets, shape.packets, shape.epochs, shape.keeps)
         shipped = runtime.shipped(kernel.file, name, self.views["x"].dtype.name)
-        return shipped.prepare(blocks, shape.threads, *team, *arrays, *sizes, shared=shape.kept_bytes)
+        arguments = (*team, *arrays, self.rows, self.width, eps, *sizes)
+        return shipped.prepare(blocks, shape.threads, *arguments, shared=shape.shared_bytes)
+
+    @property
+    def whole(self) -> bool:
+        """Whether rows are aligned to ALIGNMENT and multiples of it, as kernels that communicate need them."""
+        aligned = all(
+            view.ptr % ALIGNMENT == 0 for name, view in self.views.items() if name not in ("scales", "quantize")
+        )
+        return aligned and self.width * self.views["x"].dtype.itemsize % ALIGNMENT == 0
 
 
 def all_reduce_rms_norm(
@@ -217,13 +228,14 @@ class _Preparer:
         alone = group.world_size == 1
         chosen = "alone" if alone else collectives.choose("all_reduce", request, dtype, source.nbytes)
         packets = None if alone or chosen == "hierarchical" else collectives.team().packets
-        none = RowShape.of(defaults, row_bytes, None, lines=False)
-        shape = none if packets is None else packets.row_shape(row_bytes)
         if request.algorithm is None and chosen not in ("proxy", "hierarchical"):
             chosen = "one_shot" if chosen == "one_shot" or group.world_size == 2 else "two_shot_packets"
-        if packets is not None and chosen in NORM_KERNELS:
+        if packets is not None and chosen in NORM_KERNELS and rows.whole:
+            shape = packets.row_shape(rows.rows, row_bytes)
             blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
             return rows.launch(runtime, shape, chosen, source.ptr, eps, blocks, team)
+        lines = packets is not None and len(packets.scratch) > 1  # the same order of additions in both kernels
+        shape = RowShape.of(defaults, row_bytes, None, lines=lines)
         blocks = min(rows.rows, _NORMS_AT_ONCE * defaults.blocks)
         if alone:
             return rows.launch(runtime, shape, None, source.ptr, eps, blocks)

@@ -9,10 +9,11 @@ namespace proxyccl {
 
 template <class Form, class T>
 PROXYCCL_DEVICE void addAndNorm(const Rows<T>& rows) {
-  NormedRow<Form, T> row(rows);
-  for (uint64_t number = blockIdx.x; number < rows.rows; number += gridDim.x) {
-    row.begin(number);
-    row.forEachPacket([&](uint64_t p) { row.take(p, row.load(rows.x, p), row.load(rows.residual, p)); });
+  NormedRow<Form, T, false, 1> row(rows);
+  if (rows.weight != nullptr) row.forEachPacket([&](uint32_t epoch, uint32_t p) { row.keepWeights(epoch, p); });
+  for (; row.exists(); row.goOn()) {
+    row.forEachPacket(
+        [&](uint32_t epoch, uint32_t p) { row.take(epoch, p, row.load(epoch, p), row.residual(epoch, p)); });
     row.norm();
   }
 }

@@ -61,7 +61,7 @@ struct LineForm {
     Bytes16 lines[2];
   };
   static constexpr uint32_t kAtOnce = 4;
-  static constexpr uint32_t kChunkBytes = sizeof(Bytes16);
+  using Chunk = Bytes16;
 
   // The number of packets and of threads is a multiple of a warp's, so a warp's threads take the same steps.
   template <class Body>
@@ -84,12 +84,14 @@ struct LineForm {
   }
 
   // Calls body(u, unit) for each unit of packet p that is in the share.
-  template <class Body>
-  static PROXYCCL_DEVICE void forChunks(uint64_t p, uint64_t share, Body body) {
-    const uint64_t unit = p / kThreads * kUnits + p % kThreads;
+  template <class Index, class Body>
+  static PROXYCCL_DEVICE void forChunks(Index p, Index share, Body body) {
+    const Index unit = p / kThreads * kUnits + p % kThreads;
     if (unit < share) body(0, unit);
     if (!hasFlag(p) && unit + kThreads < share) body(1, unit + kThreads);
   }
+  static PROXYCCL_DEVICE Chunk chunkOf(const Payload& payload, uint32_t u) { return payload.units[u]; }
+  static PROXYCCL_DEVICE void setChunk(Payload& payload, uint32_t u, Chunk chunk) { payload.units[u] = chunk; }
 
   static PROXYCCL_DEVICE void write(LL16Packet* slot, uint64_t p, const Payload& payload, uint32_t flag) {
     uint64_t* const words = wordsIn(slot, p);

@@ -77,9 +77,17 @@ class PacketReduction {
     }
   }
   PROXYCCL_DEVICE Payload finish() const {
+    using E = Element<T>;
+    if constexpr (sizeof(T) < sizeof(A) && sizeof(T) == 2) {
+      Words result;
+#pragma unroll
+      for (uint32_t k = 0; k < kCount; k += 2)
+        result.at[k / 2] = E::narrowTwo(finished<T, Op>(sums_[k], ranks_), finished<T, Op>(sums_[k + 1], ranks_));
+      return __builtin_bit_cast(Payload, result);
+    }
     Values result;
 #pragma unroll
-    for (uint32_t k = 0; k < kCount; ++k) result.values[k] = finishReduction<T, Op>(sums_[k], ranks_);
+    for (uint32_t k = 0; k < kCount; ++k) result.values[k] = E::narrow(finished<T, Op>(sums_[k], ranks_));
     return __builtin_bit_cast(Payload, result);
   }
 
@@ -88,6 +96,9 @@ class PacketReduction {
   static constexpr uint32_t kCount = sizeof(Payload) / sizeof(T);
   struct Values {
     T values[kCount];
+  };
+  struct Words {
+    uint32_t at[sizeof(Payload) / sizeof(uint32_t)];
   };
 
   uint32_t ranks_;
@@ -99,7 +110,7 @@ struct PacketForm {
   using Payload = LL16Packet::Payload;
   using Words = LL16Packet::Words;
   static constexpr uint32_t kAtOnce = 8;
-  static constexpr uint32_t kChunkBytes = sizeof(Payload);
+  using Chunk = Payload;
 
   // Calls body(p) for this thread's packets, which are the same in every epoch.
   template <class Body>
@@ -119,10 +130,12 @@ struct PacketForm {
   }
 
   // Calls body(c, chunk) for each chunk c of packet p's data, with its number in the share.
-  template <class Body>
-  static PROXYCCL_DEVICE void forChunks(uint64_t p, uint64_t share, Body body) {
+  template <class Index, class Body>
+  static PROXYCCL_DEVICE void forChunks(Index p, Index share, Body body) {
     if (p < share) body(0, p);
   }
+  static PROXYCCL_DEVICE Chunk chunkOf(const Payload& payload, uint32_t) { return payload; }
+  static PROXYCCL_DEVICE void setChunk(Payload& payload, uint32_t, Chunk chunk) { payload = chunk; }
 
   static PROXYCCL_DEVICE void write(LL16Packet* slot, uint64_t p, const Payload& payload, uint32_t flag) {
     slot[p].write(payload, flag);
