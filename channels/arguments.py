@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from proxyccl.channels.calls._calls import MOST_DIMENSIONS
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, require_room
 from proxyccl.device.arrays.array import Array, ArrayView, as_view
-from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.arrays.libraries import from_torch, libraries
 from proxyccl.device.errors import ArgumentError
 
@@ -83,17 +84,17 @@ def require_writable(view: ArrayView, argument: str) -> None:
         raise ArgumentError(argument, "the array is read-only")
 
 
-def new_like(group: Group, source: ArrayView, shape: tuple[int, ...]) -> Any:
+def new_like(group: Group, source: ArrayView, shape: tuple[int, ...], dtype: DType | None = None) -> Any:
     """Allocates an array for a result: torch's for a torch argument, numpy's for arrays of the host, else one of
-    `empty`.
+    `empty`. The element type is that of `source` unless named.
     """
-    require_room(shape, source.dtype)
-    owner = source.owner
+    made, owner = dtype or source.dtype, source.owner
+    require_room(shape, made)
     if hasattr(owner, "new_empty"):  # a torch tensor
-        return owner.new_empty(shape)
+        return owner.new_empty(shape, dtype=None if dtype is None else getattr(sys.modules["torch"], dtype.name))
     if group.runtime.name == "host" and not isinstance(owner, Array):
-        return np.empty(shape, source.dtype.numpy())
-    return allocate(group, shape, source.dtype)
+        return np.empty(shape, made.numpy())
+    return allocate(group, shape, made)
 
 
 def rows_of_all(group: Group, source: ArrayView) -> tuple[int, ...]:

@@ -8,12 +8,15 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from proxyccl.channels import array_libraries, kernel_languages, proxy_channel, sm_channel
 from proxyccl.channels.collectives.collective import EXECUTE
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.moves import ALL_GATHER, ALL_TO_ALL, BROADCAST
+from proxyccl.channels.collectives.norms import NormedRows, all_reduce_rms_norm
 from proxyccl.channels.collectives.reductions import ALL_REDUCE, REDUCE_SCATTER, reduce
-from proxyccl.channels.collectives.request import CtaPolicy, requested_policy
+from proxyccl.channels.collectives.request import Standing, requested_invariance, requested_policy
 from proxyccl.channels.collectives.run import barrier, run
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.collectives.tensor_calls import TensorCalls
@@ -115,11 +118,16 @@ class Communicator:
             proxy unless a call names an algorithm or another policy. "efficiency" leaves most multiprocessors to the
             program: kernels have few blocks. "default" takes the algorithm that is fastest on an idle device. The same
             on all ranks. None for ``PROXYCCL_CTA_POLICY``, else "default".
+        invariant: whether the bits of each element that `all_reduce`, `reduce` or `reduce_scatter` returns depend only
+            on the ranks' values of this element and on the group, and not on the array's size, the element's place in
+            it, or the algorithm. The library then chooses among algorithms that add in one order, and refuses others.
+            The same on all ranks. None for ``PROXYCCL_INVARIANT``, else False.
         linger: seconds that the process waits at its end, silently, for ranks that have not closed the
             communicator; None for `timeout`, after which a report names the missing ranks.
 
     Raises:
-        ArgumentError: an argument is wrong, or ranks disagree on the runtime, the nodes, the transports or the policy.
+        ArgumentError: an argument is wrong, or ranks disagree on the runtime, the nodes, the transports, the policy or
+            `invariant`.
         RuntimeUnavailableError: the machine does not offer the runtime, no remote transport connects two nodes, or the
             requested node daemon does not run.
         WaitTimeoutError: not all ranks arrived within the time.
@@ -143,6 +151,7 @@ class Communicator:
         rdma: RdmaOptions | None = None,
         fabric: FabricOptions | None = None,
         cta_policy: str | None = None,
+        invariant: bool | None = None,
         linger: float | None = None,
     ) -> None:
         warn_of_unknown()
@@ -152,7 +161,7 @@ class Communicator:
         _require_instance("fabric", fabric, FabricOptions)
         if not isinstance(runtime, str | None) and not hasattr(runtime, "activate"):
             raise ArgumentError("runtime", f"must be a name, a Runtime or None, not {runtime!r}")
-        policy = requested_policy(cta_policy)
+        standing = Standing(requested_policy(cta_policy), requested_invariance(invariant))
         limit_of_environment()  # refuses a wrong value before the ranks meet
         proxy_options = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
         bounded = timeout_from(timeout)
@@ -173,20 +182,20 @@ class Communicator:
             proxy_options=proxy_options,
             linger=linger,
         )
-        self._open(Group(meeting), policy)
+        self._open(Group(meeting), standing)
 
-    def _open(self, group: Group, cta_policy: CtaPolicy | None) -> None:
-        self._take(group, cta_policy)
+    def _open(self, group: Group, standing: Standing) -> None:
+        self._take(group, standing)
         try:
             self._collectives.start()
         except ProxyCCLError:
             self._group.close()
             raise
 
-    def _take(self, group: Group, cta_policy: CtaPolicy | None) -> None:
+    def _take(self, group: Group, standing: Standing) -> None:
         program_end.watch()
         self._group = group
-        self._collectives = Collectives(group, cta_policy)
+        self._collectives = Collectives(group, standing)
         try:
             with group.exchange.telling():
                 group.open(Reporter(group))
@@ -194,7 +203,14 @@ class Communicator:
             group.discard()
             raise
 
-    def split(self, ranks: Sequence[int], *, timeout: float | None = None, bootstrap: Any = None) -> Communicator:
+    def split(
+        self,
+        ranks: Sequence[int],
+        *,
+        timeout: float | None = None,
+        bootstrap: Any = None,
+        invariant: bool | None = None,
+    ) -> Communicator:
         """Returns a communicator of some of the ranks, which call this together; the other ranks need not.
 
         The new communicator shares this one's runtime, process watches and mappings, and needs no bootstrap if the
@@ -209,6 +225,7 @@ class Communicator:
                 Threads that split the same ranks concurrently, or in a different order than on other ranks, need a
                 separate bootstrap for each split. None to meet through this communicator, in one thread of a rank at a
                 time.
+            invariant: as for the constructor, but None for this communicator's.
 
         Raises:
             ArgumentError: the ranks are not different ranks of this communicator, or this rank is not among them; or
@@ -229,8 +246,11 @@ class Communicator:
             if place != (expected := (members.index(self.rank), len(members))):
                 expecting = f"must have the rank and world_size {expected}, as this rank's place in {members}"
                 raise ArgumentError("bootstrap", f"{expecting}, and has {place}")
+        standing = self._collectives.standing
+        if invariant is not None:
+            standing = replace(standing, invariant=requested_invariance(invariant))
         part = object.__new__(Communicator)
-        part._open(self._group.split(members, bounded, bootstrap), self._collectives.cta_policy)
+        part._open(self._group.split(members, bounded, bootstrap), standing)
         return part
 
     def shrink(self, *, exclude: Sequence[int] = (), timeout: float | None = None) -> Communicator:
@@ -273,7 +293,7 @@ class Communicator:
         bounded = self.timeout if timeout is None else timeout_from(timeout)
         shrunk = object.__new__(Communicator)
         try:
-            shrunk._take(self._group.shrink(frozenset(excluded), bounded), self._collectives.cta_policy)
+            shrunk._take(self._group.shrink(frozenset(excluded), bounded), self._collectives.standing)
         except ResourceError as error:  # the others continue without this rank when they notice that it has left
             self._group.failure.abort(f"shrink: {error}")
             self._group.close()
@@ -311,7 +331,7 @@ class Communicator:
         bounded = self.timeout if timeout is None else timeout_from(timeout)
         joined, made_here = as_bootstrap(bootstrap)
         grown = object.__new__(Communicator)
-        grown._open(self._group.grow(joined, bounded, owns_bootstrap=made_here), self._collectives.cta_policy)
+        grown._open(self._group.grow(joined, bounded, owns_bootstrap=made_here), self._collectives.standing)
         grown._group.symmetric.inherit(self._group.symmetric)
         return grown
 
@@ -655,6 +675,66 @@ class Communicator:
             CommunicatorError: a peer failed; see its subclasses.
         """
         return run(self._collectives, ALL_REDUCE, x, out, op, None, algorithm, cta_policy, symmetric, stream)
+
+    def all_reduce_rms_norm(
+        self,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        eps: float,
+        *,
+        out: Any = None,
+        residual_out: Any = None,
+        scales: Any = None,
+        quantize: Any = None,
+        algorithm: str | None = None,
+        cta_policy: str | None = None,
+        stream: StreamLike = None,
+    ) -> NormedRows:
+        """Adds the ranks' rows and a residual, and norms each row: RMSNorm, as between the layers of a decoder. All
+        ranks call this together, with the same residual and weight.
+
+        The result `residual` is the sum of the ranks' `x`, with the bits of `all_reduce`, plus `residual`, rounded to
+        the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) * weight``, where the mean is
+        that of a row, computed in float32 and rounded once. Its bits do not depend on the other rows. Within a node,
+        the call is one launch.
+
+        Args:
+            x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of the same shape on all ranks.
+            residual: an array like `x`; None to add nothing.
+            weight: an array [width] of the type of `x`; None to add without norming.
+            eps: added to the mean of squares.
+            out: where `out` goes: an array like `x`, or with `quantize` of float8_e4m3fn; it may be `x` or `residual`.
+                None for a new array.
+            residual_out: where `residual` goes: an array like `x`; it may be `x` or `residual`. None for a new array.
+            scales: where the scales go: an array [..., 1] of float32. None for a new array.
+            quantize: "float8" for a scale of each row, a 448th of the row's greatest magnitude, which is returned in
+                `scales`; an array of one float32 for a given scale of all rows. `out` is then the normed row divided by
+                its scale, and saturates at 448. None to round to the type of `x`.
+            algorithm, cta_policy: as for `all_reduce`. With "one_shot" and "two_shot_packets" the call is one launch;
+                with others an all_reduce, followed by another launch.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, `residual` and `scales`; `out` is None without `weight`, and `scales` without `quantize="float8"`.
+
+        Raises as `all_reduce`, and ArgumentError for an array of another shape or type, for arrays that overlap in
+        part, and for options that contradict each other.
+        """
+        return all_reduce_rms_norm(
+            self._collectives,
+            x,
+            residual,
+            weight,
+            eps,
+            out,
+            residual_out,
+            scales,
+            quantize,
+            algorithm,
+            cta_policy,
+            stream,
+        )
 
     def reduce_scatter(
         self,

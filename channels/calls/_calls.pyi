@@ -55,9 +55,10 @@ class Calls:
     """The calls of one group.
 
     A call's form is found by its options and by the kinds of its arrays: type, element type, shape, alignment, whether
-    the array is read-only, how peers reach the array, and how the two arrays overlap. If no form is kept, the first
+    the array is read-only, how peers reach the array, and how each two arrays overlap. If no form is kept, the first
     option is called as ``prepare(x, out, options, reached, logged)`` and returns the `Form`: `reached` tells whether
-    kernels of all ranks reach `out`, and `logged` whether an earlier `prepare` of this call has logged the call.
+    kernels of all ranks reach the array `out`, and `logged` whether an earlier `prepare` of this call has logged the
+    call.
 
     Args:
         arrays: the types `Array` and `ArrayView`; a dict from each type of torch's tensors that have their own memory
@@ -98,7 +99,8 @@ class Calls:
         """Makes a call.
 
         Args:
-            x, out: the call's arrays, which may be the same object; an empty tuple for a missing array.
+            x, out: the call's arrays, which may be the same object; a tuple for several arrays or for none, at most
+                eight in all.
             options: at most ten. Texts, integers and tuples are compared by value, other objects by identity.
             stream: None for the default stream.
 

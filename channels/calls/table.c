@@ -16,31 +16,36 @@
 #include "stream_order.h"
 
 enum { LEAST_LENT_BYTES = 1 << 20, MOST_NOTES = 256, MOST_WANTED = 16 };
-enum { CHAINS = 512, MOST_FORMS = 2048, MOST_OPTIONS = 10, MOST_ARRAYS = 2 };
+enum { CHAINS = 512, MOST_FORMS = 2048, MOST_OPTIONS = 10, MOST_ARRAYS = 8 };
 
-/* How the arrays of a call overlap: not at all, with a common beginning, with the smaller array as this rank's share of
+/* How two arrays of a call overlap: not at all, with a common beginning, with the smaller array as this rank's share of
  * the larger, or in a way that no call allows. */
 typedef enum { APART, TOGETHER, SHARE, OVERLAPPING } Relation;
+enum { RELATION_BITS = 2 };
 
 typedef struct Signature {
   PyObject* options; /* a tuple */
   size_t count;      /* of arrays */
   const GivenArray* arrays;
-  Relation relation;
+  uint64_t relations; /* of all pairs of arrays, RELATION_BITS each */
   uint64_t hash;
 } Signature;
+
+typedef struct KeptArray {
+  ArrayKind kind;
+  uintptr_t at;
+} KeptArray;
 
 /* A kept form, linked in the chain of its hash and in the order of use. */
 typedef struct Entry {
   struct Entry *next, *older, *newer;
   uint64_t hash;
   PyObject* options;
-  size_t count;
-  ArrayKind kinds[MOST_ARRAYS];
-  Relation relation;
-  int by_address; /* 1: the form is bound to these addresses */
-  uintptr_t at[MOST_ARRAYS];
+  uint64_t relations;
+  int by_address; /* 1: the form is bound to the arrays' addresses */
   CallForm* form; /* NULL: forms with this signature are bound, and kept by address */
+  size_t count;
+  KeptArray arrays[];
 } Entry;
 
 /* An array of a call that peers do not reach, although the call would access it directly. */
@@ -110,7 +115,7 @@ static uint64_t mix(uint64_t hash, uint64_t word) {
 }
 
 static uint64_t hash_of(const Signature* signature) {
-  uint64_t hash = signature->relation;
+  uint64_t hash = signature->relations;
   for (Py_ssize_t i = 0; i < PyTuple_Size(signature->options); ++i)
     hash = mix(hash, hash_of_option(PyTuple_GetItem(signature->options, i)));
   for (size_t i = 0; i < signature->count; ++i) {
@@ -130,12 +135,12 @@ static uint64_t hash_with_addresses(const Signature* signature) {
 }
 
 static int is_of(const Entry* entry, const Signature* signature, int by_address) {
-  if (entry->by_address != by_address || entry->count != signature->count || entry->relation != signature->relation)
+  if (entry->by_address != by_address || entry->count != signature->count || entry->relations != signature->relations)
     return 0;
   for (size_t i = 0; i < entry->count; ++i) {
     const GivenArray* array = &signature->arrays[i];
-    if (memcmp(&entry->kinds[i], &array->kind, sizeof(ArrayKind)) != 0) return 0;
-    if (by_address && entry->at[i] != array->at) return 0;
+    if (memcmp(&entry->arrays[i].kind, &array->kind, sizeof(ArrayKind)) != 0) return 0;
+    if (by_address && entry->arrays[i].at != array->at) return 0;
   }
   const Py_ssize_t options = PyTuple_Size(signature->options);
   if (PyTuple_Size(entry->options) != options) return 0;
@@ -191,24 +196,24 @@ static void drop(Calls* self, Entry* entry) {
   leave_order(self, entry);
   self->count -= 1;
   Py_DECREF(entry->options);
-  for (size_t i = 0; i < entry->count; ++i) proxyccl_drop_kind(&entry->kinds[i]);
+  for (size_t i = 0; i < entry->count; ++i) proxyccl_drop_kind(&entry->arrays[i].kind);
   Py_XDECREF((PyObject*)entry->form);
   PyMem_Free(entry);
 }
 
 /* Adds an entry, which takes its own references. Returns 0, or -1 with an exception. */
 static int add(Calls* self, const Signature* signature, CallForm* form, int by_address) {
-  Entry* entry = PyMem_Calloc(1, sizeof *entry);
+  Entry* entry = PyMem_Calloc(1, sizeof *entry + signature->count * sizeof *entry->arrays);
   if (entry == NULL) {
     PyErr_NoMemory();
     return -1;
   }
   entry->hash = by_address ? hash_with_addresses(signature) : signature->hash;
   entry->options = Py_NewRef(signature->options);
-  entry->count = signature->count, entry->relation = signature->relation, entry->by_address = by_address;
+  entry->count = signature->count, entry->relations = signature->relations, entry->by_address = by_address;
   for (size_t i = 0; i < signature->count; ++i) {
     const GivenArray* array = &signature->arrays[i];
-    entry->kinds[i] = array->kind, entry->at[i] = array->at;
+    entry->arrays[i] = (KeptArray){array->kind, array->at};
     proxyccl_keep_kind(&array->kind);
   }
   entry->form = (CallForm*)Py_XNewRef((PyObject*)form);
@@ -239,7 +244,7 @@ static void drop_all(Calls* self) {
 
 static int touches(const Entry* entry, uintptr_t start, uintptr_t end) {
   for (size_t i = 0; entry->by_address && i < entry->count; ++i)
-    if (start <= entry->at[i] && entry->at[i] < end) return 1;
+    if (start <= entry->arrays[i].at && entry->arrays[i].at < end) return 1;
   for (size_t i = 0; entry->form != NULL && i < entry->form->range_count; ++i)
     if (entry->form->ranges[i].start < end && start < entry->form->ranges[i].end) return 1;
   return 0;
@@ -411,22 +416,41 @@ static int find_and_issue(Calls* self, Making* call) {
   return proxyccl_leave_lock(self->release, 1);
 }
 
-/* Reads the arrays. Returns 1; 0 if an array can't be read, or -1 with an exception of the program's. */
-static int read_arrays(const Calls* self, Making* call) {
-  PyObject* const given[] = {call->x, call->out};
+/* Reads an array, or the arrays of a tuple. Returns as `read_arrays`. */
+static int read_given(const Calls* self, Making* call, PyObject* given) {
   Signature* signature = &call->signature;
-  for (int i = 0; i < MOST_ARRAYS; ++i) {
-    if (PyTuple_Check(given[i])) continue; /* no array */
-    if (i > 0 && given[i] == given[0]) {   /* one array, read once */
-      signature->relation = TOGETHER;
-      continue;
-    }
-    const int read = proxyccl_read_array(&self->types, given[i], &call->arrays[signature->count]);
+  const int is_tuple = PyTuple_Check(given);
+  const Py_ssize_t count = is_tuple ? PyTuple_Size(given) : 1;
+  if (signature->count + (size_t)count > MOST_ARRAYS) {
+    PyErr_Format(PyExc_TypeError, "expected at most %d arrays", MOST_ARRAYS);
+    return -1;
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* array = is_tuple ? PyTuple_GetItem(given, i) : given;
+    const int read = proxyccl_read_array(&self->types, array, &call->arrays[signature->count]);
     if (read <= 0) return read;
     signature->count += 1;
   }
-  if (signature->count == 2) signature->relation = relation_of(&call->arrays[0], &call->arrays[1], self->rank);
   return 1;
+}
+
+/* Reads the arrays. Returns 1; 0 if an array can't be read, or -1 with an exception of the program's. */
+static int read_arrays(const Calls* self, Making* call) {
+  Signature* signature = &call->signature;
+  const int read = read_given(self, call, call->x);
+  if (read <= 0) return read;
+  if (call->out == call->x && !PyTuple_Check(call->x)) { /* one array, read once */
+    signature->relations = TOGETHER;
+    return 1;
+  }
+  const int read_out = read_given(self, call, call->out);
+  for (size_t i = 0; read_out > 0 && i < signature->count; ++i)
+    for (size_t k = i + 1; k < signature->count; ++k) {
+      const Relation relation = relation_of(&call->arrays[i], &call->arrays[k], self->rank);
+      signature->relations = signature->relations << RELATION_BITS | relation;
+      if (relation == OVERLAPPING) call->kept_alone = 0; /* Python refuses the call */
+    }
+  return read_out;
 }
 
 static int make_call(Calls* self, Making* call) {
@@ -441,7 +465,6 @@ static int make_call(Calls* self, Making* call) {
   call->signature = (Signature){.options = call->options, .arrays = call->arrays};
   const int read = read_arrays(self, call);
   int made = read;
-  if (read > 0 && call->signature.relation == OVERLAPPING) call->kept_alone = 0; /* Python refuses it */
   if (read > 0) made = find_and_issue(self, call);
   for (size_t i = 0; i < call->signature.count; ++i) proxyccl_release_array(&call->arrays[i]);
   return made;
@@ -624,7 +647,7 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
   for (const Entry* entry = self->oldest; entry != NULL; entry = entry->newer) {
     Py_VISIT(entry->options);
     for (size_t i = 0; i < entry->count; ++i) {
-      PROXYCCL_VISIT_KIND(entry->kinds[i])
+      PROXYCCL_VISIT_KIND(entry->arrays[i].kind)
     }
     Py_VISIT((PyObject*)entry->form);
   }

@@ -11,13 +11,15 @@ from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.by_proxy import ByProxy
 from proxyccl.channels.collectives.flows import Flows
 from proxyccl.channels.collectives.packet_team import MAX_RANKS, carries_whole_lines
-from proxyccl.channels.collectives.request import CtaPolicy, Request
+from proxyccl.channels.collectives.request import Request, Standing
 from proxyccl.channels.collectives.selection import (
     ALGORITHMS_BY_COLLECTIVE,
     PACKET_ALGORITHMS,
     Selector,
     default_selector,
+    invariant_algorithms,
     proxied_kernel_bytes,
+    sending_no_sums,
 )
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.execution_plans.executor import ExecutionPlans
@@ -35,13 +37,13 @@ class _Start(Message, frozen=True):
     """A rank's message to the others before the first collective.
 
     Attributes:
-        cta_policy: the rank's standing policy, if the program named one.
+        standing: the rank's settings for all calls.
         reaches_all: whether its kernels reach all ranks' memory.
         whole_lines: whether its links carry lines of 128 bytes in one piece.
         tables: rank 0's measured tables, if it has any.
     """
 
-    cta_policy: CtaPolicy | None
+    standing: Standing
     reaches_all: bool
     whole_lines: bool
     tables: tuple[tuned.TableOfCase, ...] = ()
@@ -57,8 +59,7 @@ class Collectives:
 
     Args:
         group: the ranks.
-        cta_policy: the policy of calls that name neither a policy nor an algorithm; the same on all ranks. None if the
-            program named none.
+        standing: the settings for all calls.
 
     Attributes:
         group: the ranks.
@@ -67,18 +68,18 @@ class Collectives:
         on_host: whether the runtime is the host's.
         preparing: by collective, the function that prepares its forms.
         call: makes a call: see `Calls` (_calls.pyi).
-        cta_policy: the argument.
+        standing: the argument.
         made_by_proxy, made_flows: the results of `by_proxy` and `flows`; None until the ranks have made them.
     """
 
-    def __init__(self, group: Group, cta_policy: CtaPolicy | None = None) -> None:
+    def __init__(self, group: Group, standing: Standing) -> None:
         self.group = group
         self.on_host = group.runtime.name == "host"
         self._calls = group.launches.calls
         self.call = self._calls.call
         self.preparing: dict[Any, Callable[..., Form]] = {}
         self.execution_plans = ExecutionPlans(group, self._calls.clear)
-        self.cta_policy = cta_policy
+        self.standing = standing
         self._team: Team | None = None
         self._levels: tuple[Team, Team] | None = None
         self.made_by_proxy: ByProxy | None = None
@@ -91,24 +92,24 @@ class Collectives:
         group.keep(self)
 
     def start(self) -> None:
-        """Compares the ranks' policies and links, and adopts rank 0's measured tables if it has any. All ranks call
+        """Compares the ranks' settings and links, and adopts rank 0's measured tables if it has any. All ranks call
         this together.
 
         Raises:
-            ArgumentError: the policies differ.
+            ArgumentError: the settings differ.
         """
         found = tuned.load(self.group) if self.group.rank == 0 else None
         reaches_all = self.group.topology.all_accessible()
         whole_lines = reaches_all and carries_whole_lines(self.group)
-        own = _Start(self.cta_policy, reaches_all, whole_lines, () if found is None else tuned.rows_of(found))
+        own = _Start(self.standing, reaches_all, whole_lines, () if found is None else tuned.rows_of(found))
         starts = self.group.exchange.all_gather(own, _START, "collectives")
         for rank, other in enumerate(starts):
-            if other.cta_policy != starts[0].cta_policy:
-                first, others = (
-                    "none" if each.cta_policy is None else repr(each.cta_policy) for each in (starts[0], other)
-                )
-                policies = f"rank 0 has {first}, rank {rank} {others}"
-                raise ArgumentError("cta_policy", f"must be the same on all ranks; {policies}")
+            for name in Standing.__struct_fields__:
+                first, its = getattr(starts[0].standing, name), getattr(other.standing, name)
+                if its != first:
+                    raise ArgumentError(
+                        name, f"must be the same on all ranks; rank 0 has {first!r}, rank {rank} {its!r}"
+                    )
         self._all_mapped = Team.all_mapped_of(self.group.world_size, [start.reaches_all for start in starts])
         self._whole_lines = all(start.whole_lines for start in starts)
         self._selector = self.defaults = default_selector(self.group, lines=self._whole_lines)
@@ -165,7 +166,15 @@ class Collectives:
         return self._wide_parts
 
     def algorithms(self, collective: str = "all_reduce") -> tuple[str, ...]:
-        """The algorithms of a collective that work between these ranks."""
+        """The algorithms of a collective that work between these ranks; if the communicator is invariant, those of one
+        order of additions.
+        """
+        names = self._working(collective)
+        if collective == "all_reduce" and self.standing.invariant:
+            return invariant_algorithms(names, self.group.world_size)
+        return names
+
+    def _working(self, collective: str) -> tuple[str, ...]:
         works = {"kernels": self._kernels_reach_all(), "hierarchical": self.group.topology.has_levels()}
         packets = self._all_mapped and self.group.world_size <= MAX_RANKS
         works.update(dict.fromkeys(PACKET_ALGORITHMS, packets))
@@ -212,23 +221,25 @@ class Collectives:
             nbytes: size of the larger of a rank's input and output.
 
         Raises:
-            ArgumentError: the callers name an algorithm that does not work between these ranks.
+            ArgumentError: the callers name an algorithm that does not work between these ranks, or one that an
+                invariant communicator does not use; or they name the policy "zero", and it does not use "proxy".
         """
-        if request.algorithm is not None:
-            works = self.algorithms(collective)
-            if request.algorithm not in works:
-                needs = _NEEDS.get(request.algorithm, "every rank's memory mapped, and some is not")
-                raise ArgumentError(
-                    "algorithm", f"{request.algorithm} needs {needs}; expected one of {', '.join(works)}"
-                )
-            return request.algorithm
-        if request.cta_policy == "zero":
-            return "proxy"
+        named = "proxy" if request.cta_policy == "zero" and request.algorithm is None else request.algorithm
+        works = self.algorithms(collective)
+        if named is not None:
+            if named not in works:
+                needs = _NEEDS.get(named, "every rank's memory mapped, and some is not")
+                if named in self._working(collective):
+                    needs = "invariant=False, because its order of additions differs from the communicator's"
+                raise ArgumentError("algorithm", f"{named} needs {needs}; expected one of {', '.join(works)}")
+            return named
         chosen = self._selector.choose(collective, dtype, nbytes, symmetric=request.symmetric)
         if isinstance(chosen, ExecutionPlan):  # the plan can't execute this call
             chosen = self.defaults.choose(collective, dtype, nbytes, symmetric=request.symmetric)
         assert isinstance(chosen, str)
-        return chosen
+        if not self.standing.invariant or chosen in works:
+            return chosen
+        return works[0] if works == ("hierarchical",) else sending_no_sums(chosen, self.group.world_size)
 
     def execution_plan(
         self, collective: str, request: Request, source: ArrayView, target: ArrayView, op: str | None = None
@@ -249,6 +260,12 @@ class Collectives:
             return None
         return chosen
 
+    def refuse_plan_that_adds(self, plan: ExecutionPlan, argument: str) -> None:
+        """Raises ArgumentError, which names the argument, for a plan that reduces, if the communicator is invariant."""
+        if self.standing.invariant and plan.reduces:
+            reason = "an invariant communicator expected the library's algorithms, because a plan has its own order"
+            raise ArgumentError(argument, f"{plan!r} reduces; {reason} of additions")
+
     def goes_by_schedule(self, algorithm: str) -> bool:
         """Whether the proxies run a call without a kernel: if the callers ask for that, or if a peer is not mapped and
         kernels don't move data through the proxy.
@@ -264,7 +281,7 @@ class Collectives:
         """The tables that choose each call's algorithm; the same on all ranks.
 
         Setting it raises ArgumentError for anything but a `Selector`, and for a selector with an execution plan that
-        these ranks can't execute.
+        these ranks can't execute, or that reduces if this communicator is invariant.
         """
         return self._selector
 
@@ -274,6 +291,7 @@ class Collectives:
             raise ArgumentError("selector", f"must be a Selector, not {type(selector).__name__}")
         for plan in selector.plans:
             self.execution_plans.require_executable(plan)
+            self.refuse_plan_that_adds(plan, "selector")
         self._selector = selector
         self._calls.clear()  # calls prepared by size hold the old choice
 

@@ -14,6 +14,7 @@ from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.arrays.dtypes import DType
+from proxyccl.device.base_runtime import LaunchDefaults
 
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""
@@ -26,7 +27,10 @@ PACKET_BYTES = 16
 _PAYLOAD_BYTES = 8
 _WARP = 64  # lanes of the widest warp of any target
 _LINE_WARP = 32  # lanes of a warp on the targets that have lines
-_LINE_THREADS, _LINE_UNITS, _UNIT_BYTES = 8, 15, 16  # as in lines.h
+_LINE_THREADS, _LINE_UNITS = 8, 15  # as in lines.h
+ALIGNMENT = 16
+"""Bytes of a unit of lines, and of the widest access."""
+_MOST_SHARED_BYTES = 46 << 10  # every target's blocks have as much beside the kernel's own
 _LINE_PACKETS = 2  # packets' room that a thread's part of two lines takes
 
 
@@ -57,6 +61,63 @@ class PacketLaunch(Struct, frozen=True):
     parameter: bytes
 
 
+class RowShape(Struct, frozen=True):
+    """How a row lies in packets, for kernels whose blocks have rows (rms_norm.h).
+
+    Attributes:
+        lines: whether the packets are lines.
+        blocks: blocks that share a row.
+        threads: threads of a block.
+        share: chunks of a row: payloads of packets, or units of lines.
+        row_packets: packets of a row.
+        packets: packets that a block has at a time.
+        epochs: how often, for its part of a row.
+        keeps: which of a block's data is in shared memory, for the kernel: 0 none, 1 sums, 2 sums and weights.
+        shared_bytes: size of a block's dynamic shared memory.
+    """
+
+    lines: bool
+    blocks: int
+    threads: int
+    share: int
+    row_packets: int
+    packets: int
+    epochs: int
+    keeps: int
+    shared_bytes: int
+
+    @classmethod
+    def of(
+        cls, defaults: LaunchDefaults, row_bytes: int, scratch: PacketScratch | None, *, lines: bool, blocks: int = 1
+    ) -> RowShape:
+        """Returns the shape of rows of a size.
+
+        Args:
+            defaults: the runtime's.
+            row_bytes: size of a row, not 0.
+            scratch: the memory through which packets go; None if they go nowhere.
+            lines: whether they are lines.
+            blocks: blocks that share a row.
+        """
+        if lines:
+            share, group, kept = -(-row_bytes // ALIGNMENT), _LINE_WARP, 2 * ALIGNMENT
+            row_packets, room = -(-share // _LINE_UNITS) * _LINE_THREADS, _LINE_PACKETS
+        else:
+            share, group, kept = -(-row_bytes // _PAYLOAD_BYTES), _WARP, _PAYLOAD_BYTES
+            row_packets, room = share, 1
+        of_block = round_up(-(-row_packets // blocks), group)
+        most = of_block if scratch is None else scratch.slot_packets // room // group * group
+        epochs = -(-of_block // most)
+        packets = round_up(-(-of_block // epochs), group)
+        numbers = 4 * ALIGNMENT // 4 * -(-row_packets // _LINE_WARP)  # four floats for each group
+        keeps = (
+            min(2, (_MOST_SHARED_BYTES - numbers) // (epochs * packets * kept)) if numbers < _MOST_SHARED_BYTES else 0
+        )
+        threads = min(max(defaults.threads, defaults.packet_threads), round_up(packets, _WARP))
+        shared_bytes = numbers + keeps * epochs * packets * kept
+        return cls(lines, blocks, threads, share, row_packets, packets, epochs, keeps, shared_bytes)
+
+
 class PacketTeam:
     """The state of packet algorithms. All ranks make it together; each must have mapped every other rank's memory.
 
@@ -73,7 +134,7 @@ class PacketTeam:
         moved = defaults.line_move_bytes if whole_lines else defaults.packet_move_bytes
         self.move_bytes = moved // max(1, ranks - 1)
         self._threads = defaults.packet_threads
-        self._max_threads = max(defaults.threads, defaults.packet_threads)
+        self._max_threads, self._defaults = max(defaults.threads, defaults.packet_threads), defaults
         self._ranks = ranks
         blocks = defaults.pair_packet_blocks if ranks == 2 else defaults.packet_blocks
         self.scratch = [PacketScratch(group, blocks, SLOT_PACKETS)]
@@ -106,7 +167,7 @@ class PacketTeam:
         return PacketLaunch(False, blocks, threads, scratch.parameter(payloads, epochs, each))
 
     def _lines(self, share: int, most_blocks: int) -> PacketLaunch:
-        units = -(-share // _UNIT_BYTES)
+        units = -(-share // ALIGNMENT)
         packets = -(-units // _LINE_UNITS) * _LINE_THREADS
         scratch = self.scratch[1]
         share_of_block = round_up(-(-packets // most_blocks), _LINE_WARP)
@@ -115,6 +176,24 @@ class PacketTeam:
         blocks = -(-packets // (epochs * each))
         threads = round_up(-(-each // -(-each // self._max_threads)), _LINE_WARP)
         return PacketLaunch(True, blocks, threads, scratch.parameter(units, epochs, each))
+
+    def row_shape(self, rows: int, row_bytes: int) -> RowShape:
+        """Returns how rows of a size lie in this team's packets. Few rows are shared by more blocks, which then have
+        less to compute.
+        """
+        lines, blocks = len(self.scratch) > 1, 1
+        while lines and 2 * blocks <= self._defaults.row_blocks and 2 * blocks * rows <= self.scratch[1].blocks:
+            blocks *= 2
+        return RowShape.of(self._defaults, row_bytes, self.scratch[-1], lines=lines, blocks=blocks)
+
+    def of_rows(self, shape: RowShape, rows: int, policy: CtaPolicy) -> tuple[int, bytes]:
+        """Returns the blocks and the first parameter of a kernel whose blocks have rows, at least one."""
+        scratch = self.scratch[-1]
+        most = min(scratch.blocks, self._efficient_blocks) if policy == "efficiency" else scratch.blocks
+        together = min(rows, most // shape.blocks)
+        return together * shape.blocks, scratch.parameter(
+            shape.share, shape.epochs * -(-rows // together), shape.packets
+        )
 
     def close(self) -> None:
         """Frees the memory. Kernels of all ranks must have ended."""

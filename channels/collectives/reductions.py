@@ -33,6 +33,7 @@ from proxyccl.device.arrays.dtypes import DTYPES
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import StreamOperations
+from proxyccl.proxy.schedule import Schedule
 
 _BetweenStep = TypeVar("_BetweenStep")
 _MOST_SCHEDULED_RANKS = 128
@@ -45,32 +46,47 @@ class _AllReduce(Collective):
     reduces = in_place = True
 
     def launch(self, collectives: Collectives, call: Call) -> Launchable:
-        group, source, target, op = collectives.group, call.source, call.target, call.op
-        assert op is not None
-        policy = call.request.cta_policy
-        chosen = collectives.choose(self.table, call.request, source.dtype, call.nbytes)
-        if chosen == "hierarchical":
-            return _prepare_hierarchy(collectives, source, target, op, policy)
-        team = collectives.team()
-        if chosen in PACKET_ALGORITHMS and team.packets is None:
-            chosen = "two_shot"
-        if chosen in ("two_shot", "proxy") and collectives.goes_by_schedule(chosen):
-            by_proxy, ranks = collectives.by_proxy(), range(group.world_size)
-            return by_proxy.rings.prepare(all_reduce_steps(by_proxy, source, target, op, ranks, len(ranks)))
-        if chosen == "two_shot":
-            return _prepare_two_shot(group, team, source, target, op, policy, reached=call.reached)
-        kernel, arrays = ALL_REDUCE_KERNELS[chosen], (source.ptr, target.ptr, source.size)
-        if chosen in PACKET_ALGORITHMS and team.packets is not None:
-            launch = team.packets.launch(chosen, source.dtype, source.size, policy)
-            kernel = LINE_KERNELS[chosen] if launch.lines else kernel
-            shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
-            return shipped.prepare(launch.blocks, launch.threads, launch.parameter, *arrays)
-        shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
-        return shipped.prepare(team.grid(source.nbytes, policy), team.threads, team.parameter(), *arrays)
+        chosen = collectives.choose(self.table, call.request, call.source.dtype, call.nbytes)
+        return launchable_of(collectives, steps_of_all_reduce(collectives, call, chosen))
 
 
 ALL_REDUCE = _AllReduce()
 """See `Communicator.all_reduce`."""
+
+
+def steps_of_all_reduce(collectives: Collectives, call: Call, chosen: str) -> Sequence[Step]:
+    """Returns a stream's steps of an all_reduce by the algorithm that was chosen."""
+    group, source, target, op = collectives.group, call.source, call.target, call.op
+    assert op is not None
+    policy = call.request.cta_policy
+    if chosen == "hierarchical":
+        return _steps_of_hierarchy(collectives, source, target, op, policy)
+    team = collectives.team()
+    if chosen in PACKET_ALGORITHMS and team.packets is None:
+        chosen = "two_shot"
+    if chosen in ("two_shot", "proxy") and collectives.goes_by_schedule(chosen):
+        by_proxy, ranks = collectives.by_proxy(), range(group.world_size)
+        return all_reduce_steps(by_proxy, source, target, op, ranks, len(ranks))
+    if chosen == "two_shot":
+        return [_prepare_two_shot(group, team, source, target, op, policy, reached=call.reached)]
+    kernel, arrays = ALL_REDUCE_KERNELS[chosen], (source.ptr, target.ptr, source.size)
+    if chosen in PACKET_ALGORITHMS and team.packets is not None:
+        launch = team.packets.launch(chosen, source.dtype, source.size, policy)
+        kernel = LINE_KERNELS[chosen] if launch.lines else kernel
+        shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
+        return [shipped.prepare(launch.blocks, launch.threads, launch.parameter, *arrays)]
+    shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
+    return [shipped.prepare(team.grid(source.nbytes, policy), team.threads, team.parameter(), *arrays)]
+
+
+def launchable_of(collectives: Collectives, steps: Sequence[Step]) -> Launchable:
+    """Returns what makes a call of these steps."""
+    if len(steps) == 1 and isinstance(steps[0], Launch):
+        return steps[0]
+    operations = [step for step in steps if not isinstance(step, Schedule)]
+    if len(operations) < len(steps):
+        return collectives.by_proxy().rings.prepare(steps)
+    return StreamOperations(collectives.group.runtime, operations)
 
 
 def _prepare_two_shot(
@@ -107,9 +123,9 @@ def _part(view: ArrayView, first: int, count: int) -> ArrayView:
     return ArrayView(ptr, (count,), view.dtype, view.device, view.writable, view.owner)
 
 
-def _prepare_hierarchy(
+def _steps_of_hierarchy(
     collectives: Collectives, source: ArrayView, target: ArrayView, op: str, policy: CtaPolicy
-) -> Launchable:
+) -> Sequence[Step]:
     group, topology, dtype = collectives.group, collectives.group.topology, source.dtype
     # A node's sum or product of float16 may be outside its range although the whole is not. An average's parts are
     # averages where a sum may not fit, and bfloat16 has float32's range.
@@ -128,7 +144,7 @@ def _prepare_hierarchy(
             return nbytes <= by_proxy.memories.pinned_bytes
 
         by_schedule = _Levels[Step](collectives, partial, policy, is_short, reduce_rails, reduce_rails)
-        return by_proxy.rings.prepare(by_schedule.steps(source, target, wide=wide))
+        return by_schedule.steps(source, target, wide=wide)
     _, across = collectives.levels()
 
     def reduce_whole(part: ArrayView) -> Sequence[Launch]:
@@ -138,7 +154,7 @@ def _prepare_hierarchy(
         return [_prepare_two_shot(group, across, part, part, op, policy, divisor=divisor)]
 
     levels = _Levels[Launch](collectives, partial, policy, across.takes_one_crossing, reduce_whole, reduce_share)
-    return StreamOperations(group.runtime, levels.steps(source, target, wide=wide))
+    return levels.steps(source, target, wide=wide)
 
 
 def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:

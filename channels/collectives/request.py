@@ -8,7 +8,9 @@ from typing import Literal, NamedTuple
 from proxyccl.channels.collectives.selection import ALGORITHMS_BY_COLLECTIVE, require_algorithm
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.segment.calls import ANY_ALGORITHM, register_names
+from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy.codec import Message
 
 CtaPolicy = Literal["default", "efficiency", "zero"]
 """How many multiprocessors (of NCCL's blocks, the CTAs) a collective may occupy: as many as are fastest; few, with
@@ -38,6 +40,18 @@ class Request(NamedTuple):
     symmetric: bool = False
 
 
+class Standing(Message, frozen=True):
+    """A communicator's settings for all of its calls; the same on all ranks.
+
+    Attributes:
+        cta_policy: the policy of calls that name neither a policy nor an algorithm; None if the program named none.
+        invariant: whether a reduction's bits must depend only on the ranks' values of an element.
+    """
+
+    cta_policy: CtaPolicy | None = None
+    invariant: bool = False
+
+
 def request_for(plan: ExecutionPlan) -> Request:
     return Request(plan.call_name, plan.call_name)
 
@@ -52,6 +66,20 @@ def requested_policy(argument: str | None) -> CtaPolicy | None:
     if argument is None:
         argument, name = os.environ.get("PROXYCCL_CTA_POLICY") or None, "PROXYCCL_CTA_POLICY"
     return None if argument is None else _policy(name, argument)
+
+
+def requested_invariance(argument: bool | None) -> bool:
+    """Returns whether the caller or ``PROXYCCL_INVARIANT`` asks for invariant reductions.
+
+    Raises:
+        ArgumentError: the argument is neither true nor false, or the variable neither 0 nor 1.
+    """
+    if argument is not None:
+        return as_flag(argument, "invariant")
+    text = os.environ.get("PROXYCCL_INVARIANT") or "0"
+    if text not in ("0", "1"):
+        raise ArgumentError("PROXYCCL_INVARIANT", f"must be 0 or 1, not {text!r}")
+    return text == "1"
 
 
 def _policy(argument: str, value: object) -> CtaPolicy:

@@ -17,6 +17,7 @@ from proxyccl.channels.collectives.request import request_for, request_of
 from proxyccl.channels.collectives.table import require_op
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
+from proxyccl.channels.group import Group
 from proxyccl.channels.ranks import as_rank
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.arguments.flags import as_flag
@@ -72,20 +73,36 @@ def run(
     return given
 
 
-def issue(collectives: Collectives, x: Any, out: Any, options: tuple[Any, ...], stream: StreamLike) -> None:
-    """Makes a call with arrays, or empty tuples for missing ones, and options for `Calls` (_calls.pyi)."""
+def issue(
+    collectives: Collectives,
+    x: Any,
+    out: Any,
+    options: tuple[Any, ...],
+    stream: StreamLike,
+    names: tuple[Sequence[str], Sequence[str]] = (("x",), ("out",)),
+) -> None:
+    """Makes a call with arrays, or tuples of several arrays or none, and options for `Calls` (_calls.pyi). Errors call
+    the arrays by `names`.
+    """
     if not collectives.on_host:
         runtime = collectives.group.runtime
         if stream is None:
-            stream = collectives.group.launches.stream_for(None, x, out)
+            arrays = (*x, *out) if isinstance(x, tuple) and x else (x, out)
+            stream = collectives.group.launches.stream_for(None, *arrays)
         elif type(stream) is int and other_streams(runtime.device, stream):
             runtime.stream_handle(stream)  # C does not check the number of the latest call's stream
     if not collectives.call(x, out, options, stream):
-        group = collectives.group
-        source = x if isinstance(x, tuple) else readable_view(group, x, "x")
-        target = source if out is x else out if isinstance(out, tuple) else readable_view(group, out, "out")
+        source = _readable(collectives.group, x, names[0])
+        target = source if out is x else _readable(collectives.group, out, names[1])
         if not collectives.call(source, target, options, stream):
             raise RuntimeError(f"the views {source} and {target} can't be read")
+
+
+def _readable(group: Group, given: Any, names: Sequence[str]) -> Any:
+    """Returns views of an array, or of a tuple of arrays. Raises as `readable_view`."""
+    if not isinstance(given, tuple):
+        return readable_view(group, given, names[0])
+    return tuple(readable_view(group, each, name) for each, name in zip(given, names, strict=True))
 
 
 def preparing(collectives: Collectives, collective: Collective) -> Callable[..., Form]:
@@ -111,11 +128,12 @@ def _prepare(
     if collective.reduces:
         require_op(options.op)
     if isinstance(options.algorithm, ExecutionPlan):
+        collectives.refuse_plan_that_adds(options.algorithm, "algorithm")
         collective = Planned(options.algorithm, collective, options.registered_x, options.registered_out)
         request = request_for(options.algorithm)
     else:
         request = request_of(
-            collective.table, options.algorithm, options.cta_policy, options.symmetric, collectives.cta_policy
+            collective.table, options.algorithm, options.cta_policy, options.symmetric, collectives.standing.cta_policy
         )
     call = replace(collective.check(collectives, x, out, options, request), reached=reached)
     plan = collectives.execution_plan(collective.table, call.request, call.source, call.target, call.op)

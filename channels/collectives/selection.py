@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -320,6 +320,23 @@ def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tu
         return (one_shot, (384 * _KIB, "recursive_doubling")) if doubling else (one_shot,)
     one_shot, two_shot = (512 * _KIB // ranks, "one_shot"), (896 * _KIB, "two_shot_packets")
     return (one_shot, (512 * _KIB, "recursive_doubling"), two_shot) if doubling else (one_shot, two_shot)
+
+
+def invariant_algorithms(algorithms: Sequence[str], ranks: int) -> tuple[str, ...]:
+    """Returns those algorithms of all_reduce that give an element the same bits as one another, whatever its place in
+    an array and the array's size.
+
+    Within a node they add in the order of ranks. Between nodes there is one algorithm, which adds within each node and
+    then in the order of nodes, if it is among `algorithms`.
+
+    Args:
+        algorithms: the algorithms that work between the ranks.
+        ranks: the world size.
+    """
+    if "hierarchical" in algorithms:
+        return ("hierarchical",)
+    pairs = ("recursive_doubling",) if ranks <= 2 else ()  # more ranks add sums of pairs
+    return tuple(name for name in algorithms if name in ("one_shot", "two_shot_packets", "two_shot", "proxy", *pairs))
 
 
 def sending_no_sums(algorithm: str, ranks: int) -> str:

@@ -75,6 +75,15 @@ LINE_KERNELS: dict[str, CollectiveKernel] = {
 PACKET_MOVES = {name: CollectiveKernel("packet_moves.h", f"{name}_packets") for name in ("all_gather", "all_to_all")}
 """The kernels that move short shares, by collective."""
 
+NORM_KERNELS = {
+    "one_shot": CollectiveKernel("all_reduce_rms_norm.h", "one_shot_rms_norm"),
+    "two_shot_packets": CollectiveKernel("all_reduce_rms_norm.h", "two_shot_rms_norm"),
+    None: CollectiveKernel("add_rms_norm.h", "add_rms_norm"),
+}
+"""By algorithm, the kernels that also add residuals and norm rows; None: for rows that another launch has reduced. Each
+exists for each element type, and for packets and for lines, by whose name the kernel's name ends.
+"""
+
 _REDUCED_IN_LINES = tuple(kernel for kernel in LINE_KERNELS.values() if kernel.reduces)
 _ALL_REDUCE = (
     *ALL_REDUCE_KERNELS.values(),
@@ -108,4 +117,4 @@ KERNELS_OF_STEPS: tuple[Shipped, ...] = tuple(
 )
 """The kernels that training steps and forward passes use, in the order of use. FSDP2 averages, others sum."""
 
-register_names(*OPS, *COLLECTIVES)
+register_names(*OPS, *COLLECTIVES, "all_reduce_rms_norm")

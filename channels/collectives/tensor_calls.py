@@ -32,7 +32,7 @@ class TensorCalls:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._usual: CtaPolicy | None = "efficiency" if collectives.cta_policy is None else None
+        self._usual: CtaPolicy | None = "efficiency" if collectives.standing.cta_policy is None else None
         self.call_kept: CallInC = collectives.group.launches.calls.call_kept
 
     def options(
@@ -66,7 +66,7 @@ class TensorCalls:
         policy.
         """
         group = self._collectives.group
-        return self._collectives.cta_policy is None and group.topology.node_count == 1 < group.world_size
+        return self._collectives.standing.cta_policy is None and group.topology.node_count == 1 < group.world_size
 
     def choose_policy(self, collective: str, nbytes: int, *, beside: bool, output: Callable[[], int]) -> CtaPolicy:
         """Returns the policy of the next call, the same on all ranks: the first rank to reach the call decides. If

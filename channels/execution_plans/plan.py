@@ -44,6 +44,7 @@ class ExecutionPlan:
         collective: "allreduce", "allgather", …, as the author wrote it.
         world_size: the number of ranks that the plan is for.
         in_place: whether input and output are one array.
+        reduces: whether the plan's collective is a reduction.
         digest: the digest of the plan's text. Plans of the same text are equal.
         call_name: name and digest; ranks compare the plans that they execute by this name.
     """
@@ -52,6 +53,7 @@ class ExecutionPlan:
         self.document = document
         self.name, self.collective = document.name, document.collective
         self._kind = self.collective.replace("_", "").lower()
+        self.reduces = self._kind in (COLLECTIVES["all_reduce"], COLLECTIVES["reduce_scatter"])
         self.world_size = len(document.gpus)
         self.in_place = document.inplace
         self.digest = digest

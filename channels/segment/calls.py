@@ -22,9 +22,20 @@ CALL_FIELDS = ("collective", "dtype", "op", "algorithm", "root", "count", "shape
 ROOT_FIELD = CALL_FIELDS.index("root")
 OBJECT_FIELD = CALL_FIELDS.index("shape")
 _NAMED = frozenset({"collective", "dtype", "op", "algorithm"})
-SHAPED = frozenset({"all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "reduce_scatter", "scatter"})
+SHAPED = frozenset(
+    {
+        "all_gather",
+        "all_reduce_rms_norm",
+        "all_to_all",
+        "all_to_all_v",
+        "broadcast",
+        "gather",
+        "reduce_scatter",
+        "scatter",
+    }
+)
 """Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: a rank gets rows that other ranks
-passed. Other collectives take an array's elements in order.
+passed, or blocks have whole rows. Other collectives take an array's elements in order.
 """
 ANY_ALGORITHM = "any"
 """Logged where the caller leaves the algorithm to the library."""

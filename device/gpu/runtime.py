@@ -106,6 +106,7 @@ class GpuRuntime(GpuMemoryRuntime):
             line_bytes=48 * 1024 if driver.runtime == "cuda" else 0,
             line_blocks=min(132, processors),
             line_move_bytes=4 * 1024 * 1024,
+            row_blocks=4 if driver.runtime == "cuda" and int(self.info.architecture[3:].rstrip("a")) >= 90 else 1,
             pinned_bytes=0 if bundles else 32 * 1024,
             staged_pinned_bytes=32 * 1024,
             own_box_bytes=768 * 1024 if bundles else 0,

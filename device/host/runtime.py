@@ -113,6 +113,7 @@ class HostRuntime(Runtime):
             line_bytes=0,
             line_blocks=blocks,
             line_move_bytes=0,
+            row_blocks=1,
             pinned_bytes=0,
             staged_pinned_bytes=0,
             own_box_bytes=0,

@@ -60,6 +60,7 @@ struct LineForm {
     Bytes16 lines[2];
   };
   static constexpr uint32_t kAtOnce = 4;
+  using Chunk = Bytes16;
 
   // The number of packets and of threads is a multiple of a warp's, so a warp's threads take the same steps.
   template <class Body>
@@ -70,16 +71,26 @@ struct LineForm {
   template <class T>
   static PROXYCCL_DEVICE Payload load(const T* array, uint64_t count, uint64_t share, uint32_t number, uint64_t p) {
     Payload payload{};
-    forUnits(p, share,
-             [&](uint32_t u, uint64_t unit) { payload.units[u] = loadUnit(array, count, number * share + unit); });
+    forChunks(p, share,
+              [&](uint32_t u, uint64_t unit) { payload.units[u] = loadUnit(array, count, number * share + unit); });
     return payload;
   }
   template <class T>
   static PROXYCCL_DEVICE void store(T* array, uint64_t count, uint64_t share, uint32_t number, uint64_t p,
                                     const Payload& payload) {
-    forUnits(p, share,
-             [&](uint32_t u, uint64_t unit) { storeUnit(array, count, number * share + unit, payload.units[u]); });
+    forChunks(p, share,
+              [&](uint32_t u, uint64_t unit) { storeUnit(array, count, number * share + unit, payload.units[u]); });
   }
+
+  // Calls body(u, unit) for each unit of packet p that is in the share.
+  template <class Index, class Body>
+  static PROXYCCL_DEVICE void forChunks(Index p, Index share, Body body) {
+    const Index unit = p / kThreads * kUnits + p % kThreads;
+    if (unit < share) body(0, unit);
+    if (!hasFlag(p) && unit + kThreads < share) body(1, unit + kThreads);
+  }
+  static PROXYCCL_DEVICE Chunk chunkOf(const Payload& payload, uint32_t u) { return payload.units[u]; }
+  static PROXYCCL_DEVICE void setChunk(Payload& payload, uint32_t u, Chunk chunk) { payload.units[u] = chunk; }
 
   static PROXYCCL_DEVICE void write(LL16Packet* slot, uint64_t p, const Payload& payload, uint32_t flag) {
     uint64_t* const words = wordsIn(slot, p);
@@ -161,13 +172,6 @@ struct LineForm {
   static PROXYCCL_DEVICE void loadLines(const uint64_t* words, Words* result) {
     loadPacket128(words, &result->lines[0].low, &result->lines[0].high);
     loadPacket128(words + kLineWords, &result->lines[1].low, &result->lines[1].high);
-  }
-  // Calls body(u, unit) for each unit of packet p that is in the share.
-  template <class Body>
-  static PROXYCCL_DEVICE void forUnits(uint64_t p, uint64_t share, Body body) {
-    const uint64_t unit = p / kThreads * kUnits + p % kThreads;
-    if (unit < share) body(0, unit);
-    if (!hasFlag(p) && unit + kThreads < share) body(1, unit + kThreads);
   }
 };
 

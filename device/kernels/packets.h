@@ -76,9 +76,17 @@ class PacketReduction {
     }
   }
   PROXYCCL_DEVICE Payload finish() const {
+    using E = Element<T>;
+    if constexpr (sizeof(T) < sizeof(A) && sizeof(T) == 2) {
+      Words result;
+#pragma unroll
+      for (uint32_t k = 0; k < kCount; k += 2)
+        result.at[k / 2] = E::narrowTwo(finished<T, Op>(sums_[k], ranks_), finished<T, Op>(sums_[k + 1], ranks_));
+      return __builtin_bit_cast(Payload, result);
+    }
     Values result;
 #pragma unroll
-    for (uint32_t k = 0; k < kCount; ++k) result.values[k] = finishReduction<T, Op>(sums_[k], ranks_);
+    for (uint32_t k = 0; k < kCount; ++k) result.values[k] = E::narrow(finished<T, Op>(sums_[k], ranks_));
     return __builtin_bit_cast(Payload, result);
   }
 
@@ -87,6 +95,9 @@ class PacketReduction {
   static constexpr uint32_t kCount = sizeof(Payload) / sizeof(T);
   struct Values {
     T values[kCount];
+  };
+  struct Words {
+    uint32_t at[sizeof(Payload) / sizeof(uint32_t)];
   };
 
   uint32_t ranks_;
@@ -98,6 +109,7 @@ struct PacketForm {
   using Payload = LL16Packet::Payload;
   using Words = LL16Packet::Words;
   static constexpr uint32_t kAtOnce = 8;
+  using Chunk = Payload;
 
   // Calls body(p) for this thread's packets, which are the same in every epoch.
   template <class Body>
@@ -115,6 +127,14 @@ struct PacketForm {
                                     const Payload& payload) {
     if (p < share) storePayload(array, count, number * share + p, PayloadOf<T>::unpack(payload));
   }
+
+  // Calls body(c, chunk) for each chunk c of packet p's data, with its number in the share.
+  template <class Index, class Body>
+  static PROXYCCL_DEVICE void forChunks(Index p, Index share, Body body) {
+    if (p < share) body(0, p);
+  }
+  static PROXYCCL_DEVICE Chunk chunkOf(const Payload& payload, uint32_t) { return payload; }
+  static PROXYCCL_DEVICE void setChunk(Payload& payload, uint32_t, Chunk chunk) { payload = chunk; }
 
   static PROXYCCL_DEVICE void write(LL16Packet* slot, uint64_t p, const Payload& payload, uint32_t flag) {
     slot[p].write(payload, flag);
@@ -191,9 +211,15 @@ class Lanes {
     }
   }
 
-  // Receives a packet; only for PacketForm.
+  // Receives a packet of one peer.
   PROXYCCL_DEVICE Payload receive(uint32_t peer, uint32_t slot, uint64_t p) const {
-    return readPacket(&slotIn(team_.scratch, slot)[p], flag(), team_.control, peer);
+    typename Form::Words words;
+    Form::wait(team_.control, {PROXYCCL_WAIT_PACKET, peer, PROXYCCL_NO_CHANNEL, flag()}, [&](uint64_t* seen) {
+      words = Form::read(slotIn(team_.scratch, slot), p);
+      *seen = Form::flagOf(words);
+      return Form::carries(words, p, flag());
+    });
+    return Form::payloadOf(words, p);
   }
   // Calls use(rank, payload) for every rank in turn: with `own` for this rank, and with the packet in slot first_slot +
   // rank for every other. Packets of several ranks are loaded at once, because a load takes longer than the wait for

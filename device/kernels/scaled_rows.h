@@ -1,43 +1,10 @@
-// Float8 elements that share a scale: a group of threads makes them from 128 values.
-//
-// The format is e4m3 without infinities (OCP 8-bit floating point, E4M3), whose greatest value is 448. With m the
-// greatest magnitude of the 128 values, the scale is m / 448 and an element is its value times 448 / m. If all values
-// are zero, both factors are 1.
+// Float8 elements that share a scale (float8_scales.h): a group of threads makes them from 128 values.
 #pragma once
 
 #include "experts/expert_team.h"
-#include "proxyccl/float8.h"
+#include "float8_scales.h"
 
 namespace proxyccl {
-
-template <uint32_t kCount>
-PROXYCCL_DEVICE void floatsToE4M3(uint8_t* to, const float* values) {
-#ifdef PROXYCCL_HAS_FLOATS_TO_E4M3
-  bool numbers = true;
-  for (uint32_t i = 0; i < kCount; ++i) numbers &= values[i] == values[i];
-  if (numbers) {
-    for (uint32_t i = 0; i < kCount; i += 4) {
-      const uint32_t four = floatsToE4M3(values[i], values[i + 1], values[i + 2], values[i + 3]);
-      for (uint32_t k = 0; k < 4; ++k) to[i + k] = static_cast<uint8_t>(four >> 8 * k);
-    }
-    return;
-  }
-#endif
-  for (uint32_t i = 0; i < kCount; ++i) to[i] = floatToE4M3(values[i]);
-}
-
-// Returns the greater of a magnitude and a value's magnitude; a NaN is ignored.
-PROXYCCL_DEVICE float greaterMagnitude(float greatest, float value) {
-#if PROXYCCL_ON_HOST
-  const float magnitude = value < 0 ? -value : value;
-  return magnitude > greatest ? magnitude : greatest;
-#else
-  return fmaxf(greatest, fabsf(value));  // one instruction, which compilers do not make from the above
-#endif
-}
-
-PROXYCCL_DEVICE float scaleOf(float greatest) { return greatest > 0 ? greatest / 448 : 1; }
-PROXYCCL_DEVICE float factorOf(float greatest) { return 448 / (greatest > 0 ? greatest : 448); }
 
 // One thread's part of the elements that share a scale. A group holds the elements of kBlocks scales.
 template <class T>

@@ -55,6 +55,10 @@ class Endpoints:
         whole: the endpoints of the default group; None for the default group itself.
         members: these ranks' numbers in `whole`.
         runtimes: the runtimes of this rank's GPUs; None to share those of `whole`, or without `whole` to open new ones.
+        invariant: as for `Communicator`; None for that of `whole`.
+
+    Attributes:
+        invariant: the argument, or that of `whole`.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Endpoints:
         whole: Endpoints | None = None,
         members: Sequence[int] = (),
         runtimes: DeviceRuntimes | None = None,
+        invariant: bool | None = None,
     ) -> None:
         self._open_store: Any = store
         self._bootstraps: list[StoreBootstrap] = []  # over it
@@ -75,6 +80,7 @@ class Endpoints:
         if runtimes is None:
             runtimes = DeviceRuntimes() if whole is None else whole._runtimes
         self._runtimes: DeviceRuntimes = runtimes
+        self.invariant: bool | None = whole.invariant if invariant is None and whole is not None else invariant
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
         self._meetings: Counter[str] = Counter()  # by name: the attempts that have ended, except by time-out
@@ -242,23 +248,26 @@ class Endpoints:
             splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))
         if splits:
             assert splittable is not None
-            return splittable.split(members, timeout=seconds, bootstrap=bootstrap)  # errors name ranks of the whole
+            # Its errors name ranks of the whole.
+            return splittable.split(members, timeout=seconds, bootstrap=bootstrap, invariant=self.invariant)
         with self.transferring(peer):
             own = self._runtimes.of(device)
-            return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS)
+            return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS, invariant=self.invariant)
 
     def made_of_all(self, device: torch.device) -> Communicator | None:
         """The communicator of all ranks for a device; None if it was not made or has failed."""
         made = self._made.get((device.type, device.index, None))
         return None if made is None or not made.group.failure.usable else made
 
-    def part(self, store: Any, ranks: Sequence[int], timeout: float) -> Endpoints:
+    def part(self, store: Any, ranks: Sequence[int], timeout: float, invariant: bool | None = None) -> Endpoints:
         """The endpoints of some ranks of the group, including this one. They are split from the default group's
-        endpoints, which live as long as any other group's.
+        endpoints, which live as long as any other group's. `invariant` is None for this group's.
         """
+        if invariant is None:
+            invariant = self.invariant
         whole = self if self._whole is None else self._whole
         members = [self._members[rank] for rank in ranks] if self._members else list(ranks)
-        return Endpoints(store, list(ranks).index(self._rank), len(ranks), timeout, whole, members)
+        return Endpoints(store, list(ranks).index(self._rank), len(ranks), timeout, whole, members, invariant=invariant)
 
     def shrink(self, store: Any, excluded: Sequence[int], timeout: float) -> Endpoints:
         """The endpoints of the remaining ranks, which call this together. Arguments as for the constructor.
@@ -266,7 +275,8 @@ class Endpoints:
         Raises as `Communicator.shrink`, and PeerLostError if a rank that is not excluded was lost.
         """
         members = [rank for rank in range(self._world_size) if rank not in excluded]
-        shrunk = Endpoints(store, members.index(self._rank), len(members), timeout, runtimes=self._runtimes)
+        own, count = members.index(self._rank), len(members)
+        shrunk = Endpoints(store, own, count, timeout, runtimes=self._runtimes, invariant=self.invariant)
         with self._lock:
             made = {key: comm for key, comm in self._made.items() if key[2] is None}
         for key, comm in made.items():

@@ -81,6 +81,28 @@ _TorchBase: Any = torch._C._distributed_c10d.Backend if IS_BACKEND else dist.Pro
 _bases: tuple[Any, ...] = (_TorchBase,) if IS_BACKEND else (WholeGroup, _TorchBase)
 
 
+_TorchOptions: Any = torch._C._distributed_c10d.Backend.Options
+
+
+class Options(_TorchOptions):
+    """Options of a process group, for the argument `pg_options` of torch's `init_process_group`, `new_group` and
+    `split_group`.
+
+    Args:
+        invariant: as for `Communicator`: the bits of a reduction depend only on the ranks' values of each element. None
+            for the default group's setting, and for the default group for ``PROXYCCL_INVARIANT``.
+        timeout: the bound of every wait. torch's functions take the time-out as an argument of their own, except
+            `split_group`.
+    """
+
+    def __init__(self, invariant: bool | None = None, timeout: timedelta = dist.default_pg_timeout) -> None:
+        super().__init__(NAME, timeout=timeout)
+        self.invariant = invariant
+
+    def __reduce__(self) -> tuple[type[Options], tuple[Any, ...]]:
+        return Options, (self.invariant, self._timeout)  # torch copies the options of a group that it splits
+
+
 @untraced
 class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the bases depend on torch
     """A torch.distributed process group whose calls ProxyCCL makes. torch creates it in `init_process_group` and
@@ -96,6 +118,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         whole: the group that these ranks are a part of, or None.
         members: the ranks' numbers in `whole`.
         endpoints: the endpoints of these ranks, with their own store, if they exist already.
+        invariant: as for `Options`.
 
     Attributes:
         endpoints: the communicators of the group.
@@ -112,6 +135,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         whole: ProcessGroupProxyCCL | None = None,
         members: Sequence[int] = (),
         endpoints: Endpoints | None = None,
+        invariant: bool | None = None,
     ) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._timeout = rank, size, timeout
@@ -119,9 +143,9 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         if endpoints is None:
             store = _unused_part(store, rank)
             endpoints = (
-                Endpoints(store, rank, size, seconds)
+                Endpoints(store, rank, size, seconds, invariant=invariant)
                 if whole is None
-                else whole.endpoints.part(store, members, seconds)
+                else whole.endpoints.part(store, members, seconds, invariant)
             )
         self.endpoints: Endpoints = endpoints
         self.calls = IssuedCalls(rank, size, endpoints)
@@ -154,7 +178,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
 
     @property
     def options(self) -> Any:
-        return torch._C._distributed_c10d.Backend.Options(NAME, timeout=self._timeout)
+        return Options(self.endpoints.invariant, self._timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Changes the bound of every later wait."""
@@ -197,7 +221,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         Args:
             store: where the ranks of this group meet.
             ranks: numbers in this group.
-            opts: options, of which only the time-out is used.
+            opts: options: the time-out, and with `Options` also whether reductions are invariant.
         """
         number = next(self._splits)
         if self._rank not in ranks:
@@ -207,7 +231,10 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         members = list(ranks)
         own = members.index(self._rank)
         of_part = dist.PrefixStore(name, store)
-        part = ProcessGroupProxyCCL(of_part, own, len(members), timeout, whole=self, members=members)
+        invariant = getattr(opts, "invariant", None)
+        part = ProcessGroupProxyCCL(
+            of_part, own, len(members), timeout, whole=self, members=members, invariant=invariant
+        )
         part.calls.group_name = getattr(opts, "group_name", "") or name
         return part
 
@@ -304,15 +331,18 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
 _default: weakref.ref[ProcessGroupProxyCCL] | None = None
 
 
-def _create(options: Any, _: Any) -> ProcessGroupProxyCCL:
-    """Makes a group for torch. torch makes the default group first, and does not name its ranks."""
+def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
+    """Makes a group for torch. torch makes the default group first, and does not name its ranks. `own_options` are
+    `Options`, or the options of another backend, which are ignored, so that programs need not name one.
+    """
     global _default  # noqa: PLW0603  torch has one default group
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     if not IS_BACKEND:
         _await_other_backends(store, rank, size, timeout)
     members = list(options.global_ranks_in_group)
     whole = None if _default is None or not members else _default()
-    group = ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members)
+    invariant = getattr(own_options, "invariant", None)
+    group = ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members, invariant=invariant)
     group.calls.group_name = options.group_id
     if not members:
         compile_early(rank, size)

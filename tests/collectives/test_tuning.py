@@ -253,18 +253,24 @@ def test_there_are_three_policies(monkeypatch: pytest.MonkeyPatch) -> None:
         run_ranks(1, lambda _: None)
 
 
-def test_ranks_with_different_policies_make_no_communicator(cache: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "values", "words"),
+    [("cta_policy", (None, "zero"), "None, rank 1 'zero'"), ("invariant", (True, False), "True, rank 1 False")],
+)
+def test_ranks_with_different_settings_make_no_communicator(
+    cache: Path, option: str, values: tuple[Any, Any], words: str
+) -> None:
     require_devices(2)
     bootstraps = ThreadBootstrap.create(2)
 
     def failure_of(rank: int) -> str:
         with pytest.raises(ArgumentError) as caught:
-            Communicator(bootstraps[rank], timeout=TIMEOUT, cta_policy="zero" if rank == 1 else None)
+            Communicator(bootstraps[rank], timeout=TIMEOUT, **{option: values[rank]})
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as threads:
         failures = set(threads.map(failure_of, range(2)))
-    assert failures == {"cta_policy: must be the same on all ranks; rank 0 has none, rank 1 'zero'"}
+    assert failures == {f"{option}: must be the same on all ranks; rank 0 has {words}"}
 
 
 def call_and_wait(comm: Communicator, x: Any, options: dict[str, Any]) -> None:

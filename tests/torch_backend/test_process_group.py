@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
@@ -24,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 
 from proxyccl import WaitTimeoutError  # noqa: E402
 from proxyccl.device.errors import DriverError  # noqa: E402
-from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap, flight_recorder, process_group  # noqa: E402
+from proxyccl.torch import Options, ProcessGroupProxyCCL, StoreBootstrap, flight_recorder, process_group  # noqa: E402
 from proxyccl.torch._device_calls import ADDED_BETWEEN  # noqa: E402
 from proxyccl.torch.tensor_collectives import REDUCIBLE  # noqa: E402
 from proxyccl.torch.under_way import UnderWay  # noqa: E402
@@ -561,9 +562,27 @@ def test_the_environment_names_the_groups_policy(monkeypatch: pytest.MonkeyPatch
 
     def body(group: Any) -> str:
         all_reduced(group, torch.ones(1))
-        return str(group.endpoints.made[0].collectives.cta_policy)
+        return str(group.endpoints.made[0].collectives.standing.cta_policy)
 
     assert run(body, 2) == ["efficiency"] * 2
+
+
+def test_options_make_groups_invariant_and_their_parts() -> None:
+    def body(group: Any) -> list[bool]:
+        store, rank = group.get_group_store(), group.rank()
+        given = Options(invariant=True, timeout=TIMEOUT)
+        whole = ProcessGroupProxyCCL(dist.PrefixStore("own", store), rank, group.size(), TIMEOUT, invariant=True)
+        parts = [group, whole, *(whole.split(store, [0, 1], opts) for opts in (None, copy.deepcopy(whole.options)))]
+        parts += [group.split(store, [0, 1], given), whole.split(store, [0, 1], Options(invariant=False))]
+        found = []
+        for part in parts:
+            assert all_reduced(part, torch.ones(1)).item() == 2
+            found.append(part.endpoints.made[0].collectives.standing.invariant)
+        for part in parts[1:]:
+            part.shutdown()
+        return found
+
+    assert run(body, 2) == [[False, True, True, True, True, False]] * 2
 
 
 def test_a_forks_child_is_refused_and_the_parent_goes_on() -> None:

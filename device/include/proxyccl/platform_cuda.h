@@ -80,6 +80,19 @@ PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
 // A block barrier is cumulative in the PTX memory model: a later release by one thread covers the block's writes.
 PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
 PROXYCCL_DEVICE void syncThreadsDevice() { __syncthreads(); }
+#if __CUDA_ARCH__ >= 900
+#define PROXYCCL_HAS_CLUSTERS 1
+// Stores a number in the shared memory of a block of this block's cluster, at the place that `p` has in this block's.
+PROXYCCL_DEVICE void storeInCluster(float* p, uint32_t block, float value) {
+  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+}
+// The halves of a barrier of all threads of the cluster, which then see each other's earlier stores to shared memory.
+PROXYCCL_DEVICE void arriveInCluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+PROXYCCL_DEVICE void awaitCluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+#endif
 
 // From sm_90 on, storeTrigger()'s release is split into this fence and a relaxed store, so that the fence overlaps with
 // the fetch of the ticket, which takes as long. Before sm_90, the first of two words is stored relaxed: this fence
@@ -150,6 +163,17 @@ PROXYCCL_DEVICE uint16_t floatToBFloat16(float value) {
   return bits;
 }
 #define PROXYCCL_HAS_FLOAT_TO_BFLOAT16
+// Convert two floats, the first to the lower half.
+PROXYCCL_DEVICE uint32_t floatsToBFloat16(float low, float high) {
+  uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+PROXYCCL_DEVICE uint32_t floatsToHalf(float low, float high) {
+  uint32_t bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
 #endif
 #if __CUDA_ARCH__ >= 890
 // Converts four floats, the first to the lowest byte. The sign of a NaN is lost.

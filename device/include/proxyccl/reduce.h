@@ -32,6 +32,14 @@ struct Element<Half> {
   static constexpr bool kScaled = false;
   static PROXYCCL_DEVICE float widen(Half value) { return halfToFloat(value.bits); }
   static PROXYCCL_DEVICE Half narrow(float value) { return {floatToHalf(value)}; }
+  // Returns two elements, the first in the lower half.
+  static PROXYCCL_DEVICE uint32_t narrowTwo(float low, float high) {
+#ifdef PROXYCCL_HAS_FLOAT_TO_BFLOAT16
+    return floatsToHalf(low, high);
+#else
+    return floatToHalf(low) | static_cast<uint32_t>(floatToHalf(high)) << 16;
+#endif
+  }
 };
 
 template <>
@@ -48,6 +56,13 @@ struct Element<BFloat16> {
     const uint32_t bits = __builtin_bit_cast(uint32_t, value);
     if (value != value) return {static_cast<uint16_t>(bits >> 16 | 0x40)};     // keep a NaN a (quiet) NaN
     return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};  // round to nearest, ties to even
+#endif
+  }
+  static PROXYCCL_DEVICE uint32_t narrowTwo(float low, float high) {
+#ifdef PROXYCCL_HAS_FLOAT_TO_BFLOAT16
+    return floatsToBFloat16(low, high);
+#else
+    return narrow(low).bits | static_cast<uint32_t>(narrow(high).bits) << 16;
 #endif
   }
 };
@@ -145,8 +160,12 @@ PROXYCCL_DEVICE typename Element<T>::Accumulator contribution(T value, uint32_t 
 // and payload of one of them. Which one depends on the device and on the order in which the compiler passes the
 // operands, and that differs between loops. So a NaN result gets neither.
 template <class T, class Op>
+PROXYCCL_DEVICE typename Element<T>::Accumulator finished(typename Element<T>::Accumulator combined, uint32_t ranks) {
+  return withOneNan(Op::template finish<T>(combined, ranks));
+}
+template <class T, class Op>
 PROXYCCL_DEVICE T finishReduction(typename Element<T>::Accumulator combined, uint32_t ranks) {
-  return Element<T>::narrow(withOneNan(Op::template finish<T>(combined, ranks)));
+  return Element<T>::narrow(finished<T, Op>(combined, ranks));
 }
 
 }  // namespace proxyccl

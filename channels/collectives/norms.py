@@ -1,0 +1,258 @@
+"""all_reduce_rms_norm: an all_reduce of rows, the residual's addition and RMSNorm, in one launch where ranks exchange
+packets.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from proxyccl.channels.arguments import input_view, new_like, overlap, require_writable
+from proxyccl.channels.calls._calls import Form
+from proxyccl.channels.calls.launches import Launchable
+from proxyccl.channels.collectives.collective import Call
+from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.packet_team import ALIGNMENT, RowShape
+from proxyccl.channels.collectives.reductions import launchable_of, steps_of_all_reduce
+from proxyccl.channels.collectives.request import Request, request_of
+from proxyccl.channels.collectives.run import issue
+from proxyccl.channels.collectives.table import NORM_KERNELS
+from proxyccl.channels.segment.calls import CollectiveCall
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import DType, as_dtype
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.kernel import Launch
+from proxyccl.device.runtime import Runtime, StreamLike
+
+FLOAT8 = "float8_e4m3fn"
+_DTYPES = ("bfloat16", "float16")
+_OUTPUTS = ("out", "residual_out", "scales")
+_NORMS_AT_ONCE = 4
+"""Most blocks of the kernel that norms rows which another launch has reduced, for each of a collective's."""
+
+
+class NormedRows(NamedTuple):
+    """The results of `Communicator.all_reduce_rms_norm`.
+
+    Attributes:
+        out: the normed rows; None if the call has no weight.
+        residual: the sums of the ranks' rows and the residual.
+        scales: with `quantize="float8"`, each row's scale; otherwise None.
+    """
+
+    out: Any
+    residual: Any
+    scales: Any
+
+
+class _Options(NamedTuple):
+    """The options of a call, as `Calls` (_calls.pyi) takes them.
+
+    Attributes:
+        prepare: prepares the call's form.
+        algorithm, cta_policy, eps: the caller's arguments.
+        inputs, outputs: the names of the arguments that are arrays.
+    """
+
+    prepare: Any
+    algorithm: Any
+    cta_policy: Any
+    eps: float
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class _Rows(NamedTuple):
+    """The views of a call's arrays, by name, and the rows' shape."""
+
+    views: dict[str, ArrayView]
+    rows: int
+    width: int
+
+    def launch(
+        self, runtime: Runtime, shape: RowShape, algorithm: str | None, x: int, eps: float, blocks: int, *team: bytes
+    ) -> Launch:
+        """Returns the launch of a kernel.
+
+        Args:
+            runtime: the device.
+            shape: how rows lie in packets.
+            algorithm: a key of NORM_KERNELS.
+            x: the address of the rows.
+            eps: the caller's.
+            blocks: blocks of the grid.
+            team: the kernel's first parameter, if it communicates.
+        """
+        kernel = NORM_KERNELS[algorithm]
+        name = "_".join(
+            (kernel.name, "lines" if shape.lines else "packets", *([str(shape.blocks)] * (shape.blocks > 1)))
+        )
+        found = (self.views.get(each) for each in ("residual", "weight", "out", "residual_out", "scales", "quantize"))
+        arrays = (x, *(None if view is None else view.ptr for view in found))
+        sizes = (shape.share, shape.row_packets, shape.packets, shape.epochs, shape.keeps)
+        shipped = runtime.shipped(kernel.file, name, self.views["x"].dtype.name)
+        arguments = (*team, *arrays, self.rows, self.width, eps, *sizes)
+        return shipped.prepare(blocks, shape.threads, *arguments, shared=shape.shared_bytes)
+
+    @property
+    def whole(self) -> bool:
+        """Whether rows are aligned to ALIGNMENT and multiples of it, as kernels that communicate need them."""
+        aligned = all(
+            view.ptr % ALIGNMENT == 0 for name, view in self.views.items() if name not in ("scales", "quantize")
+        )
+        return aligned and self.width * self.views["x"].dtype.itemsize % ALIGNMENT == 0
+
+
+def all_reduce_rms_norm(
+    collectives: Collectives,
+    x: Any,
+    residual: Any,
+    weight: Any,
+    eps: float,
+    out: Any,
+    residual_out: Any,
+    scales: Any,
+    quantize: Any,
+    algorithm: str | None,
+    cta_policy: str | None,
+    stream: StreamLike,
+) -> NormedRows:
+    """See `Communicator.all_reduce_rms_norm`."""
+    by_row = isinstance(quantize, str)
+    if by_row and quantize != "float8":
+        raise ArgumentError("quantize", f"must be None, 'float8' or an array of one float32, not {quantize!r}")
+    if weight is None and (quantize is not None or out is not None):
+        raise ArgumentError("weight", "expected an array, because rows are normed for `out` and `quantize`")
+    if scales is not None and not by_row:
+        raise ArgumentError("scales", "expected None without quantize='float8'")
+    inputs = {"x": x, "residual": residual, "weight": weight, "quantize": None if by_row else quantize}
+    outputs = {"out": out, "residual_out": residual_out, "scales": scales}
+    missing = ["residual_out", *([] if weight is None else ["out"]), *(["scales"] if by_row else [])]
+    for name in missing:
+        if outputs[name] is None:
+            outputs[name] = _new(collectives, x, name, float8=quantize is not None)
+    inputs, outputs = (
+        {name: each for name, each in arrays.items() if each is not None} for arrays in (inputs, outputs)
+    )
+    prepare = collectives.preparing.get(all_reduce_rms_norm)
+    if prepare is None:
+        prepare = collectives.preparing.setdefault(all_reduce_rms_norm, _Preparer(collectives))
+    options = tuple(_Options(prepare, algorithm, cta_policy, _as_epsilon(eps), (*inputs,), (*outputs,)))
+    issue(collectives, (*inputs.values(),), (*outputs.values(),), options, stream, names=((*inputs,), (*outputs,)))
+    return NormedRows(outputs.get("out"), outputs["residual_out"], outputs.get("scales"))
+
+
+def _as_epsilon(eps: Any) -> float:
+    try:
+        value = float(eps)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ArgumentError("eps", f"must be a number from 0 on, not {eps!r}")
+    return value
+
+
+def _new(collectives: Collectives, x: Any, name: str, *, float8: bool) -> Any:
+    """Returns a new array for a result. Raises ArgumentError for an `x` that can't be used."""
+    group = collectives.group
+    source = input_view(group, x, "x")
+    if name == "scales":
+        return new_like(group, source, (*source.shape[:-1], 1), as_dtype("float32"))
+    return new_like(group, source, source.shape, as_dtype(FLOAT8) if float8 and name == "out" else None)
+
+
+class _Preparer:
+    """Prepares the forms of one group's calls. One object, because `Calls` compares it by identity."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def __call__(self, x: Any, out: Any, given: tuple[Any, ...], _reached: bool, logged: bool) -> Form:
+        collectives, options = self._collectives, _Options(*given)
+        named = dict(zip((*options.inputs, *options.outputs), (*x, *out), strict=True))
+        request = request_of(
+            "all_reduce", options.algorithm, options.cta_policy, False, collectives.standing.cta_policy
+        )
+        rows = self._check(named)
+        source = rows.views["x"]
+        entry = CollectiveCall(
+            "all_reduce_rms_norm",
+            source.dtype.name,
+            "sum",
+            request.name,
+            count=source.size,
+            shape=(rows.rows, rows.width),
+        )
+        views = tuple(rows.views.values())
+        return collectives.prepare_form(entry, views, lambda: self._launch(rows, request, options.eps), logged=logged)
+
+    def _check(self, named: dict[str, Any]) -> _Rows:
+        """Returns the views of a call's arrays. Raises ArgumentError for an array that does not fit."""
+        group = self._collectives.group
+        views = {name: input_view(group, array, name) for name, array in named.items()}
+        x = views["x"]
+        if x.dtype.name not in _DTYPES:
+            raise ArgumentError("x", f"has element type {x.dtype}; expected one of {', '.join(_DTYPES)}")
+        if not x.shape or x.shape[-1] == 0:
+            raise ArgumentError("x", f"has shape {x.shape}; expected rows of one element or more")
+        width = x.shape[-1]
+        like, by_row = x.shape, (*x.shape[:-1], 1)
+        float8, float32 = as_dtype(FLOAT8), as_dtype("float32")
+        normed = float8 if "scales" in views or "quantize" in views else x.dtype
+        expected: dict[str, tuple[tuple[int, ...] | None, DType]] = {
+            "residual": (like, x.dtype),
+            "weight": ((width,), x.dtype),
+            "quantize": (None, float32),
+            "out": (like, normed),
+            "residual_out": (like, x.dtype),
+            "scales": (by_row, float32),
+        }
+        for name, view in views.items():
+            shape, dtype = expected.get(name, (like, x.dtype))
+            if view.dtype != dtype:
+                raise ArgumentError(name, f"has element type {view.dtype}; expected {dtype}")
+            if shape is None and view.size != 1:
+                raise ArgumentError(name, f"has {view.size} elements; expected one, the scale of all rows")
+            if shape is not None and view.shape != shape:
+                raise ArgumentError(name, f"has shape {view.shape}; expected {shape}")
+            if name in _OUTPUTS:
+                require_writable(view, name)
+        _refuse_overlaps(views)
+        return _Rows(views, x.size // width, width)
+
+    def _launch(self, rows: _Rows, request: Request, eps: float) -> Launchable:
+        """Prepares a call: one launch by packets, or an all_reduce followed by a launch that norms."""
+        collectives, source = self._collectives, rows.views["x"]
+        group, dtype, row_bytes = collectives.group, source.dtype, rows.width * source.dtype.itemsize
+        runtime, defaults = group.runtime, group.runtime.launch_defaults
+        alone = group.world_size == 1
+        chosen = "alone" if alone else collectives.choose("all_reduce", request, dtype, source.nbytes)
+        packets = None if alone or chosen == "hierarchical" else collectives.team().packets
+        if request.algorithm is None and chosen not in ("proxy", "hierarchical"):
+            chosen = "one_shot" if chosen == "one_shot" or group.world_size == 2 else "two_shot_packets"
+        if packets is not None and chosen in NORM_KERNELS and rows.whole:
+            shape = packets.row_shape(rows.rows, row_bytes)
+            blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
+            return rows.launch(runtime, shape, chosen, source.ptr, eps, blocks, team)
+        lines = packets is not None and len(packets.scratch) > 1  # the same order of additions in both kernels
+        shape = RowShape.of(defaults, row_bytes, None, lines=lines)
+        blocks = min(rows.rows, _NORMS_AT_ONCE * defaults.blocks)
+        if alone:
+            return rows.launch(runtime, shape, None, source.ptr, eps, blocks)
+        summed = collectives.scratch(source.nbytes)
+        target = ArrayView(summed.ptr, source.shape, dtype, source.device, True, summed)
+        reduced = steps_of_all_reduce(collectives, Call(None, None, source, target, "sum", None, request), chosen)
+        return launchable_of(collectives, [*reduced, rows.launch(runtime, shape, None, summed.ptr, eps, blocks)])
+
+
+def _refuse_overlaps(views: dict[str, ArrayView]) -> None:
+    """Raises ArgumentError for arrays that share memory, unless one array of the rows' size takes the place of another:
+    a result may be written over `x` or `residual`.
+    """
+    names = [*views]
+    for number, name in enumerate(names):
+        for other in names[:number]:
+            a, b = views[other], views[name]
+            whole = a.ptr == b.ptr and a.nbytes == b.nbytes and other in ("x", "residual")
+            if overlap(a, b) and not (whole and name != "weight"):
+                raise ArgumentError(name, f"overlaps {other}; expected an array apart from it")

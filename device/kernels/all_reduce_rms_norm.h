@@ -1,0 +1,131 @@
+// all_reduce of rows, in packets or lines, then the residual's addition and RMSNorm of each row (rms_norm.h), in one
+// launch. For rows that are aligned to 16 bytes, and multiples of 16 bytes.
+//
+// A block has whole rows, or a part of them: on every rank the same. Rows past the last one are padding, whose packets
+// are sent too. In one shot every rank sends a row's packets to every other rank, and each reduces all of them: slot r
+// holds the data of rank r. In two shots a packet has an owner, to which the other ranks send theirs. The owner reduces
+// them and sends the sum to all ranks: slot n + r holds sums of rank r. Owners are dealt out by warps, so all threads
+// of a warp take the same steps.
+//
+// Why packets' places can be used again in two shots (packets.h): a thread has the same packets and so the same owners
+// in every epoch of a kernel. A rank's thread that goes on to epoch e + 2 has the sum of e + 1, which its owner sent
+// after the same threads of all ranks had sent it their packets of e + 1, so these threads had ended epoch e.
+#pragma once
+
+#include "instance.h"
+#include "rms_norm.h"
+
+namespace proxyccl {
+
+// For each epoch calls send(p, own) for this thread's packets p, and then receive(p, own), which returns the ranks' sum
+// of the packet. Takes the sums, and norms each row.
+template <uint32_t kBlocks, class Form, class T, class Send, class Receive>
+PROXYCCL_DEVICE void reduceRows(Lanes<Form>& lanes, const Rows<T>& rows, Send send, Receive receive) {
+  NormedRow<Form, T, true, kBlocks> row(rows);
+  uint32_t epoch = 0;
+  bool is_first = true;
+  lanes.forEachEpoch([&](uint64_t) {
+    row.forEachOfEpoch([&](uint32_t p) { send(p, row.load(epoch, p)); });
+    if (is_first) RowBlocks<kBlocks>::awaitStart();
+    row.forEachOfEpoch([&](uint32_t p) {
+      if (is_first && rows.weight != nullptr) row.keepWeights(epoch, p);
+      const auto residual = row.residual(epoch, p);
+      row.take(epoch, p, receive(p, row.own(epoch, p)), residual);
+    });
+    if (++epoch < rows.row_epochs) return;
+    row.norm();
+    row.goOn();
+    epoch = 0, is_first = false;
+  });
+}
+
+template <class Form, class T>
+PROXYCCL_DEVICE auto reduced(const ProxycclPacketTeam& team, Lanes<Form>& lanes, uint32_t p,
+                             const typename Form::Payload& own) {
+  PacketReduction<T, Sum, typename Form::Payload> reduction(team.world_size);
+  lanes.receiveFromAll(0, p, own, reduction);
+  return reduction.finish();
+}
+
+template <class Form, class T, uint32_t kBlocks = 1>
+PROXYCCL_DEVICE void oneShotRows(const ProxycclPacketTeam& team, const Rows<T>& rows) {
+  using Payload = typename Form::Payload;
+  Lanes<Form> lanes(team);
+  reduceRows<kBlocks>(
+      lanes, rows, [&](uint32_t p, const Payload& own) { lanes.sendToAll(team.rank, p, own); },
+      [&](uint32_t p, const Payload& own) { return reduced<Form, T>(team, lanes, p, own); });
+}
+
+template <class Form, class T, uint32_t kBlocks = 1>
+PROXYCCL_DEVICE void twoShotRows(const ProxycclPacketTeam& team, const Rows<T>& rows) {
+  using Payload = typename Form::Payload;
+  Lanes<Form> lanes(team);
+  const uint32_t ranks = team.world_size;
+  auto ownerOf = [&](uint32_t p) { return p / PROXYCCL_WARP_SIZE % ranks; };
+  reduceRows<kBlocks>(
+      lanes, rows,
+      [&](uint32_t p, const Payload& own) {
+        if (ownerOf(p) != team.rank) lanes.send(ownerOf(p), team.rank, p, own);
+      },
+      [&](uint32_t p, const Payload& own) {
+        const uint32_t owner = ownerOf(p);
+        if (owner != team.rank) return lanes.receive(owner, ranks + owner, p);
+        const Payload sum = reduced<Form, T>(team, lanes, p, own);
+        lanes.sendToAll(ranks + owner, p, sum);
+        return sum;
+      });
+}
+
+template <class T>
+PROXYCCL_DEVICE void one_shot_rms_norm_packets(const ProxycclPacketTeam& team, const Rows<T>& rows) {
+  oneShotRows<PacketForm>(team, rows);
+}
+template <class T>
+PROXYCCL_DEVICE void two_shot_rms_norm_packets(const ProxycclPacketTeam& team, const Rows<T>& rows) {
+  twoShotRows<PacketForm>(team, rows);
+}
+template <class T>
+PROXYCCL_DEVICE void one_shot_rms_norm_lines(const ProxycclPacketTeam& team, const Rows<T>& rows) {
+  oneShotRows<LineForm>(team, rows);
+}
+template <class T>
+PROXYCCL_DEVICE void two_shot_rms_norm_lines(const ProxycclPacketTeam& team, const Rows<T>& rows) {
+  twoShotRows<LineForm>(team, rows);
+}
+#if PROXYCCL_HAS_CLUSTERS
+template <class T>
+PROXYCCL_DEVICE void one_shot_rms_norm_lines_2(const ProxycclPacketTeam& team, const Rows<T>& rows) {
+  oneShotRows<LineForm, T, 2>(team, rows);
+}
+template <class T>
+PROXYCCL_DEVICE void two_shot_rms_norm_lines_2(const ProxycclPacketTeam& team, const Rows<T>& rows) {
+  twoShotRows<LineForm, T, 2>(team, rows);
+}
+template <class T>
+PROXYCCL_DEVICE void one_shot_rms_norm_lines_4(const ProxycclPacketTeam& team, const Rows<T>& rows) {
+  oneShotRows<LineForm, T, 4>(team, rows);
+}
+template <class T>
+PROXYCCL_DEVICE void two_shot_rms_norm_lines_4(const ProxycclPacketTeam& team, const Rows<T>& rows) {
+  twoShotRows<LineForm, T, 4>(team, rows);
+}
+#endif
+
+}  // namespace proxyccl
+
+// The blocks that have a row together, by kernel.
+#define PROXYCCL_CLUSTER_one_shot_rms_norm_packets
+#define PROXYCCL_CLUSTER_two_shot_rms_norm_packets
+#define PROXYCCL_CLUSTER_one_shot_rms_norm_lines
+#define PROXYCCL_CLUSTER_two_shot_rms_norm_lines
+#define PROXYCCL_CLUSTER_one_shot_rms_norm_lines_2 __cluster_dims__(2, 1, 1)
+#define PROXYCCL_CLUSTER_two_shot_rms_norm_lines_2 __cluster_dims__(2, 1, 1)
+#define PROXYCCL_CLUSTER_one_shot_rms_norm_lines_4 __cluster_dims__(4, 1, 1)
+#define PROXYCCL_CLUSTER_two_shot_rms_norm_lines_4 __cluster_dims__(4, 1, 1)
+
+#define PROXYCCL_TYPED_KERNEL(kernel, name, T)                                                     \
+  extern "C" __global__ void __launch_bounds__(PROXYCCL_MAX_BLOCK_THREADS, 1)                      \
+      PROXYCCL_CLUSTER_##kernel name(const ProxycclPacketTeam team, PROXYCCL_ROWS_PARAMETERS(T)) { \
+    ::proxyccl::kernel<T>(team, {PROXYCCL_ROWS_ARGUMENTS});                                        \
+  }                                                                                                \
+  PROXYCCL_EXPORT_KERNEL(name)

@@ -1,0 +1,308 @@
+// Rows that have been reduced: their residuals are added, and they are normed.
+//
+// A value is added to its residual in T, as torch adds them. Then a row is normed: each value is multiplied by
+// 1 / sqrt(mean of squares + eps) and by its weight, in float, and rounded once (RMSNorm, Zhang and Sennrich, 2019).
+//
+// A row consists of packets (packets.h), whether they are sent or not, in groups of a warp's. A block has a row, or the
+// blocks of a cluster have a part of the row each. A thread norms the packets that it added, so it reads nothing that
+// other threads stored, except one number for each group of packets: the sum of its squares. Every thread adds these
+// numbers in one order, which depends on the row's width and on the form of the packets alone.
+//
+// The code is short rather than unrolled: a block runs it once for each row, mostly for one row alone, and instructions
+// that no cache holds take longer to fetch than to execute.
+#pragma once
+
+#include "float8_scales.h"
+#include "lines.h"
+
+namespace proxyccl {
+
+PROXYCCL_DEVICE float inverseRoot(float value) {
+#if PROXYCCL_ON_HOST
+  return 1 / __builtin_sqrtf(value);
+#else
+  return rsqrtf(value);
+#endif
+}
+
+// Called by a whole warp: returns the combination of its threads' values, the same to all threads.
+template <class Combine>
+PROXYCCL_DEVICE float combineInWarp(float value, Combine combine) {
+  const uint32_t lane = threadIdx.x % PROXYCCL_WARP_SIZE;
+#pragma unroll
+  for (uint32_t distance = PROXYCCL_WARP_SIZE / 2; distance > 0; distance /= 2)
+    value = combine(value, shuffle(value, lane ^ distance));
+  return value;
+}
+
+PROXYCCL_DEVICE float added(float a, float b) { return a + b; }
+
+// How the blocks of a row tell one another numbers. start() comes first; awaitStart() before the first tell(); and
+// meet() after tell(), before the number is read.
+template <uint32_t kBlocks>
+struct RowBlocks;
+template <>
+struct RowBlocks<1> {
+  static PROXYCCL_DEVICE void start() {}
+  static PROXYCCL_DEVICE void awaitStart() {}
+  static PROXYCCL_DEVICE void tell(float* at, float number) { *at = number; }
+  static PROXYCCL_DEVICE void meet() { __syncthreads(); }
+};
+#if PROXYCCL_HAS_CLUSTERS
+template <uint32_t kBlocks>
+struct RowBlocks {
+  static PROXYCCL_DEVICE void start() { arriveInCluster(); }
+  static PROXYCCL_DEVICE void awaitStart() { awaitCluster(); }
+  static PROXYCCL_DEVICE void tell(float* at, float number) {
+    for (uint32_t block = 0; block < kBlocks; ++block) storeInCluster(at, block, number);
+  }
+  static PROXYCCL_DEVICE void meet() {
+    arriveInCluster();
+    awaitCluster();
+  }
+};
+#endif
+
+// The arrays of a call, and how rows lie in packets.
+template <class T>
+struct Rows {
+  const T* x;          // [rows, width]
+  const T* residual;   // [rows, width]; null: nothing is added
+  const T* weight;     // [width]; null: rows are not normed
+  void* out;           // [rows, width] of T, or of e4m3 if there is a scale
+  T* residual_out;     // [rows, width]: the sums
+  float* scales;       // [rows]: each row's scale, which the blocks compute; null: none
+  const float* scale;  // the scale of all rows; null: none
+  uint64_t rows;
+  uint32_t width;
+  float eps;
+  uint32_t share;  // chunks of a row
+  uint32_t row_packets;
+  uint32_t packets;     // packets that a block has at a time, whole groups
+  uint32_t row_epochs;  // how often, for a whole row
+  uint32_t keeps;       // 1: dynamic shared memory has room for the packets of a block's part of a row; 2: and weights
+};
+
+// A block's part of the rows, one after the other. kWhole: all arrays of rows and the weights are aligned to 16 bytes,
+// and rows are multiples of 16 bytes. kBlocks: the blocks of a cluster, which have one row.
+//
+// Dynamic shared memory: for each parity of the row's place in the block's order, two numbers for each group; then the
+// packets that are kept, and the weights.
+template <class Form, class T, bool kWhole, uint32_t kBlocks>
+class NormedRow {
+ public:
+  using Payload = typename Form::Payload;
+  using Blocks = RowBlocks<kBlocks>;
+
+  PROXYCCL_DEVICE explicit NormedRow(const Rows<T>& rows) : rows_(rows) {
+    begin(blockIdx.x / kBlocks);
+    Blocks::start();
+  }
+
+  PROXYCCL_DEVICE bool exists() const { return row_ < rows_.rows; }
+  PROXYCCL_DEVICE void goOn() {
+    parity_ ^= 1;
+    begin(row_ + gridDim.x / kBlocks);
+  }
+
+  // Returns the values of the block's packet p of an epoch in `x`; of a row that does not exist, zeros. own() returns
+  // the same later, to the same thread.
+  PROXYCCL_DEVICE Payload load(uint32_t epoch, uint32_t p) const {
+    const Payload payload = exists() ? loadFrom(rows_.x + first_, inRow(epoch, p)) : Payload{};
+    if (rows_.keeps) kept()[epoch * rows_.packets + p] = payload;
+    return payload;
+  }
+  PROXYCCL_DEVICE Payload own(uint32_t epoch, uint32_t p) const {
+    if (rows_.keeps) return kept()[epoch * rows_.packets + p];
+    return exists() ? loadFrom(rows_.x + first_, inRow(epoch, p)) : Payload{};
+  }
+  PROXYCCL_DEVICE Payload residual(uint32_t epoch, uint32_t p) const {
+    return rows_.residual != nullptr && exists() ? loadFrom(rows_.residual + first_, inRow(epoch, p)) : Payload{};
+  }
+  // Keeps the weights of a packet. Called once, while the block would wait.
+  PROXYCCL_DEVICE void keepWeights(uint32_t epoch, uint32_t p) const {
+    if (rows_.keeps == 2) weights()[epoch * rows_.packets + p] = loadFrom(rows_.weight, inRow(epoch, p));
+  }
+
+  // Called by whole warps: takes the sum of a packet, and the residual, which is loaded before the sum arrives.
+  PROXYCCL_DEVICE void take(uint32_t epoch, uint32_t p, const Payload& sum, const Payload& residual) {
+    Words words = __builtin_bit_cast(Words, sum);
+    if (rows_.residual != nullptr) {
+      const Words of_residual = __builtin_bit_cast(Words, residual);
+#pragma unroll
+      for (uint32_t k = 0; k < kWords; ++k)
+        words.at[k] = Element<T>::narrowTwo(low(words.at[k]) + low(of_residual.at[k]),
+                                            high(words.at[k]) + high(of_residual.at[k]));
+    }
+    const Payload payload = __builtin_bit_cast(Payload, words);
+    const uint32_t in_row = inRow(epoch, p);
+    if (exists()) {
+      if (rows_.keeps) kept()[epoch * rows_.packets + p] = payload;
+      storeTo(rows_.residual_out + first_, in_row, payload);
+    }
+    if (rows_.weight == nullptr) return;
+    float squares = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < kWords; ++k) {
+      squares += low(words.at[k]) * low(words.at[k]);
+      squares += high(words.at[k]) * high(words.at[k]);
+    }
+    tell(0, in_row, combineInWarp(squares, added));
+  }
+
+  // Called by the blocks of the row when they have taken all its packets.
+  PROXYCCL_DEVICE void norm() const {
+    if (rows_.weight == nullptr) return;
+    Blocks::meet();
+    if (!exists()) return;
+    const float mean = told(0, added) / static_cast<float>(rows_.width), factor = inverseRoot(mean + rows_.eps);
+    float to_float8 = 0;
+    if (rows_.scales != nullptr) {
+      forEachPacket([&](uint32_t epoch, uint32_t p) {
+        float greatest = 0;
+        forNormed(epoch, p, factor, [&](uint32_t, uint32_t, float* values) {
+#pragma unroll
+          for (uint32_t k = 0; k < kEach; ++k) greatest = greaterMagnitude(greatest, values[k]);
+        });
+        tell(1, inRow(epoch, p), combineInWarp(greatest, greaterMagnitude));
+      });
+      Blocks::meet();
+      const float greatest = told(1, greaterMagnitude);
+      if (threadIdx.x == 0 && blockIdx.x % kBlocks == 0) rows_.scales[row_] = scaleOf(greatest);
+      to_float8 = factorOf(greatest);
+    } else if (rows_.scale != nullptr) {
+      to_float8 = 1 / *rows_.scale;
+    }
+    const bool quantizes = rows_.scales != nullptr || rows_.scale != nullptr;
+    forEachPacket([&](uint32_t epoch, uint32_t p) {
+      Words narrowed{};
+      forNormed(epoch, p, factor, [&](uint32_t c, uint32_t chunk, float* values) {
+        if (quantizes) return storeFloat8(chunk, values, to_float8);
+#pragma unroll
+        for (uint32_t k = 0; k < kEach; k += 2)
+          narrowed.at[(c * kEach + k) / 2] = Element<T>::narrowTwo(values[k], values[k + 1]);
+      });
+      if (quantizes) return;
+      storeTo(static_cast<T*>(rows_.out) + first_, inRow(epoch, p), __builtin_bit_cast(Payload, narrowed));
+    });
+  }
+
+  // Calls body(epoch, p) for this thread's packets of a row.
+  template <class Body>
+  PROXYCCL_DEVICE void forEachPacket(Body body) const {
+    for (uint32_t epoch = 0; epoch < rows_.row_epochs; ++epoch) forEachOfEpoch([&](uint32_t p) { body(epoch, p); });
+  }
+  // Calls body(p) for this thread's packets of an epoch: a warp has a group of packets at a time.
+  template <class Body>
+  PROXYCCL_DEVICE void forEachOfEpoch(Body body) const {
+#pragma unroll 1
+    for (uint32_t p = threadIdx.x; p < rows_.packets; p += blockDim.x) body(p);
+  }
+
+ private:
+  static_assert(sizeof(T) == 2, "a word has two elements");
+  static constexpr uint32_t kWords = sizeof(Payload) / sizeof(uint32_t);
+  static constexpr uint32_t kEach = sizeof(typename Form::Chunk) / sizeof(T);
+  struct Words {
+    uint32_t at[kWords];
+  };
+  static PROXYCCL_DEVICE float low(uint32_t word) { return Element<T>::widen(T{static_cast<uint16_t>(word)}); }
+  static PROXYCCL_DEVICE float high(uint32_t word) { return Element<T>::widen(T{static_cast<uint16_t>(word >> 16)}); }
+
+  PROXYCCL_DEVICE void begin(uint64_t row) { row_ = row, first_ = row * rows_.width; }
+  // Returns the number of a packet in the row.
+  PROXYCCL_DEVICE uint32_t inRow(uint32_t epoch, uint32_t p) const {
+    return (epoch * kBlocks + blockIdx.x % kBlocks) * rows_.packets + p;
+  }
+
+  PROXYCCL_DEVICE float* numbers(uint32_t kind) const {
+    return static_cast<float*>(dynamicShared()) + (2 * parity_ + kind) * groups();
+  }
+  PROXYCCL_DEVICE uint32_t groups() const { return (rows_.row_packets + PROXYCCL_WARP_SIZE - 1) / PROXYCCL_WARP_SIZE; }
+  PROXYCCL_DEVICE Payload* kept() const {  // aligned to 16 bytes, after four numbers of four bytes for each group
+    return reinterpret_cast<Payload*>(static_cast<float*>(dynamicShared()) + 4 * groups());
+  }
+  PROXYCCL_DEVICE Payload* weights() const { return kept() + rows_.row_epochs * rows_.packets; }
+
+  // Tells all blocks of the row the number of the group of a packet. No block reads it before meet(). The place is used
+  // again for the row after the next one, and a block has read the number before it meets the others for the next one.
+  PROXYCCL_DEVICE void tell(uint32_t kind, uint32_t in_row, float number) const {
+    const uint32_t group = in_row / PROXYCCL_WARP_SIZE;
+    if (in_row % PROXYCCL_WARP_SIZE != 0 || group >= groups()) return;
+    Blocks::tell(numbers(kind) + group, number);
+  }
+  template <class Combine>
+  PROXYCCL_DEVICE float told(uint32_t kind, Combine combine) const {
+    const float* of_groups = numbers(kind);
+    float own = 0;
+#pragma unroll 1  // most rows have fewer groups than a warp has threads
+    for (uint32_t group = threadIdx.x % PROXYCCL_WARP_SIZE; group < groups(); group += PROXYCCL_WARP_SIZE)
+      own = combine(own, of_groups[group]);
+    return combineInWarp(own, combine);
+  }
+
+  // Load and store the data of a packet in a row.
+  PROXYCCL_DEVICE Payload loadFrom(const T* row, uint32_t in_row) const {
+    if constexpr (!kWhole) return Form::load(row, rows_.width, rows_.share, 0, in_row);
+    Payload payload{};
+    Form::forChunks(in_row, rows_.share, [&](uint32_t c, uint32_t chunk) {
+      Form::setChunk(payload, c, reinterpret_cast<const typename Form::Chunk*>(row)[chunk]);
+    });
+    return payload;
+  }
+  PROXYCCL_DEVICE void storeTo(T* row, uint32_t in_row, const Payload& payload) const {
+    if constexpr (!kWhole) return Form::store(row, rows_.width, rows_.share, 0, in_row, payload);
+    Form::forChunks(in_row, rows_.share, [&](uint32_t c, uint32_t chunk) {
+      reinterpret_cast<typename Form::Chunk*>(row)[chunk] = Form::chunkOf(payload, c);
+    });
+  }
+
+  // Calls body(c, chunk, values) with the normed values of each chunk of a packet.
+  template <class Body>
+  PROXYCCL_DEVICE void forNormed(uint32_t epoch, uint32_t p, float factor, Body body) const {
+    const uint32_t in_row = inRow(epoch, p), in_block = epoch * rows_.packets + p;
+    const auto sums =
+        __builtin_bit_cast(Words, rows_.keeps ? kept()[in_block] : loadFrom(rows_.residual_out + first_, in_row));
+    const auto scaled =
+        __builtin_bit_cast(Words, rows_.keeps == 2 ? weights()[in_block] : loadFrom(rows_.weight, in_row));
+    Form::forChunks(in_row, rows_.share, [&](uint32_t c, uint32_t chunk) {
+      float values[kEach];
+#pragma unroll
+      for (uint32_t k = 0; k < kEach; k += 2) {
+        const uint32_t sum = sums.at[(c * kEach + k) / 2], weight = scaled.at[(c * kEach + k) / 2];
+        values[k] = low(sum) * factor * low(weight);
+        values[k + 1] = high(sum) * factor * high(weight);
+      }
+      body(c, chunk, values);
+    });
+  }
+  PROXYCCL_DEVICE void storeFloat8(uint32_t chunk, float* values, float factor) const {
+    struct alignas(kEach) Elements {
+      uint8_t at[kEach];
+    } elements;
+#pragma unroll
+    for (uint32_t k = 0; k < kEach; ++k) values[k] *= factor;
+    floatsToE4M3<kEach>(elements.at, values);
+    const uint32_t first = chunk * kEach;
+    uint8_t* to = static_cast<uint8_t*>(rows_.out) + first_ + first;
+    if (kWhole || (first + kEach <= rows_.width && reinterpret_cast<uintptr_t>(to) % kEach == 0)) {
+      *reinterpret_cast<Elements*>(to) = elements;
+      return;
+    }
+    for (uint32_t k = 0; k < kEach && first + k < rows_.width; ++k) to[k] = elements.at[k];
+  }
+
+  const Rows<T>& rows_;
+  uint64_t row_ = 0, first_ = 0;  // the row, and its first element
+  uint32_t parity_ = 0;
+};
+
+}  // namespace proxyccl
+
+#define PROXYCCL_ROWS_PARAMETERS(T)                                                                              \
+  const T *x, const T *residual, const T *weight, void *out, T *residual_out, float *scales, const float *scale, \
+      uint64_t rows, uint32_t width, float eps, uint32_t share, uint32_t row_packets, uint32_t packets,          \
+      uint32_t row_epochs, uint32_t keeps
+#define PROXYCCL_ROWS_ARGUMENTS                                                                                     \
+  x, residual, weight, out, residual_out, scales, scale, rows, width, eps, share, row_packets, packets, row_epochs, \
+      keeps

@@ -1,0 +1,258 @@
+"""all_reduce_rms_norm: sums, residuals and norms of rows, in one launch or several."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from proxyccl import ArgumentError, Communicator, MismatchError
+from support.cases.reference import numpy_dtype
+from support.device_arrays import barrier, on_device, on_host
+from support.devices import ON_HOST, runtime_with_blocks, runtime_with_lines, world_sizes
+from support.ranks import Ranks
+from support.running import run_ranks
+
+EPS = 1e-5
+SHAPES = ((1, 64), (3, 100), (5, 7), (2, 3, 1, 520), (9, 2048))
+ALGORITHMS = (None, "one_shot", "two_shot_packets", "two_shot", "proxy")
+FLOAT8 = "float8_e4m3fn"
+MAKERS = {"packets": runtime_with_blocks, "lines": runtime_with_lines} if ON_HOST else {"GPU": runtime_with_blocks}
+
+
+@pytest.fixture(scope="module", params=[(make, n) for make in MAKERS for n in world_sizes(1, 2, 3, 5)], ids=str)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    make, world_size = request.param
+    with Ranks(world_size, make_runtime=MAKERS[make]) as group:
+        yield group
+
+
+def values(seed: int, shape: tuple[int, ...], name: str) -> NDArray[Any]:
+    return np.random.default_rng(seed).standard_normal(shape).astype(numpy_dtype(name))
+
+
+def inputs(rank: int, shape: tuple[int, ...], name: str) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """A rank's rows, and the residual and the weight of all ranks."""
+    return values(rank, shape, name), values(100, shape, name), values(101, shape[-1:], name)
+
+
+def summed(ranks: int, shape: tuple[int, ...], name: str) -> NDArray[Any]:
+    """The ranks' rows added in the order of ranks, and the residual, each rounded."""
+    rows = [inputs(rank, shape, name)[0].astype(np.float32) for rank in range(ranks)]
+    total = functools.reduce(np.add, rows).astype(numpy_dtype(name))
+    return (total.astype(np.float32) + inputs(0, shape, name)[1].astype(np.float32)).astype(total.dtype)
+
+
+def normed(rows: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
+    """RMSNorm in float64."""
+    wide = rows.astype(np.float64)
+    return wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + EPS) * weight.astype(np.float64)
+
+
+def require_normed(got: NDArray[Any], rows: NDArray[Any], weight: NDArray[Any]) -> None:
+    """The normed rows within the rounding of their type, once, and a little of float32."""
+    want = normed(rows, weight)
+    spacing = 2.0 ** -(8 if got.dtype == numpy_dtype("bfloat16") else 11)
+    assert (np.abs(got.astype(np.float64) - want) <= (spacing + 1e-6) * np.abs(want) + 1e-6).all()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_rows_are_summed_as_by_all_reduce_and_normed(ranks: Ranks, name: str) -> None:
+    def body(comm: Communicator) -> None:
+        for shape in SHAPES if name == "bfloat16" else SHAPES[:2]:
+            x, residual, weight = (on_device(comm, each) for each in inputs(comm.rank, shape, name))
+            for algorithm in ALGORITHMS:
+                out, sums, scales = comm.all_reduce_rms_norm(x, residual, weight, EPS, algorithm=algorithm)
+                barrier(comm)
+                assert scales is None
+                assert on_host(sums).tobytes() == summed(comm.world_size, shape, name).tobytes(), (shape, algorithm)
+                require_normed(on_host(out), on_host(sums), on_host(weight))
+
+    ranks.run(body)
+
+
+def test_results_may_take_the_place_of_rows_and_residual(ranks: Ranks) -> None:
+    shape = (6, 200)
+
+    def body(comm: Communicator) -> None:
+        want = summed(comm.world_size, shape, "bfloat16")
+        for algorithm in ALGORITHMS:
+            for swapped in (False, True):
+                x, residual, weight = (on_device(comm, each) for each in inputs(comm.rank, shape, "bfloat16"))
+                out, residual_out = (residual, x) if swapped else (x, residual)
+                got = comm.all_reduce_rms_norm(
+                    x, residual, weight, EPS, out=out, residual_out=residual_out, algorithm=algorithm
+                )
+                barrier(comm)
+                assert got.out is out
+                assert got.residual is residual_out
+                assert on_host(residual_out).tobytes() == want.tobytes(), (algorithm, swapped)
+                require_normed(on_host(out), want, on_host(weight))
+
+    ranks.run(body)
+
+
+def test_a_residual_and_a_weight_may_be_missing(ranks: Ranks) -> None:
+    shape = (4, 72)
+
+    def body(comm: Communicator) -> None:
+        x, residual, weight = (on_device(comm, each) for each in inputs(comm.rank, shape, "bfloat16"))
+        for algorithm in ALGORITHMS:
+            plain = comm.all_reduce(x, out=on_device(comm, np.zeros(shape, numpy_dtype("bfloat16"))))
+            out, sums, _ = comm.all_reduce_rms_norm(x, None, weight, EPS, algorithm=algorithm)
+            none, added, _ = comm.all_reduce_rms_norm(x, residual, None, EPS, algorithm=algorithm)
+            barrier(comm)
+            assert on_host(sums).tobytes() == on_host(plain).tobytes()
+            require_normed(on_host(out), on_host(sums), on_host(weight))
+            assert none is None
+            assert on_host(added).tobytes() == summed(comm.world_size, shape, "bfloat16").tobytes()
+
+    ranks.run(body)
+
+
+def test_rows_are_quantized_by_their_own_scale_or_by_a_given_one(ranks: Ranks) -> None:
+    shape, given = (5, 130), 0.0625
+
+    def body(comm: Communicator) -> None:
+        x, residual, weight = (on_device(comm, each) for each in inputs(comm.rank, shape, "bfloat16"))
+        scale = on_device(comm, np.array([given], np.float32))
+        want = normed(summed(comm.world_size, shape, "bfloat16"), on_host(weight))
+        for algorithm in ALGORITHMS:
+            by_row = comm.all_reduce_rms_norm(x, residual, weight, EPS, quantize="float8", algorithm=algorithm)
+            by_one = comm.all_reduce_rms_norm(x, residual, weight, EPS, quantize=scale, algorithm=algorithm)
+            barrier(comm)
+            scales = on_host(by_row.scales)
+            np.testing.assert_allclose(scales, np.abs(want).max(-1, keepdims=True) / 448, rtol=1e-5)
+            for out, scaled in ((by_row.out, scales), (by_one.out, given)):
+                eighths = on_host(out).view(numpy_dtype(FLOAT8)).astype(np.float64)
+                limited = np.clip(want / scaled, -448, 448)
+                assert (np.abs(eighths - limited) <= np.abs(limited) / 15.9 + 2.0**-10).all(), algorithm
+            assert by_one.scales is None
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("world", [(n, n) for n in world_sizes(2, 3)] + [(n, 2) for n in world_sizes(4)], ids=str)
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_row_has_the_same_bits_in_every_batch(make: str, world: tuple[int, int]) -> None:
+    """Its norm and its scale too, by every algorithm."""
+    width, most = 904, 40
+
+    def body(comm: Communicator) -> None:
+        x, residual, weight = inputs(comm.rank, (most, width), "bfloat16")
+        given, found = on_device(comm, weight), set()
+        algorithms = ("hierarchical",) if world[1] < world[0] else ALGORITHMS
+        for algorithm in (None, *algorithms):
+            for rows in (1, 2, 17, most):
+                place = rows // 2  # of row 0
+                rolled = [on_device(comm, np.roll(each[:rows], place, 0)) for each in (x, residual)]
+                out = comm.all_reduce_rms_norm(*rolled, given, EPS, algorithm=algorithm)
+                eighths = comm.all_reduce_rms_norm(*rolled, given, EPS, quantize="float8", algorithm=algorithm)
+                barrier(comm)
+                arrays = (out.out, out.residual, eighths.out, eighths.scales)
+                found.add(b"".join(on_host(each)[place].tobytes() for each in arrays))
+        assert len(found) == 1
+
+    run_ranks(world[0], body, make_runtime=MAKERS[make], local_world_size=world[1], invariant=True)
+
+
+def test_new_arrays_of_one_kind_are_prepared_once(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        for step in range(4):
+            arrays = [on_device(comm, each) for each in inputs(comm.rank, (3, 88), "bfloat16")]
+            out, sums, _ = comm.all_reduce_rms_norm(*arrays, EPS)
+            barrier(comm)
+            assert on_host(sums).tobytes() == summed(comm.world_size, (3, 88), "bfloat16").tobytes()
+            require_normed(on_host(out), on_host(sums), on_host(arrays[2]))
+            if step == 0:
+                prepared = comm.calls.prepared
+        assert comm.calls.prepared == prepared
+
+    ranks.run(body)
+
+
+def test_a_call_without_rows_does_nothing(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> tuple[int, ...]:
+        x = on_device(comm, np.zeros((0, 16), numpy_dtype("bfloat16")))
+        weight = on_device(comm, np.ones(16, numpy_dtype("bfloat16")))
+        return tuple(on_host(comm.all_reduce_rms_norm(x, x, weight, EPS).out).shape)
+
+    assert ranks.run(body) == [(0, 16)] * ranks.world_size
+
+
+def arguments(comm: Communicator, **changed: Any) -> dict[str, Any]:
+    """Arguments of a call, some of them replaced: arrays by the type and the shape of zeros."""
+    given: dict[str, Any] = {
+        "x": ("bfloat16", (4, 32)),
+        "residual": ("bfloat16", (4, 32)),
+        "weight": ("bfloat16", (32,)),
+    }
+    given.update({"eps": EPS, **changed})
+    return {
+        name: on_device(comm, np.zeros(value[1], numpy_dtype(value[0]))) if isinstance(value, tuple) else value
+        for name, value in given.items()
+    }
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"x": ("float32", (4, 32))}, "x: has element type float32; expected one of bfloat16, float16"),
+    ({"x": ("bfloat16", ())}, "x: has shape (); expected rows of one element or more"),
+    ({"x": ("bfloat16", (4, 0))}, "x: has shape (4, 0); expected rows of one element or more"),
+    ({"residual": ("bfloat16", (4, 31))}, "residual: has shape (4, 31); expected (4, 32)"),
+    ({"residual": ("float16", (4, 32))}, "residual: has element type float16; expected bfloat16"),
+    ({"weight": ("bfloat16", (4,))}, "weight: has shape (4,); expected (32,)"),
+    ({"weight": None, "quantize": "float8"}, "weight: expected an array, because rows are normed for"),
+    ({"out": ("bfloat16", (4, 32)), "quantize": "float8"}, f"out: has element type bfloat16; expected {FLOAT8}"),
+    ({"out": (FLOAT8, (4, 32))}, f"out: has element type {FLOAT8}; expected bfloat16"),
+    ({"scales": ("float32", (4,)), "quantize": "float8"}, "scales: has shape (4,); expected (4, 1)"),
+    ({"scales": ("float32", (4, 1))}, "scales: expected None without quantize='float8'"),
+    ({"quantize": "int8"}, "quantize: must be None, 'float8' or an array of one float32, not 'int8'"),
+    ({"quantize": ("float32", (2,))}, "quantize: has 2 elements; expected one, the scale of all rows"),
+    ({"algorithm": "some"}, "algorithm: unknown algorithm 'some'"),
+    ({"eps": "small"}, "eps: must be a number from 0 on, not 'small'"),
+    ({"eps": -1.0}, "eps: must be a number from 0 on, not -1.0"),
+    ({"x": 3}, "x: "),
+]
+
+
+@pytest.mark.parametrize(("changed", "words"), WRONG, ids=[words for _, words in WRONG])
+def test_wrong_arguments_are_refused_before_anything_moves(changed: dict[str, Any], words: str) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match=f"^{re.escape(words)}"):
+            comm.all_reduce_rms_norm(**arguments(comm, **changed))
+        comm.all_reduce_rms_norm(**arguments(comm))  # the call works, and the communicator too
+
+    run_ranks(1, body)
+
+
+def test_overlapping_arrays_are_refused() -> None:
+    def body(comm: Communicator) -> None:
+        both = on_device(comm, np.zeros((8, 32), numpy_dtype("bfloat16")))
+        weight = on_device(comm, np.ones(32, numpy_dtype("bfloat16")))
+        x, shifted, residual = both[:4], both[1:5], both[4:]
+        for words, given in (
+            ("residual: overlaps x", {"residual": shifted}),
+            ("out: overlaps x", {"residual": residual, "out": shifted}),
+            ("residual_out: overlaps out", {"residual": residual, "out": x, "residual_out": x}),
+        ):
+            with pytest.raises(ArgumentError, match=f"^{words}; expected an array apart from it"):
+                comm.all_reduce_rms_norm(x, weight=weight, eps=EPS, **given)
+
+    run_ranks(1, body)
+
+
+def test_ranks_with_different_rows_are_told() -> None:
+    def body(comm: Communicator) -> str:
+        given = {name: (dtype, (2, 64)) for name, dtype in (("x", "bfloat16"), ("residual", "bfloat16"))}
+        changed = {**given, "weight": ("bfloat16", (64,))} if comm.rank else {}
+        with pytest.raises(MismatchError) as caught:
+            comm.all_reduce_rms_norm(**arguments(comm, **changed))
+        return str(caught.value)
+
+    if len(world_sizes(2)):
+        assert any("all_reduce_rms_norm with an array of 128 elements" in text for text in run_ranks(2, body))
