@@ -15,11 +15,11 @@ from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.config import MAX_SLOTS, NUMBER_DROPS, SCALED_DTYPES, EPConfig
 from proxyccl.channels.expert_parallel.geometry import (
+    AS_BYTES,
     DISPATCH_KERNELS,
-    STORE_KERNELS,
+    STORE_KERNEL,
     WorkspaceShape,
     blocks_for,
-    dispatch_file,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import FINALIZE, Members, Nodes
@@ -120,8 +120,8 @@ class DispatchCombineContext:
         self.grid = (self.blocks, threads)
         shipped = functools.partial(runtime.shipped, compiled_only=options.use_aot)
         if options.use_aot:  # also load the kernels that only later calls, or some layers, use
-            for name in (*DISPATCH_KERNELS.values(), *STORE_KERNELS.values()):
-                shipped(dispatch_file(name), name)
+            for name in (*DISPATCH_KERNELS.values(), STORE_KERNEL):
+                shipped("experts/dispatch.h", name, AS_BYTES)
             shipped("experts/spread.h", "expert_spread")
             shipped("moves.h", "barrier")
         token = config.token.name
@@ -141,17 +141,17 @@ class DispatchCombineContext:
         self._capacity = options.capacity * config.max_tokens * config.topk
         self._output_buf: tuple[Array, Array] | None = None
         experts = ProxiedStruct.of(bytes(ffi.buffer(self.workspace.experts)), self.workspace.sleepers)
-        name = DISPATCH_KERNELS[self.workspace.announces]
-        dispatch = shipped(dispatch_file(name), name)
-        empty = bytes(ffi.sizeof("ProxycclDispatch"))
-        self.dispatch_plain = dispatch.prepare(*self.grid, experts, empty)
-        self.dispatch_stored = self.dispatch_plain
-        if self.workspace.outputs is not None and (store := STORE_KERNELS.get(self.workspace.announces)):
-            self.dispatch_stored = shipped(dispatch_file(store), store).prepare(*self.grid, experts, empty)
-        self.dispatch_scaled: Launch | None = None
-        if options.quantizes and self.workspace.outputs is not None and token in SCALED_DTYPES:
-            scaled = shipped("experts/dispatch.h", f"{name}_scaled", token)
-            self.dispatch_scaled = scaled.prepare(*self.grid, experts, empty)
+        name, stores = DISPATCH_KERNELS[self.workspace.announces], self.workspace.outputs is not None
+
+        def dispatch(name: str, dtype: str) -> Launch:
+            empty = bytes(ffi.sizeof("ProxycclDispatch"))
+            return shipped("experts/dispatch.h", name, dtype).prepare(*self.grid, experts, empty)
+
+        self.dispatch_plain = self.dispatch_stored = dispatch(name, AS_BYTES)
+        if stores and self.workspace.announces == "masks":
+            self.dispatch_stored = dispatch(STORE_KERNEL, AS_BYTES)
+        scales = options.quantizes and stores and token in SCALED_DTYPES
+        self.dispatch_scaled = dispatch(name, token) if scales else None
         nothing = bytes(ffi.sizeof("ProxycclCombine"))
         self._combine = {name: kernel.prepare(*self.grid, experts, nothing) for name, kernel in combines.items()}
         # Peers do not wait for this kernel, so it may occupy the whole device.

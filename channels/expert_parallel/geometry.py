@@ -16,16 +16,11 @@ DISPATCH_KERNELS: dict[str, str] = {
     "masks": "dispatch_masks",
     "shared_masks": "dispatch_shared_masks",
 }
-"""The dispatch kernel for each kind of announcement. All of them except that of "ids" also quantize rows."""
-STORE_KERNELS: dict[str, str] = {"masks": "dispatch_masks_store"}
-"""Smaller kernels, for whole dispatches of unquantized rows to output buffers."""
-
-
-def dispatch_file(kernel: str) -> str:
-    """Returns the name of the shipped source file of a kernel of `DISPATCH_KERNELS` or `STORE_KERNELS`."""
-    return f"experts/{kernel}_kernel.h"
-
-
+"""The dispatch kernel for each kind of announcement."""
+STORE_KERNEL = "dispatch_masks_store"
+"""A smaller kernel for "masks": whole dispatches of unquantized rows to output buffers."""
+AS_BYTES = "uint8"
+"""The element type of dispatch kernels that don't quantize rows."""
 FEW_TOKENS = 32
 """The most tokens per block of a small dispatch. Larger ones send counts, and on one node some of their blocks only
 send."""
