@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.calls._calls import CombineForm
@@ -17,16 +17,6 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 
-class Sums(NamedTuple):
-    """The initial values and the order of a combine's sums: `added` and `order_ids` of `EPAll2AllLayer.combine`."""
-
-    added: tuple[Any, ...] = ()
-    order_ids: Any = None
-
-
-NO_SUMS = Sums()
-
-
 class Combine(CallForm):
     """A combine, which is one kernel. A copy precedes it if peers are to load rows that lie where they can't reach. C
     makes the calls (combine_form.c).
@@ -35,8 +25,8 @@ class Combine(CallForm):
         parts: the layer's parts.
         call: "combine"; or "collect" for rows with an element for each slot, of any type, which are neither padded nor
             loaded.
-        x, weights, topk_weights, order_ids, added, desc: the arguments of the first call of the form.
         halves: whether calls are made in two halves.
+        x, weights, topk_weights, order_ids, added, desc: the arguments of the first call of the form.
 
     Attributes:
         form: makes the calls.
@@ -49,14 +39,14 @@ class Combine(CallForm):
         self,
         parts: LayerParts,
         call: str,
+        halves: bool,
         x: Any,
         weights: Any,
         topk_weights: Any,
         order_ids: Any,
         added: tuple[Any, ...],
         desc: EPAllToAllLayoutDesc,
-        *,
-        halves: bool = False,
+        *_: Any,
     ) -> None:
         config, ctx = parts.options.config, parts.ctx
         of_tokens = call == "combine"
@@ -70,7 +60,7 @@ class Combine(CallForm):
         # Peers load rows only in a whole call without row weights.
         loads = of_tokens and not halves and weights is None and not ctx.workspace.experts.local_combine
         buffers = ctx.workspace.outputs if loads else None
-        launch = ctx.combine_launch(self._token.name).copy()
+        launch = ctx.combines[self._token.name].copy()
         filled = ffi.cast("ProxycclCombine *", launch.packed(1))
         filled.hidden, filled.id_bytes = self._width, id_bytes
         passing, passing_at, after_copy, step = 0, 0, None, 0

@@ -16,14 +16,19 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array, whole_number
 from proxyccl.channels.expert_parallel.arrays import strides_of
 from proxyccl.channels.expert_parallel.call_form import LayerParts
-from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Sums
 from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.forms import Forms
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
 from proxyccl.channels.expert_parallel.options import LayerOptions
-from proxyccl.channels.expert_parallel.recording import Dispatched, Recording, recorder_of, refuse_output
+from proxyccl.channels.expert_parallel.recording import (
+    Dispatched,
+    recorder_of,
+    recorder_of_combine,
+    recorder_of_dispatch,
+    refuse_recording,
+)
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 
@@ -169,15 +174,16 @@ class EPAll2AllLayer:
 
     def _open(self, members: Members, options: LayerOptions) -> None:
         with members.closed_on_error():
-            number = members.agree_on(options.compared, options.describe())
+            name = f"a layer with {options.layout!r} rows ({options.config.describe()})"
+            number = members.agree_on(options.compared, name)
             self.ctx = DispatchCombineContext(members, options, number)
         self._take_options(options)
         self._take_parts(LayerParts(self.ctx, options), UnderWay())
         self._narrowed: dict[int, EPAll2AllLayer] = {}
 
     def _take_parts(self, parts: LayerParts, under_way: UnderWay) -> None:
-        self._parts, self._recording, self.under_way = parts, Recording(parts.options), under_way
-        self.forms, self._sums_on_own_node = Forms(parts), parts.sums_on_own_node
+        self._parts, self.under_way, self.forms = parts, under_way, Forms(parts)
+        self._sums_on_own_node = parts.sums_on_own_node
 
     def _take_options(self, options: LayerOptions) -> None:
         self.ep_config, self.lost_ranks = options.config, options.lost_ranks
@@ -321,7 +327,7 @@ class EPAll2AllLayer:
             MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
-        recorder = self._recording.of_dispatch(input, weight)
+        recorder = recorder_of_dispatch(self._parts.options, input, weight)
         if recorder is None:
             return self.dispatch_unrecorded(input, exp_indices, weight, full_scatter_indices, stream)
         self._refuse_under_way()
@@ -334,31 +340,21 @@ class EPAll2AllLayer:
         return recorder.dispatch(self, call, input, weight)
 
     def dispatch_unrecorded(
-        self,
-        input: Any,
-        exp_indices: Any,
-        weight: Any = None,
-        full_scatter_indices: Any = None,
-        stream: StreamLike = None,
-    ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        self, input: Any, exp_indices: Any, weight: Any = None, scatter: Any = None, stream: StreamLike = None
+    ) -> Dispatched:
         """Makes a `dispatch` without recording it for a backward pass."""
         if self.ctx.closed or self.under_way.sent is not None:
             self._refuse_under_way()
-        made = self.forms.dispatches[True].call(input, exp_indices, weight, full_scatter_indices, stream)
+        made = self.forms.dispatches[True].call(input, exp_indices, weight, scatter, stream)
         dispatched: Dispatched = self._parts.checked(made, stream)
         return dispatched
 
     def send_unrecorded(
-        self,
-        input: Any,
-        exp_indices: Any,
-        weight: Any = None,
-        full_scatter_indices: Any = None,
-        stream: StreamLike = None,
+        self, input: Any, exp_indices: Any, weight: Any = None, scatter: Any = None, stream: StreamLike = None
     ) -> SentCall:
         """Makes a `dispatch_send` without recording it for a backward pass."""
         self._refuse_under_way()
-        sent: SentCall = self.forms.sends.call(input, exp_indices, weight, full_scatter_indices, stream)
+        sent: SentCall = self.forms.sends.call(input, exp_indices, weight, scatter, stream)
         self.under_way.sent = sent
         return sent
 
@@ -375,7 +371,7 @@ class EPAll2AllLayer:
 
         The arguments must not change until `dispatch_recv`. One dispatch can be in flight at a time.
         """
-        recorder = self._recording.of_dispatch(input, weight)
+        recorder = recorder_of_dispatch(self._parts.options, input, weight)
         sent = self.send_unrecorded(input, exp_indices, weight, full_scatter_indices, stream)
         if recorder is not None:
             sent.recorded = input, weight
@@ -393,10 +389,9 @@ class EPAll2AllLayer:
         under_way.sent = under_way.end_dispatch = None
         if recorder is None:
             return self._receive(pending, stream)
-        tokens, weights = pending.recorded
-        return recorder.dispatch(self, lambda: self._receive(pending, stream), tokens, weights)
+        return recorder.dispatch(self, lambda: self._receive(pending, stream), *pending.recorded)
 
-    def _receive(self, pending: SentCall, stream: StreamLike) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+    def _receive(self, pending: SentCall, stream: StreamLike) -> Dispatched:
         received: Dispatched = self._parts.checked(pending.receive(stream), stream)
         return received
 
@@ -413,9 +408,9 @@ class EPAll2AllLayer:
         Returns:
             The rows, in that dispatch's order; for a pair, a pair of rows and scales.
         """
-        desc = self._own_desc(ep_a2a_layout_desc)
+        desc = self._parts.own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
-        recorder = self._recording.of_dispatch(input)
+        recorder = recorder_of_dispatch(self._parts.options, input)
         if recorder is None:
             return self.forms.redispatches.call(input, desc, stream, None)
         return recorder.redispatch(self, lambda: self.forms.redispatches.call(input, desc, stream, None), input, desc)
@@ -456,46 +451,28 @@ class EPAll2AllLayer:
         Returns:
             `out`, or the new array. Raises the errors of `dispatch`.
         """
-        recorder = self._recording.of_combine(input, weights, topk_weights)
-        sums = Sums(tuple(added), order_ids) if added or order_ids is not None else NO_SUMS
+        recorder = recorder_of_combine(self._parts.options, input, weights, topk_weights)
+        given = input, weights, topk_weights, order_ids, tuple(added), ep_a2a_layout_desc, out, stream
         if recorder is None:
-            return self.combine_unrecorded(input, ep_a2a_layout_desc, weights, topk_weights, out, stream, sums)
-        refuse_output(out)
-        desc = self._own_desc(ep_a2a_layout_desc)
+            return self.combine_unrecorded(*given)
+        if out is not None:
+            refuse_recording("out")
+        desc = self._parts.own_desc(ep_a2a_layout_desc)
+        return recorder.combine(self, lambda: self.combine_unrecorded(*given), input, weights, desc)
 
-        def call() -> Any:
-            return self.combine_unrecorded(input, desc, weights, None, None, stream, sums)
+    def combine_unrecorded(self, *given: Any) -> Any:
+        """Makes a `combine` without recording it for a backward pass.
 
-        return recorder.combine(self, call, input, weights, desc)
-
-    def combine_unrecorded(
-        self,
-        input: Any,
-        ep_a2a_layout_desc: EPAllToAllLayoutDesc,
-        weights: Any = None,
-        topk_weights: Any = None,
-        out: Any = None,
-        stream: StreamLike = None,
-        sums: Sums = NO_SUMS,
-    ) -> Any:
-        """Makes a `combine` without recording it for a backward pass."""
+        Args:
+            given: all of input, weights, topk_weights, order_ids, added, the descriptor, out and stream.
+        """
         if self.ctx.closed or self.under_way.returned is not None:
             self._refuse_returning()
-        added, order_ids = sums
-        desc = ep_a2a_layout_desc
-        return self.forms.combines.call(input, weights, topk_weights, order_ids, added, desc, out, stream)
+        return self.forms.combines.call(*given)
 
-    def send_back_unrecorded(
-        self,
-        input: Any,
-        ep_a2a_layout_desc: EPAllToAllLayoutDesc,
-        weights: Any = None,
-        topk_weights: Any = None,
-        stream: StreamLike = None,
-    ) -> SentCall:
+    def send_back_unrecorded(self, input: Any, weights: Any, topk_weights: Any, desc: Any, stream: Any) -> SentCall:
         """Makes a `combine_send` without recording it for a backward pass."""
         self._refuse_returning()
-        desc = ep_a2a_layout_desc
         sent: SentCall = self.forms.returns.call(input, weights, topk_weights, None, (), desc, None, stream)
         self.under_way.returned = sent
         return sent
@@ -513,7 +490,7 @@ class EPAll2AllLayer:
         Args:
             ep_a2a_layout_desc: the descriptor of the dispatch.
         """
-        desc = self._own_desc(ep_a2a_layout_desc)
+        desc = self._parts.own_desc(ep_a2a_layout_desc)
         config, outputs, arrays = self.ep_config, self.ctx.workspace.outputs, self.ctx.arrays.like(desc.like)
         shape, native = (*self._parts.leading(desc.rows), config.hidden), arrays.type_of(config.token)
         if outputs is not None:
@@ -537,8 +514,8 @@ class EPAll2AllLayer:
 
         `input` and the weights must not change until `combine_recv`. One combine can be in flight at a time.
         """
-        recorder = self._recording.of_combine(input, weights, topk_weights)
-        sent = self.send_back_unrecorded(input, ep_a2a_layout_desc, weights, topk_weights, stream)
+        recorder = recorder_of_combine(self._parts.options, input, weights, topk_weights)
+        sent = self.send_back_unrecorded(input, weights, topk_weights, ep_a2a_layout_desc, stream)
         if recorder is not None:
             sent.recorded = input, weights
         return sent
@@ -550,8 +527,8 @@ class EPAll2AllLayer:
         if pending is not under_way.returned or pending is None:
             raise ArgumentError("pending", "is not the combine of this layer that is under way")
         recorder = recorder_of(*pending.recorded)
-        if recorder is not None:
-            refuse_output(out)
+        if recorder is not None and out is not None:
+            refuse_recording("out")
         stream, end = pending.stream if stream is None else stream, under_way.end_combine
         under_way.returned = under_way.end_combine = None
         try:
@@ -579,7 +556,7 @@ class EPAll2AllLayer:
         """
         if self.ep_config.weight.name != "float32":
             raise ArgumentError("combine_weights", f"needs weight_dtype float32, not {self.ep_config.weight}")
-        desc = self._own_desc(ep_a2a_layout_desc)
+        desc = self._parts.own_desc(ep_a2a_layout_desc)
         if self.under_way.returned is not None:
             raise ArgumentError("combine_weights", "a combine is under way; call combine_recv first")
         by_rank = self.layout == "rank"
@@ -598,7 +575,7 @@ class EPAll2AllLayer:
             float32 [R]: each row's weight. With layout="rank" [R, topk], zero where `local_expert_ids` is -1. Raises as
             `dispatch`.
         """
-        desc = self._own_desc(ep_a2a_layout_desc)
+        desc = self._parts.own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
         topk = self.ep_config.topk
         # Every row gets all weights of its token; the weight of the row's slot is one of them.
@@ -631,9 +608,6 @@ class EPAll2AllLayer:
     def sums_on_own_node(self) -> bool:
         """Whether a token's own rank sums all of its rows, so that `combine` takes topk_weights."""
         return self._sums_on_own_node
-
-    def _own_desc(self, desc: EPAllToAllLayoutDesc) -> EPAllToAllLayoutDesc:
-        return self._parts.own_desc(desc)
 
     def _refuse_returning(self) -> None:
         if self.ctx.closed or self.under_way.returned is not None:  # the launch itself checks for failed ranks

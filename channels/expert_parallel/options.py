@@ -222,10 +222,6 @@ class LayerOptions:
         given["lost_ranks"] = str(self.lost_ranks)
         return given | self.config.compared(_CONFIG_NAMES)
 
-    def describe(self) -> str:
-        """Returns the text by which mismatch errors describe a layer with these options."""
-        return f"a layer with {self.layout!r} rows ({self.config.describe()})"
-
     @property
     def all_ranks(self) -> int:
         return self.world_size + len(self.lost_ranks)
@@ -279,10 +275,6 @@ class LayerOptions:
     def quantizes(self) -> bool:
         """Whether the layer itself quantizes tokens to float8."""
         return self.scale_elements == SCALED_ELEMENTS and self.config.hidden == self.scales * SCALED_ELEMENTS
-
-    @cached_property
-    def takes_wide_ids(self) -> bool:
-        return self.minus_one_drops or self.by_rank
 
     @property
     def dropping_ids(self) -> int:

@@ -7,7 +7,7 @@ about dispatch or combine.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
@@ -113,26 +113,6 @@ def _lease_of(nbytes: int) -> Any:
     return Lease
 
 
-class OutputPlaces(Protocol):
-    """Parts of the workspace that an array library's allocator hands out."""
-
-    def take(self, native: Any) -> tuple[int, Any] | None:
-        """Returns the number of a free place, from 0, and an array of type `native` there; None if no place is free."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class PlaceOpener(Protocol):
-    """The module of an array library that opens places."""
-
-    def open_places(
-        self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int
-    ) -> OutputPlaces | None:
-        """Opens `count` places of `nbytes` each, from an offset of a memory on. Returns None if the library can't."""
-        ...
-
-
 class KeptOutputs(OutputBuffers):
     """Buffers whose arrays stay valid as long as they are referenced, like new arrays.
 
@@ -150,7 +130,7 @@ class KeptOutputs(OutputBuffers):
         self._memory, self._at = memory, int(experts.outputs)
         self._free = set(range(1, self._count))  # used on the host runtime
         self._lease = _lease_of(self.nbytes)
-        self._places: OutputPlaces | None = None
+        self._places: Any = None  # of torch's allocator (torch_tensors/places.py)
         self._was_opened = False
 
     @property
@@ -185,7 +165,7 @@ class KeptOutputs(OutputBuffers):
     def _take_place(self, native: Any) -> TakenBuffer:
         if not self._was_opened:
             self._was_opened = True
-            opener: PlaceOpener = array_libraries.load("torch: places of outputs")
+            opener = array_libraries.load("torch: places of outputs")
             self._places = opener.open_places(self._runtime, self._memory, self._at, self.nbytes, self._count - 1)
         taken = None if self._places is None else self._places.take(native)
         return self._passed() if taken is None else TakenBuffer(taken[0] + 1, taken[1])

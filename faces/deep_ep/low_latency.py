@@ -112,7 +112,7 @@ class Dispatches:
         except ArgumentError:
             _require_tokens(x, topk_idx)  # in DeepEP's words
             raise
-        expert_rows = desc.expert_rows
+        expert_rows = desc.table("expert_rows")
         packed = column_major(rows[1], packed=True) if self._packs else None
         if half is None:
             finish()
@@ -193,8 +193,8 @@ def combine(
         slots = topk_weights if layer.sums_on_own_node else None
         weights = layer.weights_by_row(topk_weights, desc) if slots is None else None
         if not hooked:
-            return layer.combine_unrecorded(x, desc, weights, slots, out), None
-        pending = layer.send_back_unrecorded(x, desc, weights, slots)
+            return layer.combine_unrecorded(x, weights, slots, None, (), desc, out, None), None
+        pending = layer.send_back_unrecorded(x, weights, slots, desc, None)
     except ArgumentError:
         _require_results(x, topk_weights, layer, desc)  # in DeepEP's words
         raise

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from proxyccl.channels.expert_parallel.arguments import whole_number
-from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Sums
 from proxyccl.channels.expert_parallel.config import MAX_TOPK
 from proxyccl.deep_ep.arguments import require_beside, require_bias, require_ids, require_tensor
 from proxyccl.deep_ep.handles import Handle, InternodeHandle, NormalHandle, Routing, Rows, routing_of
@@ -145,9 +144,8 @@ def combine(
             raise ArgumentError("topk_weights", "can't be given with the handle of a dispatch without topk_idx")
         of_rows = (desc.rows, config.topk) if routing.layer.layout == "rank" else (desc.rows,)
         require_tensor("topk_weights", topk_weights, of_rows, (torch.float32,))
-    sums = Sums(added, order_ids) if added or order_ids is not None else NO_SUMS
     try:
-        output: torch.Tensor = routing.layer.combine_unrecorded(x, desc, sums=sums)
+        output: torch.Tensor = routing.layer.combine_unrecorded(x, None, None, order_ids, added, desc, None, None)
     except ArgumentError:
         require_tensor("x", x, (desc.rows, config.hidden))  # in DeepEP's words
         raise
