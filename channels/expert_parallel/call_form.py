@@ -190,7 +190,6 @@ class CallForm:
     call's addresses and numbers of tokens.
 
     Args:
-        parts: the layer's parts.
         arrays: the arrays of the first call of the form. The library of the first array makes the results.
         name, dtype, most_tokens: the parts of a call that ranks compare, beside the layer and, of each call, the number
             of its dispatch.

@@ -22,17 +22,14 @@ class Combine(CallForm):
     makes the calls (combine_form.c).
 
     Args:
-        parts: the layer's parts.
         call: "combine"; or "collect" for rows with an element for each slot, of any type, which are neither padded nor
             loaded.
         halves: whether calls are made in two halves.
-        x, weights, topk_weights, order_ids, added, desc: the arguments of the first call of the form.
+        x, weights, topk_weights, order_ids, added, desc: the arguments of the first call of the form, which are
+            checked.
 
     Attributes:
         form: makes the calls.
-
-    Raises:
-        ArgumentError: an argument is wrong.
     """
 
     def __init__(

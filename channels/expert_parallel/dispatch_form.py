@@ -118,7 +118,6 @@ class Dispatch(CallForm):
     Kernels before it may quantize the tokens, pack the caller's float8 rows, and renumber ids where ranks are lost.
 
     Args:
-        parts: the layer's parts.
         x, ids, weight, scatter: the arguments of the first call of the form, which are checked.
         halves: whether calls are made in two halves.
         buffered: whether the rows of a whole call may stay in an output buffer. Otherwise they are copied from there.
@@ -309,7 +308,6 @@ class Redispatch(CallForm):
     """A dispatch of other values by an earlier dispatch's routing: `EPAll2AllLayer.redispatch`.
 
     Args:
-        parts: the layer's parts.
         argument: the name of `x` in errors.
         x, desc: the arguments of the first call of the form, which are checked.
         width, dtype: elements of a row, and their type; None for a token's.

@@ -89,9 +89,7 @@ class WorkspaceShape:
     """The sizes that a workspace has room for.
 
     Attributes:
-        config: the layer's configuration.
         blocks, threads: the kernels' blocks, and the threads of each.
-        layout: the layout of the outputs.
         local_combine: whether each rank first sums its own rows of a token in a combine.
         scale_bytes: bytes of the scales of a float8 row. An output buffer has room for float8 rows with scales, or for
             tokens, whichever take more.
@@ -109,7 +107,6 @@ class Geometry:
     """The geometry of a workspace, the same on all ranks. Computing it needs neither a device nor a peer.
 
     Args:
-        shape: the sizes of the workspace.
         nodes, local_size: the number of the kernels' nodes, and of the ranks of each.
         copied: whether GPU copies move the data between nodes.
         output_room: returns the size of an output buffer that must hold this many bytes.

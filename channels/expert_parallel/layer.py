@@ -172,13 +172,19 @@ class EPAll2AllLayer:
         options = LayerOptions(**given)
         self._open(Members.of(ep_group, options.config), options)
 
-    def _open(self, members: Members, options: LayerOptions) -> None:
+    @classmethod
+    def _on(cls, members: Members, options: LayerOptions, *described: Any) -> EPAll2AllLayer:
+        layer = object.__new__(cls)
+        layer._open(members, options, *described)
+        return layer
+
+    def _open(self, members: Members, options: LayerOptions, name: str = "", compared: Any = None, *names: Any) -> None:
+        """Makes the layer with the other ranks. `names`: the names of arguments in error texts, if not the layer's."""
         with members.closed_on_error():
-            name = f"a layer with {options.layout!r} rows ({options.config.describe()})"
-            number = members.agree_on(options.compared, name)
-            self.ctx = DispatchCombineContext(members, options, number)
+            name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
+            self.ctx = DispatchCombineContext(members, options, members.agree_on(compared or options.compared, name))
         self._take_options(options)
-        self._take_parts(LayerParts(self.ctx, options), UnderWay())
+        self._take_parts(LayerParts(self.ctx, options, *names), UnderWay())
         self._narrowed: dict[int, EPAll2AllLayer] = {}
 
     def _take_parts(self, parts: LayerParts, under_way: UnderWay) -> None:
@@ -255,7 +261,6 @@ class EPAll2AllLayer:
             raise ArgumentError("communicator", f"must be a Communicator or None, not {type(communicator).__name__}")
         survivors = self.ctx.communicator.shrink() if communicator is None else communicator
         members = Members(survivors, owned=communicator is None)
-        layer = object.__new__(EPAll2AllLayer)
         with members.closed_on_error():
             all_ranks = range(self._parts.options.all_ranks)
             present = [rank for rank in all_ranks if rank not in self.lost_ranks]
@@ -269,8 +274,7 @@ class EPAll2AllLayer:
                 world_size=survivors.world_size,
                 lost_ranks=[rank for rank in all_ranks if rank not in left],
             )
-        layer._open(members, options)
-        return layer
+        return EPAll2AllLayer._on(members, options)
 
     def ep_barrier_all(self, stream: StreamLike = None, intra_node_only: bool = False) -> None:
         """Waits on the stream until all ranks have made this call.

@@ -41,9 +41,6 @@ class LayerOptions:
         proxied: whether all rows go through the proxies.
         call_tokens: the most tokens of one rank in a call; None for max_tokens.
         config: sizes and types, for the remaining ranks. Its experts are those that tokens choose.
-
-    Raises:
-        ArgumentError: a value is out of range, or does not fit another one.
     """
 
     max_tokens: int

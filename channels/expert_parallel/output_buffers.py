@@ -37,12 +37,7 @@ NO_BUFFER = TakenBuffer()
 
 
 class OutputBuffers:
-    """Consecutive buffers of equal size. The last one is for the rows of a combine.
-
-    Args:
-        runtime: the memory's runtime.
-        memory: the memory that contains the buffers.
-        experts: the ProxycclExperts of the workspace.
+    """Consecutive buffers of equal size in a workspace's memory. The last one is for the rows of a combine.
 
     Attributes:
         nbytes: bytes of each buffer.
@@ -60,12 +55,8 @@ class OutputBuffers:
         self._whole: dict[tuple[int, LibraryArrays], Any] = {}
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """Returns the buffer for the next output: each in turn, except the last.
-
-        Args:
-            arrays: the library in which arrays are made.
-            dtype: the type of the output's rows, which `whole` may have.
-            on_current_stream: whether the output is made on that library's current stream, which captures no graph.
+        """Returns the buffer for the next output: each in turn, except the last. `whole` may have the type `dtype`.
+        `on_current_stream` says that the output is made on the library's current stream, which captures no graph.
         """
         number = self._next
         self._next = (number + 1) % (self._count - 1)

@@ -24,15 +24,9 @@ LEAST_TIMEOUT_SECONDS = 100.0
 
 
 class Connected:
-    """A buffer's ranks and memory.
-
-    Args:
-        source: a process group of torch, an MPI communicator, or a `Communicator`.
-        explicitly_destroy: whether the caller calls `destroy`.
-        timeout: seconds that a wait takes at most, if the environment doesn't give more.
+    """A buffer's ranks and memory. See `ElasticBuffer` for the types of groups.
 
     Attributes:
-        group, explicitly_destroy: as given.
         communicator: the ranks, for calls that DeepEP lacks.
     """
 
@@ -106,7 +100,6 @@ class Connected:
         """Makes a call on the current stream, or with `apart` on the stream of the buffer.
 
         Args:
-            call: the call to make.
             events: the events that the call waits for. An asynchronous call whose first event is missing waits for the
                 current stream.
             used: the tensors and handles that the call uses, in tuples.

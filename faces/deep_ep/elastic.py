@@ -14,8 +14,7 @@ from proxyccl.deep_ep import elastic_calls
 from proxyccl.deep_ep.arguments import ELASTIC, refuse, refuse_unknown, require_ids, require_seconds, require_stats
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT, MOST_BYTES, elastic_size_hint
 from proxyccl.deep_ep.connected import LEAST_TIMEOUT_SECONDS
-from proxyccl.deep_ep.elastic_calls import Options
-from proxyccl.deep_ep.elastic_handle import EPHandle
+from proxyccl.deep_ep.elastic_handle import EPHandle, Options
 from proxyccl.deep_ep.engram import EngramCalls
 from proxyccl.deep_ep.handles import Routing, Rows
 from proxyccl.deep_ep.pipeline import PipelineCalls
@@ -265,13 +264,8 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
                 raise ArgumentError("topk_idx", "can't be given with a handle, which has the routing")
             if do_cpu_sync:
                 raise ArgumentError("do_cpu_sync", "can't be True with a handle, which has the sizes")
-            elastic_calls.require_like(
-                handle,
-                num_experts=num_experts,
-                num_max_tokens_per_rank=num_max_tokens_per_rank,
-                expert_alignment=expert_alignment,
-                do_expand=do_expand,
-            )
+            sizes = {"num_experts": num_experts, "num_max_tokens_per_rank": num_max_tokens_per_rank}
+            elastic_calls.require_like(handle, **sizes, expert_alignment=expert_alignment, do_expand=do_expand)
             receive = functools.partial(elastic_calls.repeat, x, topk_weights, handle)
         elif topk_idx is None:
             raise ArgumentError("topk_idx", "must be given without a handle")
@@ -280,18 +274,16 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
             require_ids(topk_idx)
             if num_max_tokens_per_rank is None:
                 num_max_tokens_per_rank = self.num_max_tokens_per_rank
+            alignment = 1 if expert_alignment is None else expert_alignment
             options = Options(
-                num_experts=experts,
-                expert_alignment=1
-                if expert_alignment is None
-                else whole_number("expert_alignment", expert_alignment, 1),
-                num_sms=whole_number("num_sms", num_sms, 0)
-                or self.get_theoretical_num_sms(experts, topk_idx.shape[-1]),
-                max_tokens=whole_number("num_max_tokens_per_rank", num_max_tokens_per_rank, 1),
-                ranks=self.num_ranks,
-                scaleup_ranks=self.num_scaleup_ranks,
+                experts,
+                whole_number("expert_alignment", alignment, 1),
+                whole_number("num_sms", num_sms, 0) or self.get_theoretical_num_sms(experts, topk_idx.shape[-1]),
+                whole_number("num_max_tokens_per_rank", num_max_tokens_per_rank, 1),
+                self.num_ranks,
+                self.num_scaleup_ranks,
                 waits=do_cpu_sync is not False,
-                expands=do_expand,
+                do_expand=do_expand,
                 sums_rows=self.allow_multiple_reduction,
                 copies_ids=do_handle_copy,
             )
@@ -305,13 +297,9 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
                 cumulative_local_expert_recv_stats.add_(received[3].num_unaligned_recv_tokens_per_expert)
             return received
 
-        received, event = self._run(
-            call,
-            (previous_event, previous_event_before_epilogue),
-            (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, handle),
-            ELASTIC,
-            apart=async_with_compute_stream,
-        )
+        events = previous_event, previous_event_before_epilogue
+        used = x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, handle
+        received, event = self._run(call, events, used, ELASTIC, apart=async_with_compute_stream)
         return *received, event
 
     @torch.no_grad()
@@ -347,13 +335,9 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         """
         refuse_unknown("combine", others)
         self._require_current(handle)
-        combined, event = self._run(
-            lambda: elastic_calls.combine(x, handle, topk_weights, bias),
-            (previous_event, previous_event_before_epilogue),
-            (x, topk_weights, bias, handle),
-            ELASTIC,
-            apart=async_with_compute_stream,
-        )
+        events, used = (previous_event, previous_event_before_epilogue), (x, topk_weights, bias, handle)
+        call = lambda: elastic_calls.combine(x, handle, topk_weights, bias)  # noqa: E731
+        combined, event = self._run(call, events, used, ELASTIC, apart=async_with_compute_stream)
         return *combined, event
 
     def _require_current(self, handle: Any, *layouts: str) -> Routing:

@@ -18,13 +18,7 @@ from proxyccl.torch_tensors.flat import byte_view
 
 
 class ElasticBase(Connected):
-    """The ranks of a buffer and its stated size.
-
-    Attributes:
-        rank_idx, num_ranks: this rank's number, and the number of ranks.
-        num_rdma_ranks: the number of nodes.
-        num_bytes, num_cpu_bytes: as the caller stated them.
-    """
+    """The ranks of a buffer and its stated size. `ElasticBuffer` describes the attributes, which it sets."""
 
     rank_idx: int
     num_ranks: int
@@ -60,20 +54,15 @@ class ElasticBase(Connected):
 
 
 def require_bytes(argument: str, value: Any, least: int) -> int:
-    """Returns an argument that is a number of bytes. Raises ArgumentError unless it is an integer of at least
-    `least`.
-    """
+    """Returns a number of bytes. Raises ArgumentError if it is not an integer of at least `least`."""
     return as_integer(
         value, argument, f"must be an integer of at least {least}, and at most {MOST_BYTES}", least, MOST_BYTES
     )
 
 
 def bytes_of(group: Group, argument: str, tensor: Any) -> tuple[torch.Tensor, ArrayView]:
-    """A tensor's memory, as a tensor of uint8 and as a view.
-
-    Raises:
-        ArgumentError: it is not a tensor, not contiguous, or lies on another device.
-    """
+    """A tensor's memory, as a tensor of uint8 and as a view. Raises ArgumentError if it is not a tensor, not
+    contiguous, or lies on another device."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(argument, f"must be a tensor, not {type(tensor).__name__}")
     if not tensor.is_contiguous():

@@ -68,12 +68,7 @@ class Turns:
 class Layers:
     """Makes the layers of a communicator and keeps them.
 
-    Args:
-        communicator: the ranks.
-        lost_ranks: as for `EPAll2AllLayer`.
-
     Attributes:
-        communicator, lost_ranks: as given.
         all: the layers by their memory, in the order in which all ranks made them.
         forms: the prepared forms of calls, by the calls' options and their tensors' shapes and types, without the
             numbers of tokens.
@@ -114,11 +109,8 @@ class Layers:
         return form
 
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
-        """Dispatches with a layer that is large enough for all ranks. The call is not recorded for a backward pass.
-
-        Returns:
-            The rows, their weights, the descriptor and the layer.
-        """
+        """Dispatches with a layer that is large enough for all ranks, unrecorded. Returns the rows, their weights, the
+        descriptor and the layer."""
         if shape not in self._growing:
             group = self.communicator.group
             group.launches.agree(CollectiveCall(LAYER_SIZE))  # else ranks whose calls differ would wait for each other

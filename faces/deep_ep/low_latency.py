@@ -55,16 +55,8 @@ def dispatch(
 
 
 class Dispatches:
-    """Dispatches of one form: with the same options, and with tensors that differ only in their number of tokens.
-
-    Args:
-        layers: the buffer's layers.
-        options: the calls' options.
-        x, topk_idx: the tensors of the call for which the form is prepared.
-
-    Raises:
-        ArgumentError: an argument is wrong.
-    """
+    """Dispatches of one form: with the same options, and with tensors that differ only in their number of tokens. It is
+    prepared for the tensors of a call, which are checked."""
 
     def __init__(self, layers: Layers, options: Options, x: torch.Tensor, topk_idx: torch.Tensor) -> None:
         use_fp8, self._packs = as_flag(options.use_fp8, "use_fp8"), as_flag(options.use_ue8m0, "use_ue8m0")

@@ -9,10 +9,8 @@ from proxyccl.device.errors import PeerLostError
 
 
 class Masks:
-    """Ranks that are lost, and ranks that the caller masked since the last dispatch. Ranks keep their original numbers.
-
-    Args:
-        ranks: the original number of ranks.
+    """Ranks that are lost, and ranks that the caller masked since the last dispatch, among the original `ranks`, by
+    their original numbers.
 
     Attributes:
         lost: the ranks that the buffer's communicator no longer has, in order.

@@ -170,11 +170,7 @@ def _ranks_as_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
 class _CountsUnderWay:
     """How many rows come for each expert of this rank, according to all ranks. The constructor starts to copy these
     numbers to the CPU, so that a caller can queue its dispatch before it waits for them. All ranks make it together.
-
-    Args:
-        layers: of the ranks.
-        num_tokens_per_expert: int32 [experts]: how many of this rank's tokens each expert of all ranks gets.
-        ranks: the number of ranks, including lost ranks.
+    `ranks` is the number of ranks, including lost ranks.
     """
 
     def __init__(self, layers: Layers, num_tokens_per_expert: torch.Tensor, ranks: int) -> None:

@@ -141,10 +141,10 @@ class SessionCalls(ElasticBase):
         batched, sizes = _sizes(shapes, dtype)
         given: Any = shapes if batched else (shapes,)
         places = self._places("shapes", sizes)
-        parts = [
-            self._part(begin + self.rank_idx * nbytes, nbytes) for begin, nbytes in zip(places, sizes, strict=True)
-        ]
-        tensors = tuple(part.view(dtype).view(tuple(shape)) for part, shape in zip(parts, given, strict=True))
+        tensors = tuple(
+            self._part(begin + self.rank_idx * nbytes, nbytes).view(dtype).view(tuple(shape))
+            for begin, nbytes, shape in zip(places, sizes, given, strict=True)
+        )
         return tensors if batched else tensors[0]
 
     def all_gather(self, t: torch.Tensor | Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -201,10 +201,8 @@ class SessionCalls(ElasticBase):
             return
         for begin, nbytes in results:
             if nbytes:
-                own, whole = (
-                    self._part(begin + self.rank_idx * nbytes, nbytes),
-                    self._part(begin, self.num_ranks * nbytes),
-                )
+                own = self._part(begin + self.rank_idx * nbytes, nbytes)
+                whole = self._part(begin, self.num_ranks * nbytes)
                 self.communicator.all_gather(own, out=whole, algorithm="proxy", stream=self._stream)
 
     def _handle(self, current: Any) -> Handle:
