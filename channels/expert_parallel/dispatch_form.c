@@ -48,8 +48,6 @@ typedef struct {
   Py_ssize_t buffer_bytes, scales_offset;
 } Form;
 
-static PyTypeObject* form_type; /* the process has one module */
-
 /* Fills in the tokens of the dispatch, and of a kernel that makes the rows to send. A layer that grows sends nothing if
  * there are too many tokens. Returns whether the tokens fit: `expected` is their number, or negative for any. */
 static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t expected) {
@@ -333,21 +331,8 @@ static PyMethodDef methods[] = {
     {"issue", issue, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot slots[] = {
-    {Py_tp_new, make},
-    {Py_tp_dealloc, proxyccl_end_form},
-    {Py_tp_traverse, proxyccl_visit_form},
-    {Py_tp_methods, methods},
-    {0, NULL},
-};
-static PyType_Spec spec = {
-    .name = "proxyccl.channels.calls._calls.DispatchForm",
-    .basicsize = sizeof(Form),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = slots,
-};
-
 int proxyccl_add_dispatch_form(PyObject* module) {
-  if (form_type == NULL) form_type = (PyTypeObject*)PyType_FromSpecWithBases(&spec, (PyObject*)proxyccl_listed_form);
-  return form_type == NULL ? -1 : PyModule_AddObjectRef(module, "DispatchForm", (PyObject*)form_type);
+  static PyTypeObject* type; /* the process has one module */
+  return proxyccl_add_layer_form(module, &type, "proxyccl.channels.calls._calls.DispatchForm", sizeof(Form), make,
+                                 methods);
 }

@@ -29,6 +29,7 @@ MOST_BUFFERS = 64
 """The most output buffers of a layer."""
 _SCALES_ALIGNMENT = 16  # bytes; a row's scales begin at a multiple
 _LAYOUTS = ("expert", "rank", "padded")
+_FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
 _MAY_DIFFER = {"rank", "use_aot", "capacity", "config"}  # these options may differ between ranks
 
@@ -84,15 +85,7 @@ class LayerOptions:
         if lost is None:
             raise ArgumentError("lost_ranks", f"expected ranks, not {self.lost_ranks!r}")
         self._set("lost_ranks", tuple(sorted(as_ranks(self.world_size + len(lost), lost, "lost_ranks"))))
-        for name in (
-            "enable_local_combine",
-            "use_aot",
-            "grows",
-            "keeps_outputs",
-            "minus_one_drops",
-            "scales_by_columns",
-            "proxied",
-        ):
+        for name in _FLAGS:
             self._set(name, as_flag(getattr(self, name), name))
         self._set("config", self._make_config())
         if self.call_tokens is not None:
@@ -115,18 +108,9 @@ class LayerOptions:
                     f"must be a multiple of {self.all_ranks}, the ranks with those that are lost, not {experts}",
                 )
             experts = experts // self.all_ranks * self.world_size
+        sizes = self.max_tokens, self.hidden, self.topk, experts, self.rank, self.world_size, self.local_world_size
         try:
-            return EPConfig(
-                max_tokens=self.max_tokens,
-                hidden=self.hidden,
-                topk=self.topk,
-                num_experts=experts,
-                rank=self.rank,
-                world_size=self.world_size,
-                local_world_size=self.local_world_size,
-                token_dtype=self.dtype,
-                weight_dtype=self.weight_dtype,
-            )
+            return EPConfig(*sizes, self.dtype, self.weight_dtype)
         except ArgumentError as error:
             if error.argument not in _CONFIG_NAMES:
                 raise

@@ -163,4 +163,4 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
         for each in values:
             yield from _tensors(each)
     elif isinstance(values, (Handle, EPHandle)):
-        yield from _tensors((values.routing.desc.table_owners, *vars(values).values()))
+        yield from _tensors((values.routing.desc.blocks, *vars(values).values()))

@@ -219,11 +219,9 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
                 for 1.
             num_sms: the most multiprocessors; 0 for `get_theoretical_num_sms`.
             num_qps: ignored.
-            previous_event: the event that an asynchronous call waits for, instead of the current stream.
+            previous_event, async_with_compute_stream, allocate_on_comm_stream: as previous_event, async_finish and
+                allocate_on_comm_stream of `Buffer.get_dispatch_layout`.
             previous_event_before_epilogue: another event that the call waits for, at its start.
-            async_with_compute_stream: whether the call is asynchronous: the current stream does not wait for it; the
-                caller waits for the event.
-            allocate_on_comm_stream: without effect; tensors are safe to use on the current stream either way.
             handle: the handle of an earlier dispatch, whose routing is reused. The numbers above may be omitted then.
             do_handle_copy: whether the handle keeps a copy of topk_idx.
             do_cpu_sync: whether outputs have the exact size, for which the CPU waits; None for True. With False they

@@ -12,6 +12,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
@@ -52,17 +54,13 @@ class Shape(NamedTuple):
     sums_rows: bool = False
 
 
-class Turns:
+class Turns(Struct):
     """The two layers that calls with hooks of one shape take in turn, so that two such calls can be in progress at
     once; and the index of the next layer.
     """
 
-    def __init__(self, *layers: EPAll2AllLayer) -> None:
-        self.layers, self.next = layers, 0
-
-    def take(self) -> None:
-        """Makes the next call take the other layer. Not called for a refused call."""
-        self.next = 1 - self.next
+    layers: tuple[EPAll2AllLayer, EPAll2AllLayer]
+    next: int = 0
 
 
 class Layers:
@@ -99,7 +97,7 @@ class Layers:
         self.of_size(shape, max_tokens)
         largest = self._of_size[shape]
         if shape not in self._turns or self._turns[shape].layers[0] is not largest:
-            self._turns[shape] = Turns(largest, self._make(shape, largest.ep_config.max_tokens))
+            self._turns[shape] = Turns((largest, self._make(shape, largest.ep_config.max_tokens)))
         return self._turns[shape]
 
     def add_form(self, key: tuple[Any, ...], form: Any) -> Any:

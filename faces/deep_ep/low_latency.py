@@ -99,7 +99,7 @@ class Dispatches:
             else:
                 sent = layer.send_unrecorded(tokens, topk_idx)
                 half = _dispatch_later(layer, sent, finish)
-                turns.take()
+                turns.next = 1 - turns.next  # a refused call takes no turn
                 rows, desc = sent.rows, sent.desc
         except ArgumentError:
             _require_tokens(x, topk_idx)  # in DeepEP's words
