@@ -1,6 +1,4 @@
-"""The base class of the forms of a layer's calls: argument checks, errors that only the row counts reveal, and the
-issue of a call.
-"""
+"""The parts of a layer that its forms share, the errors that only counts reveal, and the base class of forms."""
 
 from __future__ import annotations
 

@@ -168,7 +168,9 @@ class DispatchCombineContext:
             ArgumentError: an argument is wrong, or differs between ranks.
             ResourceError: no memory or channel ids are left.
         """
-        options = LayerOptions.of(ep_config, capacity=capacity)
+        sizes = ep_config.max_tokens, ep_config.hidden, ep_config.topk, ep_config.rank, ep_config.num_experts
+        ranks = ep_config.local_world_size, ep_config.world_size
+        options = LayerOptions(*sizes, *ranks, ep_config.token_dtype, ep_config.weight_dtype, capacity=capacity)
         members = Members.of(ep_group, ep_config)
         with members.closed_on_error():
             number = members.agree_on(ep_config.compared(), f"a context ({ep_config.describe()})")

@@ -27,19 +27,13 @@ _ARGUMENTS = Arguments("tokens", "expert_ids", "weights", "x", "rows", spare_row
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The routing that `prepare` exchanged.
-
-    Attributes:
-        counts: int64 [world_size, experts]: rows of each rank for each expert.
-        per_expert: int64 [experts_per_rank]: rows of each of this rank's experts.
-        row_weights: float32 [R], if weights were given.
-    """
+    """The routing that `prepare` exchanged."""
 
     tokens: Any
     desc: EPAllToAllLayoutDesc
-    counts: NDArray[np.int64]
-    per_expert: NDArray[np.int64]
-    row_weights: Any
+    counts: NDArray[np.int64]  # [world_size, experts]: rows of each rank for each expert
+    per_expert: NDArray[np.int64]  # [experts_per_rank]: rows of each of this rank's experts
+    row_weights: Any  # float32 [R], if weights were given
 
 
 class DispatchCombine:

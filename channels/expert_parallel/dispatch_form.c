@@ -223,23 +223,12 @@ static PyObject* take_buffer(const Form* self, const ListedArray* given, PyObjec
   return taken;
 }
 
-/* Makes, on a stream, a call that needs an output buffer or must wait for its number of rows. */
-static PyObject* begin(Form* self, CallArrays* arrays, PyObject* stream, PyObject* of_caller) {
-  Py_ssize_t buffer;
-  PyObject *result = NULL, *taken = take_buffer(self, arrays->given, stream, of_caller, &buffer);
-  Descriptor* desc = taken == NULL ? NULL : new_descriptor(self, arrays->given, stream);
-  if (desc != NULL) {
-    desc->output_buffer = buffer;
-    if (self->way == STORED) {
-      result = issue_stored(self, desc, taken, arrays);
-    } else if (number_call(self, desc) == 0) {
-      PyObject* owners = proxyccl_owners(arrays);
-      if (owners != NULL) result = PyObject_CallFunctionObjArgs(self->proceed, (PyObject*)desc, owners, NULL);
-      Py_XDECREF(owners);
-    }
-    Py_DECREF((PyObject*)desc);
-  }
-  Py_XDECREF(taken);
+/* Begins a call that Python completes when the CPU knows the number of rows. */
+static PyObject* begin_counted(Form* self, Descriptor* desc, const CallArrays* arrays) {
+  if (number_call(self, desc) != 0) return NULL;
+  PyObject* owners = proxyccl_owners(arrays);
+  PyObject* result = owners == NULL ? NULL : PyObject_CallFunctionObjArgs(self->proceed, (PyObject*)desc, owners, NULL);
+  Py_XDECREF(owners);
   return result;
 }
 
@@ -263,14 +252,18 @@ static PyObject* call(PyObject* object, const ListedArray* given, PyObject* cons
   PyObject* stream = proxyccl_stream(&self->form, given[ROWS].object, further[0]);
   if (stream == NULL) return NULL;
   CallArrays arrays = {given, ARRAYS, NULL, NULL};
-  PyObject* result = NULL;
-  if (self->way == STORED || self->way == COUNTED) {
-    result = begin(self, &arrays, stream, further[0]);
-  } else {
-    Descriptor* desc = new_descriptor(self, given, stream);
-    if (desc != NULL) result = issue_first(self, desc, &arrays);
-    Py_XDECREF((PyObject*)desc);
+  const int begins = self->way == STORED || self->way == COUNTED;
+  Py_ssize_t buffer = 0;
+  PyObject *result = NULL, *taken = begins ? take_buffer(self, given, stream, further[0], &buffer) : NULL;
+  Descriptor* desc = begins && taken == NULL ? NULL : new_descriptor(self, given, stream);
+  if (desc != NULL) {
+    desc->output_buffer = buffer;
+    result = self->way == STORED    ? issue_stored(self, desc, taken, &arrays)
+             : self->way == COUNTED ? begin_counted(self, desc, &arrays)
+                                    : issue_first(self, desc, &arrays);
   }
+  Py_XDECREF((PyObject*)desc);
+  Py_XDECREF(taken);
   Py_XDECREF(arrays.rows);
   Py_XDECREF(arrays.weights);
   Py_DECREF(stream);

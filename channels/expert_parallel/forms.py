@@ -1,9 +1,4 @@
-"""The calls of a layer, each a list of forms that C searches.
-
-A form is prepared for the kinds of a call's arrays: their types, element types and shapes without the first extent. If
-the list has no form for a call, the call's arguments are checked and a form is prepared. C makes that call and all
-later calls of the form (calls/form_list.c).
-"""
+"""The calls of a layer, each a list of forms that C searches (calls/form_list.c)."""
 
 from __future__ import annotations
 

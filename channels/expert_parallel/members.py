@@ -1,7 +1,4 @@
-"""The communicator that a layer's user passes, and the nodes of its ranks. All other modules here take a `Group`.
-
-`EPAll2AllLayer`, `DispatchCombine` and `DispatchCombineContext` expose a communicator only for their users.
-"""
+"""The communicator that a layer's user passes, and the nodes of its ranks. All other modules here take a `Group`."""
 
 from __future__ import annotations
 
@@ -21,12 +18,9 @@ from proxyccl.channels.segment.error_record import raised
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
 
-NEW_LAYER = "new_layer"
-"""The call name under which ranks compare the construction of a layer."""
-LAYER_SIZE = "layer_size"
-"""The call name of the exchange of the ranks' numbers of tokens before a layer is made."""
-FINALIZE = "finalize"
-"""The call name of a layer's end. Ranks may finalize several layers in different orders."""
+# The names by which ranks compare the making of a layer, the exchange of their numbers of tokens before that, and its
+# end. Ranks may finalize several layers in different orders.
+NEW_LAYER, LAYER_SIZE, FINALIZE = "new_layer", "layer_size", "finalize"
 register_names(NEW_LAYER, LAYER_SIZE, FINALIZE)
 
 _ARGUMENTS = Codec[dict[str, int | float | bool | str | None]](

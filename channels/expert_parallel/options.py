@@ -73,12 +73,6 @@ class LayerOptions:
     call_tokens: int | None = None
     config: EPConfig = field(init=False)
 
-    @classmethod
-    def of(cls, config: EPConfig, **others: Any) -> LayerOptions:
-        sizes = config.max_tokens, config.hidden, config.topk, config.rank, config.num_experts
-        types = config.token_dtype, config.weight_dtype
-        return cls(*sizes, config.local_world_size, config.world_size, *types, **others)
-
     def __post_init__(self) -> None:
         self._set("world_size", whole_number("world_size", self.world_size, 1))
         lost = find_items(self.lost_ranks)

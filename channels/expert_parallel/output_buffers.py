@@ -1,8 +1,4 @@
-"""The output buffers of a layer as arrays. Buffers are workspace memory that peers store rows to and load rows from.
-
-This module chooses the next buffer, makes arrays in it, and finds the buffer that contains an array. It does not know
-about dispatch or combine.
-"""
+"""The output buffers of a layer as arrays. Buffers are workspace memory that peers store rows to and load rows from."""
 
 from __future__ import annotations
 

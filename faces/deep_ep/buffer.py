@@ -407,9 +407,10 @@ class Buffer(Connected):
         self._usable()
         if not self.enable_shrink:
             raise ArgumentError("enable_shrink", "must be True to mask ranks")
-        if whole_number("rank_to_mask", rank_to_mask, 0, self.group_size - 1, "a rank") == self.rank:
-            raise ArgumentError("rank_to_mask", f"{rank_to_mask} is this rank; expected another")
-        self._masks.update(rank_to_mask, masked=mask)
+        rank = whole_number("rank_to_mask", rank_to_mask, 0, self.group_size - 1, "a rank")
+        if rank == self.rank:
+            raise ArgumentError("rank_to_mask", f"{rank} is this rank; expected another")
+        self._masks.update(rank, masked=mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Fills int32 [ranks]: 1 for ranks that are masked or known to be lost, 0 for the others. Does not wait.

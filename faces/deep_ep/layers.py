@@ -1,9 +1,4 @@
-"""The layers of a buffer: one for each shape of calls, which all ranks make together when a call first needs it.
-
-DeepEP's callers state the number of tokens only in each call. In normal mode a layer starts with room for the first
-call's tokens; if a later one brings more on any rank, all ranks learn of it and make a larger layer together. Layers
-live as long as their buffer, because handles of earlier dispatches belong to them.
-"""
+"""The layers of a buffer: one for each shape of calls, which all ranks make together when a call first needs it."""
 
 from __future__ import annotations
 

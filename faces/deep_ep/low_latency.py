@@ -125,7 +125,12 @@ def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[
     early: list[ProxyCCLError | None] = []
 
     def end() -> None:
-        early.append(_error_of(lambda: layer.dispatch_recv(pending)))
+        error: ProxyCCLError | None = None
+        try:
+            layer.dispatch_recv(pending)
+        except (ArgumentError, CapacityError) as refused:
+            error = refused
+        early.append(error)
 
     def receive() -> None:
         if not early:
@@ -136,19 +141,6 @@ def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[
 
     layer.under_way.end_dispatch = end
     return receive, layer
-
-
-def _error_of(call: Callable[[], Any]) -> ProxyCCLError | None:
-    """Makes a call and returns its error, which the hook of the call raises later."""
-    try:
-        call()
-    except (ArgumentError, CapacityError) as error:
-        return error
-    return None
-
-
-def _require_out(out: Any, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> None:
-    require_tensor("out", out, (desc.num_dispatch_token_cur_rank, layer.ep_config.hidden), (torch.bfloat16,))
 
 
 def _combine_later(
@@ -180,7 +172,7 @@ def combine(
     if not isinstance(x, torch.Tensor) or not isinstance(topk_weights, torch.Tensor):
         _require_results(x, topk_weights, layer, desc)
     if out is not None:
-        _require_out(out, layer, desc)
+        require_tensor("out", out, (desc.num_dispatch_token_cur_rank, layer.ep_config.hidden), (torch.bfloat16,))
     try:
         slots = topk_weights if layer.sums_on_own_node else None
         weights = layer.weights_by_row(topk_weights, desc) if slots is None else None

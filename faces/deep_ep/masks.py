@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from proxyccl.channels.communicator import Communicator
-from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.deep_ep.arguments import refuse
 from proxyccl.device.errors import PeerLostError
 
@@ -23,7 +22,6 @@ class Masks:
         self.pending: set[int] = set()
 
     def update(self, rank: int, *, masked: bool) -> None:
-        rank = whole_number("rank_to_mask", rank, 0, self._ranks - 1, "a rank")
         if rank not in self.lost:
             (self.pending.add if masked else self.pending.discard)(rank)
         elif not masked:
