@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.calls._calls import CombineForm
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
-from proxyccl.channels.expert_parallel.arrays import Maker
 from proxyccl.channels.expert_parallel.call_form import CallForm, LayerParts, address_of, name_of
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
@@ -67,6 +66,7 @@ class Combine(CallForm):
             after_copy, step = self.prepared(copied), copied.step_address(0)
         padded = parts.options.padded_rows if of_tokens else 0
         row_bytes = self._width * self._token.itemsize
+        make, native = self._arrays.maker, self._arrays.type_of(self._token)
         self.form = CombineForm(
             self.common(launch, launch),
             after_copy,
@@ -76,13 +76,9 @@ class Combine(CallForm):
             address_of(filled),
             (None if buffers is None else buffers.numbers, passing, passing_at, step),
             ctx,
-            self._output_maker(),
+            lambda tokens: make((tokens, self._width), (self._width, 1), native),
             (parts.own_desc, self._check_output),
         )
-
-    def _output_maker(self) -> Callable[[int], Maker]:
-        arrays, native, width = self._arrays, self._arrays.type_of(self._token), self._width
-        return lambda tokens: arrays.maker((tokens, width), (width, 1), native)
 
     def _check_output(self, x: Any, desc: EPAllToAllLayoutDesc, out: Any) -> tuple[Any, int]:
         """Returns the caller's array for the result, and its address. Raises ArgumentError if the array does not

@@ -25,7 +25,7 @@ from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.recording import Dispatched
-from proxyccl.channels.expert_parallel.tables import number_of
+from proxyccl.channels.expert_parallel.tables import RECEIVED, number_of
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError
@@ -207,7 +207,7 @@ class Dispatch(CallForm):
             (step, number_of(cleared)),
             (phases, ROUTE | SEND, GATHER | RECEIVE),
             (*self._described(tables), tables.maker(self._arrays), tables.address),
-            (-1 if self._rows is None else self._rows, not self._exact, tables.received),
+            (-1 if self._rows is None else self._rows, not self._exact, tables.places.get(RECEIVED, (0,))[0]),
             (ctx.scale_bytes, options.scale_column),
             makers,
             self._take,
@@ -297,7 +297,8 @@ class Dispatch(CallForm):
         if desc.rows:
             if self._copies is None:
                 self._copies = StreamOperations(self._group.runtime, [_COPY_LATER] * len(made))
-            sources = buffers.address(taken.number), buffers.scales_address(taken.number)
+            source = buffers.address(taken.number)
+            sources = source, source + buffers.scales_offset
             for step, ((array, at), source) in enumerate(zip(made, sources, strict=False)):
                 self._copies.set_copy(step, CopyBytes(at, source, array.nbytes))
             self._queue(desc, (ffi.NULL, self._copies), desc.stream, arrays)

@@ -181,18 +181,16 @@ class EPAll2AllLayer:
         """Makes the layer with the other ranks. `names`: the names of arguments in error texts, if not the layer's."""
         with members.closed_on_error():
             name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
-            self.ctx = DispatchCombineContext(members, options, members.agree_on(compared or options.compared, name))
-        self._take_options(options)
-        self._take_parts(LayerParts(self.ctx, options, *names), UnderWay())
-        self._narrowed: dict[int, EPAll2AllLayer] = {}
+            ctx = DispatchCombineContext(members, options, members.agree_on(compared or options.compared, name))
+        self._take(LayerParts(ctx, options, *names), UnderWay())
 
-    def _take_parts(self, parts: LayerParts, under_way: UnderWay) -> None:
+    def _take(self, parts: LayerParts, under_way: UnderWay) -> None:
+        options, self.ctx = parts.options, parts.ctx
         self._parts, self.under_way, self.forms = parts, under_way, Forms(parts)
         self._sums_on_own_node = parts.sums_on_own_node
-
-    def _take_options(self, options: LayerOptions) -> None:
         self.ep_config, self.lost_ranks = options.config, options.lost_ranks
         self.layout, self.max_recv_tokens, self.quantized = options.layout, options.fixed_rows, options.quantized
+        self._narrowed: dict[int, EPAll2AllLayer] = {}
 
     def narrowed(self, max_tokens: int) -> EPAll2AllLayer:
         """Returns a layer for calls of at most max_tokens tokens per rank; all ranks pass the same number. With
@@ -212,9 +210,7 @@ class EPAll2AllLayer:
         if found is None:
             found = object.__new__(EPAll2AllLayer)
             options = replace(self._parts.options, call_tokens=max_tokens)
-            found.ctx, found._narrowed = self.ctx, {}
-            found._take_options(options)
-            found._take_parts(replace(self._parts, options=options), self.under_way)
+            found._take(replace(self._parts, options=options), self.under_way)
             if len(self._narrowed) == _MOST_NARROWED:
                 del self._narrowed[next(iter(self._narrowed))]
         self._narrowed[max_tokens] = found

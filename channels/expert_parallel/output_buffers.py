@@ -39,6 +39,7 @@ class OutputBuffers:
         nbytes: bytes of each buffer.
         scales_offset: where scales begin in a buffer.
         numbers: the buffers' numbers, by their addresses.
+        passing: the number of the buffer that a combine may copy rows to; 0 if there is none.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, experts: Any) -> None:
@@ -47,7 +48,7 @@ class OutputBuffers:
         self.scales_offset = int(experts.output_scales)
         self._parts = [MemoryPart(memory, experts.outputs + n * self.nbytes, self.nbytes) for n in range(self._count)]
         self.numbers = {part.ptr: number for number, part in enumerate(self._parts, 1)}
-        self._next = 0
+        self._next = self.passing = 0
         self._whole: dict[tuple[int, LibraryArrays], Any] = {}
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
@@ -64,14 +65,6 @@ class OutputBuffers:
 
     def address(self, number: int) -> int:
         return self._parts[number - 1].ptr
-
-    def scales_address(self, number: int) -> int:
-        return self.address(number) + self.scales_offset
-
-    @property
-    def passing(self) -> int:
-        """The number of the buffer that a combine may copy rows to; 0 if there is none."""
-        return 0
 
     def close(self) -> None:
         """Releases the memory. Arrays that still exist keep it alive."""
@@ -114,15 +107,11 @@ class KeptOutputs(OutputBuffers):
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, experts: Any) -> None:
         super().__init__(runtime, memory, experts)
-        self._memory, self._at = memory, int(experts.outputs)
+        self._memory, self._at, self.passing = memory, int(experts.outputs), self._count
         self._free = set(range(1, self._count))  # used on the host runtime
         self._lease = _lease_of(self.nbytes)
         self._places: Any = None  # of torch's allocator (torch_tensors/places.py)
         self._was_opened = False
-
-    @property
-    def passing(self) -> int:
-        return self._count
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
         """Returns a free buffer; else the last one, which rows only pass through."""

@@ -42,11 +42,6 @@ class Tables(Struct, frozen=True):
     address: int
     wide_ids: bool
 
-    @property
-    def received(self) -> int:
-        """The offset of the number of received rows; 0 if the tables lack it."""
-        return self.places[RECEIVED][0] if RECEIVED in self.places else 0
-
     @staticmethod
     def of(shapes: dict[str, tuple[int, ...]], *, wide_ids: bool) -> Tables:
         """Returns tables of these shapes, one after the other in one array."""

@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 
+from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
+from proxyccl.channels.group import Group
+from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError, CapacityError
+from proxyccl.torch_tensors.flat import byte_view
 
 _IDENTIFIER = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 
@@ -113,6 +117,19 @@ def require_tensor(
     if dtypes and x.dtype not in dtypes:
         raise ArgumentError(argument, f"is {x.dtype}; expected {' or '.join(map(str, dtypes))}")
     return x
+
+
+def bytes_of(group: Group, argument: str, tensor: Any) -> tuple[torch.Tensor, ArrayView]:
+    """A tensor's memory, as a tensor of uint8 and as a view. Raises ArgumentError if it is not a tensor, not
+    contiguous, or lies on another device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(argument, f"must be a tensor, not {type(tensor).__name__}")
+    if not tensor.is_contiguous():
+        raise ArgumentError(
+            argument, f"must be contiguous; it has shape {list(tensor.shape)}, strides {tensor.stride()}"
+        )
+    flat = byte_view(tensor)
+    return flat, input_view(group, flat, argument)
 
 
 def require_beside(argument: str, x: torch.Tensor, rows: torch.Tensor) -> None:

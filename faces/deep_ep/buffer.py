@@ -13,8 +13,7 @@ from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, refuse, refuse_unkno
 from proxyccl.deep_ep.config import MOST_BYTES, Config, low_latency_size_hint
 from proxyccl.deep_ep.connected import Connected
 from proxyccl.deep_ep.handles import Handle, Rows
-from proxyccl.deep_ep.layers import Layers
-from proxyccl.deep_ep.masks import Masks
+from proxyccl.deep_ep.layers import Layers, Masks
 from proxyccl.deep_ep.normal import dispatch_layout
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.arguments.flags import as_flag

@@ -10,9 +10,9 @@ from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
-from proxyccl.deep_ep.arguments import refuse, require_tensor
+from proxyccl.deep_ep.arguments import bytes_of, refuse, require_tensor
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT
-from proxyccl.deep_ep.elastic_base import ElasticBase, bytes_of
+from proxyccl.deep_ep.connected import ElasticBase
 from proxyccl.deep_ep.tokens import column_major
 from proxyccl.deep_ep.utils import EventHandle
 from proxyccl.device.arguments.flags import as_flag
