@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,9 @@ class DispatchCombineContext:
     """
 
     def __init__(self, members: Members, options: LayerOptions, number: int) -> None:
-        config, self.layout = options.kernel_config, options.output_layout
+        config, self.layout = options.config, options.output_layout
+        if options.by_rank:  # the kernels' experts are the ranks
+            config = replace(config, num_experts=config.world_size)
         self.ep_config, self.number, self.members = config, number, members
         self.group = group = members.group
         runtime = group.runtime

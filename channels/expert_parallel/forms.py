@@ -55,13 +55,8 @@ class Forms:
 
     def collect(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         """Returns each row's value to the row's slot: [T, topk] of the values' type, zero for slots without a row. This
-        is a combine of rows that are zero except in the slot's column.
-
-        Args:
-            values: [R] of the type of tokens or weights. With a row for each rank, float32 [R, topk]; a token's rows
-                are summed.
-            desc: the descriptor of the rows' dispatch.
-            stream: where to queue the work.
+        is a combine of rows that are zero except in the slot's column. The values are [R], of the type of tokens or
+        weights; or with a row for each rank float32 [R, topk], of which a token's rows are summed.
         """
         rows = values.owner if self._parts.options.by_rank else self._by_columns(values, desc, stream)
         return self._collects.call(rows, None, None, None, (), desc, None, stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -256,11 +256,6 @@ class LayerOptions:
         if self.minus_one_drops:
             return MINUS_ONE_DROPS
         return NUMBER_DROPS | MINUS_ONE_DROPS if self.by_rank else NUMBER_DROPS
-
-    @property
-    def kernel_config(self) -> EPConfig:
-        """The configuration of the kernels. With a row for each rank, their experts are the ranks."""
-        return replace(self.config, num_experts=self.world_size) if self.by_rank else self.config
 
     @property
     def output_layout(self) -> OutputLayout:

@@ -47,11 +47,8 @@ def dispatch(
         key = options, x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype
     except (AttributeError, IndexError, TypeError):  # arguments that are not tensors
         return Dispatches(layers, options, x, topk_idx).make(x, topk_idx, stats)
-    made = layers.forms.get(key)
-    if made is None:
-        made = layers.add_form(key, Dispatches(layers, options, x, topk_idx))
-    results: tuple[Rows, torch.Tensor, Handle, Half | None] = made.make(x, topk_idx, stats)
-    return results
+    form: Dispatches = layers.forms.get(key) or layers.add_form(key, Dispatches(layers, options, x, topk_idx))
+    return form.make(x, topk_idx, stats)
 
 
 class Dispatches:
