@@ -22,16 +22,16 @@ def kernel_libraries() -> dict[str, str]:
     """The sources of the host's libraries of shipped kernels, by name: several, so that they build in parallel."""
     types = runpy.run_path("device/arrays/element_types.py")["ELEMENT_TYPES"]
     dispatches = ("dispatch", "dispatch_masks", "dispatch_shared_masks")
-    kernels = [f"{name}_kernel" for name in (*dispatches, "dispatch_masks_store", "dispatch_ids")]
-    files = ("combine", *kernels, "quantize", "spread", "survivors", "weigh")
+    files = ("combine", "dispatch", "quantize", "spread", "survivors", "weigh")
     moves = ("moves", "packet_moves", "send_receive", "signal_peer", "engram_fetch", "copy_blocks", "float16_parts")
     experts = [f'#include "experts/{name}.h"\n' for name in files]
-    scaled = tuple(f"{name}_scaled" for name in dispatches)
+    typed = {each.name: ("combine", "expert_weigh", "expert_quantize") for each in types if each.tokens}
+    typed |= {each.name: (*typed[each.name], *dispatches) for each in types if each.tokens and each.itemsize == 2}
+    typed["uint8"] = (*dispatches, "dispatch_ids", "dispatch_masks_store")
     for each in types:
-        if each.tokens:
+        if each.name in typed:
             experts += [each.c_check()] + [
-                f"PROXYCCL_TYPED_KERNEL({kernel}, {kernel}_{each.name}, {each.c_name})\n"
-                for kernel in ("combine", "expert_weigh", "expert_quantize", *scaled * (each.itemsize == 2))
+                f"PROXYCCL_TYPED_KERNEL({kernel}, {kernel}_{each.name}, {each.c_name})\n" for kernel in typed[each.name]
             ]
     return {
         "moves": "".join(f'#include "{name}.h"\n' for name in moves),

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from proxyccl.channels.collectives.table import KERNELS_OF_STEPS
 from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, TOKEN_DTYPES
-from proxyccl.channels.expert_parallel.geometry import DISPATCH_KERNELS, STORE_KERNELS, dispatch_file
+from proxyccl.channels.expert_parallel.geometry import AS_BYTES, DISPATCH_KERNELS, STORE_KERNEL
 from proxyccl.device.build.ahead_of_time import Shipped, compile_kernels
 from proxyccl.device.build.compile_cache import cache_dir
 from proxyccl.device.errors import ArgumentError
@@ -25,11 +25,11 @@ from proxyccl.device.process.cores import usable_cores
 from proxyccl.device.runtimes import find_runtime, open_compiler, open_driver, open_runtime
 
 EXPERT_KERNELS: tuple[Shipped, ...] = (
-    *((dispatch_file(kernel), kernel, None, None) for kernel in (*DISPATCH_KERNELS.values(), *STORE_KERNELS.values())),
+    *(("experts/dispatch.h", kernel, AS_BYTES, None) for kernel in (*DISPATCH_KERNELS.values(), STORE_KERNEL)),
     *(
-        ("experts/dispatch.h", f"{kernel}_scaled", dtype, None)
+        ("experts/dispatch.h", kernel, dtype, None)
         for announced, kernel in DISPATCH_KERNELS.items()
-        if announced != "ids"
+        if announced != "ids"  # those layers have no output buffers
         for dtype in SCALED_DTYPES
     ),
     *(("experts/combine.h", "combine", dtype, None) for dtype in TOKEN_DTYPES),

@@ -245,7 +245,6 @@ class Descriptor:
         like: an array of the library and device of the tables.
         missing: why there are no rows; None if they were received.
         blocks: the arrays that hold tables, their addresses, and the `Tables`.
-        table_owners: the arrays of `blocks`, which must be kept alive while kernels use them.
     """
 
     owner: Any
@@ -259,8 +258,6 @@ class Descriptor:
     counts_rows: bool
     @property
     def blocks(self) -> tuple[tuple[Any, int, Any], ...]: ...
-    @property
-    def table_owners(self) -> tuple[Any, ...]: ...
     def add_block(self, array: Any, address: int, tables: Any, offsets: int) -> None:
         """Adds an array that holds tables, with the address of the tables' offsets. At most two blocks can be added."""
     def find(self, name: str, /) -> tuple[Any, Any, Any] | None:

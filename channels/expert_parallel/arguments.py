@@ -16,11 +16,8 @@ MAX_NUMBER = 2**31 - 1
 
 
 def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, what: str = "an integer") -> int:
-    """Returns an argument as an int. `what` describes the expected value in the error.
-
-    Raises:
-        ArgumentError: it is not an integer from `least` to `most`. A bool is not one.
-    """
+    """Returns an argument as an int. Raises ArgumentError, in which `what` describes the expected value, unless it is
+    an integer from `least` to `most`. A bool is not one."""
     if type(value) is int and least <= value <= most:  # the common case: as_integer takes longer
         return value
     expected = f"from {least} to {most}" if most < MAX_NUMBER else f"of at least {least}, and at most {most}"
@@ -28,11 +25,8 @@ def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, 
 
 
 def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dtype: str) -> ArrayView:
-    """Returns a view of an argument, which must have this shape and type. -1 in the shape accepts any extent.
-
-    Raises:
-        ArgumentError: it has another shape or type, or lies in memory that the group can't use.
-    """
+    """Returns a view of an argument. Raises ArgumentError if it has another shape, where -1 accepts any extent, or
+    another type, or lies in memory that the group can't use."""
     view = input_view(group, x, argument)
     if view.dtype.name != dtype:
         raise ArgumentError(argument, f"has element type {view.dtype}; expected {dtype}")
@@ -60,11 +54,8 @@ def output_array(
     *,
     spare_rows: bool = False,
 ) -> int:
-    """Returns the address of the caller's `out` array, which must be able to hold the result of a call on `x`.
-
-    Raises:
-        ArgumentError: `out` does not fit, is read-only, or overlaps `x`.
-    """
+    """Returns the address of the caller's `out` array for the result of a call on `x`. Raises ArgumentError if `out`
+    does not fit, is read-only, or overlaps `x`."""
     source = input_view(group, x, argument)
     expected = (-1, *shape[1:]) if spare_rows else shape
     view = input_array(group, out, "out", expected, dtype.name)

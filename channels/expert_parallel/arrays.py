@@ -44,10 +44,6 @@ class LibraryArrays:
     """Makes arrays on a group's device. This class makes `Communicator.empty`'s arrays, derived classes those of
     another library. `strides` count elements.
 
-    Args:
-        group: the ranks.
-        kind: the type of the caller's arrays.
-
     Attributes:
         kind: the type of the caller's arrays.
         int32, int64: the library's element types of these names.
@@ -152,11 +148,7 @@ class TorchArrays(LibraryArrays):
 
 
 class ExpertArrays:
-    """Chooses the library that makes the results of calls, and copies arrays to host memory.
-
-    Args:
-        group: the ranks.
-    """
+    """Chooses the library that makes the results of calls, and copies arrays to host memory."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

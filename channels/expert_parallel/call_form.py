@@ -1,6 +1,4 @@
-"""The base class of the forms of a layer's calls: argument checks, errors that only the row counts reveal, and the
-issue of a call.
-"""
+"""The parts of a layer that its forms share, the errors that only counts reveal, and the base class of forms."""
 
 from __future__ import annotations
 
@@ -10,12 +8,14 @@ from typing import Any
 
 from proxyccl.channels.calls.launches import CurrentStream, Launchable
 from proxyccl.channels.expert_parallel.arguments import input_array
+from proxyccl.channels.expert_parallel.config import NUMBER_DROPS
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
-from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.layout import NOT_RECEIVED, EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8, LayerOptions
+from proxyccl.channels.expert_parallel.tables import Tables
 from proxyccl.channels.segment.call_log import encode_fields
-from proxyccl.channels.segment.calls import ROOT_FIELD, register_names
-from proxyccl.device._native import ffi
+from proxyccl.channels.segment.calls import ROOT_FIELD, CollectiveCall, register_names
+from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
@@ -26,13 +26,8 @@ from proxyccl.device.stream_operations import Operation, StreamOperations
 
 @dataclass(frozen=True)
 class Arguments:
-    """The argument names that error texts use.
-
-    Attributes:
-        tokens, ids, weight: arguments of a dispatch.
-        values: the argument of a redispatch.
-        rows: the argument of a combine.
-        spare_rows: whether a combine ignores rows after the last received one.
+    """The names, in error texts, of the arguments of a dispatch, a redispatch and a combine; and whether a combine
+    ignores rows after the last received one.
     """
 
     tokens: str = "input"
@@ -45,13 +40,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The parts of a layer that its forms need.
-
-    Attributes:
-        ctx: the buffers and launches.
-        options: the layer's options.
-        arguments: the argument names for error texts.
-    """
+    """The parts of a layer that its forms need. Layers with the same `ctx` may differ in the room of a call."""
 
     ctx: DispatchCombineContext
     options: LayerOptions
@@ -115,7 +104,7 @@ class LayerParts:
         ctx, options = self.ctx, self.options
         if options.by_rank or options.expert_alignment:
             desc.chosen_rows = ctx.workspace.chosen_rows
-        wanted, bad = ctx.wanted_tokens, ctx.bad_expert(self.arguments.ids, options.all_experts)
+        wanted, bad = int(ctx.workspace.received_rows.wanted_tokens), self._bad_expert()
         if wanted:
             return CapacityError(f"a rank dispatches {wanted} tokens; max_tokens is {options.most_of_call}", wanted)
         return bad
@@ -128,10 +117,28 @@ class LayerParts:
             desc.mark_received(refused=True)
             raise bad
 
+    def _bad_expert(self) -> ArgumentError | None:
+        """Returns the error for an invalid expert id, or None. Covers the dispatches whose rows became known since the
+        last call; of the latest with an invalid id, names the first."""
+        received, experts = self.ctx.workspace.received_rows, self.options.all_experts
+        bad_rank = int(received.bad_rank)
+        if bad_rank == lib.PROXYCCL_NO_PEER:
+            return None
+        token, k = divmod(int(received.bad_slot), self.options.config.topk)
+        received.bad_rank = lib.PROXYCCL_NO_PEER
+        expected = f"0 to {experts}, where {experts} drops the slot"
+        if not self.options.dropping_ids & NUMBER_DROPS:
+            expected = f"0 to {experts - 1}, or -1, which drops the slot"
+        what = f"[{token}, {k}] on rank {bad_rank} is out of range; expected {expected}"
+        return ArgumentError(self.arguments.ids, what)
+
     def check_ended(self) -> None:
-        ctx, options = self.ctx, self.options
-        most, bad = ctx.most_rows(), ctx.bad_expert(self.arguments.ids, options.all_experts)
-        if ctx.bad_indices():
+        """Raises the errors of the dispatches that ended since the last call: see `EPAll2AllLayer.check`."""
+        received, options = self.ctx.workspace.received_rows, self.options
+        most, received.most_rows = int(received.most_rows), 0
+        bad_indices, received.bad_index = bool(received.bad_index), 0
+        bad = self._bad_expert()
+        if bad_indices:
             raise ArgumentError(
                 "full_scatter_indices", "must be a permutation of this rank's rows, for the tokens of all ranks"
             )
@@ -181,9 +188,9 @@ class CallForm:
     call's addresses and numbers of tokens.
 
     Args:
-        parts: the layer's parts.
         arrays: the arrays of the first call of the form. The library of the first array makes the results.
-        name, dtype, most_tokens: the parts of a call that ranks compare.
+        name, dtype, most_tokens: the parts of a call that ranks compare, beside the layer and, of each call, the number
+            of its dispatch.
     """
 
     def __init__(self, parts: LayerParts, arrays: tuple[Any, ...], name: str, dtype: str, most_tokens: int = 0) -> None:
@@ -191,7 +198,8 @@ class CallForm:
         self._arrays = parts.ctx.arrays.like(arrays[0])
         self._is_torch = all(libraries[type(x)].is_torch for x in arrays if x is not None)
         self._on_host = parts.ctx.runtime_name == "host"
-        self._fields = encode_fields(parts.ctx.logged(name, dtype, 0, most_tokens).encode())
+        compared = CollectiveCall(name, dtype, root=0, count=most_tokens, of=parts.ctx.number)
+        self._fields = encode_fields(compared.encode())
 
     def common(self, first: Launchable, second: Launchable) -> tuple[Any, ...]:
         """Returns the constructor arguments that all forms in C share (layer_form.h): `first` launches a whole call or
@@ -211,6 +219,10 @@ class CallForm:
         fields = self._fields if compared else ffi.NULL
         return issue, callers, address_of(fields), address_of(launchable.prepared), (fields, launchable)
 
+    def _described(self, tables: Tables) -> tuple[Any, ...]:
+        """Returns the values with which C makes the descriptors of calls."""
+        return EPAllToAllLayoutDesc, NOT_RECEIVED, self._ctx, self._ctx.numbers, tables
+
     def _stream(self, x: Any, given: StreamLike) -> StreamLike:
         """Returns a call's stream: the caller's, or on a GPU the current stream of the library of `x`. Refuses an
         invalid stream before the dispatch gets a number.
@@ -226,17 +238,12 @@ class CallForm:
 
 
 def kernel_before(parts: LayerParts, *, is_pair: bool, quantizes: bool) -> tuple[list[Launch], tuple[int, ...]]:
-    """Returns the launch of the kernel that prepares the rows to send, or an empty list; and the kernel's arguments
-    that C fills in (dispatch_form.c).
-
-    Args:
-        parts: the layer's parts.
-        is_pair: whether callers pass rows and scales as pairs, which the kernel packs.
-        quantizes: whether the kernel makes float8 rows of tokens of the layer's type.
+    """Returns the launch of the kernel that packs pairs of rows and scales, or quantizes tokens, before they are sent;
+    or an empty list. Also returns the kernel's arguments that C fills in (dispatch_form.c).
     """
     ctx = parts.ctx
     if is_pair:
-        launch = ctx.pack_launch(ctx.packed_rows.ptr)
+        launch = ctx.pack_launch()
         rows_at, scales_at, _, tokens_at = (address_of(launch.packed(index)) for index in range(4))
         return [launch], (2, 0, rows_at, scales_at, tokens_at, ctx.packed_rows.ptr)
     if not quantizes:

@@ -27,8 +27,6 @@ typedef struct {
   Py_ssize_t latest_tokens; /* tokens of the outputs that form.make_latest makes */
 } Form;
 
-static PyTypeObject* form_type; /* the process has one module */
-
 static Py_ssize_t bytes_of(const Form* self, Py_ssize_t rows) { return rows * self->row_bytes; }
 
 /* Makes a new array for the result, and finds its address. Returns NULL with an exception set on failure. */
@@ -193,20 +191,7 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   return NULL;
 }
 
-static PyType_Slot slots[] = {
-    {Py_tp_new, make},
-    {Py_tp_dealloc, proxyccl_end_form},
-    {Py_tp_traverse, proxyccl_visit_form},
-    {0, NULL},
-};
-static PyType_Spec spec = {
-    .name = "proxyccl.channels.calls._calls.CombineForm",
-    .basicsize = sizeof(Form),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = slots,
-};
-
 int proxyccl_add_combine_form(PyObject* module) {
-  if (form_type == NULL) form_type = (PyTypeObject*)PyType_FromSpecWithBases(&spec, (PyObject*)proxyccl_listed_form);
-  return form_type == NULL ? -1 : PyModule_AddObjectRef(module, "CombineForm", (PyObject*)form_type);
+  static PyTypeObject* type; /* the process has one module */
+  return proxyccl_add_layer_form(module, &type, "proxyccl.channels.calls._calls.CombineForm", sizeof(Form), make, NULL);
 }

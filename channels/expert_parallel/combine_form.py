@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.calls._calls import CombineForm
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
-from proxyccl.channels.expert_parallel.arrays import Maker
 from proxyccl.channels.expert_parallel.call_form import CallForm, LayerParts, address_of, name_of
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
@@ -17,46 +16,33 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 
-class Sums(NamedTuple):
-    """The initial values and the order of a combine's sums: `added` and `order_ids` of `EPAll2AllLayer.combine`."""
-
-    added: tuple[Any, ...] = ()
-    order_ids: Any = None
-
-
-NO_SUMS = Sums()
-
-
 class Combine(CallForm):
     """A combine, which is one kernel. A copy precedes it if peers are to load rows that lie where they can't reach. C
     makes the calls (combine_form.c).
 
     Args:
-        parts: the layer's parts.
         call: "combine"; or "collect" for rows with an element for each slot, of any type, which are neither padded nor
             loaded.
-        x, weights, topk_weights, order_ids, added, desc: the arguments of the first call of the form.
         halves: whether calls are made in two halves.
+        x, weights, topk_weights, order_ids, added, desc: the arguments of the first call of the form, which are
+            checked.
 
     Attributes:
         form: makes the calls.
-
-    Raises:
-        ArgumentError: an argument is wrong.
     """
 
     def __init__(
         self,
         parts: LayerParts,
         call: str,
+        halves: bool,
         x: Any,
         weights: Any,
         topk_weights: Any,
         order_ids: Any,
         added: tuple[Any, ...],
         desc: EPAllToAllLayoutDesc,
-        *,
-        halves: bool = False,
+        *_: Any,
     ) -> None:
         config, ctx = parts.options.config, parts.ctx
         of_tokens = call == "combine"
@@ -70,7 +56,7 @@ class Combine(CallForm):
         # Peers load rows only in a whole call without row weights.
         loads = of_tokens and not halves and weights is None and not ctx.workspace.experts.local_combine
         buffers = ctx.workspace.outputs if loads else None
-        launch = ctx.combine_launch(self._token.name).copy()
+        launch = ctx.combines[self._token.name].copy()
         filled = ffi.cast("ProxycclCombine *", launch.packed(1))
         filled.hidden, filled.id_bytes = self._width, id_bytes
         passing, passing_at, after_copy, step = 0, 0, None, 0
@@ -80,6 +66,7 @@ class Combine(CallForm):
             after_copy, step = self.prepared(copied), copied.step_address(0)
         padded = parts.options.padded_rows if of_tokens else 0
         row_bytes = self._width * self._token.itemsize
+        make, native = self._arrays.maker, self._arrays.type_of(self._token)
         self.form = CombineForm(
             self.common(launch, launch),
             after_copy,
@@ -89,13 +76,9 @@ class Combine(CallForm):
             address_of(filled),
             (None if buffers is None else buffers.numbers, passing, passing_at, step),
             ctx,
-            self._output_maker(),
+            lambda tokens: make((tokens, self._width), (self._width, 1), native),
             (parts.own_desc, self._check_output),
         )
-
-    def _output_maker(self) -> Callable[[int], Maker]:
-        arrays, native, width = self._arrays, self._arrays.type_of(self._token), self._width
-        return lambda tokens: arrays.maker((tokens, width), (width, 1), native)
 
     def _check_output(self, x: Any, desc: EPAllToAllLayoutDesc, out: Any) -> tuple[Any, int]:
         """Returns the caller's array for the result, and its address. Raises ArgumentError if the array does not

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.config import MAX_SLOTS, NUMBER_DROPS, SCALED_DTYPES, EPConfig
 from proxyccl.channels.expert_parallel.geometry import (
+    AS_BYTES,
     DISPATCH_KERNELS,
-    STORE_KERNELS,
+    STORE_KERNEL,
     WorkspaceShape,
     blocks_for,
-    dispatch_file,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import FINALIZE, Members, Nodes
@@ -31,7 +32,7 @@ from proxyccl.channels.memory import allocate
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.array import Array, ArrayView
-from proxyccl.device.errors import ArgumentError, ClosedError, WaitTimeoutError
+from proxyccl.device.errors import ClosedError, WaitTimeoutError
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.sleepers import ProxiedStruct
@@ -47,18 +48,8 @@ _SPINS = 2000  # polls of the count between checks for failed ranks; on a GPU a 
 _HOST_THREADS = 16
 
 
-def logged_number(number: int) -> int:
-    """Returns a dispatch's number in the form that the call log holds."""
-    return number % 2**31
-
-
 class SurvivingExperts:
     """Renumbers expert ids over the remaining ranks, and drops those of lost ranks.
-
-    Args:
-        group: the remaining ranks.
-        options: the layer's options.
-        grid: blocks of the kernel and their threads.
 
     Attributes:
         ids: int32: the new ids of the dispatch in flight, of which there is one at a time. A dropped slot keeps an id
@@ -92,6 +83,7 @@ class DispatchCombineContext:
     Attributes:
         ep_config: sizes and types.
         members: the ranks.
+        number: by which the ranks compare calls of this layer.
         group: the same ranks, for the library's own modules.
         arrays: makes the arrays of results.
         nodes: the placement of the ranks on nodes.
@@ -103,14 +95,17 @@ class DispatchCombineContext:
             `copy`.
         dispatch_scaled, quantize_launch: the launch of a dispatch that quantizes rows as it stores them, and of the
             kernel that quantizes rows before a dispatch; None if not needed.
+        combines: the launches of combines, by the rows' element type, to `copy`.
         scale_bytes: bytes of the scales of a float8 row.
         surviving: renumbers expert ids where ranks are lost; None if none are.
         numbers: numbers the dispatches.
     """
 
     def __init__(self, members: Members, options: LayerOptions, number: int) -> None:
-        config, self.layout = options.kernel_config, options.output_layout
-        self.ep_config, self._number, self.members = config, number, members
+        config, self.layout = options.config, options.output_layout
+        if options.by_rank:  # the kernels' experts are the ranks
+            config = replace(config, num_experts=config.world_size)
+        self.ep_config, self.number, self.members = config, number, members
         self.group = group = members.group
         runtime = group.runtime
         self.runtime_name, self.arrays = runtime.name, ExpertArrays(group)
@@ -120,8 +115,8 @@ class DispatchCombineContext:
         self.grid = (self.blocks, threads)
         shipped = functools.partial(runtime.shipped, compiled_only=options.use_aot)
         if options.use_aot:  # also load the kernels that only later calls, or some layers, use
-            for name in (*DISPATCH_KERNELS.values(), *STORE_KERNELS.values()):
-                shipped(dispatch_file(name), name)
+            for name in (*DISPATCH_KERNELS.values(), STORE_KERNEL):
+                shipped("experts/dispatch.h", name, AS_BYTES)
             shipped("experts/spread.h", "expert_spread")
             shipped("moves.h", "barrier")
         token = config.token.name
@@ -141,19 +136,19 @@ class DispatchCombineContext:
         self._capacity = options.capacity * config.max_tokens * config.topk
         self._output_buf: tuple[Array, Array] | None = None
         experts = ProxiedStruct.of(bytes(ffi.buffer(self.workspace.experts)), self.workspace.sleepers)
-        name = DISPATCH_KERNELS[self.workspace.announces]
-        dispatch = shipped(dispatch_file(name), name)
-        empty = bytes(ffi.sizeof("ProxycclDispatch"))
-        self.dispatch_plain = dispatch.prepare(*self.grid, experts, empty)
-        self.dispatch_stored = self.dispatch_plain
-        if self.workspace.outputs is not None and (store := STORE_KERNELS.get(self.workspace.announces)):
-            self.dispatch_stored = shipped(dispatch_file(store), store).prepare(*self.grid, experts, empty)
-        self.dispatch_scaled: Launch | None = None
-        if options.quantizes and self.workspace.outputs is not None and token in SCALED_DTYPES:
-            scaled = shipped("experts/dispatch.h", f"{name}_scaled", token)
-            self.dispatch_scaled = scaled.prepare(*self.grid, experts, empty)
+        name, stores = DISPATCH_KERNELS[self.workspace.announces], self.workspace.outputs is not None
+
+        def dispatch(name: str, dtype: str) -> Launch:
+            empty = bytes(ffi.sizeof("ProxycclDispatch"))
+            return shipped("experts/dispatch.h", name, dtype).prepare(*self.grid, experts, empty)
+
+        self.dispatch_plain = self.dispatch_stored = dispatch(name, AS_BYTES)
+        if stores and self.workspace.announces == "masks":
+            self.dispatch_stored = dispatch(STORE_KERNEL, AS_BYTES)
+        scales = options.quantizes and stores and token in SCALED_DTYPES
+        self.dispatch_scaled = dispatch(name, token) if scales else None
         nothing = bytes(ffi.sizeof("ProxycclCombine"))
-        self._combine = {name: kernel.prepare(*self.grid, experts, nothing) for name, kernel in combines.items()}
+        self.combines = {name: kernel.prepare(*self.grid, experts, nothing) for name, kernel in combines.items()}
         # Peers do not wait for this kernel, so it may occupy the whole device.
         self._weighing = ffi.new("ProxycclWeighing *")
         weighing = bytes(ffi.buffer(self._weighing))
@@ -176,7 +171,9 @@ class DispatchCombineContext:
             ArgumentError: an argument is wrong, or differs between ranks.
             ResourceError: no memory or channel ids are left.
         """
-        options = LayerOptions.of(ep_config, capacity=capacity)
+        sizes = ep_config.max_tokens, ep_config.hidden, ep_config.topk, ep_config.rank, ep_config.num_experts
+        ranks = ep_config.local_world_size, ep_config.world_size
+        options = LayerOptions(*sizes, *ranks, ep_config.token_dtype, ep_config.weight_dtype, capacity=capacity)
         members = Members.of(ep_group, ep_config)
         with members.closed_on_error():
             number = members.agree_on(ep_config.compared(), f"a context ({ep_config.describe()})")
@@ -264,54 +261,14 @@ class DispatchCombineContext:
         group.failure.check()
         return int(received.rows)
 
-    def bad_expert(self, argument: str, experts: int) -> ArgumentError | None:
-        """Returns the error for an invalid expert id, or None. Covers the dispatches whose rows became known since the
-        last call; of the latest with an invalid id, names the first. `experts` is the number of experts that the caller
-        can name.
-        """
-        received, config = self.workspace.received_rows, self.ep_config
-        bad_rank = int(received.bad_rank)
-        if bad_rank == lib.PROXYCCL_NO_PEER:
-            return None
-        token, k = divmod(int(received.bad_slot), config.topk)
-        received.bad_rank = lib.PROXYCCL_NO_PEER
-        expected = f"0 to {experts}, where {experts} drops the slot"
-        if not self.workspace.experts.dropping_ids & NUMBER_DROPS:
-            expected = f"0 to {experts - 1}, or -1, which drops the slot"
-        return ArgumentError(argument, f"[{token}, {k}] on rank {bad_rank} is out of range; expected {expected}")
-
-    @property
-    def wanted_tokens(self) -> int:
-        """If a rank had too many tokens for the layer in the last dispatch whose rows are known, the most tokens of any
-        rank; else 0. The value is the same on all ranks.
-        """
-        return int(self.workspace.received_rows.wanted_tokens)
-
-    def bad_indices(self) -> bool:
-        """Whether full_scatter_indices were not a permutation in a dispatch that ended since the last call."""
-        received = self.workspace.received_rows
-        bad, received.bad_index = bool(received.bad_index), 0
-        return bad
-
-    def most_rows(self) -> int:
-        """Returns the most rows of a rank, or with padded rows of an expert, in the dispatches ended since the last
-        call."""
-        received = self.workspace.received_rows
-        most, received.most_rows = int(received.most_rows), 0
-        return most
-
     # -- launches of forms ---
 
-    def combine_launch(self, dtype: str) -> Launch:
-        """Returns the launch of a combine of rows of this type, to `copy`."""
-        return self._combine[dtype]
-
-    def pack_launch(self, packed: int) -> Launch:
-        """Returns a launch that packs float8 rows and their scales at address `packed`. The caller fills in the
-        addresses of rows and scales (arguments 0 and 1), and the number of rows (3).
+    def pack_launch(self) -> Launch:
+        """Returns a launch that packs float8 rows and their scales in `packed_rows`. The caller fills in the addresses
+        of rows and scales (arguments 0 and 1), and the number of rows (3).
         """
         assert self._pack is not None
-        return self._pack.prepare(*self.grid, 0, 0, packed, 0, self.ep_config.hidden, self.scale_bytes)
+        return self._pack.prepare(*self.grid, 0, 0, self.packed_rows.ptr, 0, self.ep_config.hidden, self.scale_bytes)
 
     @functools.cached_property
     def packed_rows(self) -> Array:
@@ -357,7 +314,7 @@ class DispatchCombineContext:
     def collected_type(self, values: ArrayView) -> str:
         """The type in which `collect` takes values: their own if it is the tokens' or weights', else the weights'."""
         name = values.dtype.name
-        return name if name in self._combine else self.ep_config.weight.name
+        return name if name in self.combines else self.ep_config.weight.name
 
     # -- launching ---
 
@@ -366,10 +323,6 @@ class DispatchCombineContext:
         found = self.group.launches.stream_for(stream, x)
         self.group.runtime.stream_handle(found)
         return found
-
-    def logged(self, call: str, dtype: str, number: int, most_tokens: int = 0) -> CollectiveCall:
-        """Returns a call on dispatch `number` in the form that ranks compare. `most_tokens` is only for a dispatch."""
-        return CollectiveCall(call, dtype, root=logged_number(number), count=most_tokens, of=self._number)
 
     def queue(
         self,

@@ -26,21 +26,17 @@ static PyObject* add_block(PyObject* object, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-/* Returns a tuple of the arrays or, if `whole`, of triples of array, address and `Tables`. */
-static PyObject* blocks_of(const Descriptor* self, int whole) {
+/* Returns a tuple of triples of array, address and `Tables`. */
+static PyObject* blocks(PyObject* object, void* Py_UNUSED(closure)) {
+  const Descriptor* self = (const Descriptor*)object;
   PyObject* blocks = PyTuple_New(self->count);
   for (int i = 0; blocks != NULL && i < self->count; ++i) {
     const TableBlock* block = &self->blocks[i];
-    PyObject* each = whole ? Py_BuildValue("OKO", block->array, (unsigned long long)block->at, block->tables)
-                           : Py_NewRef(block->array);
+    PyObject* each = Py_BuildValue("OKO", block->array, (unsigned long long)block->at, block->tables);
     if (each == NULL || PyTuple_SetItem(blocks, i, each) != 0) Py_CLEAR(blocks);
   }
   return blocks;
 }
-
-static PyObject* blocks(PyObject* object, void* Py_UNUSED(closure)) { return blocks_of((const Descriptor*)object, 1); }
-
-static PyObject* owners(PyObject* object, void* Py_UNUSED(closure)) { return blocks_of((const Descriptor*)object, 0); }
 
 /* Returns a table's array, its place and its `Tables`; None if the descriptor lacks the table. */
 static PyObject* find(PyObject* object, PyObject* name) {
@@ -105,7 +101,6 @@ static PyMemberDef members[] = {
 };
 static PyGetSetDef attributes[] = {
     {"blocks", blocks, NULL, NULL, NULL},
-    {"table_owners", owners, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot slots[] = {

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array, whole_number
-from proxyccl.channels.expert_parallel.call_form import Arguments, LayerParts
+from proxyccl.channels.expert_parallel.call_form import Arguments
 from proxyccl.channels.expert_parallel.config import MAX_EXPERTS, TOKEN_DTYPES
-from proxyccl.channels.expert_parallel.context import DispatchCombineContext
-from proxyccl.channels.expert_parallel.forms import Forms
+from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members
 from proxyccl.channels.expert_parallel.options import LayerOptions
@@ -28,19 +27,13 @@ _ARGUMENTS = Arguments("tokens", "expert_ids", "weights", "x", "rows", spare_row
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The routing that `prepare` exchanged.
-
-    Attributes:
-        counts: int64 [world_size, experts]: rows of each rank for each expert.
-        per_expert: int64 [experts_per_rank]: rows of each of this rank's experts.
-        row_weights: float32 [R], if weights were given.
-    """
+    """The routing that `prepare` exchanged."""
 
     tokens: Any
     desc: EPAllToAllLayoutDesc
-    counts: NDArray[np.int64]
-    per_expert: NDArray[np.int64]
-    row_weights: Any
+    counts: NDArray[np.int64]  # [world_size, experts]: rows of each rank for each expert
+    per_expert: NDArray[np.int64]  # [experts_per_rank]: rows of each of this rank's experts
+    row_weights: Any  # float32 [R], if weights were given
 
 
 class DispatchCombine:
@@ -113,12 +106,12 @@ class DispatchCombine:
             num_sm=num_sm,
             proxied=algorithm == "proxy",
         )
-        config, members = options.config, Members(communicator)
+        config = options.config
         others = {"experts_per_rank": experts_per_rank, "algorithm": algorithm, "num_sm": options.num_sm}
         compared = others | config.compared({"token_dtype": "dtype"})
-        number = members.agree_on(compared, f"a DispatchCombine ({config.describe()})")
-        self._ctx = DispatchCombineContext(members, options, number)
-        self._forms = Forms(LayerParts(self._ctx, options, _ARGUMENTS))
+        described = f"a DispatchCombine ({config.describe()})", compared, _ARGUMENTS
+        layer = EPAll2AllLayer._on(Members(communicator), options, *described)
+        self._ctx, self._forms = layer.ctx, layer.forms
         self.hidden, self.max_tokens, self.topk = config.hidden, config.max_tokens, config.topk
         self.experts_per_rank = experts_per_rank
         self.dtype = element

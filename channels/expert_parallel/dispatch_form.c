@@ -48,8 +48,6 @@ typedef struct {
   Py_ssize_t buffer_bytes, scales_offset;
 } Form;
 
-static PyTypeObject* form_type; /* the process has one module */
-
 /* Fills in the tokens of the dispatch, and of a kernel that makes the rows to send. A layer that grows sends nothing if
  * there are too many tokens. Returns whether the tokens fit: `expected` is their number, or negative for any. */
 static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t expected) {
@@ -225,23 +223,12 @@ static PyObject* take_buffer(const Form* self, const ListedArray* given, PyObjec
   return taken;
 }
 
-/* Makes, on a stream, a call that needs an output buffer or must wait for its number of rows. */
-static PyObject* begin(Form* self, CallArrays* arrays, PyObject* stream, PyObject* of_caller) {
-  Py_ssize_t buffer;
-  PyObject *result = NULL, *taken = take_buffer(self, arrays->given, stream, of_caller, &buffer);
-  Descriptor* desc = taken == NULL ? NULL : new_descriptor(self, arrays->given, stream);
-  if (desc != NULL) {
-    desc->output_buffer = buffer;
-    if (self->way == STORED) {
-      result = issue_stored(self, desc, taken, arrays);
-    } else if (number_call(self, desc) == 0) {
-      PyObject* owners = proxyccl_owners(arrays);
-      if (owners != NULL) result = PyObject_CallFunctionObjArgs(self->proceed, (PyObject*)desc, owners, NULL);
-      Py_XDECREF(owners);
-    }
-    Py_DECREF((PyObject*)desc);
-  }
-  Py_XDECREF(taken);
+/* Begins a call that Python completes when the CPU knows the number of rows. */
+static PyObject* begin_counted(Form* self, Descriptor* desc, const CallArrays* arrays) {
+  if (number_call(self, desc) != 0) return NULL;
+  PyObject* owners = proxyccl_owners(arrays);
+  PyObject* result = owners == NULL ? NULL : PyObject_CallFunctionObjArgs(self->proceed, (PyObject*)desc, owners, NULL);
+  Py_XDECREF(owners);
   return result;
 }
 
@@ -265,14 +252,18 @@ static PyObject* call(PyObject* object, const ListedArray* given, PyObject* cons
   PyObject* stream = proxyccl_stream(&self->form, given[ROWS].object, further[0]);
   if (stream == NULL) return NULL;
   CallArrays arrays = {given, ARRAYS, NULL, NULL};
-  PyObject* result = NULL;
-  if (self->way == STORED || self->way == COUNTED) {
-    result = begin(self, &arrays, stream, further[0]);
-  } else {
-    Descriptor* desc = new_descriptor(self, given, stream);
-    if (desc != NULL) result = issue_first(self, desc, &arrays);
-    Py_XDECREF((PyObject*)desc);
+  const int begins = self->way == STORED || self->way == COUNTED;
+  Py_ssize_t buffer = 0;
+  PyObject *result = NULL, *taken = begins ? take_buffer(self, given, stream, further[0], &buffer) : NULL;
+  Descriptor* desc = begins && taken == NULL ? NULL : new_descriptor(self, given, stream);
+  if (desc != NULL) {
+    desc->output_buffer = buffer;
+    result = self->way == STORED    ? issue_stored(self, desc, taken, &arrays)
+             : self->way == COUNTED ? begin_counted(self, desc, &arrays)
+                                    : issue_first(self, desc, &arrays);
   }
+  Py_XDECREF((PyObject*)desc);
+  Py_XDECREF(taken);
   Py_XDECREF(arrays.rows);
   Py_XDECREF(arrays.weights);
   Py_DECREF(stream);
@@ -333,21 +324,8 @@ static PyMethodDef methods[] = {
     {"issue", issue, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot slots[] = {
-    {Py_tp_new, make},
-    {Py_tp_dealloc, proxyccl_end_form},
-    {Py_tp_traverse, proxyccl_visit_form},
-    {Py_tp_methods, methods},
-    {0, NULL},
-};
-static PyType_Spec spec = {
-    .name = "proxyccl.channels.calls._calls.DispatchForm",
-    .basicsize = sizeof(Form),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = slots,
-};
-
 int proxyccl_add_dispatch_form(PyObject* module) {
-  if (form_type == NULL) form_type = (PyTypeObject*)PyType_FromSpecWithBases(&spec, (PyObject*)proxyccl_listed_form);
-  return form_type == NULL ? -1 : PyModule_AddObjectRef(module, "DispatchForm", (PyObject*)form_type);
+  static PyTypeObject* type; /* the process has one module */
+  return proxyccl_add_layer_form(module, &type, "proxyccl.channels.calls._calls.DispatchForm", sizeof(Form), make,
+                                 methods);
 }

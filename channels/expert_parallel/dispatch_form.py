@@ -21,11 +21,11 @@ from proxyccl.channels.expert_parallel.call_form import (
     name_of,
 )
 from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, TELL
-from proxyccl.channels.expert_parallel.layout import NOT_RECEIVED, EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.recording import Dispatched
-from proxyccl.channels.expert_parallel.tables import number_of
+from proxyccl.channels.expert_parallel.tables import RECEIVED, number_of
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError
@@ -33,10 +33,6 @@ from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, SetBits, StreamOperations
 
-NewOutput = tuple[Any, Any, tuple[int, int, int]]
-"""New arrays for a result: the rows as a dispatch returns them, the weights or None, and the addresses of rows, scales
-and weights, 0 where there are none.
-"""
 _NOWHERE = (0, 0, 0)
 _WHOLE, _HALVES, _STORED, _COUNTED, _AGAIN = range(5)
 """How C makes the calls of a form; see dispatch_form.c."""
@@ -45,14 +41,8 @@ _COPY_LATER = CopyBytes(1, 2, 1)
 
 
 class _Rows:
-    """Makes arrays for one part of a result: the rows, their scales or their weights.
-
-    Args:
-        parts: the layer's parts.
-        arrays: the library that makes them.
-        tail: the shape of a row.
-        dtype: the type of the elements.
-        column: elements of a column if rows lie side by side, in columns; 0 if rows lie one after the other.
+    """Makes arrays for one part of a result: the rows, their scales or their weights. `tail` is the shape of a row. If
+    rows lie side by side, in columns, `column` is the number of elements of a column.
     """
 
     def __init__(
@@ -76,21 +66,12 @@ class _Rows:
 
 
 class _Outputs:
-    """Makes arrays for the results of a layer's calls.
-
-    Args:
-        parts: the layer's parts.
-        arrays: the library that makes them.
-        width, dtype: the number of elements of a row, and their type.
-        float8: whether rows are in float8, with scales.
-        weighted: whether rows have weights.
+    """Makes arrays for the results of a layer's calls, of `width` elements of `dtype` in a row; with `float8`, rows in
+    float8 with scales. Raises ArgumentError if the library can't make such arrays.
 
     Attributes:
         rows, scales, weights: make the parts of a result; None for parts that results lack.
         dtype: the type of a row's elements.
-
-    Raises:
-        ArgumentError: the library can't make such arrays.
     """
 
     def __init__(
@@ -99,8 +80,7 @@ class _Outputs:
         arrays: LibraryArrays,
         width: int,
         dtype: DType,
-        *,
-        float8: bool = False,
+        float8: bool,
         weighted: bool = False,
     ) -> None:
         options = parts.options
@@ -114,12 +94,12 @@ class _Outputs:
         self.weights = _Rows(parts, arrays, slots, options.config.weight) if weighted else None
 
     def makers(self, rows: int) -> tuple[Maker | None, ...]:
-        """Returns functions that make arrays of this many rows, scales and weights; None for parts that results
-        lack."""
+        """Returns functions that make arrays of this many rows, scales and weights."""
         return tuple(None if each is None else each.maker(rows) for each in (self.rows, self.scales, self.weights))
 
-    def make(self, rows: int, *, of_rows: bool = True) -> NewOutput:
-        """Returns new arrays for this many rows. Without `of_rows`, makes only the weights."""
+    def make(self, rows: int, *, of_rows: bool = True) -> tuple[Any, Any, tuple[int, int, int]]:
+        """Returns new arrays for this many rows, as a dispatch returns them, for their weights, or None; and the
+        addresses of rows, scales and weights, 0 where there are none. Without `of_rows`, makes only the weights."""
         values, rows_at = self.rows.new(rows) if of_rows else (None, 0)
         scales, scales_at = self.scales.new(rows) if of_rows and self.scales is not None else (None, 0)
         weights, weights_at = self.weights.new(rows) if self.weights is not None else (None, 0)
@@ -138,17 +118,13 @@ class Dispatch(CallForm):
     Kernels before it may quantize the tokens, pack the caller's float8 rows, and renumber ids where ranks are lost.
 
     Args:
-        parts: the layer's parts.
-        x, ids, weight, scatter: the arguments of the first call of the form.
+        x, ids, weight, scatter: the arguments of the first call of the form, which are checked.
         halves: whether calls are made in two halves.
         buffered: whether the rows of a whole call may stay in an output buffer. Otherwise they are copied from there.
         prepares: whether calls only exchange the routing, as `DispatchCombine.prepare` does.
 
     Attributes:
         form: makes the calls.
-
-    Raises:
-        ArgumentError: an argument is wrong.
     """
 
     def __init__(
@@ -158,7 +134,7 @@ class Dispatch(CallForm):
         ids: Any,
         weight: Any,
         scatter: Any,
-        *,
+        *_: Any,
         halves: bool = False,
         buffered: bool = False,
         prepares: bool = False,
@@ -174,14 +150,8 @@ class Dispatch(CallForm):
         self._exact = options.fixed_rows is None
         self._at_once = not halves and (not self._exact or self._buffers is not None)
         self._rows = options.most_tokens if self._exact and self._at_once else options.fixed_rows
-        self._outputs = _Outputs(
-            parts,
-            self._arrays,
-            options.config.hidden,
-            options.config.token,
-            float8=options.quantized,
-            weighted=weight is not None,
-        )
+        row, parts_of_rows = (options.config.hidden, options.config.token), (options.quantized, weight is not None)
+        self._outputs = _Outputs(parts, self._arrays, *row, *parts_of_rows)
         self._copies: StreamOperations | None = None
         # An exact call without output buffers takes several launches.
         proceed: Callable[..., Any]
@@ -221,10 +191,8 @@ class Dispatch(CallForm):
             step = clearing.step_address(len(before) if at_first else 0)
         wide_ids = call.id_bytes == ffi.sizeof("uint64_t")
         tables = ctx.tables.of_call(self._rows, buffered=buffers is not None, wide_ids=wide_ids)
-        makers: tuple[Maker | None, ...] = (None, None, None)
+        makers: tuple[Maker | None, ...] = (None,) * 3 if self._rows is None else self._outputs.makers(self._rows)
         places = _NOWHERE
-        if self._rows is not None:
-            makers = self._outputs.makers(self._rows)
         if buffers is not None:  # the rows' arrays are made when the number of rows is known
             makers = (None, None, makers[2])
             places = buffers.address(1), buffers.nbytes, buffers.scales_offset
@@ -238,16 +206,8 @@ class Dispatch(CallForm):
             renumbered,
             (step, number_of(cleared)),
             (phases, ROUTE | SEND, GATHER | RECEIVE),
-            (
-                EPAllToAllLayoutDesc,
-                NOT_RECEIVED,
-                ctx,
-                ctx.numbers,
-                tables,
-                tables.maker(self._arrays),
-                tables.address,
-            ),
-            (-1 if self._rows is None else self._rows, not self._exact, tables.received),
+            (*self._described(tables), tables.maker(self._arrays), tables.address),
+            (-1 if self._rows is None else self._rows, not self._exact, tables.places.get(RECEIVED, (0,))[0]),
             (ctx.scale_bytes, options.scale_column),
             makers,
             self._take,
@@ -264,10 +224,8 @@ class Dispatch(CallForm):
         if surviving is None:
             return [], (None, 0, 0, 0, 0)
         launch, arrays = surviving.launch(id_bytes), self._arrays
-        truth = arrays.type_of("bool")
-        ids_at, lost_at, slots_at = (address_of(launch.packed(index)) for index in (0, 3, 4))
-        filled = ids_at, lost_at, slots_at, surviving.ids.ptr
-        return [launch], (lambda tokens: arrays.maker((tokens, topk), (topk, 1), truth), *filled)
+        truth, filled = arrays.type_of("bool"), (address_of(launch.packed(index)) for index in (0, 3, 4))
+        return [launch], (lambda n: arrays.maker((n, topk), (topk, 1), truth), *filled, surviving.ids.ptr)
 
     def _receive_exact(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> Dispatched:
         """Counts the rows by one launch, and moves them by another when their number is known. After `prepare` the
@@ -277,12 +235,9 @@ class Dispatch(CallForm):
         return self._receive_counted(desc, owners, desc.stream, LAYOUT if self._prepares else SEND | RECEIVE, LAYOUT)
 
     def _take(self, _x: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer:
-        """Returns the output buffer of a whole call. A layer with output buffers needs one for each call, as peers
-        store the call's rows there. Raises ArgumentError if the call must wait and its stream is being captured.
-
-        Args:
-            stream: the call's stream.
-            given: the caller's stream, or None.
+        """Returns the output buffer of a whole call on a stream. A layer with output buffers needs one for each call,
+        as peers store the call's rows there. Raises ArgumentError if the call must wait and its stream is being
+        captured. `given` is the caller's stream, or None.
         """
         self._parts.refuse_capture(stream)
         if self._buffers is None:
@@ -342,7 +297,8 @@ class Dispatch(CallForm):
         if desc.rows:
             if self._copies is None:
                 self._copies = StreamOperations(self._group.runtime, [_COPY_LATER] * len(made))
-            sources = buffers.address(taken.number), buffers.scales_address(taken.number)
+            source = buffers.address(taken.number)
+            sources = source, source + buffers.scales_offset
             for step, ((array, at), source) in enumerate(zip(made, sources, strict=False)):
                 self._copies.set_copy(step, CopyBytes(at, source, array.nbytes))
             self._queue(desc, (ffi.NULL, self._copies), desc.stream, arrays)
@@ -353,26 +309,21 @@ class Redispatch(CallForm):
     """A dispatch of other values by an earlier dispatch's routing: `EPAll2AllLayer.redispatch`.
 
     Args:
-        parts: the layer's parts.
-        x, desc: the arguments of the first call of the form.
         argument: the name of `x` in errors.
-        width: elements of a row; None for a token's.
-        dtype: the type of the elements; None for the tokens' type.
+        x, desc: the arguments of the first call of the form, which are checked.
+        width, dtype: elements of a row, and their type; None for a token's.
 
     Attributes:
         form: makes the calls.
-
-    Raises:
-        ArgumentError: an argument is wrong.
     """
 
     def __init__(
         self,
         parts: LayerParts,
+        argument: str,
         x: Any,
         desc: EPAllToAllLayoutDesc,
-        argument: str,
-        *,
+        *_: Any,
         width: int | None = None,
         dtype: str | None = None,
     ) -> None:
@@ -385,16 +336,15 @@ class Redispatch(CallForm):
         element = as_dtype(dtype or config.token.name)
         super().__init__(parts, x if is_pair else (x,), "redispatch", "uint8" if is_pair else element.name)
         before, filled = kernel_before(parts, is_pair=is_pair, quantizes=False)
-        launch = ctx.dispatch_plain.copy()
+        launch, tables = ctx.dispatch_plain.copy(), ctx.tables.of_call(None, buffered=False, wide_ids=False)
         call = self._call = ffi.cast("ProxycclDispatch *", launch.packed(1))
         self._argument, self._width, scale_bytes = argument, width or config.hidden, ctx.scale_bytes if is_pair else 0
-        self._outputs = _Outputs(parts, self._arrays, self._width, element, float8=is_pair)
+        self._outputs = _Outputs(parts, self._arrays, self._width, element, is_pair)
         call.redispatch, call.id_bytes = 1, 4
         call.row_bytes = self._width * self._outputs.dtype.itemsize + scale_bytes
         call.padded_rows = parts.options.padded_rows
         self._own_ids = 4 * ctx.nodes.own * config.max_tokens * config.topk
         launches = in_order(self._group.runtime, [*before, launch])
-        tables = ctx.tables.of_call(None, buffered=False, wide_ids=False)
         self.form = DispatchForm(
             self.common(launches, launches),
             _AGAIN,
@@ -404,7 +354,7 @@ class Redispatch(CallForm):
             (None, 0, 0, 0, 0),
             (0, 0),
             (SEND | RECEIVE, 0, 0),
-            (EPAllToAllLayoutDesc, NOT_RECEIVED, ctx, ctx.numbers, tables, None, 0),
+            (*self._described(tables), None, 0),
             (-1, False, 0),
             (scale_bytes, parts.options.scale_column),
             (None, None, None),
@@ -439,7 +389,7 @@ def _check_dispatch(parts: LayerParts, x: Any, ids: Any, weight: Any, scatter: A
     if options.quantized and scales is None and not options.quantizes:
         raise ArgumentError(names.tokens, f"must be a pair of rows and scales, with {options.scales} scales of a row")
     slots = (rows.shape[0], options.config.topk)
-    if options.takes_wide_ids:
+    if options.minus_one_drops or options.by_rank:
         id_bytes = index_array(group, ids, names.ids, slots).dtype.itemsize
     else:
         id_bytes = input_array(group, ids, names.ids, slots, "int32").dtype.itemsize

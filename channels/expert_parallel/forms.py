@@ -1,9 +1,4 @@
-"""The calls of a layer, each a list of forms that C searches.
-
-A form is prepared for the kinds of a call's arrays: their types, element types and shapes without the first extent. If
-the list has no form for a call, the call's arguments are checked and a form is prepared. C makes that call and all
-later calls of the form (calls/form_list.c).
-"""
+"""The calls of a layer, each a list of forms that C searches (calls/form_list.c)."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from proxyccl.channels.arguments import readable_view
-from proxyccl.channels.calls._calls import CombineForm, DispatchForm, FormList
+from proxyccl.channels.calls._calls import FormList
 from proxyccl.channels.expert_parallel.call_form import LayerParts
 from proxyccl.channels.expert_parallel.combine_form import Combine
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
@@ -41,24 +36,15 @@ class Forms:
         rows = ((names.rows, 1), ("weights", 1), ("topk_weights", 1), ("order_ids", 1), ("added", MOST_ADDED))
 
         def dispatches(**options: bool) -> FormList:
-            def prepare(x: Any, ids: Any, weight: Any, scatter: Any, _stream: Any) -> DispatchForm:
-                return Dispatch(parts, x, ids, weight, scatter, **options).form
-
-            return _list(parts, inputs, 1, prepare)
+            return _list(parts, inputs, 1, lambda *given: Dispatch(parts, *given, **options).form)
 
         def redispatches(argument: str, **options: Any) -> FormList:
-            def prepare(x: Any, desc: EPAllToAllLayoutDesc, _stream: Any, _out: Any) -> DispatchForm:
-                return Redispatch(parts, x, desc, argument, **options).form
+            return _list(
+                parts, ((argument, -2),), 3, lambda *given: Redispatch(parts, argument, *given, **options).form
+            )
 
-            return _list(parts, ((argument, -2),), 3, prepare)
-
-        def combines(call: str, **options: bool) -> FormList:
-            def prepare(
-                x: Any, weights: Any, topk_weights: Any, order_ids: Any, added: Any, desc: Any, _out: Any, _stream: Any
-            ) -> CombineForm:
-                return Combine(parts, call, x, weights, topk_weights, order_ids, added, desc, **options).form
-
-            return _list(parts, rows, 3, prepare)
+        def combines(call: str, *, halves: bool = False) -> FormList:
+            return _list(parts, rows, 3, lambda *given: Combine(parts, call, halves, *given).form)
 
         self.dispatches = dispatches(buffered=False), dispatches(buffered=True)
         self.sends, self.prepares = dispatches(halves=True), dispatches(prepares=True)
@@ -69,13 +55,8 @@ class Forms:
 
     def collect(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         """Returns each row's value to the row's slot: [T, topk] of the values' type, zero for slots without a row. This
-        is a combine of rows that are zero except in the slot's column.
-
-        Args:
-            values: [R] of the type of tokens or weights. With a row for each rank, float32 [R, topk]; a token's rows
-                are summed.
-            desc: the descriptor of the rows' dispatch.
-            stream: where to queue the work.
+        is a combine of rows that are zero except in the slot's column. The values are [R], of the type of tokens or
+        weights; or with a row for each rank float32 [R, topk], of which a token's rows are summed.
         """
         rows = values.owner if self._parts.options.by_rank else self._by_columns(values, desc, stream)
         return self._collects.call(rows, None, None, None, (), desc, None, stream)
@@ -96,14 +77,8 @@ class Forms:
 def _list(
     parts: LayerParts, arguments: tuple[tuple[str, int], ...], further: int, prepare: Callable[..., Any]
 ) -> FormList:
-    """Returns a list of the forms of one call.
-
-    Args:
-        parts: the layer's parts.
-        arguments: the name and the width of each array argument, as for `FormList`.
-        further: how many other arguments follow the arrays.
-        prepare: prepares a form for the arguments of a call, or raises ArgumentError.
-    """
+    """Returns a list of the forms of one call; see `FormList`. `arguments` are the name and the width of each array
+    argument."""
 
     def view(argument: int, x: Any) -> ArrayView:
         return readable_view(parts.ctx.group, x, arguments[argument][0])

@@ -16,16 +16,11 @@ DISPATCH_KERNELS: dict[str, str] = {
     "masks": "dispatch_masks",
     "shared_masks": "dispatch_shared_masks",
 }
-"""The dispatch kernel for each kind of announcement. All of them except that of "ids" also quantize rows."""
-STORE_KERNELS: dict[str, str] = {"masks": "dispatch_masks_store"}
-"""Smaller kernels, for whole dispatches of unquantized rows to output buffers."""
-
-
-def dispatch_file(kernel: str) -> str:
-    """Returns the name of the shipped source file of a kernel of `DISPATCH_KERNELS` or `STORE_KERNELS`."""
-    return f"experts/{kernel}_kernel.h"
-
-
+"""The dispatch kernel for each kind of announcement."""
+STORE_KERNEL = "dispatch_masks_store"
+"""A smaller kernel for "masks": whole dispatches of unquantized rows to output buffers."""
+AS_BYTES = "uint8"
+"""The element type of dispatch kernels that don't quantize rows."""
 FEW_TOKENS = 32
 """The most tokens per block of a small dispatch. Larger ones send counts, and on one node some of their blocks only
 send."""
@@ -94,9 +89,7 @@ class WorkspaceShape:
     """The sizes that a workspace has room for.
 
     Attributes:
-        config: the layer's configuration.
         blocks, threads: the kernels' blocks, and the threads of each.
-        layout: the layout of the outputs.
         local_combine: whether each rank first sums its own rows of a token in a combine.
         scale_bytes: bytes of the scales of a float8 row. An output buffer has room for float8 rows with scales, or for
             tokens, whichever take more.
@@ -114,7 +107,6 @@ class Geometry:
     """The geometry of a workspace, the same on all ranks. Computing it needs neither a device nor a peer.
 
     Args:
-        shape: the sizes of the workspace.
         nodes, local_size: the number of the kernels' nodes, and of the ranks of each.
         copied: whether GPU copies move the data between nodes.
         output_room: returns the size of an output buffer that must hold this many bytes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from msgspec import Struct
@@ -16,14 +15,19 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array, whole_number
 from proxyccl.channels.expert_parallel.arrays import strides_of
 from proxyccl.channels.expert_parallel.call_form import LayerParts
-from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Sums
 from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.forms import Forms
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
 from proxyccl.channels.expert_parallel.options import LayerOptions
-from proxyccl.channels.expert_parallel.recording import Dispatched, Recording, recorder_of, refuse_output
+from proxyccl.channels.expert_parallel.recording import (
+    Dispatched,
+    recorder_of,
+    recorder_of_combine,
+    recorder_of_dispatch,
+    refuse_recording,
+)
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 
@@ -167,21 +171,26 @@ class EPAll2AllLayer:
         options = LayerOptions(**given)
         self._open(Members.of(ep_group, options.config), options)
 
-    def _open(self, members: Members, options: LayerOptions) -> None:
+    @classmethod
+    def _on(cls, members: Members, options: LayerOptions, *described: Any) -> EPAll2AllLayer:
+        layer = object.__new__(cls)
+        layer._open(members, options, *described)
+        return layer
+
+    def _open(self, members: Members, options: LayerOptions, name: str = "", compared: Any = None, *names: Any) -> None:
+        """Makes the layer with the other ranks. `names`: the names of arguments in error texts, if not the layer's."""
         with members.closed_on_error():
-            number = members.agree_on(options.compared, options.describe())
-            self.ctx = DispatchCombineContext(members, options, number)
-        self._take_options(options)
-        self._take_parts(LayerParts(self.ctx, options), UnderWay())
-        self._narrowed: dict[int, EPAll2AllLayer] = {}
+            name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
+            ctx = DispatchCombineContext(members, options, members.agree_on(compared or options.compared, name))
+        self._take(LayerParts(ctx, options, *names), UnderWay())
 
-    def _take_parts(self, parts: LayerParts, under_way: UnderWay) -> None:
-        self._parts, self._recording, self.under_way = parts, Recording(parts.options), under_way
-        self.forms, self._sums_on_own_node = Forms(parts), parts.sums_on_own_node
-
-    def _take_options(self, options: LayerOptions) -> None:
+    def _take(self, parts: LayerParts, under_way: UnderWay) -> None:
+        options, self.ctx = parts.options, parts.ctx
+        self._parts, self.under_way, self.forms = parts, under_way, Forms(parts)
+        self._sums_on_own_node = parts.sums_on_own_node
         self.ep_config, self.lost_ranks = options.config, options.lost_ranks
         self.layout, self.max_recv_tokens, self.quantized = options.layout, options.fixed_rows, options.quantized
+        self._narrowed: dict[int, EPAll2AllLayer] = {}
 
     def narrowed(self, max_tokens: int) -> EPAll2AllLayer:
         """Returns a layer for calls of at most max_tokens tokens per rank; all ranks pass the same number. With
@@ -201,9 +210,7 @@ class EPAll2AllLayer:
         if found is None:
             found = object.__new__(EPAll2AllLayer)
             options = replace(self._parts.options, call_tokens=max_tokens)
-            found.ctx, found._narrowed = self.ctx, {}
-            found._take_options(options)
-            found._take_parts(replace(self._parts, options=options), self.under_way)
+            found._take(replace(self._parts, options=options), self.under_way)
             if len(self._narrowed) == _MOST_NARROWED:
                 del self._narrowed[next(iter(self._narrowed))]
         self._narrowed[max_tokens] = found
@@ -212,9 +219,7 @@ class EPAll2AllLayer:
     def __enter__(self) -> EPAll2AllLayer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self.finalize()
 
@@ -249,7 +254,6 @@ class EPAll2AllLayer:
             raise ArgumentError("communicator", f"must be a Communicator or None, not {type(communicator).__name__}")
         survivors = self.ctx.communicator.shrink() if communicator is None else communicator
         members = Members(survivors, owned=communicator is None)
-        layer = object.__new__(EPAll2AllLayer)
         with members.closed_on_error():
             all_ranks = range(self._parts.options.all_ranks)
             present = [rank for rank in all_ranks if rank not in self.lost_ranks]
@@ -263,8 +267,7 @@ class EPAll2AllLayer:
                 world_size=survivors.world_size,
                 lost_ranks=[rank for rank in all_ranks if rank not in left],
             )
-        layer._open(members, options)
-        return layer
+        return EPAll2AllLayer._on(members, options)
 
     def ep_barrier_all(self, stream: StreamLike = None, intra_node_only: bool = False) -> None:
         """Waits on the stream until all ranks have made this call.
@@ -321,7 +324,7 @@ class EPAll2AllLayer:
             MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
-        recorder = self._recording.of_dispatch(input, weight)
+        recorder = recorder_of_dispatch(self._parts.options, input, weight)
         if recorder is None:
             return self.dispatch_unrecorded(input, exp_indices, weight, full_scatter_indices, stream)
         self._refuse_under_way()
@@ -334,31 +337,21 @@ class EPAll2AllLayer:
         return recorder.dispatch(self, call, input, weight)
 
     def dispatch_unrecorded(
-        self,
-        input: Any,
-        exp_indices: Any,
-        weight: Any = None,
-        full_scatter_indices: Any = None,
-        stream: StreamLike = None,
-    ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        self, input: Any, exp_indices: Any, weight: Any = None, scatter: Any = None, stream: StreamLike = None
+    ) -> Dispatched:
         """Makes a `dispatch` without recording it for a backward pass."""
         if self.ctx.closed or self.under_way.sent is not None:
             self._refuse_under_way()
-        made = self.forms.dispatches[True].call(input, exp_indices, weight, full_scatter_indices, stream)
+        made = self.forms.dispatches[True].call(input, exp_indices, weight, scatter, stream)
         dispatched: Dispatched = self._parts.checked(made, stream)
         return dispatched
 
     def send_unrecorded(
-        self,
-        input: Any,
-        exp_indices: Any,
-        weight: Any = None,
-        full_scatter_indices: Any = None,
-        stream: StreamLike = None,
+        self, input: Any, exp_indices: Any, weight: Any = None, scatter: Any = None, stream: StreamLike = None
     ) -> SentCall:
         """Makes a `dispatch_send` without recording it for a backward pass."""
         self._refuse_under_way()
-        sent: SentCall = self.forms.sends.call(input, exp_indices, weight, full_scatter_indices, stream)
+        sent: SentCall = self.forms.sends.call(input, exp_indices, weight, scatter, stream)
         self.under_way.sent = sent
         return sent
 
@@ -375,7 +368,7 @@ class EPAll2AllLayer:
 
         The arguments must not change until `dispatch_recv`. One dispatch can be in flight at a time.
         """
-        recorder = self._recording.of_dispatch(input, weight)
+        recorder = recorder_of_dispatch(self._parts.options, input, weight)
         sent = self.send_unrecorded(input, exp_indices, weight, full_scatter_indices, stream)
         if recorder is not None:
             sent.recorded = input, weight
@@ -393,10 +386,9 @@ class EPAll2AllLayer:
         under_way.sent = under_way.end_dispatch = None
         if recorder is None:
             return self._receive(pending, stream)
-        tokens, weights = pending.recorded
-        return recorder.dispatch(self, lambda: self._receive(pending, stream), tokens, weights)
+        return recorder.dispatch(self, lambda: self._receive(pending, stream), *pending.recorded)
 
-    def _receive(self, pending: SentCall, stream: StreamLike) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+    def _receive(self, pending: SentCall, stream: StreamLike) -> Dispatched:
         received: Dispatched = self._parts.checked(pending.receive(stream), stream)
         return received
 
@@ -413,9 +405,9 @@ class EPAll2AllLayer:
         Returns:
             The rows, in that dispatch's order; for a pair, a pair of rows and scales.
         """
-        desc = self._own_desc(ep_a2a_layout_desc)
+        desc = self._parts.own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
-        recorder = self._recording.of_dispatch(input)
+        recorder = recorder_of_dispatch(self._parts.options, input)
         if recorder is None:
             return self.forms.redispatches.call(input, desc, stream, None)
         return recorder.redispatch(self, lambda: self.forms.redispatches.call(input, desc, stream, None), input, desc)
@@ -456,46 +448,28 @@ class EPAll2AllLayer:
         Returns:
             `out`, or the new array. Raises the errors of `dispatch`.
         """
-        recorder = self._recording.of_combine(input, weights, topk_weights)
-        sums = Sums(tuple(added), order_ids) if added or order_ids is not None else NO_SUMS
+        recorder = recorder_of_combine(self._parts.options, input, weights, topk_weights)
+        given = input, weights, topk_weights, order_ids, tuple(added), ep_a2a_layout_desc, out, stream
         if recorder is None:
-            return self.combine_unrecorded(input, ep_a2a_layout_desc, weights, topk_weights, out, stream, sums)
-        refuse_output(out)
-        desc = self._own_desc(ep_a2a_layout_desc)
+            return self.combine_unrecorded(*given)
+        if out is not None:
+            refuse_recording("out")
+        desc = self._parts.own_desc(ep_a2a_layout_desc)
+        return recorder.combine(self, lambda: self.combine_unrecorded(*given), input, weights, desc)
 
-        def call() -> Any:
-            return self.combine_unrecorded(input, desc, weights, None, None, stream, sums)
+    def combine_unrecorded(self, *given: Any) -> Any:
+        """Makes a `combine` without recording it for a backward pass.
 
-        return recorder.combine(self, call, input, weights, desc)
-
-    def combine_unrecorded(
-        self,
-        input: Any,
-        ep_a2a_layout_desc: EPAllToAllLayoutDesc,
-        weights: Any = None,
-        topk_weights: Any = None,
-        out: Any = None,
-        stream: StreamLike = None,
-        sums: Sums = NO_SUMS,
-    ) -> Any:
-        """Makes a `combine` without recording it for a backward pass."""
+        Args:
+            given: all of input, weights, topk_weights, order_ids, added, the descriptor, out and stream.
+        """
         if self.ctx.closed or self.under_way.returned is not None:
             self._refuse_returning()
-        added, order_ids = sums
-        desc = ep_a2a_layout_desc
-        return self.forms.combines.call(input, weights, topk_weights, order_ids, added, desc, out, stream)
+        return self.forms.combines.call(*given)
 
-    def send_back_unrecorded(
-        self,
-        input: Any,
-        ep_a2a_layout_desc: EPAllToAllLayoutDesc,
-        weights: Any = None,
-        topk_weights: Any = None,
-        stream: StreamLike = None,
-    ) -> SentCall:
+    def send_back_unrecorded(self, input: Any, weights: Any, topk_weights: Any, desc: Any, stream: Any) -> SentCall:
         """Makes a `combine_send` without recording it for a backward pass."""
         self._refuse_returning()
-        desc = ep_a2a_layout_desc
         sent: SentCall = self.forms.returns.call(input, weights, topk_weights, None, (), desc, None, stream)
         self.under_way.returned = sent
         return sent
@@ -513,7 +487,7 @@ class EPAll2AllLayer:
         Args:
             ep_a2a_layout_desc: the descriptor of the dispatch.
         """
-        desc = self._own_desc(ep_a2a_layout_desc)
+        desc = self._parts.own_desc(ep_a2a_layout_desc)
         config, outputs, arrays = self.ep_config, self.ctx.workspace.outputs, self.ctx.arrays.like(desc.like)
         shape, native = (*self._parts.leading(desc.rows), config.hidden), arrays.type_of(config.token)
         if outputs is not None:
@@ -537,8 +511,8 @@ class EPAll2AllLayer:
 
         `input` and the weights must not change until `combine_recv`. One combine can be in flight at a time.
         """
-        recorder = self._recording.of_combine(input, weights, topk_weights)
-        sent = self.send_back_unrecorded(input, ep_a2a_layout_desc, weights, topk_weights, stream)
+        recorder = recorder_of_combine(self._parts.options, input, weights, topk_weights)
+        sent = self.send_back_unrecorded(input, weights, topk_weights, ep_a2a_layout_desc, stream)
         if recorder is not None:
             sent.recorded = input, weights
         return sent
@@ -550,8 +524,8 @@ class EPAll2AllLayer:
         if pending is not under_way.returned or pending is None:
             raise ArgumentError("pending", "is not the combine of this layer that is under way")
         recorder = recorder_of(*pending.recorded)
-        if recorder is not None:
-            refuse_output(out)
+        if recorder is not None and out is not None:
+            refuse_recording("out")
         stream, end = pending.stream if stream is None else stream, under_way.end_combine
         under_way.returned = under_way.end_combine = None
         try:
@@ -579,7 +553,7 @@ class EPAll2AllLayer:
         """
         if self.ep_config.weight.name != "float32":
             raise ArgumentError("combine_weights", f"needs weight_dtype float32, not {self.ep_config.weight}")
-        desc = self._own_desc(ep_a2a_layout_desc)
+        desc = self._parts.own_desc(ep_a2a_layout_desc)
         if self.under_way.returned is not None:
             raise ArgumentError("combine_weights", "a combine is under way; call combine_recv first")
         by_rank = self.layout == "rank"
@@ -598,7 +572,7 @@ class EPAll2AllLayer:
             float32 [R]: each row's weight. With layout="rank" [R, topk], zero where `local_expert_ids` is -1. Raises as
             `dispatch`.
         """
-        desc = self._own_desc(ep_a2a_layout_desc)
+        desc = self._parts.own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
         topk = self.ep_config.topk
         # Every row gets all weights of its token; the weight of the row's slot is one of them.
@@ -631,9 +605,6 @@ class EPAll2AllLayer:
     def sums_on_own_node(self) -> bool:
         """Whether a token's own rank sums all of its rows, so that `combine` takes topk_weights."""
         return self._sums_on_own_node
-
-    def _own_desc(self, desc: EPAllToAllLayoutDesc) -> EPAllToAllLayoutDesc:
-        return self._parts.own_desc(desc)
 
     def _refuse_returning(self) -> None:
         if self.ctx.closed or self.under_way.returned is not None:  # the launch itself checks for failed ranks

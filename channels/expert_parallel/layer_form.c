@@ -33,7 +33,7 @@ PyObject* proxyccl_new_form(PyTypeObject* type, PyObject* arguments) {
 #define REFERENCES(apply) apply(arguments) apply(latest_stream) apply(element) apply(make_latest)
 
 /* Forms, like tuples, lack tp_clear: every reference cycle through a form also has an object that can be cleared. */
-int proxyccl_visit_form(PyObject* object, visitproc visit, void* arg) {
+static int visit_form(PyObject* object, visitproc visit, void* arg) {
   LayerForm* self = (LayerForm*)object;
   Py_VISIT(Py_TYPE(object));
   REFERENCES(PROXYCCL_VISIT)
@@ -46,7 +46,19 @@ static int let_form_go(PyObject* object) {
   return 0;
 }
 
-void proxyccl_end_form(PyObject* object) { proxyccl_free(object, let_form_go); }
+static void end_form(PyObject* object) { proxyccl_free(object, let_form_go); }
+
+int proxyccl_add_layer_form(PyObject* module, PyTypeObject** type, const char* name, size_t size, newfunc make,
+                            PyMethodDef* methods) {
+  PyType_Slot slots[] = {
+      {Py_tp_new, make}, {Py_tp_dealloc, end_form}, {Py_tp_traverse, visit_form}, {Py_tp_methods, methods}, {0, NULL},
+  };
+  if (methods == NULL) slots[3] = (PyType_Slot){0, NULL};
+  PyType_Spec spec = {
+      .name = name, .basicsize = (int)size, .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, .slots = slots};
+  if (*type == NULL) *type = (PyTypeObject*)PyType_FromSpecWithBases(&spec, (PyObject*)proxyccl_listed_form);
+  return *type == NULL ? -1 : PyModule_AddObjectRef(module, strrchr(name, '.') + 1, (PyObject*)*type);
+}
 
 PyObject* proxyccl_owners(const CallArrays* arrays) {
   const int given = arrays->count;

@@ -48,8 +48,10 @@ int proxyccl_add_combine_form(PyObject* module);
 /* Returns a new form of a type, or NULL with an exception set. The first argument is the result of `CallForm.common`
  * (call_form.py). */
 PyObject* proxyccl_new_form(PyTypeObject* type, PyObject* arguments);
-int proxyccl_visit_form(PyObject* object, visitproc visit, void* arg);
-void proxyccl_end_form(PyObject* object);
+/* Adds a type of forms to the module, once in a process. Returns 0, or -1 with an exception set. `methods` may be NULL.
+ */
+int proxyccl_add_layer_form(PyObject* module, PyTypeObject** type, const char* name, size_t size, newfunc make,
+                            PyMethodDef* methods);
 /* Converters for PyArg_ParseTuple: from an address to a pointer, and from a result of `CallForm.prepared` or None to a
  * PreparedCall, which borrows references from the arguments. */
 int proxyccl_as_pointer(PyObject* number, void* pointer);

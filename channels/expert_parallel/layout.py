@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl.channels.calls._calls import Descriptor
 from proxyccl.channels.expert_parallel.arguments import whole_number
-from proxyccl.channels.expert_parallel.arrays import ExpertArrays
-from proxyccl.channels.expert_parallel.config import EPConfig
-from proxyccl.channels.expert_parallel.members import Nodes
-from proxyccl.channels.expert_parallel.tables import OF_ROWS, RECEIVED, TableLayouts
+from proxyccl.channels.expert_parallel.tables import OF_ROWS, RECEIVED
 from proxyccl.device.errors import ArgumentError
 
 NOT_RECEIVED = "its dispatch was not received; call dispatch_recv first"
 _REFUSED = "its dispatch was refused and brought no rows; dispatch again"
 
 
-class DescriptorOwner(Protocol):
-    """The part of a context that its descriptors use."""
+class _Table:
+    """An attribute of a descriptor: a table of ProxycclExpertLayout, as an array."""
 
-    arrays: ExpertArrays
-    ep_config: EPConfig
-    nodes: Nodes
-    tables: TableLayouts
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, desc: EPAllToAllLayoutDesc, _: type) -> Any:
+        return desc.table(self._name)
 
 
 class EPAllToAllLayoutDesc(Descriptor):
@@ -39,7 +37,7 @@ class EPAllToAllLayoutDesc(Descriptor):
     with this rank's number within its node.
 
     Attributes:
-        owner: the context that made the dispatch.
+        owner: the DispatchCombineContext that made the dispatch.
         num_dispatch_token_cur_rank: T, the tokens that this rank dispatched.
         counts_rows: whether kernels count the received rows in `num_recv_tokens`.
         lost_slots: bool [T, topk]: the slots that were dropped because their experts' ranks are lost; None if the layer
@@ -48,17 +46,40 @@ class EPAllToAllLayoutDesc(Descriptor):
             number of rows that chose it. Else None.
         output_buffer: the number, from 1, of the layer's output buffer that holds the rows; 0 if none does.
         stream: the dispatch's stream.
+        num_input_tokens_per_rank: int32 [world_size]: tokens that each rank dispatched.
+        counts: int32 [world_size, num_experts]: slots of each rank for each expert.
+        skipped_token_mapping_indices: int32 [R]: for each row, the first row of the same token on this rank, which may
+            be the row itself.
+        skipped_token_topk_mapping_indices: int32 [R, topk]: if r is the first row of a token on this rank, entry [r, k]
+            is the row of the token's slot k, or -1 if that slot is dropped or on another rank. For other r all entries
+            are -1.
+        local_expert_ids: With layout="rank", [R, topk] of the type of the expert ids: the local number of the expert of
+            each slot of the row's token. -1 if the expert is another rank's, the slot is dropped, or the row was not
+            filled. Else None.
+        source_tokens: With layout="rank" or "padded", int32 [R]: each row's token, by its number on the source rank.
+            Else None.
+        row_slots: int32 [R]: the slot, of its token, that each row is for. With expert_alignment, rows in gaps have -1
+            here, and undefined entries in the other tables.
+        slot_rows: int32 [world_size, max_tokens, topk]: this rank's row of each slot of each rank's tokens; negative if
+            the slot is dropped, belongs to another rank, or its row did not fit. Entries past a rank's tokens are
+            undefined.
+        expert_rows: With layout="padded", int32 [experts of this rank]: the rows of each expert, at most its room. Else
+            None.
     """
 
-    owner: DescriptorOwner
+    owner: Any
     chosen_rows: list[int] | None = None
     lost_slots: Any = None
     _scatter: Any = None
-
-    @property
-    def wide_ids(self) -> bool:
-        """Whether the expert ids are int64."""
-        return bool(self.blocks[0][2].wide_ids)
+    num_input_tokens_per_rank = _Table("tokens")
+    counts = _Table("counts")
+    skipped_token_mapping_indices = _Table("first_rows")
+    skipped_token_topk_mapping_indices = _Table("token_rows")
+    local_expert_ids = _Table("row_experts")
+    source_tokens = _Table("row_tokens")
+    row_slots = _Table("row_slots")
+    slot_rows = _Table("rows")
+    expert_rows = _Table("expert_rows")
 
     def require_received(self, owner: object, argument: str) -> None:
         """Raises ArgumentError unless `owner` made the dispatch and has received it, so that the tables are filled."""
@@ -74,7 +95,7 @@ class EPAllToAllLayoutDesc(Descriptor):
         """Records that the kernels that fill the tables are queued; with `refused`, that none ever will be."""
         self.missing = _REFUSED if refused else None
 
-    def _table(self, name: str) -> Any:
+    def table(self, name: str) -> Any:
         """Returns a table as an array; None if this descriptor lacks a table of that name."""
         found = self.find(name)
         if found is None:
@@ -87,7 +108,7 @@ class EPAllToAllLayoutDesc(Descriptor):
     def size_rows(self, rows: int) -> None:
         """Sets the number of rows, and allocates the tables of rows if the number was not known before."""
         if "first_rows" not in self.blocks[-1][2].places:
-            tables = self.owner.tables.of_rows(rows, wide_ids=self.wide_ids)
+            tables = self.owner.tables.of_rows(rows, wide_ids=self.blocks[0][2].wide_ids)
             arrays = self.owner.arrays.like(self.like)
             array = tables.maker(arrays)()
             self.add_block(array, arrays.address(array), tables, tables.address)
@@ -107,65 +128,12 @@ class EPAllToAllLayoutDesc(Descriptor):
         """int32 [1]: number of received rows, at most the output's rows. None in the exact mode, where all rows are
         received.
         """
-        return self._table(RECEIVED) if self.counts_rows else None
-
-    @property
-    def num_input_tokens_per_rank(self) -> Any:
-        """int32 [world_size]: tokens that each rank dispatched."""
-        return self._table("tokens")
-
-    @property
-    def counts(self) -> Any:
-        """int32 [world_size, num_experts]: slots of each rank for each expert."""
-        return self._table("counts")
-
-    @property
-    def skipped_token_mapping_indices(self) -> Any:
-        """int32 [R]: for each row, the first row of the same token on this rank, which may be the row itself."""
-        return self._table("first_rows")
-
-    @property
-    def skipped_token_topk_mapping_indices(self) -> Any:
-        """int32 [R, topk]: if r is the first row of a token on this rank, entry [r, k] is the row of the token's slot
-        k, or -1 if that slot is dropped or on another rank. For other r all entries are -1.
-        """
-        return self._table("token_rows")
-
-    @property
-    def local_expert_ids(self) -> Any:
-        """With layout="rank", [R, topk] of the type of the expert ids: the local number of the expert of each slot of
-        the row's token. -1 if the expert is another rank's, the slot is dropped, or the row was not filled. Else None.
-        """
-        return self._table("row_experts")
-
-    @property
-    def source_tokens(self) -> Any:
-        """With layout="rank" or "padded", int32 [R]: each row's token, by its number on the source rank. Else None."""
-        return self._table("row_tokens")
-
-    @property
-    def row_slots(self) -> Any:
-        """int32 [R]: the slot, of its token, that each row is for. With expert_alignment, rows in gaps have -1 here,
-        and undefined entries in the other tables.
-        """
-        return self._table("row_slots")
-
-    @property
-    def slot_rows(self) -> Any:
-        """int32 [world_size, max_tokens, topk]: this rank's row of each slot of each rank's tokens; negative if the
-        slot is dropped, belongs to another rank, or its row did not fit. Entries past a rank's tokens are undefined.
-        """
-        return self._table("rows")
+        return self.table(RECEIVED) if self.counts_rows else None
 
     @property
     def has_gaps(self) -> bool:
         """Whether rows between an expert's last one and the next expert's first one may be empty."""
-        return self.owner.tables.alignment > 1
-
-    @property
-    def expert_rows(self) -> Any:
-        """With layout="padded", int32 [experts of this rank]: the rows of each expert, at most its room. Else None."""
-        return self._table("expert_rows")
+        return bool(self.owner.tables.alignment > 1)
 
     def num_tokens_per_expert(self, alignment: int = 1) -> list[int]:
         """In the exact mode with layout="rank", or with expert_alignment: the number of rows that chose each expert of
@@ -180,8 +148,6 @@ class EPAllToAllLayoutDesc(Descriptor):
                 "num_tokens_per_expert", 'needs layout="rank" or expert_alignment, without max_recv_tokens'
             )
         alignment = whole_number("alignment", alignment, 1)
-        if alignment == 1:
-            return list(self.chosen_rows)
         return [-(-rows // alignment) * alignment for rows in self.chosen_rows]
 
     @cached_property
@@ -266,7 +232,8 @@ class EPAllToAllLayoutDesc(Descriptor):
         return per_node
 
     def _download(self, name: str) -> NDArray[np.int32]:
-        return self.owner.arrays.download(self._table(name), name)
+        values: NDArray[np.int32] = self.owner.arrays.download(self.table(name), name)
+        return values
 
     def _upload(self, values: NDArray[Any]) -> Any:
         return self.owner.arrays.like(self.like).upload(np.ascontiguousarray(values, np.int32))

@@ -1,7 +1,4 @@
-"""The communicator that a layer's user passes, and the nodes of its ranks. All other modules here take a `Group`.
-
-`EPAll2AllLayer`, `DispatchCombine` and `DispatchCombineContext` expose a communicator only for their users.
-"""
+"""The communicator that a layer's user passes, and the nodes of its ranks. All other modules here take a `Group`."""
 
 from __future__ import annotations
 
@@ -21,12 +18,9 @@ from proxyccl.channels.segment.error_record import raised
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
 
-NEW_LAYER = "new_layer"
-"""The call name under which ranks compare the construction of a layer."""
-LAYER_SIZE = "layer_size"
-"""The call name of the exchange of the ranks' numbers of tokens before a layer is made."""
-FINALIZE = "finalize"
-"""The call name of a layer's end. Ranks may finalize several layers in different orders."""
+# The names by which ranks compare the making of a layer, the exchange of their numbers of tokens before that, and its
+# end. Ranks may finalize several layers in different orders.
+NEW_LAYER, LAYER_SIZE, FINALIZE = "new_layer", "layer_size", "finalize"
 register_names(NEW_LAYER, LAYER_SIZE, FINALIZE)
 
 _ARGUMENTS = Codec[dict[str, int | float | bool | str | None]](
@@ -36,23 +30,15 @@ _ARGUMENTS = Codec[dict[str, int | float | bool | str | None]](
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a layer.
-
-    Attributes:
-        communicator: the ranks.
-        owned: whether the communicator was made for the layer, and closes with the layer.
-    """
+    """The ranks of a layer. An `owned` communicator was made for the layer, and closes with the layer."""
 
     communicator: Communicator
     owned: bool = False
 
     @classmethod
     def of(cls, ep_group: Any, config: EPConfig) -> Members:
-        """Returns the ranks of a group. See `EPAll2AllLayer` for the types of groups.
-
-        Raises:
-            ArgumentError: rank, world_size or local_world_size are not the group's.
-        """
+        """Returns the ranks of a group; see `EPAll2AllLayer` for the types of groups. Raises ArgumentError if rank,
+        world_size or local_world_size are not the group's."""
         owned = not isinstance(ep_group, Communicator)
         members = cls(_open(ep_group, config.local_world_size) if owned else ep_group, owned)
         with members.closed_on_error():
@@ -82,18 +68,8 @@ class Members:
 
     def agree_on(self, arguments: Mapping[str, Any], name: str) -> int:
         """Checks that a new layer's arguments are the same on all ranks, which call this together. All ranks raise the
-        same error, which names the argument.
-
-        Args:
-            arguments: the layer's arguments.
-            name: the layer's name in mismatch errors.
-
-        Returns:
-            The layer's number, by which its calls are compared.
-
-        Raises:
-            ArgumentError: an argument differs.
-            MismatchError: another rank makes a different call instead.
+        same ArgumentError, which names the argument. `name` is the layer's name in mismatch errors. Returns the layer's
+        number, by which its calls are compared.
         """
         number = self.group.launches.number_object(name)
         self.group.launches.agree(CollectiveCall(NEW_LAYER, of=number))
@@ -134,13 +110,7 @@ def _open(ep_group: Any, local_world_size: int) -> Communicator:
 @dataclass(frozen=True)
 class Nodes:
     """The nodes of a layer. `counterpart` uses the configuration's nodes; everything else uses the kernels' nodes,
-    where each rank may count as a node.
-
-    Attributes:
-        config: the layer's configuration.
-        topology: the topology of its ranks.
-        members: the ranks of each of the kernels' nodes.
-    """
+    where each rank may count as a node. `members` are the ranks of each of the latter."""
 
     config: EPConfig
     topology: Topology

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ MOST_BUFFERS = 64
 """The most output buffers of a layer."""
 _SCALES_ALIGNMENT = 16  # bytes; a row's scales begin at a multiple
 _LAYOUTS = ("expert", "rank", "padded")
+_FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
 _MAY_DIFFER = {"rank", "use_aot", "capacity", "config"}  # these options may differ between ranks
 
@@ -41,9 +42,6 @@ class LayerOptions:
         proxied: whether all rows go through the proxies.
         call_tokens: the most tokens of one rank in a call; None for max_tokens.
         config: sizes and types, for the remaining ranks. Its experts are those that tokens choose.
-
-    Raises:
-        ArgumentError: a value is out of range, or does not fit another one.
     """
 
     max_tokens: int
@@ -75,27 +73,13 @@ class LayerOptions:
     call_tokens: int | None = None
     config: EPConfig = field(init=False)
 
-    @classmethod
-    def of(cls, config: EPConfig, **others: Any) -> LayerOptions:
-        sizes = config.max_tokens, config.hidden, config.topk, config.rank, config.num_experts
-        types = config.token_dtype, config.weight_dtype
-        return cls(*sizes, config.local_world_size, config.world_size, *types, **others)
-
     def __post_init__(self) -> None:
         self._set("world_size", whole_number("world_size", self.world_size, 1))
         lost = find_items(self.lost_ranks)
         if lost is None:
             raise ArgumentError("lost_ranks", f"expected ranks, not {self.lost_ranks!r}")
         self._set("lost_ranks", tuple(sorted(as_ranks(self.world_size + len(lost), lost, "lost_ranks"))))
-        for name in (
-            "enable_local_combine",
-            "use_aot",
-            "grows",
-            "keeps_outputs",
-            "minus_one_drops",
-            "scales_by_columns",
-            "proxied",
-        ):
+        for name in _FLAGS:
             self._set(name, as_flag(getattr(self, name), name))
         self._set("config", self._make_config())
         if self.call_tokens is not None:
@@ -118,18 +102,9 @@ class LayerOptions:
                     f"must be a multiple of {self.all_ranks}, the ranks with those that are lost, not {experts}",
                 )
             experts = experts // self.all_ranks * self.world_size
+        sizes = self.max_tokens, self.hidden, self.topk, experts, self.rank, self.world_size, self.local_world_size
         try:
-            return EPConfig(
-                max_tokens=self.max_tokens,
-                hidden=self.hidden,
-                topk=self.topk,
-                num_experts=experts,
-                rank=self.rank,
-                world_size=self.world_size,
-                local_world_size=self.local_world_size,
-                token_dtype=self.dtype,
-                weight_dtype=self.weight_dtype,
-            )
+            return EPConfig(*sizes, self.dtype, self.weight_dtype)
         except ArgumentError as error:
             if error.argument not in _CONFIG_NAMES:
                 raise
@@ -222,10 +197,6 @@ class LayerOptions:
         given["lost_ranks"] = str(self.lost_ranks)
         return given | self.config.compared(_CONFIG_NAMES)
 
-    def describe(self) -> str:
-        """Returns the text by which mismatch errors describe a layer with these options."""
-        return f"a layer with {self.layout!r} rows ({self.config.describe()})"
-
     @property
     def all_ranks(self) -> int:
         return self.world_size + len(self.lost_ranks)
@@ -280,20 +251,11 @@ class LayerOptions:
         """Whether the layer itself quantizes tokens to float8."""
         return self.scale_elements == SCALED_ELEMENTS and self.config.hidden == self.scales * SCALED_ELEMENTS
 
-    @cached_property
-    def takes_wide_ids(self) -> bool:
-        return self.minus_one_drops or self.by_rank
-
     @property
     def dropping_ids(self) -> int:
         if self.minus_one_drops:
             return MINUS_ONE_DROPS
         return NUMBER_DROPS | MINUS_ONE_DROPS if self.by_rank else NUMBER_DROPS
-
-    @property
-    def kernel_config(self) -> EPConfig:
-        """The configuration of the kernels. With a row for each rank, their experts are the ranks."""
-        return replace(self.config, num_experts=self.world_size) if self.by_rank else self.config
 
     @property
     def output_layout(self) -> OutputLayout:

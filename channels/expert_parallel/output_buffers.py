@@ -1,13 +1,9 @@
-"""The output buffers of a layer as arrays. Buffers are workspace memory that peers store rows to and load rows from.
-
-This module chooses the next buffer, makes arrays in it, and finds the buffer that contains an array. It does not know
-about dispatch or combine.
-"""
+"""The output buffers of a layer as arrays. Buffers are workspace memory that peers store rows to and load rows from."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
@@ -37,17 +33,13 @@ NO_BUFFER = TakenBuffer()
 
 
 class OutputBuffers:
-    """Consecutive buffers of equal size. The last one is for the rows of a combine.
-
-    Args:
-        runtime: the memory's runtime.
-        memory: the memory that contains the buffers.
-        experts: the ProxycclExperts of the workspace.
+    """Consecutive buffers of equal size in a workspace's memory. The last one is for the rows of a combine.
 
     Attributes:
         nbytes: bytes of each buffer.
         scales_offset: where scales begin in a buffer.
         numbers: the buffers' numbers, by their addresses.
+        passing: the number of the buffer that a combine may copy rows to; 0 if there is none.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, experts: Any) -> None:
@@ -56,16 +48,12 @@ class OutputBuffers:
         self.scales_offset = int(experts.output_scales)
         self._parts = [MemoryPart(memory, experts.outputs + n * self.nbytes, self.nbytes) for n in range(self._count)]
         self.numbers = {part.ptr: number for number, part in enumerate(self._parts, 1)}
-        self._next = 0
+        self._next = self.passing = 0
         self._whole: dict[tuple[int, LibraryArrays], Any] = {}
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """Returns the buffer for the next output: each in turn, except the last.
-
-        Args:
-            arrays: the library in which arrays are made.
-            dtype: the type of the output's rows, which `whole` may have.
-            on_current_stream: whether the output is made on that library's current stream, which captures no graph.
+        """Returns the buffer for the next output: each in turn, except the last. `whole` may have the type `dtype`.
+        `on_current_stream` says that the output is made on the library's current stream, which captures no graph.
         """
         number = self._next
         self._next = (number + 1) % (self._count - 1)
@@ -77,14 +65,6 @@ class OutputBuffers:
 
     def address(self, number: int) -> int:
         return self._parts[number - 1].ptr
-
-    def scales_address(self, number: int) -> int:
-        return self.address(number) + self.scales_offset
-
-    @property
-    def passing(self) -> int:
-        """The number of the buffer that a combine may copy rows to; 0 if there is none."""
-        return 0
 
     def close(self) -> None:
         """Releases the memory. Arrays that still exist keep it alive."""
@@ -113,26 +93,6 @@ def _lease_of(nbytes: int) -> Any:
     return Lease
 
 
-class OutputPlaces(Protocol):
-    """Parts of the workspace that an array library's allocator hands out."""
-
-    def take(self, native: Any) -> tuple[int, Any] | None:
-        """Returns the number of a free place, from 0, and an array of type `native` there; None if no place is free."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class PlaceOpener(Protocol):
-    """The module of an array library that opens places."""
-
-    def open_places(
-        self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int
-    ) -> OutputPlaces | None:
-        """Opens `count` places of `nbytes` each, from an offset of a memory on. Returns None if the library can't."""
-        ...
-
-
 class KeptOutputs(OutputBuffers):
     """Buffers whose arrays stay valid as long as they are referenced, like new arrays.
 
@@ -147,15 +107,11 @@ class KeptOutputs(OutputBuffers):
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, experts: Any) -> None:
         super().__init__(runtime, memory, experts)
-        self._memory, self._at = memory, int(experts.outputs)
+        self._memory, self._at, self.passing = memory, int(experts.outputs), self._count
         self._free = set(range(1, self._count))  # used on the host runtime
         self._lease = _lease_of(self.nbytes)
-        self._places: OutputPlaces | None = None
+        self._places: Any = None  # of torch's allocator (torch_tensors/places.py)
         self._was_opened = False
-
-    @property
-    def passing(self) -> int:
-        return self._count
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
         """Returns a free buffer; else the last one, which rows only pass through."""
@@ -185,7 +141,7 @@ class KeptOutputs(OutputBuffers):
     def _take_place(self, native: Any) -> TakenBuffer:
         if not self._was_opened:
             self._was_opened = True
-            opener: PlaceOpener = array_libraries.load("torch: places of outputs")
+            opener = array_libraries.load("torch: places of outputs")
             self._places = opener.open_places(self._runtime, self._memory, self._at, self.nbytes, self._count - 1)
         taken = None if self._places is None else self._places.take(native)
         return self._passed() if taken is None else TakenBuffer(taken[0] + 1, taken[1])

@@ -16,52 +16,31 @@ Dispatched = tuple[Any, Any, EPAllToAllLayoutDesc]
 
 
 class Recorder(Protocol):
-    """Makes calls of an `EPAll2AllLayer` and records them. The backward pass calls the same `layer`."""
+    """Makes calls of an `EPAll2AllLayer` with these inputs, and records them. The backward pass calls the same
+    `layer`."""
 
     def is_recording(self) -> bool: ...
-
-    def dispatch(self, layer: Any, call: Callable[[], Dispatched], tokens: Any, weights: Any) -> Dispatched:
-        """Makes a call that dispatches these tokens and weights, and records it."""
-        ...
-
-    def redispatch(self, layer: Any, call: Callable[[], Any], tokens: Any, desc: EPAllToAllLayoutDesc) -> Any:
-        """Makes a call that dispatches these tokens by an existing layout, and records it."""
-        ...
-
-    def combine(self, layer: Any, call: Callable[[], Any], rows: Any, weights: Any, desc: EPAllToAllLayoutDesc) -> Any:
-        """Makes a call that combines these rows by these weights, and records it."""
-        ...
+    def dispatch(self, layer: Any, call: Callable[[], Dispatched], tokens: Any, weights: Any) -> Dispatched: ...
+    def redispatch(self, layer: Any, call: Callable[[], Any], tokens: Any, desc: EPAllToAllLayoutDesc) -> Any: ...
+    def combine(
+        self, layer: Any, call: Callable[[], Any], rows: Any, weights: Any, desc: EPAllToAllLayoutDesc
+    ) -> Any: ...
 
 
-class Recording:
-    """Finds the recorders of a layer's calls, and refuses calls that can't be recorded.
+def recorder_of_dispatch(options: LayerOptions, *inputs: Any) -> Recorder | None:
+    """Returns the recorder of a dispatch; None if it is not recorded, as with float8 rows. Raises ArgumentError if the
+    layout can't be recorded. `recorder_of_combine` does the same for a combine."""
+    recorder = None if options.quantized else recorder_of(*inputs)
+    if recorder is not None and options.layout == "padded":
+        raise ArgumentError("input", 'requires a gradient, which is not recorded with layout="padded"')
+    return recorder
 
-    Args:
-        options: the layer's options.
-    """
 
-    def __init__(self, options: LayerOptions) -> None:
-        self._quantized, self._padded = options.quantized, options.layout == "padded"
-
-    def of_dispatch(self, *inputs: Any) -> Recorder | None:
-        """Returns the recorder of a dispatch of these inputs; None if it is not recorded, as with float8 rows.
-
-        Raises:
-            ArgumentError: the layout can't be recorded.
-        """
-        recorder = None if self._quantized else recorder_of(*inputs)
-        if recorder is not None and self._padded:
-            raise ArgumentError("input", 'requires a gradient, which is not recorded with layout="padded"')
-        return recorder
-
-    def of_combine(self, input: Any, weights: Any, topk_weights: Any) -> Recorder | None:
-        """Returns the recorder of a combine of these inputs; None if it is not recorded. Raises the errors of
-        `of_dispatch`."""
-        recorder = recorder_of(input, weights, topk_weights)
-        if recorder is not None and (topk_weights is not None or self._padded):
-            argument = "input" if topk_weights is None else "topk_weights"
-            raise ArgumentError(argument, "can't be given if torch records the call for a backward pass")
-        return recorder
+def recorder_of_combine(options: LayerOptions, input: Any, weights: Any, topk_weights: Any) -> Recorder | None:
+    recorder = recorder_of(input, weights, topk_weights)
+    if recorder is not None and (topk_weights is not None or options.layout == "padded"):
+        refuse_recording("input" if topk_weights is None else "topk_weights")
+    return recorder
 
 
 def recorder_of(*inputs: Any) -> Recorder | None:
@@ -73,6 +52,5 @@ def recorder_of(*inputs: Any) -> Recorder | None:
     return None
 
 
-def refuse_output(out: Any) -> None:
-    if out is not None:
-        raise ArgumentError("out", "can't be given if torch records the call for a backward pass")
+def refuse_recording(argument: str) -> None:
+    raise ArgumentError(argument, "can't be given if torch records the call for a backward pass")

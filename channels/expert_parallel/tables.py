@@ -42,11 +42,6 @@ class Tables(Struct, frozen=True):
     address: int
     wide_ids: bool
 
-    @property
-    def received(self) -> int:
-        """The offset of the number of received rows; 0 if the tables lack it."""
-        return self.places[RECEIVED][0] if RECEIVED in self.places else 0
-
     @staticmethod
     def of(shapes: dict[str, tuple[int, ...]], *, wide_ids: bool) -> Tables:
         """Returns tables of these shapes, one after the other in one array."""
@@ -83,12 +78,7 @@ _MOST_KEPT = 64
 
 
 class TableLayouts:
-    """The tables of the descriptors of a layer.
-
-    Args:
-        config: the kernels' configuration.
-        nodes: the placement of the ranks.
-        layout: the layout of the outputs.
+    """The tables of the descriptors of a layer, for the kernels' configuration.
 
     Attributes:
         alignment: each expert's rows begin at a multiple of this number.
@@ -102,12 +92,8 @@ class TableLayouts:
         self._kept_of_rows: dict[tuple[int, bool], Tables] = {}
 
     def of_call(self, rows: int | None, *, buffered: bool, wide_ids: bool) -> Tables:
-        """Returns the tables of a dispatch. They include the tables with an entry for each row only if `rows` is given.
-
-        Args:
-            rows: the most rows of the output; None if it is not known yet.
-            buffered: whether rows go to an output buffer.
-            wide_ids: whether the caller's expert ids are int64.
+        """Returns the tables of a dispatch. They include the tables with an entry for each row only if `rows`, the most
+        rows of the output, is known. `buffered`: whether rows go to an output buffer.
         """
         key = buffered, rows, wide_ids
         if key not in self._kept:

@@ -15,17 +15,8 @@ from proxyccl.device.memory.places import own_segment_bytes
 
 class ExpertWorkspace:
     """One rank's workspace, and the addresses and channels by which kernels reach other ranks'. All ranks make it
-    together.
-
-    Ranks of a node read and write each other's workspaces. Data for another node goes through the proxy, to the rank
-    with the same number there.
-
-    The layout's output buffers are part of the workspace.
-
-    Args:
-        group: the ranks.
-        nodes: the kernels' nodes.
-        shape: the sizes of the workspace.
+    together. Ranks of a node read and write each other's workspaces. Data for another node goes through the proxy, to
+    the rank with the same number there.
 
     Attributes:
         experts: the ProxycclExperts, with output buffers only on one node whose ranks reach each other.

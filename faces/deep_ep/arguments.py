@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 
+from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
+from proxyccl.channels.group import Group
+from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError, CapacityError
+from proxyccl.torch_tensors.flat import byte_view
 
 _IDENTIFIER = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 
 
 @dataclass(frozen=True)
 class Names:
-    """DeepEP's names for a layer's arguments.
-
-    Attributes:
-        arguments: DeepEP's names by the layer's names.
-        words: DeepEP's words by the layer's words, for other phrases in an error's text.
-    """
+    """DeepEP's names by those of a layer's `arguments`, and its `words` by other words in the layer's error texts."""
 
     arguments: Mapping[str, str]
     words: Mapping[str, str] = field(default_factory=dict)
@@ -104,12 +103,8 @@ ELASTIC = Names(
 def require_tensor(
     argument: str, x: Any, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...] = ()
 ) -> torch.Tensor:
-    """Returns an argument that is a tensor of this shape, where None stands for any number, and of one of these types,
-    if any are given.
-
-    Raises:
-        ArgumentError: the argument is not such a tensor.
-    """
+    """Returns an argument. Raises ArgumentError unless it is a tensor of this shape, where None stands for any number,
+    and of one of these types, if any are given."""
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(argument, f"must be a tensor, not {type(x).__name__}")
     given = x.shape
@@ -122,6 +117,19 @@ def require_tensor(
     if dtypes and x.dtype not in dtypes:
         raise ArgumentError(argument, f"is {x.dtype}; expected {' or '.join(map(str, dtypes))}")
     return x
+
+
+def bytes_of(group: Group, argument: str, tensor: Any) -> tuple[torch.Tensor, ArrayView]:
+    """A tensor's memory, as a tensor of uint8 and as a view. Raises ArgumentError if it is not a tensor, not
+    contiguous, or lies on another device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(argument, f"must be a tensor, not {type(tensor).__name__}")
+    if not tensor.is_contiguous():
+        raise ArgumentError(
+            argument, f"must be contiguous; it has shape {list(tensor.shape)}, strides {tensor.stride()}"
+        )
+    flat = byte_view(tensor)
+    return flat, input_view(group, flat, argument)
 
 
 def require_beside(argument: str, x: torch.Tensor, rows: torch.Tensor) -> None:
@@ -149,11 +157,7 @@ def require_stats(stats: Any, experts: int) -> None:
 
 
 def require_seconds(argument: str, value: Any) -> float:
-    """Returns an argument that is a finite number of seconds.
-
-    Raises:
-        ArgumentError: the argument is not a number, or negative.
-    """
+    """Returns an argument. Raises ArgumentError unless it is a finite number of seconds."""
     is_number = isinstance(value, (int, float)) or hasattr(value, "__index__")
     if isinstance(value, bool) or not is_number or not 0 <= value < math.inf:
         raise ArgumentError(argument, f"must be a number of seconds, not {value!r}")

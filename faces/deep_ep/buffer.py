@@ -13,8 +13,7 @@ from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, refuse, refuse_unkno
 from proxyccl.deep_ep.config import MOST_BYTES, Config, low_latency_size_hint
 from proxyccl.deep_ep.connected import Connected
 from proxyccl.deep_ep.handles import Handle, Rows
-from proxyccl.deep_ep.layers import Layers
-from proxyccl.deep_ep.masks import Masks
+from proxyccl.deep_ep.layers import Layers, Masks
 from proxyccl.deep_ep.normal import dispatch_layout
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.arguments.flags import as_flag
@@ -217,9 +216,8 @@ class Buffer(Connected):
             if topk_idx is not None or topk_weights is not None:
                 raise ArgumentError("topk_idx", "can't be given with a handle, which has the routing")
             self._require_current(handle, "rank")
-            rows, event = self._run(
-                lambda: normal.repeat(x, handle), (previous_event,), (x, handle), NORMAL, apart=async_finish
-            )
+            again = lambda: normal.repeat(x, handle)  # noqa: E731
+            rows, event = self._run(again, (previous_event,), (x, handle), NORMAL, apart=async_finish)
             return rows, None, None, None, None, event
         if topk_idx is None and topk_weights is not None:
             raise ArgumentError("topk_weights", "can't be given without topk_idx")
@@ -269,16 +267,10 @@ class Buffer(Connected):
         """
         if others:
             refuse_unknown("combine", others)
-        routing = self._require_current(handle, "rank")
-        used = (x, topk_weights, bias, handle)
-        (output, weights), event = self._run(
-            lambda: normal.combine(x, handle, routing, topk_weights, bias),
-            (previous_event,),
-            used,
-            NORMAL,
-            apart=async_finish,
-        )
-        return output, weights, event
+        routing, used = self._require_current(handle, "rank"), (x, topk_weights, bias, handle)
+        call = lambda: normal.combine(x, handle, routing, topk_weights, bias)  # noqa: E731
+        combined, event = self._run(call, (previous_event,), used, NORMAL, apart=async_finish)
+        return *combined, event
 
     def internode_dispatch(self, *arguments: Any, **options: Any) -> Any:
         """`dispatch`, which works across nodes too. As in DeepEP, config follows expert_alignment."""
@@ -348,14 +340,10 @@ class Buffer(Connected):
             max_tokens, num_experts, Buffer.num_sms, use_fp8, round_scale, use_ue8m0, return_recv_hook
         )
         layers, stats = self._layers_of_the_left(), cumulative_local_expert_recv_stats
-        (rows, counts, handle, half), event = self._run(
-            lambda: low_latency.dispatch(layers, options, x, topk_idx, stats),
-            (None,),
-            (x, topk_idx, stats),
-            LOW_LATENCY,
-            apart=async_finish,
-        )
-        return rows, counts, handle, event, half and self._hook(half)
+        call = lambda: low_latency.dispatch(layers, options, x, topk_idx, stats)  # noqa: E731
+        made, event = self._run(call, (None,), (x, topk_idx, stats), LOW_LATENCY, apart=async_finish)
+        rows, counts, handle, half = made
+        return rows, counts, handle, event, half and self._once(*half, LOW_LATENCY)
 
     def low_latency_combine(
         self,
@@ -393,14 +381,11 @@ class Buffer(Connected):
             raise refuse("combine_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
         hooked = return_recv_hook is not False and _is_hooked(async_finish, return_recv_hook)
         routing = self._require_current(handle, "padded")
+        call = lambda: low_latency.combine(x, topk_weights, routing, out, hooked=hooked)  # noqa: E731
         (output, half), event = self._run(
-            lambda: low_latency.combine(x, topk_weights, routing, out, hooked=hooked),
-            (None,),
-            (x, topk_weights, out, handle),
-            LOW_LATENCY,
-            apart=async_finish,
+            call, (None,), (x, topk_weights, out, handle), LOW_LATENCY, apart=async_finish
         )
-        return output, event, half and self._hook(half)
+        return output, event, half and self._once(*half, LOW_LATENCY)
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """A tensor for the experts' results, bfloat16 [experts of this rank, ranks * most tokens, hidden]. Each handle
@@ -421,9 +406,10 @@ class Buffer(Connected):
         self._usable()
         if not self.enable_shrink:
             raise ArgumentError("enable_shrink", "must be True to mask ranks")
-        if whole_number("rank_to_mask", rank_to_mask, 0, self.group_size - 1, "a rank") == self.rank:
-            raise ArgumentError("rank_to_mask", f"{rank_to_mask} is this rank; expected another")
-        self._masks.update(rank_to_mask, masked=mask)
+        rank = whole_number("rank_to_mask", rank_to_mask, 0, self.group_size - 1, "a rank")
+        if rank == self.rank:
+            raise ArgumentError("rank_to_mask", f"{rank} is this rank; expected another")
+        self._masks.update(rank, masked=mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Fills int32 [ranks]: 1 for ranks that are masked or known to be lost, 0 for the others. Does not wait.
@@ -446,9 +432,6 @@ class Buffer(Connected):
         """
         self._usable()
         self._masks.clean()
-
-    def _hook(self, half: low_latency.Half) -> Callable[[], None]:
-        return self._once(*half, LOW_LATENCY)
 
     def _layers_of_the_left(self) -> Layers:
         """The layers for a dispatch. After a loss all remaining ranks make them together."""

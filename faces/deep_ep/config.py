@@ -61,12 +61,7 @@ _SIZES = tuple(each.name for each in fields(Config))
 
 def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Bytes for the rows of a low-latency dispatch and combine in bfloat16: two slabs from each rank, and the results.
-
-    Callers pass it to `Buffer`, which only keeps it.
-
-    Raises:
-        ArgumentError: a number is negative, or not an integer; or there are no ranks or no experts.
-    """
+    Callers pass it to `Buffer`, which only keeps it."""
     max_tokens = whole_number("num_max_dispatch_tokens_per_rank", max_tokens, 0)
     hidden, num_ranks = whole_number("hidden", hidden, 0), whole_number("num_ranks", num_ranks, 1)
     num_experts = whole_number("num_experts", num_experts, 1)
@@ -75,12 +70,7 @@ def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_expe
 
 def elastic_size_hint(ranks: int, max_tokens: int, hidden: int, topk: int, *, float8: bool) -> int:
     """Bytes for the rows of a dispatch, or of a combine in bfloat16 if that is more: one from each rank for each token.
-
-    Callers pass it to `ElasticBuffer`, which only keeps it.
-
-    Raises:
-        ArgumentError: a number is negative, or not an integer.
-    """
+    Callers pass it to `ElasticBuffer`, which only keeps it."""
     max_tokens = whole_number("num_max_tokens_per_rank", max_tokens, 0)
     hidden, topk = whole_number("hidden", hidden, 0), whole_number("num_topk", topk, 0)
     dispatched = ranks * max_tokens * hidden * (1 if float8 else 2)

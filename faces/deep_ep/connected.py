@@ -1,4 +1,6 @@
-"""The common part of DeepEP's buffers: a communicator, its layers, and a stream for asynchronous calls."""
+"""The common part of DeepEP's buffers: a communicator, its layers, and a stream for asynchronous calls. Also that of an
+ElasticBuffer's calls.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,19 @@ LEAST_TIMEOUT_SECONDS = 100.0
 
 
 class Connected:
-    """A buffer's ranks and memory.
-
-    Args:
-        source: a process group of torch, an MPI communicator, or a `Communicator`.
-        explicitly_destroy: whether the caller calls `destroy`.
-        timeout: seconds that a wait takes at most, if the environment doesn't give more.
+    """A buffer's ranks and memory. See `ElasticBuffer` for the types of groups.
 
     Attributes:
-        group, explicitly_destroy: as given.
         communicator: the ranks, for calls that DeepEP lacks.
     """
 
     def __init__(self, source: Any, *, explicitly_destroy: bool, timeout: float = LEAST_TIMEOUT_SECONDS) -> None:
         self.group, self.explicitly_destroy = source, as_flag(explicitly_destroy, "explicitly_destroy")
         self._owned = not isinstance(source, Communicator)
-        self.communicator = _connected(source, timeout) if self._owned else source
+        if self._owned:  # on torch's current GPU
+            device = torch.cuda.current_device() if torch.cuda.is_available() else None
+            source = Communicator(source, device=device, timeout=max(timeout, timeout_from(None)))
+        self.communicator: Communicator = source
         self._stream: Any = torch.cuda.Stream() if self.communicator.runtime.name != "host" else None
         self._layers: Layers | None = Layers(self.communicator)
 
@@ -106,7 +105,6 @@ class Connected:
         """Makes a call on the current stream, or with `apart` on the stream of the buffer.
 
         Args:
-            call: the call to make.
             events: the events that the call waits for. An asynchronous call whose first event is missing waits for the
                 current stream.
             used: the tensors and handles that the call uses, in tuples.
@@ -156,10 +154,40 @@ class Connected:
         return result, EventOverlap(event)
 
 
-def _connected(source: Any, timeout: float) -> Communicator:
-    """A communicator of the group's ranks, on torch's current GPU."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    return Communicator(source, device=device, timeout=max(timeout, timeout_from(None)))
+class ElasticBase(Connected):
+    """The ranks of a buffer and its stated size. `ElasticBuffer` describes the attributes, which it sets."""
+
+    rank_idx: int
+    num_ranks: int
+    num_rdma_ranks: int
+    num_bytes: int
+    num_cpu_bytes: int
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Makes the current stream wait until all ranks have made this call.
+
+        Args:
+            use_comm_stream: wait for the calls on the buffer's stream too.
+            with_cpu_sync: wait on the CPU too, for all streams of the GPU, before and after it.
+            sequential: without effect.
+        """
+        self._usable()
+        use_comm_stream = as_flag(use_comm_stream, "use_comm_stream")
+        waits = as_flag(with_cpu_sync, "with_cpu_sync") and self._stream is not None
+        if waits:
+            self.communicator.synchronize()
+        current = self._current_stream()
+        stream = self._stream if use_comm_stream else current
+        if stream is not current:
+            stream.wait_stream(current)
+        self.communicator.barrier(stream=stream)
+        if stream is not current:
+            current.wait_stream(stream)
+        if waits:
+            self.communicator.synchronize()
+
+    def _current_stream(self) -> Any:
+        return None if self._stream is None else torch.cuda.current_stream()
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -170,4 +198,4 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
         for each in values:
             yield from _tensors(each)
     elif isinstance(values, (Handle, EPHandle)):
-        yield from _tensors((values.routing.desc.table_owners, *vars(values).values()))
+        yield from _tensors((values.routing.desc.blocks, *vars(values).values()))

@@ -14,8 +14,7 @@ from proxyccl.deep_ep import elastic_calls
 from proxyccl.deep_ep.arguments import ELASTIC, refuse, refuse_unknown, require_ids, require_seconds, require_stats
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT, MOST_BYTES, elastic_size_hint
 from proxyccl.deep_ep.connected import LEAST_TIMEOUT_SECONDS
-from proxyccl.deep_ep.elastic_calls import Options
-from proxyccl.deep_ep.elastic_handle import EPHandle
+from proxyccl.deep_ep.elastic_handle import EPHandle, Options
 from proxyccl.deep_ep.engram import EngramCalls
 from proxyccl.deep_ep.handles import Routing, Rows
 from proxyccl.deep_ep.pipeline import PipelineCalls
@@ -220,11 +219,9 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
                 for 1.
             num_sms: the most multiprocessors; 0 for `get_theoretical_num_sms`.
             num_qps: ignored.
-            previous_event: the event that an asynchronous call waits for, instead of the current stream.
+            previous_event, async_with_compute_stream, allocate_on_comm_stream: as previous_event, async_finish and
+                allocate_on_comm_stream of `Buffer.get_dispatch_layout`.
             previous_event_before_epilogue: another event that the call waits for, at its start.
-            async_with_compute_stream: whether the call is asynchronous: the current stream does not wait for it; the
-                caller waits for the event.
-            allocate_on_comm_stream: without effect; tensors are safe to use on the current stream either way.
             handle: the handle of an earlier dispatch, whose routing is reused. The numbers above may be omitted then.
             do_handle_copy: whether the handle keeps a copy of topk_idx.
             do_cpu_sync: whether outputs have the exact size, for which the CPU waits; None for True. With False they
@@ -265,13 +262,8 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
                 raise ArgumentError("topk_idx", "can't be given with a handle, which has the routing")
             if do_cpu_sync:
                 raise ArgumentError("do_cpu_sync", "can't be True with a handle, which has the sizes")
-            elastic_calls.require_like(
-                handle,
-                num_experts=num_experts,
-                num_max_tokens_per_rank=num_max_tokens_per_rank,
-                expert_alignment=expert_alignment,
-                do_expand=do_expand,
-            )
+            sizes = {"num_experts": num_experts, "num_max_tokens_per_rank": num_max_tokens_per_rank}
+            elastic_calls.require_like(handle, **sizes, expert_alignment=expert_alignment, do_expand=do_expand)
             receive = functools.partial(elastic_calls.repeat, x, topk_weights, handle)
         elif topk_idx is None:
             raise ArgumentError("topk_idx", "must be given without a handle")
@@ -280,18 +272,16 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
             require_ids(topk_idx)
             if num_max_tokens_per_rank is None:
                 num_max_tokens_per_rank = self.num_max_tokens_per_rank
+            alignment = 1 if expert_alignment is None else expert_alignment
             options = Options(
-                num_experts=experts,
-                expert_alignment=1
-                if expert_alignment is None
-                else whole_number("expert_alignment", expert_alignment, 1),
-                num_sms=whole_number("num_sms", num_sms, 0)
-                or self.get_theoretical_num_sms(experts, topk_idx.shape[-1]),
-                max_tokens=whole_number("num_max_tokens_per_rank", num_max_tokens_per_rank, 1),
-                ranks=self.num_ranks,
-                scaleup_ranks=self.num_scaleup_ranks,
+                experts,
+                whole_number("expert_alignment", alignment, 1),
+                whole_number("num_sms", num_sms, 0) or self.get_theoretical_num_sms(experts, topk_idx.shape[-1]),
+                whole_number("num_max_tokens_per_rank", num_max_tokens_per_rank, 1),
+                self.num_ranks,
+                self.num_scaleup_ranks,
                 waits=do_cpu_sync is not False,
-                expands=do_expand,
+                do_expand=do_expand,
                 sums_rows=self.allow_multiple_reduction,
                 copies_ids=do_handle_copy,
             )
@@ -305,13 +295,9 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
                 cumulative_local_expert_recv_stats.add_(received[3].num_unaligned_recv_tokens_per_expert)
             return received
 
-        received, event = self._run(
-            call,
-            (previous_event, previous_event_before_epilogue),
-            (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, handle),
-            ELASTIC,
-            apart=async_with_compute_stream,
-        )
+        events = previous_event, previous_event_before_epilogue
+        used = x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, handle
+        received, event = self._run(call, events, used, ELASTIC, apart=async_with_compute_stream)
         return *received, event
 
     @torch.no_grad()
@@ -347,13 +333,9 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         """
         refuse_unknown("combine", others)
         self._require_current(handle)
-        combined, event = self._run(
-            lambda: elastic_calls.combine(x, handle, topk_weights, bias),
-            (previous_event, previous_event_before_epilogue),
-            (x, topk_weights, bias, handle),
-            ELASTIC,
-            apart=async_with_compute_stream,
-        )
+        events, used = (previous_event, previous_event_before_epilogue), (x, topk_weights, bias, handle)
+        call = lambda: elastic_calls.combine(x, handle, topk_weights, bias)  # noqa: E731
+        combined, event = self._run(call, events, used, ELASTIC, apart=async_with_compute_stream)
         return *combined, event
 
     def _require_current(self, handle: Any, *layouts: str) -> Routing:

@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from proxyccl.channels.expert_parallel.config import MAX_SLOTS
 from proxyccl.deep_ep import normal
 from proxyccl.deep_ep.arguments import refuse, require_ids, require_tensor
-from proxyccl.deep_ep.elastic_handle import EPHandle
+from proxyccl.deep_ep.elastic_handle import EPHandle, Options
 from proxyccl.deep_ep.handles import Routing, Rows
 from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.deep_ep.tokens import Tokens
 from proxyccl.device.errors import ArgumentError
 
 Received = tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of a dispatch.
-
-    Attributes:
-        num_experts, expert_alignment, num_sms: see `ElasticBuffer.dispatch`.
-        max_tokens: the most tokens of a rank.
-        ranks, scaleup_ranks: the buffer's numbers of ranks.
-        waits: whether the CPU waits for the number of rows.
-        expands: whether there is a row for each expert.
-        sums_rows: see `Shape`.
-        copies_ids: whether the handle gets a copy of the expert ids.
-    """
-
-    num_experts: int
-    expert_alignment: int
-    num_sms: int
-    max_tokens: int
-    ranks: int
-    scaleup_ranks: int
-    waits: bool
-    expands: bool
-    sums_rows: bool
-    copies_ids: bool
-
-    def most_rows(self, topk: int) -> tuple[int, int]:
-        """The most rows that a rank can get, and the most expanded rows with the gaps between experts."""
-        alignment, experts = self.expert_alignment, self.num_experts // self.ranks
-        rows = self.ranks * self.max_tokens
-        expanded = rows * min(topk, experts) + (alignment - 1) * experts
-        expanded = -(-expanded // alignment) * alignment
-        if expanded > MAX_SLOTS:
-            argument = "expert_alignment" if rows * min(topk, experts) <= MAX_SLOTS else "num_max_tokens_per_rank"
-            raise ArgumentError(argument, f"makes room for {expanded} rows; expected at most {MAX_SLOTS}")
-        return rows, expanded
 
 
 def dispatch(
@@ -73,33 +34,23 @@ def dispatch(
     """
     tokens = Tokens.of(x)
     require_ids(topk_idx, len(tokens.rows))
-    hidden, topk = tokens.rows.shape[1], topk_idx.shape[1]
+    hidden, topk, expands = tokens.rows.shape[1], topk_idx.shape[1], options.do_expand
     most = None if options.waits else options.most_rows(topk)
     shape = Shape(
-        "expert" if options.expands else "rank",
+        "expert" if expands else "rank",
         hidden,
         topk,
         options.num_experts,
         tokens.dtype,
         options.num_sms,
         tokens.num_scales,
-        None if most is None else most[options.expands],
-        options.expert_alignment if options.expands else None,
-        options.expands and options.sums_rows,
+        None if most is None else most[expands],
+        options.expert_alignment if expands else None,
+        expands and options.sums_rows,
     )
-    layer = layers.of_size(shape, options.max_tokens)
+    layer = layers.of_size(shape, options.num_max_tokens_per_rank)
     received, weights, desc = layer.dispatch(tokens.moved, topk_idx, topk_weights)
-    handle = EPHandle(
-        Routing(layer, desc),
-        topk_idx.clone() if options.copies_ids else topk_idx,
-        do_expand=options.expands,
-        num_experts=options.num_experts,
-        expert_alignment=options.expert_alignment,
-        num_max_tokens_per_rank=options.max_tokens,
-        num_sms=options.num_sms,
-        most_rows=most,
-        scaleup_ranks=options.scaleup_ranks,
-    )
+    handle = EPHandle(Routing(layer, desc), topk_idx.clone() if options.copies_ids else topk_idx, options, most)
     rows = tokens.as_given(received, by_columns=scales_by_columns)
     return _finished(handle, rows, weights, clears_gaps=clears_gaps)
 
@@ -133,12 +84,7 @@ def combine(
 
 
 def require_like(handle: EPHandle, **given: Any) -> None:
-    """Refuses arguments of a repeated dispatch that differ from those of the first.
-
-    Raises:
-        ArgumentError: a number differs.
-        NotImplementedError: one dispatch is expanded and the other is not.
-    """
+    """Refuses arguments of a repeated dispatch that differ from those of the first."""
     for argument, value in given.items():
         if value is not None and value != getattr(handle, argument):
             if argument == "do_expand":

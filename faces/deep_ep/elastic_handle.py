@@ -3,10 +3,45 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
+from proxyccl.channels.expert_parallel.config import MAX_SLOTS
 from proxyccl.deep_ep.handles import Routing
+from proxyccl.device.errors import ArgumentError
+
+
+class Options(NamedTuple):
+    """The options of `ElasticBuffer.dispatch`, and the buffer's numbers of ranks.
+
+    Attributes:
+        waits: whether the CPU waits for the number of rows.
+        sums_rows: see `Shape`.
+        copies_ids: whether the handle gets a copy of the expert ids.
+    """
+
+    num_experts: int
+    expert_alignment: int
+    num_sms: int
+    num_max_tokens_per_rank: int
+    ranks: int
+    scaleup_ranks: int
+    waits: bool
+    do_expand: bool
+    sums_rows: bool
+    copies_ids: bool
+
+    def most_rows(self, topk: int) -> tuple[int, int]:
+        """The most rows that a rank can get, and the most expanded rows with the gaps between experts."""
+        alignment, experts = self.expert_alignment, self.num_experts // self.ranks
+        rows = self.ranks * self.num_max_tokens_per_rank
+        expanded = rows * min(topk, experts) + (alignment - 1) * experts
+        expanded = -(-expanded // alignment) * alignment
+        if expanded > MAX_SLOTS:
+            argument = "expert_alignment" if rows * min(topk, experts) <= MAX_SLOTS else "num_max_tokens_per_rank"
+            raise ArgumentError(argument, f"makes room for {expanded} rows; expected at most {MAX_SLOTS}")
+        return rows, expanded
 
 
 class EPHandle:
@@ -16,14 +51,10 @@ class EPHandle:
     them; it must have waited for the event of an asynchronous dispatch.
 
     Args:
-        routing: the dispatch.
-        topk_idx: the expert ids that the handle keeps.
-        do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
         most_rows: (rows, expanded rows) of the outputs if nothing waited on the CPU; else None.
-        scaleup_ranks: ranks of a logical node.
 
     Attributes:
-        routing, topk_idx, do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: as given.
+        routing, topk_idx, do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
         num_recv_tokens_per_expert_list: for each expert of this rank its rows, rounded up to a multiple of the
             alignment; [] if nothing waited on the CPU.
         num_expanded_tokens: their sum; if nothing waited on the CPU, the most that it can be.
@@ -33,25 +64,15 @@ class EPHandle:
     token_metadata_at_forward = channel_linked_list = None
 
     def __init__(
-        self,
-        routing: Routing,
-        topk_idx: torch.Tensor,
-        *,
-        do_expand: bool,
-        num_experts: int,
-        expert_alignment: int,
-        num_max_tokens_per_rank: int,
-        num_sms: int,
-        most_rows: tuple[int, int] | None,
-        scaleup_ranks: int,
+        self, routing: Routing, topk_idx: torch.Tensor, options: Options, most_rows: tuple[int, int] | None
     ) -> None:
-        self.routing, self.topk_idx, self.do_expand = routing, topk_idx, do_expand
-        self.num_experts, self.expert_alignment = num_experts, expert_alignment
-        self.num_max_tokens_per_rank, self.num_sms = num_max_tokens_per_rank, num_sms
-        self._most_rows, self._scaleup_ranks = most_rows, scaleup_ranks
+        self.routing, self.topk_idx, self.do_expand = routing, topk_idx, options.do_expand
+        self.num_experts, self.expert_alignment = options.num_experts, options.expert_alignment
+        self.num_max_tokens_per_rank, self.num_sms = options.num_max_tokens_per_rank, options.num_sms
+        self._most_rows, self._scaleup_ranks = most_rows, options.scaleup_ranks
         self.num_recv_tokens_per_expert_list: list[int] = []
         if most_rows is None:
-            self.num_recv_tokens_per_expert_list = routing.desc.num_tokens_per_expert(expert_alignment)
+            self.num_recv_tokens_per_expert_list = routing.desc.num_tokens_per_expert(options.expert_alignment)
         self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list) if most_rows is None else most_rows[1]
 
     @cached_property

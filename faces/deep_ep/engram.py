@@ -10,9 +10,9 @@ from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
-from proxyccl.deep_ep.arguments import refuse, require_tensor
+from proxyccl.deep_ep.arguments import bytes_of, refuse, require_tensor
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT
-from proxyccl.deep_ep.elastic_base import ElasticBase, bytes_of
+from proxyccl.deep_ep.connected import ElasticBase
 from proxyccl.deep_ep.tokens import column_major
 from proxyccl.deep_ep.utils import EventHandle
 from proxyccl.device.arguments.flags import as_flag
@@ -50,21 +50,15 @@ _ROWS = Codec(_Rows, 64, "rows")
 
 class StoredRows:
     """Rows that each rank of a host stores in pinned memory, and that every rank reads by their numbers. All ranks make
-    it together.
-
-    The rows lie in the CPU's memory, as there may be more of them than a device has room for. A kernel reads them,
-    since the numbers are known only on the device. No rank takes part in another one's reads.
+    it together. There may be more rows than a device has room for. A kernel reads them, since the numbers are known
+    only on the device; no rank takes part in another one's reads.
 
     Args:
         group: ranks of one host.
         nbytes: the size of this rank's memory.
 
     Attributes:
-        entries: the number of rows that each rank has written; 0 before the first `write`.
-        row_bytes: bytes of each.
-
-    Raises:
-        ResourceError: the host has no room.
+        entries, row_bytes: the number of rows that each rank has written, 0 before the first `write`; bytes of each.
     """
 
     def __init__(self, group: Group, nbytes: int) -> None:
@@ -84,14 +78,9 @@ class StoredRows:
         group.exchange.barrier("memory of rows: all have mapped it")
 
     def write(self, view: ArrayView, row_bytes: int) -> None:
-        """Replaces this rank's rows. All ranks call it together; it waits for all ranks' queued work before and after.
-
-        Args:
-            view: whole rows that fit into the memory; their number and size must be the same on all ranks.
-            row_bytes: the bytes of a row.
-
-        Raises:
-            ArgumentError: ranks disagree about the rows. Nothing was written.
+        """Replaces this rank's rows by the whole rows of `view`, which fit into the memory. All ranks call it together;
+        it waits for all ranks' queued work before and after. Raises ArgumentError, and writes nothing, if ranks
+        disagree about the rows' number and size.
         """
         group = self._group
         group.synchronize()
@@ -108,32 +97,18 @@ class StoredRows:
         group.exchange.barrier("rows: all have written theirs")
 
     def fetch(self, indices: ArrayView, out: ArrayView, stream: StreamLike) -> None:
-        """Reads rows by their numbers, with one kernel.
-
-        Args:
-            indices: int32. Row n of rank r has number r * `entries` + n. A number without a row gives zeros.
-            out: memory for as many rows.
-            stream: the stream of the kernel; None on the host runtime, where the read has ended on return.
-
-        Raises:
-            CommunicatorError: the group has failed.
+        """Reads rows by their numbers (int32), with one kernel on a stream, which is None on the host runtime. Row n of
+        rank r has number r * `entries` + n. A number without a row gives zeros.
         """
         if not indices.size:
             return
         group = self._group
-        blocks = min(-(-indices.size * _LANES // _THREADS), _MOST_BLOCKS) if group.runtime.name != "host" else 1
-        threads = _THREADS if group.runtime.name != "host" else 1
-        launch = group.runtime.shipped("engram_fetch.h", "engram_fetch_impl").prepare(
-            blocks,
-            threads,
-            self._stores,
-            group.world_size,
-            self.entries,
-            self.row_bytes,
-            indices.ptr,
-            indices.size,
-            out.ptr,
-        )
+        grid = min(-(-indices.size * _LANES // _THREADS), _MOST_BLOCKS), _THREADS
+        if group.runtime.name == "host":
+            grid = 1, 1
+        kernel = group.runtime.shipped("engram_fetch.h", "engram_fetch_impl")
+        rows = self._stores, group.world_size, self.entries, self.row_bytes
+        launch = kernel.prepare(*grid, *rows, indices.ptr, indices.size, out.ptr)
         group.launches.launch(launch, stream, (indices.owner, out.owner))
 
     def close(self) -> None:
@@ -144,9 +119,7 @@ class StoredRows:
 
 
 class EngramCalls(ElasticBase):
-    """Stores rows in pinned memory of the ranks' host. A kernel reads them, because only the device knows the rows'
-    numbers.
-    """
+    """Calls that store rows, and read them by number."""
 
     _stored: StoredRows | None = None
     _row_type = torch.bfloat16

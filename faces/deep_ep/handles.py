@@ -28,9 +28,6 @@ class Routing(Struct, frozen=True):
 class Handle(Sequence[Any]):
     """A sequence like DeepEP's handle. Entries are computed when they are read, because most callers do not read them.
     The current stream computes them; it must have waited for the event of an asynchronous dispatch.
-
-    Attributes:
-        routing: the dispatch.
     """
 
     _entries: tuple[str | None, ...]
@@ -56,11 +53,8 @@ class Handle(Sequence[Any]):
 
 
 def routing_of(handle: Any, *layouts: str) -> Routing:
-    """The dispatch of a handle, after a check that it has one of these layouts, if any are given.
-
-    Raises:
-        ArgumentError: the object is not a handle of such a dispatch.
-    """
+    """The dispatch of a handle. Raises ArgumentError if the object is not a handle, or if layouts are given and the
+    dispatch has another one."""
     routing = getattr(handle, "routing", None)
     if not isinstance(routing, Routing):
         raise ArgumentError("handle", f"must be a handle that dispatch returned, not {type(handle).__name__}")
@@ -263,12 +257,7 @@ def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:
 
 
 def _prefixes_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:
-    """int32 [targets, channels]: how many tokens of the channels 0 to c go to each target.
-
-    Args:
-        goes: bool [T, targets].
-        channels: their number.
-    """
+    """int32 [targets, channels]: how many tokens of the channels 0 to c go to each target, by `goes` [T, targets]."""
     before, tokens = _before(goes), len(goes)
     ends = (torch.arange(1, channels + 1, device=goes.device) * _share(tokens, channels)).clamp(max=tokens)
     return before[ends].t().contiguous()
@@ -292,7 +281,6 @@ def _rows_of_channels(
         ends: int64 [sources]: where the rows of each source end.
         tokens: int [sources]: the number of tokens of each source.
         source_tokens: int [rows]: each row's token on its source. Those after the last end may be undefined.
-        channels: their number.
     """
     sources = len(ends)
     shares = torch.cat([(tokens.long() + channels - 1) // channels, tokens.new_ones(1)]).clamp(min=1)

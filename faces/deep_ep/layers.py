@@ -1,8 +1,5 @@
-"""The layers of a buffer: one for each shape of calls, which all ranks make together when a call first needs it.
-
-DeepEP's callers state the number of tokens only in each call. In normal mode a layer starts with room for the first
-call's tokens; if a later one brings more on any rank, all ranks learn of it and make a larger layer together. Layers
-live as long as their buffer, because handles of earlier dispatches belong to them.
+"""The layers of a buffer, one for each shape of calls, which all ranks make together when a call first needs it; and
+the ranks that a buffer excludes.
 """
 
 from __future__ import annotations
@@ -12,6 +9,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
@@ -19,7 +18,8 @@ from proxyccl.channels.expert_parallel.members import LAYER_SIZE
 from proxyccl.channels.expert_parallel.options import MOST_BUFFERS
 from proxyccl.channels.expert_parallel.output_buffers import KEPT_OUTPUTS
 from proxyccl.channels.segment.calls import CollectiveCall
-from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
+from proxyccl.deep_ep.arguments import refuse
+from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError, PeerLostError
 from proxyccl.proxy.codec import Codec
 
 _TOKENS = Codec(int, 32, "number of tokens")
@@ -52,28 +52,19 @@ class Shape(NamedTuple):
     sums_rows: bool = False
 
 
-class Turns:
+class Turns(Struct):
     """The two layers that calls with hooks of one shape take in turn, so that two such calls can be in progress at
     once; and the index of the next layer.
     """
 
-    def __init__(self, *layers: EPAll2AllLayer) -> None:
-        self.layers, self.next = layers, 0
-
-    def take(self) -> None:
-        """Makes the next call take the other layer. Not called for a refused call."""
-        self.next = 1 - self.next
+    layers: tuple[EPAll2AllLayer, EPAll2AllLayer]
+    next: int = 0
 
 
 class Layers:
     """Makes the layers of a communicator and keeps them.
 
-    Args:
-        communicator: the ranks.
-        lost_ranks: as for `EPAll2AllLayer`.
-
     Attributes:
-        communicator, lost_ranks: as given.
         all: the layers by their memory, in the order in which all ranks made them.
         forms: the prepared forms of calls, by the calls' options and their tensors' shapes and types, without the
             numbers of tokens.
@@ -104,7 +95,7 @@ class Layers:
         self.of_size(shape, max_tokens)
         largest = self._of_size[shape]
         if shape not in self._turns or self._turns[shape].layers[0] is not largest:
-            self._turns[shape] = Turns(largest, self._make(shape, largest.ep_config.max_tokens))
+            self._turns[shape] = Turns((largest, self._make(shape, largest.ep_config.max_tokens)))
         return self._turns[shape]
 
     def add_form(self, key: tuple[Any, ...], form: Any) -> Any:
@@ -114,11 +105,8 @@ class Layers:
         return form
 
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
-        """Dispatches with a layer that is large enough for all ranks. The call is not recorded for a backward pass.
-
-        Returns:
-            The rows, their weights, the descriptor and the layer.
-        """
+        """Dispatches with a layer that is large enough for all ranks, unrecorded. Returns the rows, their weights, the
+        descriptor and the layer."""
         if shape not in self._growing:
             group = self.communicator.group
             group.launches.agree(CollectiveCall(LAYER_SIZE))  # else ranks whose calls differ would wait for each other
@@ -129,16 +117,10 @@ class Layers:
             layer = self._growing[shape]
             try:
                 return *layer.dispatch_unrecorded(x, topk_idx, topk_weights), layer
-            except CapacityError as error:
-                self._grow(shape, error)
-
-    def _grow(self, shape: Shape, error: CapacityError) -> None:
-        """Makes a layer that has enough room, after all ranks have refused a call with this error. Raises the error
-        again if the caller has fixed the room.
-        """
-        if shape.most_rows is not None:
-            raise error
-        self._growing[shape] = self._make(shape, _rounded(error.needed))
+            except CapacityError as error:  # which all ranks raise
+                if shape.most_rows is not None:  # the caller has fixed the room
+                    raise
+                self._growing[shape] = self._make(shape, _rounded(error.needed))
 
     def close(self) -> None:
         """Releases the layers. All ranks call it together."""
@@ -186,6 +168,60 @@ class Layers:
         )
         self.all[layer.ctx] = layer
         return layer
+
+
+class Masks:
+    """Ranks that are lost, and ranks that the caller masked since the last dispatch, among the original `ranks`, by
+    their original numbers.
+
+    Attributes:
+        lost: the ranks that the buffer's communicator no longer has, in order.
+        pending: the ranks that the caller masked, which the next dispatch excludes.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.lost: tuple[int, ...] = ()
+        self.pending: set[int] = set()
+
+    def update(self, rank: int, *, masked: bool) -> None:
+        if rank not in self.lost:
+            (self.pending.add if masked else self.pending.discard)(rank)
+        elif not masked:
+            raise self._refuse_return([rank])
+
+    def clean(self) -> None:
+        if self.lost:
+            raise self._refuse_return(self.lost)
+        self.pending.clear()
+
+    def of(self, communicator: Communicator) -> set[int]:
+        """All masked ranks, and the rank whose loss ended the communicator, if known."""
+        masked = {*self.lost, *self.pending}
+        failure = communicator.group.failure
+        if failure.aborted:
+            error = failure.exception()
+            if isinstance(error, PeerLostError) and error.peer is not None:
+                masked.add(self._present()[error.peer])
+        return masked
+
+    def numbers_in(self, communicator: Communicator) -> list[int]:
+        """The pending ranks' numbers in the communicator."""
+        return [number for number, rank in enumerate(self._present()) if rank in self.pending]
+
+    def lose_all_but(self, shrunk: Communicator) -> None:
+        """Records that only the ranks of a shrunk communicator remain."""
+        present = self._present()
+        left = {present[member] for member in shrunk.members}
+        self.lost = tuple(rank for rank in range(self._ranks) if rank not in left)
+        self.pending -= set(self.lost)
+
+    def _present(self) -> list[int]:
+        return [rank for rank in range(self._ranks) if rank not in self.lost]
+
+    @staticmethod
+    def _refuse_return(ranks: object) -> NotImplementedError:
+        return refuse("unmasking of lost ranks", f"make a new buffer on a group that has {ranks} again")
 
 
 def _kept_outputs() -> int:

@@ -47,24 +47,13 @@ def dispatch(
         key = options, x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype
     except (AttributeError, IndexError, TypeError):  # arguments that are not tensors
         return Dispatches(layers, options, x, topk_idx).make(x, topk_idx, stats)
-    made = layers.forms.get(key)
-    if made is None:
-        made = layers.add_form(key, Dispatches(layers, options, x, topk_idx))
-    results: tuple[Rows, torch.Tensor, Handle, Half | None] = made.make(x, topk_idx, stats)
-    return results
+    form: Dispatches = layers.forms.get(key) or layers.add_form(key, Dispatches(layers, options, x, topk_idx))
+    return form.make(x, topk_idx, stats)
 
 
 class Dispatches:
-    """Dispatches of one form: with the same options, and with tensors that differ only in their number of tokens.
-
-    Args:
-        layers: the buffer's layers.
-        options: the calls' options.
-        x, topk_idx: the tensors of the call for which the form is prepared.
-
-    Raises:
-        ArgumentError: an argument is wrong.
-    """
+    """Dispatches of one form: with the same options, and with tensors that differ only in their number of tokens. It is
+    prepared for the tensors of a call, which are checked."""
 
     def __init__(self, layers: Layers, options: Options, x: torch.Tensor, topk_idx: torch.Tensor) -> None:
         use_fp8, self._packs = as_flag(options.use_fp8, "use_fp8"), as_flag(options.use_ue8m0, "use_ue8m0")
@@ -107,12 +96,12 @@ class Dispatches:
             else:
                 sent = layer.send_unrecorded(tokens, topk_idx)
                 half = _dispatch_later(layer, sent, finish)
-                turns.take()
+                turns.next = 1 - turns.next  # a refused call takes no turn
                 rows, desc = sent.rows, sent.desc
         except ArgumentError:
             _require_tokens(x, topk_idx)  # in DeepEP's words
             raise
-        expert_rows = desc.expert_rows
+        expert_rows = desc.table("expert_rows")
         packed = column_major(rows[1], packed=True) if self._packs else None
         if half is None:
             finish()
@@ -133,7 +122,12 @@ def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[
     early: list[ProxyCCLError | None] = []
 
     def end() -> None:
-        early.append(_error_of(lambda: layer.dispatch_recv(pending)))
+        error: ProxyCCLError | None = None
+        try:
+            layer.dispatch_recv(pending)
+        except (ArgumentError, CapacityError) as refused:
+            error = refused
+        early.append(error)
 
     def receive() -> None:
         if not early:
@@ -144,19 +138,6 @@ def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[
 
     layer.under_way.end_dispatch = end
     return receive, layer
-
-
-def _error_of(call: Callable[[], Any]) -> ProxyCCLError | None:
-    """Makes a call and returns its error, which the hook of the call raises later."""
-    try:
-        call()
-    except (ArgumentError, CapacityError) as error:
-        return error
-    return None
-
-
-def _require_out(out: Any, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> None:
-    require_tensor("out", out, (desc.num_dispatch_token_cur_rank, layer.ep_config.hidden), (torch.bfloat16,))
 
 
 def _combine_later(
@@ -188,13 +169,13 @@ def combine(
     if not isinstance(x, torch.Tensor) or not isinstance(topk_weights, torch.Tensor):
         _require_results(x, topk_weights, layer, desc)
     if out is not None:
-        _require_out(out, layer, desc)
+        require_tensor("out", out, (desc.num_dispatch_token_cur_rank, layer.ep_config.hidden), (torch.bfloat16,))
     try:
         slots = topk_weights if layer.sums_on_own_node else None
         weights = layer.weights_by_row(topk_weights, desc) if slots is None else None
         if not hooked:
-            return layer.combine_unrecorded(x, desc, weights, slots, out), None
-        pending = layer.send_back_unrecorded(x, desc, weights, slots)
+            return layer.combine_unrecorded(x, weights, slots, None, (), desc, out, None), None
+        pending = layer.send_back_unrecorded(x, weights, slots, desc, None)
     except ArgumentError:
         _require_results(x, topk_weights, layer, desc)  # in DeepEP's words
         raise

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from proxyccl.channels.expert_parallel.arguments import whole_number
-from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Sums
 from proxyccl.channels.expert_parallel.config import MAX_TOPK
 from proxyccl.deep_ep.arguments import require_beside, require_bias, require_ids, require_tensor
 from proxyccl.deep_ep.handles import Handle, InternodeHandle, NormalHandle, Routing, Rows, routing_of
@@ -145,9 +144,8 @@ def combine(
             raise ArgumentError("topk_weights", "can't be given with the handle of a dispatch without topk_idx")
         of_rows = (desc.rows, config.topk) if routing.layer.layout == "rank" else (desc.rows,)
         require_tensor("topk_weights", topk_weights, of_rows, (torch.float32,))
-    sums = Sums(added, order_ids) if added or order_ids is not None else NO_SUMS
     try:
-        output: torch.Tensor = routing.layer.combine_unrecorded(x, desc, sums=sums)
+        output: torch.Tensor = routing.layer.combine_unrecorded(x, None, None, order_ids, added, desc, None, None)
     except ArgumentError:
         require_tensor("x", x, (desc.rows, config.hidden))  # in DeepEP's words
         raise
@@ -172,11 +170,7 @@ def _ranks_as_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
 class _CountsUnderWay:
     """How many rows come for each expert of this rank, according to all ranks. The constructor starts to copy these
     numbers to the CPU, so that a caller can queue its dispatch before it waits for them. All ranks make it together.
-
-    Args:
-        layers: of the ranks.
-        num_tokens_per_expert: int32 [experts]: how many of this rank's tokens each expert of all ranks gets.
-        ranks: the number of ranks, including lost ranks.
+    `ranks` is the number of ranks, including lost ranks.
     """
 
     def __init__(self, layers: Layers, num_tokens_per_expert: torch.Tensor, ranks: int) -> None:

@@ -8,9 +8,9 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
 from proxyccl.channels.schedules.ring_slots import RingSlots
-from proxyccl.deep_ep.arguments import refuse
-from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT
-from proxyccl.deep_ep.elastic_base import ElasticBase, bytes_of, require_bytes
+from proxyccl.deep_ep.arguments import bytes_of, refuse
+from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT, MOST_BYTES
+from proxyccl.deep_ep.connected import ElasticBase
 from proxyccl.device.errors import ArgumentError
 
 _ALIGNMENT = 32
@@ -122,7 +122,7 @@ class PipelineCalls(ElasticBase):
 
 
 def _slot_of(num_max_tensor_bytes: Any) -> int:
-    return aligned(require_bytes("num_max_tensor_bytes", num_max_tensor_bytes, 1), _ALIGNMENT)
+    return aligned(whole_number("num_max_tensor_bytes", num_max_tensor_bytes, 1, MOST_BYTES), _ALIGNMENT)
 
 
 def _in_flight(num_max_inflight_tensors: Any) -> int:

@@ -13,8 +13,9 @@ from proxyccl.channels.collectives.range_gathers import RangeGathers
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
-from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT
-from proxyccl.deep_ep.elastic_base import ElasticBase, bytes_of, require_bytes
+from proxyccl.deep_ep.arguments import bytes_of
+from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT, MOST_BYTES
+from proxyccl.deep_ep.connected import ElasticBase
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.errors import ArgumentError
 
@@ -56,7 +57,7 @@ class SessionCalls(ElasticBase):
         Raises:
             ArgumentError: the number is not an integer, or negative.
         """
-        return aligned(require_bytes("num_max_session_bytes", num_max_session_bytes, 0), ELASTIC_ALIGNMENT)
+        return aligned(whole_number("num_max_session_bytes", num_max_session_bytes, 0, MOST_BYTES), ELASTIC_ALIGNMENT)
 
     def agrs_set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> None:
         """Makes the memory of sessions. All ranks call it together, with the same arguments. It waits for the earlier
@@ -72,7 +73,7 @@ class SessionCalls(ElasticBase):
             CommunicatorError: a peer failed; see its subclasses.
         """
         self._usable()
-        nbytes = aligned(require_bytes("num_max_session_bytes", num_max_session_bytes, 1), _ALIGNMENT)
+        nbytes = aligned(whole_number("num_max_session_bytes", num_max_session_bytes, 1, MOST_BYTES), _ALIGNMENT)
         most = whole_number("num_max_all_gathers_per_session", num_max_all_gathers_per_session, 1, _MOST_GATHERS)
         if int(num_max_session_bytes) > self.num_bytes:
             raise ArgumentError(
@@ -141,10 +142,10 @@ class SessionCalls(ElasticBase):
         batched, sizes = _sizes(shapes, dtype)
         given: Any = shapes if batched else (shapes,)
         places = self._places("shapes", sizes)
-        parts = [
-            self._part(begin + self.rank_idx * nbytes, nbytes) for begin, nbytes in zip(places, sizes, strict=True)
-        ]
-        tensors = tuple(part.view(dtype).view(tuple(shape)) for part, shape in zip(parts, given, strict=True))
+        tensors = tuple(
+            self._part(begin + self.rank_idx * nbytes, nbytes).view(dtype).view(tuple(shape))
+            for begin, nbytes, shape in zip(places, sizes, given, strict=True)
+        )
         return tensors if batched else tensors[0]
 
     def all_gather(self, t: torch.Tensor | Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -201,10 +202,8 @@ class SessionCalls(ElasticBase):
             return
         for begin, nbytes in results:
             if nbytes:
-                own, whole = (
-                    self._part(begin + self.rank_idx * nbytes, nbytes),
-                    self._part(begin, self.num_ranks * nbytes),
-                )
+                own = self._part(begin + self.rank_idx * nbytes, nbytes)
+                whole = self._part(begin, self.num_ranks * nbytes)
                 self.communicator.all_gather(own, out=whole, algorithm="proxy", stream=self._stream)
 
     def _handle(self, current: Any) -> Handle:

@@ -81,11 +81,7 @@ class Tokens(NamedTuple):
 
     @staticmethod
     def of(x: Rows) -> Tokens:
-        """The tokens of the argument `x`.
-
-        Raises:
-            ArgumentError: `x` has another shape, or scales of another type.
-        """
+        """The tokens of the argument `x`. Raises ArgumentError if it has another shape, or scales of another type."""
         if isinstance(x, tuple) and len(x) != 2:
             raise ArgumentError("x", f"is a tuple of {len(x)}; expected a tensor, or a pair of rows and scales")
         rows, scales = x if isinstance(x, tuple) else (x, None)
@@ -110,12 +106,8 @@ class Tokens(NamedTuple):
         return int(scales)
 
     def as_given(self, received: Rows, *, by_columns: bool = False) -> Rows:
-        """A layer's results, with scales in the type and number of dimensions of the caller's scales.
-
-        Args:
-            received: the layer's rows.
-            by_columns: put scales of consecutive rows side by side.
-        """
+        """A layer's results, with scales in the type and number of dimensions of the caller's scales; with by_columns
+        those of consecutive rows side by side."""
         if self.scales is None or not isinstance(received, tuple):
             return received
         values: Pair = received

@@ -318,7 +318,11 @@ def test_streams_are_told_of_all_tensors_that_a_handle_keeps(one: Ranks) -> None
     def body(comm: Communicator) -> None:
         buffer, mixture, _ = begun(comm)
         handle = dispatched(buffer, mixture, do_expand=True)[3]
-        kept = [handle.topk_idx, handle.num_unaligned_recv_tokens_per_expert, *handle.routing.desc.table_owners]
+        kept = [
+            handle.topk_idx,
+            handle.num_unaligned_recv_tokens_per_expert,
+            *(block[0] for block in handle.routing.desc.blocks),
+        ]
         recorded = {tensor.data_ptr() for tensor in connected._tensors((mixture.tokens, [handle]))}
         assert recorded == {tensor.data_ptr() for tensor in (mixture.tokens, *kept)}
 

@@ -117,7 +117,7 @@ def test_a_later_redispatch_of_no_tokens_sends_none() -> None:
                 layer.redispatch(tokens, desc)
             count = 0 if comm.rank == 1 else TOKENS
             rows, _, desc = layer.dispatch(tokens[:count], ids[:count])
-            places = desc._table("sent_places")
+            places = desc.table("sent_places")
             places[:, count:] = 10**6  # undefined, like all entries past a rank's tokens
             assert np.array_equal(layer.redispatch(tokens[:count], desc), rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, CapacityError, Communicator, EPAll2AllLayer
-from proxyccl.channels.expert_parallel import geometry
+from proxyccl.channels.expert_parallel import geometry, recording
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.device._native import lib
 from support.cases.expert_worlds import World, WorldOptions, open_world, params, world_name
@@ -443,14 +444,21 @@ def test_one_rank_alone_may_record_its_dispatches(
         def dispatch(self, layer: Any, call: Callable[[], Any], *_: Any) -> Any:
             return call()
 
+    recording_threads: set[int] = set()
+
+    def recorder_of(*_: Any) -> Recorder | None:
+        return Recorder() if threading.get_ident() in recording_threads else None
+
+    monkeypatch.setattr(recording, "recorder_of", recorder_of)
+
     def body(comm: Communicator) -> None:
         cases = [Case((3 + i, 2)) for i in range(3)]
         with Case((9, 2)).layer(comm, output_buffers=1, max_recv_tokens=max_recv_tokens) as layer:
-            if comm.rank == 1:
-                monkeypatch.setattr(layer._recording, "of_dispatch", lambda *_: Recorder())
             outputs = []
             for case in cases:  # in full, then repeated
+                recording_threads.update([threading.get_ident()] if comm.rank == 1 else [])
                 rows, _, desc = layer.dispatch(*case.arguments(comm))
+                recording_threads.discard(threading.get_ident())
                 outputs.append(rows)
                 sums = sums_over_ranks(case, comm.rank, [rows_by_rank(case, rank).rows for rank in range(2)])
                 same(on_host(layer.combine(rows, desc)) + 0, sums + 0)

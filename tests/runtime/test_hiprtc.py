@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from proxyccl.channels.expert_parallel.geometry import AS_BYTES, DISPATCH_KERNELS, STORE_KERNEL
 from proxyccl.device.build.compile_cache import INCLUDE_DIR, KERNEL_DIR, shipped_source
 from proxyccl.device.build.kernel_names import kernel_names, kernels_of_image
 from proxyccl.device.errors import RuntimeUnavailableError
@@ -164,7 +165,7 @@ def test_shipped_reductions_compile(hiprtc: Hiprtc, architecture: str, dtype: st
 # What moves data between ranks and the largest kernel, on one architecture, use all of the platform's header that
 # shipped kernels use. The other kernels' own source is C++, which compiles with NVRTC; the neighbours of gfx942 spell
 # accesses differently, which are read below.
-EXAMPLES = {"moves", "dispatch_ids_kernel"}
+EXAMPLES = {"moves"}
 KERNELS = [
     pytest.param(
         architecture,
@@ -184,6 +185,18 @@ def test_shipped_kernels_without_a_dtype_compile(hiprtc: Hiprtc, architecture: s
     code = hiprtc.compile(f'#include "{path.relative_to(KERNEL_DIR)}"\n', architecture)
     for name in names:
         assert exports(code, name)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(kernel, marks=[] if kernel == "dispatch_ids" else pytest.mark.full)
+        for kernel in (*DISPATCH_KERNELS.values(), STORE_KERNEL)
+    ],
+)
+def test_dispatches_compile(hiprtc: Hiprtc, kernel: str) -> None:
+    code = hiprtc.compile(shipped_source("experts/dispatch.h", kernel, AS_BYTES, None), "gfx942")
+    assert exports(code, f"{kernel}_{AS_BYTES}")
 
 
 @pytest.mark.full  # with NVRTC otherwise: its accesses are those of the kernels above

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from proxyccl.channels.expert_parallel.geometry import AS_BYTES, DISPATCH_KERNELS, STORE_KERNEL
 from proxyccl.device.build.compile_cache import KERNEL_DIR, shipped_source
 from proxyccl.device.build.kernel_names import kernel_names, kernels_of_image, symbols_in_namespace
 from support.kernels.device_sources import (
@@ -111,31 +112,42 @@ def test_shipped_reductions_assemble(nvrtc: Nvrtc) -> None:
         assert f"proxyccl_parameters_{name}\0".encode() in cubin
 
 
-# The dispatches are instances of the same templates, so one of them shows that they compile.
-SAME = {"dispatch_kernel", "dispatch_masks_kernel", "dispatch_masks_store_kernel", "dispatch_shared_masks_kernel"}
-WITHOUT_DTYPE = [
-    pytest.param(path, id=path.stem, marks=pytest.mark.full if path.stem in SAME else [])
-    for path in shipped_without_dtype()
-]
-assert {path.stem for path in shipped_without_dtype()} > SAME
-
-
-@pytest.mark.parametrize("path", WITHOUT_DTYPE)
+@pytest.mark.parametrize("path", shipped_without_dtype(), ids=lambda path: path.stem)
 def test_shipped_kernels_without_a_dtype_compile(nvrtc: Nvrtc, path: Path) -> None:
     # Into PTX, as the reductions.
     names = re.findall(r"^PROXYCCL_EXPORT_KERNEL\((\w+)\)$", path.read_text(), re.MULTILINE)
     ptx = nvrtc.compile(f'#include "{path.relative_to(KERNEL_DIR)}"\n', PTX).decode()
     for name in names:
         assert f".entry {symbol_of(name, ptx)}(" in ptx
-    if path.stem in {"moves", "dispatch_ids_kernel"}:
+    if path.stem == "moves":
         assert leaves_registers(ptx)
+
+
+def dispatch_of(kernel: str) -> str:
+    return shipped_source("experts/dispatch.h", kernel, AS_BYTES, None)
+
+
+# The dispatches are instances of the same templates, so one of them shows that they compile.
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(kernel, marks=[] if kernel == "dispatch_ids" else pytest.mark.full)
+        for kernel in (*DISPATCH_KERNELS.values(), STORE_KERNEL)
+    ],
+)
+def test_dispatches_compile(nvrtc: Nvrtc, kernel: str) -> None:
+    ptx = nvrtc.compile(dispatch_of(kernel), PTX).decode()
+    assert f".entry {symbol_of(f'{kernel}_{AS_BYTES}', ptx)}(" in ptx
+    assert leaves_registers(ptx)
 
 
 @pytest.mark.full  # its accesses and those of a kernel that uses everything are the same
 def test_a_dispatch_assembles(nvrtc: Nvrtc) -> None:
-    cubin = nvrtc.compile('#include "experts/dispatch_ids_kernel.h"\n', CUBIN)
-    assert b".text._ZN8proxyccl12dispatch_idsE" in cubin  # as which profilers show proxyccl::dispatch_ids(…)
-    assert list(symbols_in_namespace(cubin)) == ["dispatch_ids"]
+    cubin = nvrtc.compile(dispatch_of("dispatch_ids"), CUBIN)
+    assert (
+        b".text._ZN8proxyccl18dispatch_ids_uint8E" in cubin
+    )  # as which profilers show proxyccl::dispatch_ids_uint8(…)
+    assert list(symbols_in_namespace(cubin)) == ["dispatch_ids_uint8"]
 
 
 def test_the_interpreter_of_execution_plans_compiles(nvrtc: Nvrtc) -> None:

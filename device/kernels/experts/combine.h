@@ -113,34 +113,23 @@ PROXYCCL_DEVICE void sumRows(char* out, char* const* rows, const float* weights,
   for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(rows[k]);
   if (misaligned % 16 == 0) {
     const uint32_t first = static_cast<uint32_t>(piece.begin / 16), words = static_cast<uint32_t>(piece.end / 16);
+#define PROXYCCL_SUM(kCount)                               \
+  case kCount:                                             \
+    sumWords<T, kCount>(out, rows, weights, first, words); \
+    break;
     switch (count) {
-      case 1:
-        sumWords<T, 1>(out, rows, weights, first, words);
-        break;
-      case 2:
-        sumWords<T, 2>(out, rows, weights, first, words);
-        break;
-      case 3:
-        sumWords<T, 3>(out, rows, weights, first, words);
-        break;
-      case 4:
-        sumWords<T, 4>(out, rows, weights, first, words);
-        break;
-      case 5:
-        sumWords<T, 5>(out, rows, weights, first, words);
-        break;
-      case 6:
-        sumWords<T, 6>(out, rows, weights, first, words);
-        break;
-      case 7:
-        sumWords<T, 7>(out, rows, weights, first, words);
-        break;
-      case 8:
-        sumWords<T, 8>(out, rows, weights, first, words);
-        break;
+      PROXYCCL_SUM(1)
+      PROXYCCL_SUM(2)
+      PROXYCCL_SUM(3)
+      PROXYCCL_SUM(4)
+      PROXYCCL_SUM(5)
+      PROXYCCL_SUM(6)
+      PROXYCCL_SUM(7)
+      PROXYCCL_SUM(8)
       default:
         sumManyWords<T>(out, rows, weights, count, first, words);
     }
+#undef PROXYCCL_SUM
     begin = static_cast<uint64_t>(words) * Word<T>::kEach;
   }
 #endif

@@ -68,18 +68,29 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   }
 }
 
-// Kernels that make float8 rows of T where they store rows in output buffers.
+// The kernels, by what they announce: nothing, ids, masks of few tokens, or each block masks of a share of many tokens.
+// With uint8_t rows are moved as bytes; with a type of tokens they become float8 where they are stored in output
+// buffers. A layer needs few of these kernels, and each takes long to compile.
 template <class T>
-PROXYCCL_DEVICE void dispatch_scaled(const ProxycclExperts& experts, const ProxycclDispatch& call) {
+PROXYCCL_DEVICE void dispatch(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<void, T>>(experts, call);
 }
 template <class T>
-PROXYCCL_DEVICE void dispatch_masks_scaled(const ProxycclExperts& experts, const ProxycclDispatch& call) {
+PROXYCCL_DEVICE void dispatch_ids(const ProxycclExperts& experts, const ProxycclDispatch& call) {
+  dispatchExperts<DispatchMode<IdAnnouncement, T>>(experts, call);
+}
+template <class T>
+PROXYCCL_DEVICE void dispatch_masks(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<MaskAnnouncement<false>, T>>(experts, call);
 }
 template <class T>
-PROXYCCL_DEVICE void dispatch_shared_masks_scaled(const ProxycclExperts& experts, const ProxycclDispatch& call) {
+PROXYCCL_DEVICE void dispatch_shared_masks(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<MaskAnnouncement<true>, T>>(experts, call);
+}
+// Only whole dispatches to output buffers.
+template <class T>
+PROXYCCL_DEVICE void dispatch_masks_store(const ProxycclExperts& experts, const ProxycclDispatch& call) {
+  dispatchExperts<DispatchMode<MaskAnnouncement<false>, T, true>>(experts, call);
 }
 
 }  // namespace proxyccl

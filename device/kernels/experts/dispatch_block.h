@@ -17,9 +17,9 @@ template <class T>
 constexpr bool kIsSame<T, T> = true;
 
 // The variant of a dispatch kernel. A is the kind of announcement, which needs a single node; with void it announces
-// nothing. T is the type of the elements that it turns into float8 rows in output buffers; with void it stores rows as
-// they are. With kOnlyStores it makes whole dispatches to output buffers alone, and is shorter.
-template <class A, class T = void, bool kOnlyStores = false>
+// nothing. T is the type of the elements that it turns into float8 rows in output buffers; with uint8_t it stores rows
+// as they are. With kOnlyStores it makes whole dispatches to output buffers alone, and is shorter.
+template <class A, class T, bool kOnlyStores = false>
 struct DispatchMode {
   using Announces = A;
   using Quantized = T;
@@ -44,7 +44,7 @@ class Dispatch {
   static constexpr bool kSharedMasks = kIsSame<typename Mode::Announces, MaskAnnouncement<true>>;
   static constexpr bool kMasks = kFewMasks || kSharedMasks;
   static constexpr bool kAnnounced = kIds || kMasks;
-  static constexpr bool kQuantizes = !kIsSame<typename Mode::Quantized, void>;
+  static constexpr bool kQuantizes = !kIsSame<typename Mode::Quantized, uint8_t>;
   static constexpr bool kOnlyStores = Mode::kStores;
 
   // Totals of all ranks' counts.
@@ -68,7 +68,46 @@ class Dispatch {
         own_(Segment::of(call.tokens, segment_, experts.segments)) {}
 
   // Called by the block, before anything else. Sends first what other ranks wait for. Different threads do each part.
-  PROXYCCL_DEVICE void begin() const;
+  PROXYCCL_DEVICE void begin() const {
+    const bool routes = call_.phases & PROXYCCL_EXPERT_ROUTE, sends = call_.phases & PROXYCCL_EXPERT_SEND;
+    if (blockIdx.x == 0 && threadIdx.x < 2) team_->counters->next_item[(number_ + 1) % 2][threadIdx.x] = 0;
+    if constexpr (kIds)
+      if (routes) announced_.send(call_);
+    if constexpr (kMasks) {
+      announced_.clear();
+      __syncthreads();
+      if (routes || (storesMasked() && !kSharedMasks)) announced_.collect(call_);
+    }
+    if (acknowledges() && (routes || sends) && !storesMasked()) awaitReaders();
+    const bool writes = kAnnounced && routes && !onlySends();
+    if ((writes || cachesIds()) && !storesMasked())
+#pragma unroll 1
+      for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x) {
+        const int32_t id = choices_.id(own_.begin * topk_ + s);
+        if (cachesIds()) cachedIds()[s] = id;
+        if (writes) writeId(s, id);
+      }
+    if (kAnnounced) {  // gather() starts from these values, without a barrier
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < countersUsed(); i += blockDim.x) bases()[i] = 0;
+      if (threadIdx.x == 0) {
+        announcedState() = {~0u, 0, false};
+        ownRows() = {0, 0};
+      }
+    }
+    if (crossesNodes() && threadIdx.x == 0) team_.batchFrom(team_->rank) = team_.batchOf(call_.tokens, segment_);
+    team_.loadLookup();
+    if constexpr (kMasks)
+      if (routes) announced_.send(Group(), call_);
+    if (kSharedMasks && routes) __syncthreads();  // arriving masks are kept where the block's own were read
+    if (!acknowledges() && (routes || call_.redispatch))
+      raiseRead((threadIdx.x + blockDim.x / 2) % blockDim.x, number_ - 1);
+    if (!acknowledges() && call_.redispatch) {
+      awaitReaders();
+      __syncthreads();
+    }
+    if (!kAnnounced && routes && !onlySends()) route();
+  }
 
   // Called by the block: waits for the choices of all ranks. After that it knows where the rows of its slots begin.
   // Returns false to all threads if anything did not arrive.
@@ -113,7 +152,11 @@ class Dispatch {
   // Called by a group, after a barrier of the block that follows its rows: raises one flag for all of them on every
   // rank of the node. One release takes less time than one for each group, and few rows arrive so close together that
   // no receiver would have started earlier.
-  PROXYCCL_DEVICE void publishSent(const Group& group) const;
+  PROXYCCL_DEVICE void publishSent(const Group& group) const {
+#pragma unroll 1
+    for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
+      team_.raise(l, team_.sent(team_->rank, segment_), flagValue(number_, kAllItems));
+  }
   // Called by every group when it has nothing else to do: receives the next item that no group has received, until
   // there are no more.
   PROXYCCL_DEVICE void receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const;
@@ -130,7 +173,12 @@ class Dispatch {
 
   // Called by each of `threads` threads of the grid, with a row for each rank: marks the rows past the last as having
   // chosen nothing.
-  PROXYCCL_DEVICE void clearPastEnd(uint32_t rows, uint32_t thread, uint32_t threads) const;
+  PROXYCCL_DEVICE void clearPastEnd(uint32_t rows, uint32_t thread, uint32_t threads) const {
+    if (team_->chosen_per_rank == 0) return;
+    const uint64_t first = static_cast<uint64_t>(rows) * topk_, end = static_cast<uint64_t>(call_.capacity) * topk_;
+#pragma unroll 1
+    for (uint64_t i = first + thread; i < end; i += threads) storeOwnExpert(i, PROXYCCL_NO_ROW);
+  }
 
   // -- rows in output buffers (experts/dispatch_store.h) ---
   // Whether rows go to output buffers.
@@ -154,12 +202,19 @@ class Dispatch {
   }
   PROXYCCL_DEVICE void storeCountedRows(const Group& group) const;
   // Called by a group: waits until the blocks with this number have stored their rows on all ranks.
-  PROXYCCL_DEVICE void awaitStored(const Group& group) const;
+  PROXYCCL_DEVICE void awaitStored(const Group& group) const {
+#pragma unroll 1
+    for (uint32_t source = group.lane; source < team_->world_size; source += kGroupLanes)
+      team_.awaitSent(source, segment_, number_, kAllItems);
+  }
 
   // Whether a call announces at its end that it has read its slabs. Otherwise the next call does.
   static PROXYCCL_DEVICE constexpr bool acknowledges() { return !kAnnounced || kSharedMasks; }
   // Called by the block when it has received: lets the node's ranks write their slabs again.
-  PROXYCCL_DEVICE void acknowledge() const;
+  PROXYCCL_DEVICE void acknowledge() const {
+    __syncthreads();
+    raiseRead(threadIdx.x, number_);
+  }
   // Called by the block if something did not arrive: this call has not written its layout.
   PROXYCCL_DEVICE void giveUp() const {
     if (threadIdx.x == 0) storeRelaxedDevice<uint32_t>(&team_->counters->has_failed, 1);
@@ -186,10 +241,15 @@ class Dispatch {
   PROXYCCL_DEVICE void dropLaterTargets() const;
   // Returns the id under which slot s of this block's tokens counts; at least the number of experts if it does not
   // count.
-  PROXYCCL_DEVICE uint32_t countedId(uint32_t s) const;
+  PROXYCCL_DEVICE uint32_t countedId(uint32_t s) const {
+    return keepsTargets() ? keptTargets()[s] : static_cast<uint32_t>(idsOf(team_->node, own_.begin)[s]);
+  }
   // Calls body(routing) with the routing of this block's segment on each rank of the node.
   template <class Body>
-  PROXYCCL_DEVICE void toNode(Body body) const;
+  PROXYCCL_DEVICE void toNode(Body body) const {
+#pragma unroll 1
+    for (uint32_t l = 0; l < team_->local_size; ++l) body(inbox(l, team_->local_rank) + team_.routingAt(segment_));
+  }
   PROXYCCL_DEVICE void storeSlot(uint32_t s, const ProxycclExpertSlot& slot) const {
     toNode([&](char* routing) { slotsOf(routing)[s] = slot; });
   }
@@ -207,9 +267,18 @@ class Dispatch {
   // Called by the block: the first waits for the counts of all ranks; the second then returns whether all threads'
   // waits succeeded. Both end with a barrier.
   PROXYCCL_DEVICE void awaitRouting() const;
-  PROXYCCL_DEVICE bool hasRouting() const;
+  PROXYCCL_DEVICE bool hasRouting() const {
+    __shared__ bool is_aborted;
+    if (threadIdx.x == 0) is_aborted = aborted(team_->control);
+    __syncthreads();
+    return !is_aborted;
+  }
   // Called by the block, before counts are added to the memory that it clears.
-  PROXYCCL_DEVICE void clearOutgoing() const;
+  PROXYCCL_DEVICE void clearOutgoing() const {
+#pragma unroll 1
+    for (uint32_t rank = threadIdx.x; rank < team_->world_size; rank += blockDim.x)
+      outgoing()[rank] = {0, rank == team_->rank ? call_.output_buffer : 0};
+  }
   // Called by the block after clearOutgoing(): finds, for each rank and segment of this rank's tokens, the first row
   // there.
   PROXYCCL_DEVICE void placeOutgoing() const;
@@ -291,10 +360,21 @@ class Dispatch {
     return static_cast<uint32_t>((call_.row_bytes + kHeldBytes - 1) / kHeldBytes);
   }
   template <class Body>
-  PROXYCCL_DEVICE void forEachWord(const Group& group, uint32_t piece, Body body) const;
+  PROXYCCL_DEVICE void forEachWord(const Group& group, uint32_t piece, Body body) const {
+    const uint32_t row_words = static_cast<uint32_t>(call_.row_bytes / sizeof(Bytes16)), pieces = piecesOfRow();
+    const uint32_t words = (row_words + pieces - 1) / pieces, begin = piece % pieces * words;
+    const uint32_t end = begin + words < row_words ? begin + words : row_words;
+#pragma unroll
+    for (uint32_t w = 0; w < kHeldWords; ++w)
+      if (begin + group.lane + w * kGroupLanes < end) body(w, begin + group.lane + w * kGroupLanes);
+  }
   // Three steps for a piece of this rank's rows, called by a group: load it; list where it goes, which needs only this
   // rank's masks; store it.
-  PROXYCCL_DEVICE void loadPiece(const Group& group, uint32_t piece, Bytes16* words) const;
+  PROXYCCL_DEVICE void loadPiece(const Group& group, uint32_t piece, Bytes16* words) const {
+    const uint64_t token = piece / piecesOfRow();
+    const Bytes16* from = inGlobal(reinterpret_cast<const Bytes16*>(call_.input + token * call_.row_bytes));
+    forEachWord(group, piece, [&](uint32_t w, uint32_t at) { words[w] = from[at]; });
+  }
   PROXYCCL_DEVICE void listPiece(const Group& group, uint32_t piece) const;
   PROXYCCL_DEVICE void storePiece(const Group& group, uint32_t piece, const Bytes16* words) const;
   // Returns the row, on its rank, of a slot of this rank's tokens, if the rows of the slot's segment begin at `first`.
@@ -317,7 +397,12 @@ class Dispatch {
   }
 
   // Called by one thread: writes the number of this rank's rows, and the most rows of any rank.
-  PROXYCCL_DEVICE void writeRowTotals(uint32_t rows, uint32_t most) const;
+  PROXYCCL_DEVICE void writeRowTotals(uint32_t rows, uint32_t most) const {
+    const uint32_t received = rows < call_.capacity ? rows : call_.capacity;
+    if (call_.received != nullptr) *call_.received = static_cast<int32_t>(received);
+    if (most > loadRelaxedSystem(&team_->received_rows->most_rows))
+      storeRelaxedSystem(&team_->received_rows->most_rows, most);
+  }
   // Called by a group: writes these totals from rowsOf(rank), called once for each rank, which returns how many rows
   // that rank gets or, with padded rows, its fullest expert.
   template <class RowsOf>
@@ -334,7 +419,12 @@ class Dispatch {
   // and, after a barrier of the block, the totals.
   PROXYCCL_DEVICE void placeLeaving(const Group& group) const;
   PROXYCCL_DEVICE void placeArriving(uint32_t thread, uint32_t threads) const;
-  PROXYCCL_DEVICE Gathered arriving() const;
+  PROXYCCL_DEVICE Gathered arriving() const {
+    const AnnouncedState& state = announcedState();
+    const uint32_t bad_rank = state.bad_slot == ~0u ? ~0u : state.bad_slot >> 16;
+    return {bases()[team_->world_size], bad_rank, bad_rank == ~0u ? ~0u : announced_.badSlot(bad_rank),
+            state.wanted_tokens};
+  }
   // With masks: returns this rank's row of a source's token.
   PROXYCCL_DEVICE int32_t maskedRow(uint32_t source, uint32_t token) const {
     const auto mask = announced_.from(source);
@@ -383,13 +473,26 @@ class Dispatch {
   // has listed.
   PROXYCCL_DEVICE void copyScales(const Group& group, const char* from, uint64_t begin, uint64_t end) const;
   // Returns the place of a row's scale, with padded rows whose scales are columns.
-  PROXYCCL_DEVICE uint64_t placeInColumn(uint32_t row, uint64_t columns, uint64_t column) const;
+  PROXYCCL_DEVICE uint64_t placeInColumn(uint32_t row, uint64_t columns, uint64_t column) const {
+    const uint32_t expert = row / call_.padded_rows;
+    return (expert * columns + column) * call_.scale_column + (row - expert * call_.padded_rows);
+  }
   // Called by a group: writes the descriptor's entries of token i of a source's segment, if there is one.
-  PROXYCCL_DEVICE void describeToken(const Group& group, uint32_t source, uint32_t i) const;
+  PROXYCCL_DEVICE void describeToken(const Group& group, uint32_t source, uint32_t i) const {
+    if (i >= team_.segmentOf(source).tokens) return;
+    findTokenRows(group, source, i, true);
+    describeRows(group, source, i);
+    group.sync();
+  }
   // Called by a group: writes the descriptor's entries of a token's rows.
   PROXYCCL_DEVICE void describeRows(const Group& group, uint32_t source, uint32_t i) const;
   // Stores an entry of row_experts.
-  PROXYCCL_DEVICE void storeOwnExpert(uint64_t entry, int32_t expert) const;
+  PROXYCCL_DEVICE void storeOwnExpert(uint64_t entry, int32_t expert) const {
+    if (call_.id_bytes == sizeof(int64_t))
+      reinterpret_cast<int64_t*>(call_.layout.row_experts)[entry] = expert;
+    else
+      call_.layout.row_experts[entry] = expert;
+  }
   // Called by a group, with a row for each rank: writes the token's choices on this rank.
   PROXYCCL_DEVICE void describeChoices(const Group& group, uint32_t source, uint32_t i, int32_t row) const;
 
@@ -400,13 +503,38 @@ class Dispatch {
       team_.await(team_.read(l, segment_), number_ - 1, team_.nearRank(l));
   }
   // Raises this block's flag on every rank of the node: it has read all data up to call `number`.
-  PROXYCCL_DEVICE void raiseRead(uint32_t thread, uint64_t number) const;
+  PROXYCCL_DEVICE void raiseRead(uint32_t thread, uint64_t number) const {
+#pragma unroll 1
+    for (uint32_t l = thread; l < team_->local_size; l += blockDim.x)
+      team_.raiseBehindLoads(l, team_.read(team_->local_rank, segment_), number);
+  }
   // Waits until the node has read the previous dispatch or, with kept_calls = 2, the one before it, so that its slabs
   // can be written again. Every block reads all routing, but only the rows of its own segment. A block that only sends
   // writes to all segments.
-  PROXYCCL_DEVICE void awaitReaders() const;
+  PROXYCCL_DEVICE void awaitReaders() const {
+    const bool rows_alone = kAnnounced || (call_.redispatch && team_->segments == team_->blocks);
+    const uint32_t first = rows_alone ? segment_ : 0, count = rows_alone ? 1 : team_->segments;
+#pragma unroll 1
+    for (uint32_t i = (threadIdx.x + blockDim.x / 2) % blockDim.x; i < team_->local_size * count; i += blockDim.x)
+      team_.await(team_.read(i / count, first + i % count), number_ - (kAnnounced ? 1 : team_->kept_calls),
+                  team_.member(team_->node, i / count));
+  }
   // Called by `threads` threads of the block: sets how many tokens each source has, and this block's segment of them.
-  PROXYCCL_DEVICE void setSegments(uint32_t thread, uint32_t threads) const;
+  PROXYCCL_DEVICE void setSegments(uint32_t thread, uint32_t threads) const {
+#pragma unroll 1
+    for (uint32_t s = thread; s < team_->world_size; s += threads) {
+      uint32_t tokens = 0;
+      if (call_.redispatch) {
+        tokens = static_cast<uint32_t>(call_.layout.tokens[s]);
+      } else {
+        tokens = kAnnounced ? announced_.tokens(s) : segmentOf(s, 0).tokens;
+      }
+      tokensOf()[s] = tokens;
+      team_.segmentOf(s) = Segment::of(tokens, segment_, team_->segments);
+      // begin() has set this rank's, by which other groups may still send.
+      if (crossesNodes() && s != team_->rank) team_.batchFrom(s) = team_.batchOf(tokens, segment_);
+    }
+  }
 
   // Whether rows are padded. Then the maximum is over experts, and not over ranks.
   PROXYCCL_DEVICE bool isPadded() const { return team_->padded_rows != 0; }
@@ -566,88 +694,6 @@ class Dispatch {
   const uint32_t segment_, topk_;
   const Segment own_;
 };
-
-template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::begin() const {
-  const bool routes = call_.phases & PROXYCCL_EXPERT_ROUTE, sends = call_.phases & PROXYCCL_EXPERT_SEND;
-  if (blockIdx.x == 0 && threadIdx.x < 2) team_->counters->next_item[(number_ + 1) % 2][threadIdx.x] = 0;
-  if constexpr (kIds)
-    if (routes) announced_.send(call_);
-  if constexpr (kMasks) {
-    announced_.clear();
-    __syncthreads();
-    if (routes || (storesMasked() && !kSharedMasks)) announced_.collect(call_);
-  }
-  if (acknowledges() && (routes || sends) && !storesMasked()) awaitReaders();
-  const bool writes = kAnnounced && routes && !onlySends();
-  if ((writes || cachesIds()) && !storesMasked())
-#pragma unroll 1
-    for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x) {
-      const int32_t id = choices_.id(own_.begin * topk_ + s);
-      if (cachesIds()) cachedIds()[s] = id;
-      if (writes) writeId(s, id);
-    }
-  if (kAnnounced) {  // gather() starts from these values, without a barrier
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < countersUsed(); i += blockDim.x) bases()[i] = 0;
-    if (threadIdx.x == 0) {
-      announcedState() = {~0u, 0, false};
-      ownRows() = {0, 0};
-    }
-  }
-  if (crossesNodes() && threadIdx.x == 0) team_.batchFrom(team_->rank) = team_.batchOf(call_.tokens, segment_);
-  team_.loadLookup();
-  if constexpr (kMasks)
-    if (routes) announced_.send(Group(), call_);
-  if (kSharedMasks && routes) __syncthreads();  // arriving masks are kept where the block's own were read
-  if (!acknowledges() && (routes || call_.redispatch))
-    raiseRead((threadIdx.x + blockDim.x / 2) % blockDim.x, number_ - 1);
-  if (!acknowledges() && call_.redispatch) {
-    awaitReaders();
-    __syncthreads();
-  }
-  if (!kAnnounced && routes && !onlySends()) route();
-}
-
-template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::acknowledge() const {
-  __syncthreads();
-  raiseRead(threadIdx.x, number_);
-}
-
-template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::raiseRead(uint32_t thread, uint64_t number) const {
-#pragma unroll 1
-  for (uint32_t l = thread; l < team_->local_size; l += blockDim.x)
-    team_.raiseBehindLoads(l, team_.read(team_->local_rank, segment_), number);
-}
-
-template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::awaitReaders() const {
-  const bool rows_alone = kAnnounced || (call_.redispatch && team_->segments == team_->blocks);
-  const uint32_t first = rows_alone ? segment_ : 0, count = rows_alone ? 1 : team_->segments;
-#pragma unroll 1
-  for (uint32_t i = (threadIdx.x + blockDim.x / 2) % blockDim.x; i < team_->local_size * count; i += blockDim.x)
-    team_.await(team_.read(i / count, first + i % count), number_ - (kAnnounced ? 1 : team_->kept_calls),
-                team_.member(team_->node, i / count));
-}
-
-template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::setSegments(uint32_t thread, uint32_t threads) const {
-#pragma unroll 1
-  for (uint32_t s = thread; s < team_->world_size; s += threads) {
-    uint32_t tokens = 0;
-    if (call_.redispatch) {
-      tokens = static_cast<uint32_t>(call_.layout.tokens[s]);
-    } else {
-      tokens = kAnnounced ? announced_.tokens(s) : segmentOf(s, 0).tokens;
-    }
-    tokensOf()[s] = tokens;
-    team_.segmentOf(s) = Segment::of(tokens, segment_, team_->segments);
-    // begin() has set this rank's, by which other groups may still send.
-    if (crossesNodes() && s != team_->rank) team_.batchFrom(s) = team_.batchOf(tokens, segment_);
-  }
-}
 
 }  // namespace proxyccl
 

@@ -78,13 +78,6 @@ PROXYCCL_DEVICE void Dispatch<Mode>::route() const {
 }
 
 template <class Mode>
-template <class Body>
-PROXYCCL_DEVICE void Dispatch<Mode>::toNode(Body body) const {
-#pragma unroll 1
-  for (uint32_t l = 0; l < team_->local_size; ++l) body(inbox(l, team_->local_rank) + team_.routingAt(segment_));
-}
-
-template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::dropLaterTargets() const {
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < own_.tokens; i += blockDim.x) {
@@ -105,11 +98,6 @@ PROXYCCL_DEVICE void Dispatch<Mode>::dropLaterTargets() const {
     }
   }
   __syncthreads();
-}
-
-template <class Mode>
-PROXYCCL_DEVICE uint32_t Dispatch<Mode>::countedId(uint32_t s) const {
-  return keepsTargets() ? keptTargets()[s] : static_cast<uint32_t>(idsOf(team_->node, own_.begin)[s]);
 }
 
 template <class Mode>
@@ -199,14 +187,6 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitRouting() const {
     if (isNear(i / segments) || i % segments == 0)  // routing from another node comes at once
       team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
   __syncthreads();
-}
-
-template <class Mode>
-PROXYCCL_DEVICE bool Dispatch<Mode>::hasRouting() const {
-  __shared__ bool is_aborted;
-  if (threadIdx.x == 0) is_aborted = aborted(team_->control);
-  __syncthreads();
-  return !is_aborted;
 }
 
 template <class Mode>
@@ -375,14 +355,6 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeTotals(const Group& group, uint32_t ro
   group.sync();
   if (group.lane == 0) writeRowTotals(rows, most);
   group.sync();
-}
-
-template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::writeRowTotals(uint32_t rows, uint32_t most) const {
-  const uint32_t received = rows < call_.capacity ? rows : call_.capacity;
-  if (call_.received != nullptr) *call_.received = static_cast<int32_t>(received);
-  if (most > loadRelaxedSystem(&team_->received_rows->most_rows))
-    storeRelaxedSystem(&team_->received_rows->most_rows, most);
 }
 
 }  // namespace proxyccl

@@ -52,14 +52,6 @@ PROXYCCL_DEVICE void Dispatch<Mode>::placeArriving(uint32_t thread, uint32_t thr
 }
 
 template <class Mode>
-PROXYCCL_DEVICE typename Dispatch<Mode>::Gathered Dispatch<Mode>::arriving() const {
-  const AnnouncedState& state = announcedState();
-  const uint32_t bad_rank = state.bad_slot == ~0u ? ~0u : state.bad_slot >> 16;
-  return {bases()[team_->world_size], bad_rank, bad_rank == ~0u ? ~0u : announced_.badSlot(bad_rank),
-          state.wanted_tokens};
-}
-
-template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::countChosen() const {
   const uint32_t per_rank = team_->chosen_per_rank;
   auto count = [&](uint32_t chosen_expert) {
@@ -76,24 +68,6 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::findMasked(uint32_t token, uint32_t i, uint
   if (!mask.has(token)) return false;
   *row = inBuffer(outgoing()[*rank].row + mask.countBefore(token));
   return *row >= 0;
-}
-
-template <class Mode>
-template <class Body>
-PROXYCCL_DEVICE void Dispatch<Mode>::forEachWord(const Group& group, uint32_t piece, Body body) const {
-  const uint32_t row_words = static_cast<uint32_t>(call_.row_bytes / sizeof(Bytes16)), pieces = piecesOfRow();
-  const uint32_t words = (row_words + pieces - 1) / pieces, begin = piece % pieces * words;
-  const uint32_t end = begin + words < row_words ? begin + words : row_words;
-#pragma unroll
-  for (uint32_t w = 0; w < kHeldWords; ++w)
-    if (begin + group.lane + w * kGroupLanes < end) body(w, begin + group.lane + w * kGroupLanes);
-}
-
-template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::loadPiece(const Group& group, uint32_t piece, Bytes16* words) const {
-  const uint64_t token = piece / piecesOfRow();
-  const Bytes16* from = inGlobal(reinterpret_cast<const Bytes16*>(call_.input + token * call_.row_bytes));
-  forEachWord(group, piece, [&](uint32_t w, uint32_t at) { words[w] = from[at]; });
 }
 
 template <class Mode>

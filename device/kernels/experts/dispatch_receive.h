@@ -171,12 +171,6 @@ PROXYCCL_DEVICE int32_t Dispatch<Mode>::rowOf(const ProxycclExpertSlot& slot, ui
 }
 
 template <class Mode>
-PROXYCCL_DEVICE uint64_t Dispatch<Mode>::placeInColumn(uint32_t row, uint64_t columns, uint64_t column) const {
-  const uint32_t expert = row / call_.padded_rows;
-  return (expert * columns + column) * call_.scale_column + (row - expert * call_.padded_rows);
-}
-
-template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::copyScales(const Group& group, const char* from, uint64_t begin,
                                                 uint64_t end) const {
   const GroupSpace& space = group.space();
@@ -193,14 +187,6 @@ PROXYCCL_DEVICE void Dispatch<Mode>::copyScales(const Group& group, const char* 
       reinterpret_cast<float*>(call_.output_scales)[at] = scale;
     }
   }
-}
-
-template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::describeToken(const Group& group, uint32_t source, uint32_t i) const {
-  if (i >= team_.segmentOf(source).tokens) return;
-  findTokenRows(group, source, i, true);
-  describeRows(group, source, i);
-  group.sync();
 }
 
 template <class Mode>
@@ -253,22 +239,6 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeSlot(uint32_t source, uint64_t toke
   call_.layout.first_rows[row] = row;
   call_.layout.row_slots[row] = static_cast<int32_t>(k);
   call_.layout.row_tokens[row] = static_cast<int32_t>(token);
-}
-
-template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::storeOwnExpert(uint64_t entry, int32_t expert) const {
-  if (call_.id_bytes == sizeof(int64_t))
-    reinterpret_cast<int64_t*>(call_.layout.row_experts)[entry] = expert;
-  else
-    call_.layout.row_experts[entry] = expert;
-}
-
-template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::clearPastEnd(uint32_t rows, uint32_t thread, uint32_t threads) const {
-  if (team_->chosen_per_rank == 0) return;
-  const uint64_t first = static_cast<uint64_t>(rows) * topk_, end = static_cast<uint64_t>(call_.capacity) * topk_;
-#pragma unroll 1
-  for (uint64_t i = first + thread; i < end; i += threads) storeOwnExpert(i, PROXYCCL_NO_ROW);
 }
 
 template <class Mode>

@@ -89,13 +89,6 @@ PROXYCCL_DEVICE void Dispatch<Mode>::sendItem(const Group& group, uint32_t part,
   }
 }
 
-template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::publishSent(const Group& group) const {
-#pragma unroll 1
-  for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
-    team_.raise(l, team_.sent(team_->rank, segment_), flagValue(number_, kAllItems));
-}
-
 }  // namespace proxyccl
 
 #endif

@@ -14,13 +14,6 @@
 namespace proxyccl {
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::clearOutgoing() const {
-#pragma unroll 1
-  for (uint32_t rank = threadIdx.x; rank < team_->world_size; rank += blockDim.x)
-    outgoing()[rank] = {0, rank == team_->rank ? call_.output_buffer : 0};
-}
-
-template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::placeOutgoing() const {
   const uint32_t ranks = team_->world_size, segments = team_->segments, own = team_->rank;
   uint32_t* first = firstRowsThere();
@@ -231,13 +224,6 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const 
         return *row >= 0;
       });
   acknowledge();
-}
-
-template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::awaitStored(const Group& group) const {
-#pragma unroll 1
-  for (uint32_t source = group.lane; source < team_->world_size; source += kGroupLanes)
-    team_.awaitSent(source, segment_, number_, kAllItems);
 }
 
 }  // namespace proxyccl

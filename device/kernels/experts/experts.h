@@ -16,10 +16,6 @@
  * that a token goes to, each once (experts/choices.h). The token's choice there, a ProxycclExpertChoice, takes the
  * place of a slot's weight, so every rank that gets the token's routing has all its choices.
  *
- * With a row for each rank on one node, a rank can also have output buffers in its workspace
- * (experts/dispatch_store.h): senders store rows right there once they know all counts, and combine loads rows from
- * there.
- *
  * - announced [2][…]: packets: the choices and weights of every rank
  * - inbox [local_size], where choices are announced, or with kept_calls, [2][local_size]: data from the ranks of the
  *   node
@@ -28,12 +24,9 @@
  * - outbox [2][nodes]: this rank's data for its counterparts; the proxy reads it
  * - returns [kept_calls]: experts' rows on their way back to the tokens' ranks; return_rails: the same to rails
  * - partial_in, partial_out [2][nodes]: sums of a node on their way back to the tokens' ranks
- * - outputs [output_buffers]: rows [output_rows], and their scales
+ * - outputs [output_buffers]: rows [output_rows], and their scales (experts/dispatch_store.h)
  *
- * Data between nodes is double-buffered by the parity of the call. No flag guards it: a rank sends call n + 1 after its
- * node has read call n, and starts call n + 2 after it has received call n + 1 from every node. Within a node readers
- * raise a flag when they have read. With kept_calls = 2 a rank waits for the flag of call n before it sends call n + 2.
- * It never waits long: it has received call n + 1 from every rank, and each had read call n before it sent that.
+ * channels/expert_parallel/DESIGN.md has the rules by which they are reused.
  */
 #ifndef PROXYCCL_EXPERTS_H
 #define PROXYCCL_EXPERTS_H

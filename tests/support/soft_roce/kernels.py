@@ -34,7 +34,7 @@ REDUCTIONS: dict[CollectiveKernel, list[tuple[str, str]]] = {
 }
 """The kernels that reduce where not all memory is mapped, with the types and operations of the tests."""
 SHIPPED = [
-    *(kernel for kernel in EXPERT_KERNELS if kernel[2] in {None, "float32"}),
+    *(kernel for kernel in EXPERT_KERNELS if kernel[2] in {None, "float32", "uint8"}),
     *((kernel.file, kernel.name, *instance) for kernel, instances in REDUCTIONS.items() for instance in instances),
     *(
         (kernel.file, kernel.name, None, None)
