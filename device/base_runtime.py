@@ -210,7 +210,7 @@ class LaunchDefaults(Struct, frozen=True):
         line_blocks: most blocks of a kernel whose packets are lines; under the policy `efficiency` at most
             efficient_blocks.
         line_move_bytes: the limit in place of packet_move_bytes where lines may be used.
-        row_blocks: most blocks, those of a cluster, that share a row in a kernel whose packets are lines.
+        row_blocks: blocks of the clusters that share a row in a kernel whose packets are lines; 1 without clusters.
         pinned_bytes: most bytes that a schedule moves through pinned memory: for so few, a copy engine takes longer to
             start. 0: none, for example if one call issues the copies to all peers.
         staged_pinned_bytes: the same for each peer where transports stage the data of all remote peers: a daemon's

@@ -94,14 +94,6 @@ PROXYCCL_DEVICE void two_shot_rms_norm_lines(const ProxycclPacketTeam& team, con
 }
 #if PROXYCCL_HAS_CLUSTERS
 template <class T>
-PROXYCCL_DEVICE void one_shot_rms_norm_lines_2(const ProxycclPacketTeam& team, const Rows<T>& rows) {
-  oneShotRows<LineForm, T, 2>(team, rows);
-}
-template <class T>
-PROXYCCL_DEVICE void two_shot_rms_norm_lines_2(const ProxycclPacketTeam& team, const Rows<T>& rows) {
-  twoShotRows<LineForm, T, 2>(team, rows);
-}
-template <class T>
 PROXYCCL_DEVICE void one_shot_rms_norm_lines_4(const ProxycclPacketTeam& team, const Rows<T>& rows) {
   oneShotRows<LineForm, T, 4>(team, rows);
 }
@@ -118,8 +110,6 @@ PROXYCCL_DEVICE void two_shot_rms_norm_lines_4(const ProxycclPacketTeam& team, c
 #define PROXYCCL_CLUSTER_two_shot_rms_norm_packets
 #define PROXYCCL_CLUSTER_one_shot_rms_norm_lines
 #define PROXYCCL_CLUSTER_two_shot_rms_norm_lines
-#define PROXYCCL_CLUSTER_one_shot_rms_norm_lines_2 __cluster_dims__(2, 1, 1)
-#define PROXYCCL_CLUSTER_two_shot_rms_norm_lines_2 __cluster_dims__(2, 1, 1)
 #define PROXYCCL_CLUSTER_one_shot_rms_norm_lines_4 __cluster_dims__(4, 1, 1)
 #define PROXYCCL_CLUSTER_two_shot_rms_norm_lines_4 __cluster_dims__(4, 1, 1)
 
