@@ -221,70 +221,56 @@ class _MpiPost:
         self.send(receiver, key, self._WITHDRAWN, b"")
 
 
-class _MpiBoard:
-    """The messages of a subset of an `MpiBootstrap`'s ranks."""
-
-    where, is_shared, longest_pause = "MPI", False, 1e-3
-
-    def __init__(self, post: _MpiPost, members: Sequence[int], key: int) -> None:
-        self._post, self._members, self._key = post, members, key
-
-    def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
-        for reader in readers:
-            self._post.send(self._members[reader], self._key, number, data)
-
-    def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        senders = {name: self._members[0 if name == BUNDLE else int(name)] for name in names}
-        taken = {name: self._post.take(sender, self._key, number) for name, sender in senders.items()}
-        return {name: data for name, data in taken.items() if data is not None}
-
-    def remove(self, number: int, of: str) -> None:
-        """Nothing to remove: a reader takes its message."""
-
-
 class MpiSubset(BoardBootstrap):
     """Some ranks of an `MpiBootstrap`. They exchange messages, because making an MPI communicator would need all
     ranks.
     """
 
+    where, is_shared = "MPI", False
+
     def __init__(self, post: _MpiPost, members: Sequence[int], key: int) -> None:
-        super().__init__(_MpiBoard(post, members, key), members.index(post.rank), len(members))
+        super().__init__(members.index(post.rank), len(members))
         self._post, self._members, self._key = post, members, key
 
+    def _put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
+        for reader in readers:
+            self._post.send(self._members[reader], self._key, number, data)
+
+    def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
+        senders = {name: self._members[0 if name == BUNDLE else int(name)] for name in names}
+        taken = {name: self._post.take(sender, self._key, number) for name, sender in senders.items()}
+        return {name: data for name, data in taken.items() if data is not None}
+
+    def _remove(self, number: int, of: str) -> None:
+        """Nothing to remove: a reader takes its message."""
+
     def withdraw(self) -> None:
-        """See `Bootstrap`."""
         for peer in self._others:
             self._post.withdraw(self._members[peer], self._key)
-
-
-class _ThreadBoard:
-    """The messages of threads of this process."""
-
-    where, is_shared, longest_pause = "", True, 1e-3
-
-    def __init__(self) -> None:
-        self._messages: dict[tuple[int, str], bytes] = {}
-
-    def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
-        self._messages[number, of] = data
-
-    def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        found = {name: self._messages.get((number, name)) for name in names}
-        return {name: data for name, data in found.items() if data is not None}
-
-    def remove(self, number: int, of: str) -> None:
-        self._messages.pop((number, of), None)
 
 
 class ThreadBootstrap(BoardBootstrap):
     """Ranks that are threads of one process; make them all with `ThreadBootstrap.create(world_size)`."""
 
+    def __init__(self, messages: dict[tuple[int, str], bytes], rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self._messages = messages
+
     @classmethod
     def create(cls, world_size: int) -> list[ThreadBootstrap]:
         """Makes one bootstrap for each of `world_size` threads."""
         _, size = require_place(0, world_size)
-        board = _ThreadBoard()
-        return [cls(board, rank, size) for rank in range(size)]
+        messages: dict[tuple[int, str], bytes] = {}
+        return [cls(messages, rank, size) for rank in range(size)]
+
+    def _put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
+        self._messages[number, of] = data
+
+    def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
+        return {name: data for name in names if (data := self._messages.get((number, name))) is not None}
+
+    def _remove(self, number: int, of: str) -> None:
+        self._messages.pop((number, of), None)
 
 
 def of_process_group(group: Any = None) -> Bootstrap:
