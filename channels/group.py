@@ -165,19 +165,8 @@ class Group:
         self._watcher: Watcher
         self.runtime.in_flight.follow(self.launches)
         self._description = Description.of_this_program(self.rank, self.world_size, self.job, meeting.ways)
-        self.links: PeerLinks = PeerLinks(
-            self.runtime,
-            self.control,
-            self._segments,
-            exchange,
-            self.failure,
-            meeting.topology,
-            proxy_place=meeting.place,
-            proxy_options=meeting.proxy_options,
-            transport_options=meeting.transport_options,
-            description=self._description,
-            whole=None if parent is None else parent.links,
-        )
+        of_parent = None if parent is None else parent.links
+        self.links: PeerLinks = PeerLinks(meeting, self.failure, self._description, of_parent)
         self._published: Published | None = None
         self._host_links: dict[int, HostLink] = {}
         self._end_pins = self.runtime.keep_pins()

@@ -6,14 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from proxyccl.channels.joining.exchange import Exchange
-from proxyccl.channels.joining.topology import Topology
-from proxyccl.channels.segment.control import ControlSegment
+from proxyccl.channels.joining.meeting import Meeting
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.device.runtime import PinnedMemory, Runtime
+from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy.codec import Codec, Message, Uint32
 from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, Proxy, RemoteContext
-from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import TRANSPORTS
 
 
@@ -47,30 +44,14 @@ class RemoteLinks:
     remote links, all ranks call each.
 
     Args:
-        runtime: the runtime whose device memory peers access.
-        control: this rank's control segment, in which peers signal.
+        meeting: the ranks.
         proxy: returns this rank's proxy.
-        options: the devices to use, and their settings.
         core_share: as for `Proxy.open_remote`.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        control: ControlSegment,
-        exchange: Exchange,
-        topology: Topology,
-        proxy: Callable[[], Proxy],
-        options: TransportOptions,
-        core_share: int,
-    ) -> None:
-        self._runtime = runtime
-        self._control = control
-        self._exchange = exchange
-        self._topology = topology
-        self._proxy = proxy
-        self._options = options
-        self._core_share = core_share
+    def __init__(self, meeting: Meeting, proxy: Callable[[], Proxy], core_share: int) -> None:
+        self._meeting, self._control, self._exchange = meeting, meeting.control, meeting.exchange
+        self._proxy, self._core_share = proxy, core_share
         self._context: RemoteContext | None = None
         self._transports: dict[int, str] = {}
         self._own: dict[int, EndpointInfo] = {}
@@ -157,15 +138,15 @@ class RemoteLinks:
     def _open(self) -> RemoteContext:
         from proxyccl.proxy.verbs.devices import process_numa_node
 
-        near = self._runtime.numa_node()
+        near = self._meeting.runtime.numa_node()
         first = self._control.semaphore_offset(0)
         lower = range(self._exchange.rank)
         self._context = self._proxy().open_remote(
-            self._options,
+            self._meeting.transport_options,
             range(first, first + self._control.semaphores_bytes),
             near=process_numa_node() if near is None else near,
             # Nodes rehearsed on one host may share devices.
-            local_rank=sum(self._topology.same_host(rank) for rank in lower),
+            local_rank=sum(self._meeting.topology.same_host(rank) for rank in lower),
             core_share=self._core_share,
         )
         return self._context
