@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from proxyccl.channels import array_libraries, kernel_languages, proxy_channel, sm_channel
+from proxyccl.channels import array_libraries, program_exit, proxy_channel, sm_channel
 from proxyccl.channels.collectives.collective import EXECUTE
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.moves import ALL_GATHER, ALL_TO_ALL, BROADCAST
@@ -19,7 +19,7 @@ from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.collectives.tensor_calls import TensorCalls
 from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gather, recv, scatter, send
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
-from proxyccl.channels.group import Group, close_at_exit
+from proxyccl.channels.group import Group
 from proxyccl.channels.handles import ChannelSet
 from proxyccl.channels.joining.bootstrap import as_bootstrap, of_process_group, require_mpi
 from proxyccl.channels.joining.meeting import meet
@@ -27,11 +27,9 @@ from proxyccl.channels.joining.proxy_options import ProxyOptions
 from proxyccl.channels.joining.proxy_place import requested_place
 from proxyccl.channels.joining.topology import Topology, TransportChoice
 from proxyccl.channels.lent_memory import limit_of_environment
-from proxyccl.channels.liveness import program_end
 from proxyccl.channels.memory import RegisteredMemory, allocate, deregister, register
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
 from proxyccl.channels.ranks import as_rank, as_ranks
-from proxyccl.channels.reports.peers import await_reports
 from proxyccl.channels.reports.reporter import Reporter
 from proxyccl.channels.segment.error_record import raised
 from proxyccl.channels.sm_channel import SmChannel
@@ -41,7 +39,14 @@ from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.arguments.texts import require_text, require_texts
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.environment import warn_of_unknown
-from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, ProxyCCLError, ResourceError
+from proxyccl.device.errors import (
+    ArgumentError,
+    ClosedError,
+    CommunicatorError,
+    ProxyCCLError,
+    ResourceError,
+    RuntimeUnavailableError,
+)
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.runtime import Runtime, StreamLike
 from proxyccl.proxy.fabric.options import FabricOptions
@@ -184,7 +189,7 @@ class Communicator:
             raise
 
     def _take(self, group: Group, cta_policy: CtaPolicy | None) -> None:
-        program_end.watch()
+        program_exit.watch()
         self._group = group
         self._collectives = Collectives(group, cta_policy)
         try:
@@ -606,7 +611,10 @@ class Communicator:
         Raises:
             RuntimeUnavailableError: `proxyccl.triton` was not imported.
         """
-        return kernel_languages.maker_of("triton")(self, kernel, **options)
+        face: Any = sys.modules.get("proxyccl.triton")
+        if face is None:
+            raise RuntimeUnavailableError("triton: the program must import proxyccl.triton first")
+        return face.compile(self, kernel, **options)
 
     # -- collectives ---
 
@@ -1020,9 +1028,3 @@ class Communicator:
             WaitTimeoutError: a rank did not close the communicator within the time-out.
         """
         self._group.close(wait=as_flag(wait, "wait"))
-
-
-@atexit.register
-def _close_at_exit() -> None:
-    close_at_exit(program_end.failure())
-    await_reports()

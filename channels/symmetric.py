@@ -18,7 +18,7 @@ from collections import deque
 from msgspec import Struct, field
 
 from proxyccl.channels.calls._calls import NAMED_BY_PROXIES, RECEIVED_BY_PROXIES, Calls
-from proxyccl.channels.joining.topology import Topology
+from proxyccl.channels.joining.meeting import Meeting
 from proxyccl.channels.segment.announcements import (
     ENTRIES,
     LONGEST_HANDLE,
@@ -34,7 +34,7 @@ from proxyccl.device.memory.handle_cache import HandleCache
 from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.device.process import forks
 from proxyccl.device.process.left_behind import take_each
-from proxyccl.device.runtime import Allocations, Memory, Runtime
+from proxyccl.device.runtime import Allocations, Memory
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.memory_table import windows_of
 from proxyccl.proxy.trigger import MAX_MEMORIES
@@ -166,7 +166,8 @@ class SymmetricMemory:
     """One rank's announcements, and its mappings of its peers' announced memory.
 
     Args:
-        peers: the tables of the host's other ranks, by rank.
+        meeting: the ranks.
+        mappings: maps the memory of peers.
         calls: the calls of the group, which learn how peers reach the memory.
 
     Attributes:
@@ -175,21 +176,13 @@ class SymmetricMemory:
         freed: addresses of lent ranges that their owners have freed; the reader removes what it reads.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        mappings: HandleCache,
-        own: Announcements,
-        peers: dict[int, Announcements],
-        topology: Topology,
-        rank: int,
-        calls: Calls,
-    ) -> None:
-        self._runtime, self._mappings = runtime, mappings
-        self._own = own
-        self._topology, self._rank, self._calls = topology, rank, calls
-        self._numbers = {peer: number for number, peer in enumerate(sorted({*peers, rank}))}
-        self._world_size = len(topology.accessible)
+    def __init__(self, meeting: Meeting, mappings: HandleCache, calls: Calls) -> None:
+        self._runtime, self._mappings, self._calls = meeting.runtime, mappings, calls
+        self._own = meeting.control.announcements
+        self._topology, self._rank = meeting.topology, meeting.topology.rank
+        peers = {peer: segment.announcements for peer, segment in meeting.segments.items()}
+        self._numbers = {peer: number for number, peer in enumerate(sorted({*peers, self._rank}))}
+        self._world_size = self._topology.world_size
         self.offered = len(self._numbers) == self._world_size and self._world_size <= MOST_RANKS
         self._peers = peers if self.offered else {}  # otherwise none announces anything
         self._lock = threading.RLock()  # guards the following, except the mappings

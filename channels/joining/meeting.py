@@ -30,6 +30,7 @@ from proxyccl.channels.joining.topology import (
     encode_choice,
 )
 from proxyccl.channels.joining.whereabouts import WHEREABOUTS, Whereabouts, find_hosts, open_ways
+from proxyccl.channels.liveness.host_links import OFFER, HostLink, Listener
 from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.channels.segment.rendezvous import Mailboxes, key_of, wait_until
@@ -411,6 +412,16 @@ def _meeting_of_survivors(
         members=assembly.members,
         ways=_ways_of(whole, assembly.members),
     )
+
+
+def link_hosts(topology: Topology, exchange: Exchange) -> dict[int, HostLink]:
+    """Returns this rank's links to the ranks of other hosts, by rank. All ranks of a group call this together."""
+    others = [peer for peer in range(topology.world_size) if not topology.same_host(peer)]
+    if not others:
+        return {}
+    with contextlib.closing(Listener(topology.rank)) as listener:
+        offers = exchange.all_gather(listener.offer(len(others)), OFFER, "links between hosts")
+        return listener.join(others, offers, exchange.timeout, lambda: None)
 
 
 def _ways_of(whole: Meeting, members: Sequence[int]) -> dict[int, str]:

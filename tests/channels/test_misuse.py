@@ -65,7 +65,7 @@ def test_a_communicator_that_another_thread_closes_meanwhile_gives_no_part(monke
     start = group_module.Group.open
 
     def late(self: Any, observer: Any) -> None:
-        if self._parent is not None:
+        if self.parent is not None:
             made.set()
             assert closed.wait(TIMEOUT)
         start(self, observer)
