@@ -77,7 +77,6 @@ class Announced(Struct):
 
     @property
     def nbytes(self) -> int:
-        """The size of the range in bytes."""
         return self.end - self.start
 
     @property

@@ -103,7 +103,6 @@ class BoardBootstrap:
 
 
 def bundle(messages: Sequence[bytes]) -> bytes:
-    """Packs the messages of all ranks into one."""
     return struct.pack(f"<{len(messages)}Q", *map(len, messages)) + b"".join(messages)
 
 

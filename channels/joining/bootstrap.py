@@ -46,12 +46,10 @@ class Bootstrap(Protocol):
     @property
     def rank(self) -> int:
         """This rank's number."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        ...
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
         """Returns every rank's bytes, in rank order; lengths may differ.
@@ -64,11 +62,9 @@ class Bootstrap(Protocol):
         Raises:
             WaitTimeoutError: not all ranks arrived within the time.
         """
-        ...
 
     def close(self) -> None:
         """Frees the bootstrap's resources."""
-        ...
 
 
 def require_place(rank: object, world_size: object) -> tuple[int, int]:
@@ -191,11 +187,9 @@ class _MpiPost:
 
     @property
     def rank(self) -> int:
-        """This rank in the bootstrap."""
         return self._bootstrap.rank
 
     def send(self, receiver: int, key: int, number: int, data: bytes) -> None:
-        """Sends a message. Does not wait."""
         message = self.HEADER.pack(key, number) + data
         with self._lock:
             self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
@@ -203,7 +197,6 @@ class _MpiPost:
             self._sent.append((request, message))
 
     def take(self, sender: int, key: int, number: int) -> bytes | None:
-        """Returns a message, if it has arrived."""
         mpi, status = self._bootstrap._mpi, self._bootstrap._mpi.Status()
         with self._lock:
             while (message := self._bootstrap._comm.Improbe(tag=self._TAG, status=status)) is not None:
@@ -217,7 +210,6 @@ class _MpiPost:
             return self._came.pop((sender, key, number), None)
 
     def withdraw(self, receiver: int, key: int) -> None:
-        """Takes back the messages of a subset that the receiver has not taken."""
         self.send(receiver, key, self._WITHDRAWN, b"")
 
 

@@ -157,7 +157,6 @@ class _Directory:
         return True
 
     def remove(self, name: str) -> None:
-        """Removes a file, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
 

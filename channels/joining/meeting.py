@@ -421,7 +421,7 @@ def link_hosts(topology: Topology, exchange: Exchange) -> dict[int, HostLink]:
         return {}
     with contextlib.closing(Listener(topology.rank)) as listener:
         offers = exchange.all_gather(listener.offer(len(others)), OFFER, "links between hosts")
-        return listener.join(others, offers, exchange.timeout, lambda: None)
+        return listener.join(others, offers, exchange.timeout)
 
 
 def _ways_of(whole: Meeting, members: Sequence[int]) -> dict[int, str]:

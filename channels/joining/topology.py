@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, structs
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from proxyccl.channels.segment.process_descriptors import PeerProcess
@@ -208,7 +208,6 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     @property
@@ -217,7 +216,6 @@ class Topology(Struct, frozen=True, dict=True):
         return [r for r, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
 
     def node_members(self) -> list[list[int]]:
-        """The ranks of every node, in order."""
         members: dict[int, list[int]] = {}
         for rank, node in enumerate(self.nodes):
             members.setdefault(node, []).append(rank)
@@ -240,7 +238,6 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def node_count(self) -> int:
-        """Number of nodes."""
         return len(set(self.nodes))
 
     @property
@@ -342,13 +339,11 @@ class Topology(Struct, frozen=True, dict=True):
     def with_unsupported_reasons(self, unsupported: Sequence[Mapping[str, str]]) -> Topology:
         """Returns a copy of this topology with every rank's `RankInfo.unsupported`."""
         ranks = tuple(
-            structs.replace(info, unsupported=dict(reasons))
-            for info, reasons in zip(self.ranks, unsupported, strict=True)
+            replace(info, unsupported=dict(reasons)) for info, reasons in zip(self.ranks, unsupported, strict=True)
         )
         return replace(self, ranks=ranks)
 
     def all_accessible(self) -> bool:
-        """Whether this rank's kernels can access every rank's memory."""
         return all(self.accessible)
 
 

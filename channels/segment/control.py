@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from proxyccl.channels.segment.announcements import TABLE_BYTES, Announcements
 from proxyccl.channels.segment.error_record import MOST_CAUSE_BYTES, NO_PEER, ErrorRecord
-from proxyccl.channels.segment.rendezvous import Rendezvous
+from proxyccl.channels.segment.rendezvous import Rendezvous, wait_at_most
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import ffi as engine
@@ -188,12 +188,11 @@ class ControlSegment:
         told = lib.proxyccl_control_failed_rank(self._control)
         if told and lib.proxyccl_control_record(self._control, error) == lib.PROXYCCL_RECORD_EMPTY:
             self.raise_abort(self._peers[told - 1].record())
-        deadline = time.monotonic() + 0.1
-        while (
-            lib.proxyccl_control_record(self._control, error) == lib.PROXYCCL_RECORD_CLAIMED
-            and time.monotonic() < deadline
-        ):
-            time.sleep(0.001)
+
+        def is_written() -> bool:
+            return bool(lib.proxyccl_control_record(self._control, error) != lib.PROXYCCL_RECORD_CLAIMED)
+
+        wait_at_most(is_written, time.monotonic() + 0.1)
         return self._read_record(error)
 
     def filed(self) -> ErrorRecord | None:
