@@ -92,6 +92,7 @@ class Group:
         semaphore_words: the words that peers' kernels signal.
         symmetric: this rank's arrays that peers' kernels reach.
         lent_memory: memory of other allocators that peers reach.
+        kept: the memory that `keep` keeps, the oldest first.
     """
 
     def __init__(self, meeting: Meeting, parent: Group | None = None, mapped: HandleCache | None = None) -> None:
@@ -128,7 +129,7 @@ class Group:
         self.inventory = Inventory()
         self.symmetric = SymmetricMemory(meeting, self.mappings, self.launches.calls)
         self.lent_memory = LentMemory(self.runtime, self.symmetric, self.launches.calls)
-        self._kept: list[Shared] = []
+        self.kept: list[Shared] = []
         self.semaphore_words = SemaphoreWords(self.runtime, self.mappings, exchange, self.keep)
         self.stream_waits: list[StreamWaits] = []
         self._aftermath = Aftermath(
@@ -366,12 +367,7 @@ class Group:
         """Keeps memory alive until the group ends or `let_go`, because peers may access it after its user has dropped
         it.
         """
-        self._kept.append(shared)
-
-    @property
-    def kept(self) -> tuple[Shared, ...]:
-        """The kept memory, the oldest first."""
-        return tuple(self._kept)
+        self.kept.append(shared)
 
     def let_go(self, shared: Shared, *owned: object) -> None:
         """Undoes `keep`. After a failure, the memory is kept until no kernel of a peer can access it.
@@ -380,7 +376,7 @@ class Group:
             shared: the argument of `keep`.
             owned: the resources that `shared` releases itself.
         """
-        self._kept.remove(shared)
+        self.kept.remove(shared)
         if self.failure.aborted:
             self._aftermath.keep(shared, *owned)
 
@@ -398,7 +394,7 @@ class Group:
         with self._closing:
             if self._released:
                 return
-            if not self.failure.opening:  # the group is being watched
+            if self.failure.state != "opening":  # the group is being watched
                 self.release(healthy=False)
                 return
             self._released = True
@@ -602,8 +598,7 @@ class Group:
         self.failure.observer.close()
         if not healthy:
             self._watcher.end_waits()
-        # Kernels that were told to stop still use the memory that is freed below until they have stopped.
-        self._end_kernels()
+        self._end_kernels()  # those that were told to stop use the memory that is freed below until they have stopped
         if not healthy:
             self._aftermath.watch_processes()
         self._watcher.close()
@@ -615,7 +610,7 @@ class Group:
     def _free_memory(self, *, healthy: bool) -> None:
         self.launches.close()
         self.lent_memory.close()
-        reached = [*self._kept, *self.symmetric.memories(), *self._segments.values()]
+        reached = [*self.kept, *self.symmetric.memories(), *self._segments.values()]
         self.symmetric.close()
         self.semaphore_words.close()
         if healthy:
@@ -624,13 +619,13 @@ class Group:
             # This rank no longer reaches any memory. And ranks that shrink the communicator don't wait for it.
             self.control.set_presence(Presence.LEFT)
             self._aftermath.follow(reached)
-            self._kept.clear()
+            self.kept.clear()
         del reached
         self.mappings.close()
         self._mapped.close()
         if healthy:
-            while self._kept:
-                self._kept.pop().close()
+            while self.kept:
+                self.kept.pop().close()
         if self._aftermath.over:
             for segment in self._segments.values():
                 segment.close()

@@ -83,7 +83,7 @@ class PeerLinks:
         if self.topology.has_remote_pairs():
             reasons = self.remote.probe(self.topology.transports())
             self.topology = self.topology.with_unsupported_reasons(reasons)
-            self.remote.use(self.topology.transports())
+            self.remote.by_peer = self.topology.transports()
         self._transports = self.topology.transports()
 
     def prepare(self, peers: Collection[int]) -> None:
@@ -235,7 +235,7 @@ class PeerLinks:
         key = peer, private and self._takes_private and not remote
         if key not in self._connections:
             self._connections[key] = (
-                self.remote.connect(peer)
+                self.remote.context.open_connection(peer)
                 if remote
                 else self.proxy.connect_copy(peer=peer, transport=transport, private=key[1])
             )

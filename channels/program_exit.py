@@ -69,7 +69,7 @@ def _leave_to_parent() -> None:
     nothing.
     """
     for group in open_groups:
-        group.failure.leave_to_parent()
+        group.failure.close()
         group.launches.recheck_next_call()
     open_groups.clear()
     releasing.clear()

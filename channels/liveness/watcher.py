@@ -45,7 +45,7 @@ class WatchThread:
     RELEASING_MS = 1
 
     def __init__(self, name: str) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._watchers: list[Watcher] = []
         self._by_descriptor: dict[int, Watcher] = {}
         self._poll = select.poll()
@@ -63,9 +63,8 @@ class WatchThread:
         """Runs a watcher from now on, and whenever one of its descriptors becomes readable."""
         with self._lock:
             self._watchers.append(watcher)
-            for descriptor in watcher.descriptors:
-                self._by_descriptor[descriptor] = watcher
-                self._poll.register(descriptor, select.POLLIN)
+        for descriptor in watcher.descriptors:
+            self.watch(watcher, descriptor)
 
     def watch(self, watcher: Watcher, descriptor: int) -> None:
         """Runs a watcher also whenever one more descriptor becomes readable."""
@@ -78,15 +77,12 @@ class WatchThread:
         with self._lock:
             self._watchers.remove(watcher)
             for descriptor in [known for known, whose in self._by_descriptor.items() if whose is watcher]:
-                self._forget(descriptor)
+                self.forget(descriptor)
 
     def forget(self, descriptor: int) -> None:
         with self._lock:
-            self._forget(descriptor)
-
-    def _forget(self, descriptor: int) -> None:
-        if self._by_descriptor.pop(descriptor, None) is not None:
-            self._poll.unregister(descriptor)
+            if self._by_descriptor.pop(descriptor, None) is not None:
+                self._poll.unregister(descriptor)
 
     def _run(self) -> None:
         readable: set[int] = set()

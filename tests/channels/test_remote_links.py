@@ -58,7 +58,7 @@ def on_all_ranks(body: Callable[[RemoteLinks, Context], object]) -> list[Any]:
         links = RemoteLinks(meeting, lambda: proxy, core_share=1)
         transports = {peer: "copy" if peer // 2 == rank // 2 else "fabric" for peer in range(RANKS) if peer != rank}
         links.probe(transports)
-        links.use(transports)
+        links.by_peer = transports
         return body(links, context)
 
     with ThreadPoolExecutor(RANKS) as threads:
