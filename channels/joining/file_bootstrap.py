@@ -143,17 +143,20 @@ class _Directory:
         Raises ResourceError.
         """
         draft = f".{name}-{secrets.token_hex(8)}"
-        with self._told(name), self._room():
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            descriptor = os.open(draft, flags, 0o600, dir_fd=self._descriptor)
-            try:
-                with open(descriptor, "wb") as file:
-                    file.write(data)
-                os.link(draft, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
-            except FileExistsError:
-                return False
-            finally:
-                os.unlink(draft, dir_fd=self._descriptor)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            with self._room():
+                descriptor = os.open(draft, flags, 0o600, dir_fd=self._descriptor)
+                try:
+                    with open(descriptor, "wb") as file:
+                        file.write(data)
+                    os.link(draft, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+                except FileExistsError:
+                    return False
+                finally:
+                    os.unlink(draft, dir_fd=self._descriptor)
+        except OSError as error:
+            raise ResourceError(f"{self.path / name} can't be written: {error.strerror or error}") from error
         return True
 
     def remove(self, name: str) -> None:
@@ -172,10 +175,3 @@ class _Directory:
                 # Another thread has taken the spare descriptor; a later call may reserve one again.
                 with contextlib.suppress(OSError):
                     self._held.append(os.dup(self._descriptor))
-
-    @contextlib.contextmanager
-    def _told(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ResourceError(f"{self.path / name} can't be written: {error.strerror or error}") from error

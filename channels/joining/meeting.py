@@ -20,7 +20,7 @@ from proxyccl.channels.joining.bootstrap import Bootstrap
 from proxyccl.channels.joining.exchange import HANDLE, Exchange
 from proxyccl.channels.joining.proxy_options import ProxyOptions
 from proxyccl.channels.joining.proxy_place import ProxyPlace, choose_place
-from proxyccl.channels.joining.survivors import MOST_ATTEMPTS, Assembly, Board, SegmentBoard, Survivors
+from proxyccl.channels.joining.survivors import MOST_ATTEMPTS, Board, SegmentBoard, Survivors
 from proxyccl.channels.joining.topology import (
     RANK_INFO,
     RankInfo,
@@ -258,10 +258,9 @@ def meet_apart(
                 offered = exchange.all_gather(control.memory.handle, HANDLE, "control segments")
             handles = {peer: offered[peer] for peer in range(len(members)) if part.same_host(peer)}
         else:
-            handles = {}
             place = whole.control.rendezvous.invite(key, control.memory.handle)
             undo.callback(whole.control.rendezvous.withdraw, place)
-            _find_handles(handles, whole, members, key, timeout, refusals.check)
+            handles = _find_handles(whole, members, key, timeout, refusals.check)
         segments: dict[int, ControlSegment] = {}
         for peer, handle in handles.items():
             if peer != part.rank:
@@ -378,40 +377,29 @@ def meet_survivors(
                 raise
             except ProxyCCLError:  # a member has ended meanwhile
                 joined = False
-            if survivors.all_joined(assembly, joined=joined):
-                undo.pop_all()
-                return _meeting_of_survivors(whole, assembly, part, control, segments, timeout)
+            if not survivors.all_joined(assembly, joined=joined):
+                continue
+            undo.pop_all()
+            control.initialise(part.rank, timeout)
+            control.introduce(segments)
+            if part.spans_hosts:
+                bootstrap = _subset(whole.bootstrap, assembly.members, int(assembly.token, 16))
+            else:
+                bootstrap = _mailboxes(part.rank, control, segments)
+            return replace(
+                whole,
+                exchange=Exchange(bootstrap, timeout),
+                control=control,
+                segments=segments,
+                processes=_processes(part, segments),
+                topology=part,
+                job=assembly.token,
+                bootstrap=bootstrap,
+                owns_bootstrap=True,
+                members=assembly.members,
+                ways=_ways_of(whole, assembly.members),
+            )
     raise PeerLostError(f"shrink: ranks were lost in each of {MOST_ATTEMPTS} attempts", rank=rank, operation="shrink")
-
-
-def _meeting_of_survivors(
-    whole: Meeting,
-    assembly: Assembly,
-    part: Topology,
-    control: ControlSegment,
-    segments: dict[int, ControlSegment],
-    timeout: float,
-) -> Meeting:
-    control.initialise(part.rank, timeout)
-    control.introduce(segments)
-    bootstrap: Bootstrap
-    if part.spans_hosts:
-        bootstrap = _subset(whole.bootstrap, assembly.members, int(assembly.token, 16))
-    else:
-        bootstrap = _mailboxes(part.rank, control, segments)
-    return replace(
-        whole,
-        exchange=Exchange(bootstrap, timeout),
-        control=control,
-        segments=segments,
-        processes=_processes(part, segments),
-        topology=part,
-        job=assembly.token,
-        bootstrap=bootstrap,
-        owns_bootstrap=True,
-        members=assembly.members,
-        ways=_ways_of(whole, assembly.members),
-    )
 
 
 def link_hosts(topology: Topology, exchange: Exchange) -> dict[int, HostLink]:
@@ -430,9 +418,8 @@ def _ways_of(whole: Meeting, members: Sequence[int]) -> dict[int, str]:
 
 def _board(whole: Meeting, topology: Topology) -> Board:
     if not topology.spans_hosts:
-        own = {topology.rank: whole.control.rendezvous}
-        others = {peer: segment.rendezvous for peer, segment in whole.segments.items()}
-        return SegmentBoard(topology.rank, own | others)
+        segments = {topology.rank: whole.control, **whole.segments}
+        return SegmentBoard(topology.rank, {peer: segment.rendezvous for peer, segment in segments.items()})
     board: Callable[[], Board] | None = getattr(whole.bootstrap, "board", None)
     if board is None:
         raise RuntimeUnavailableError(
@@ -494,21 +481,16 @@ class _Refusals:
 
 
 def _find_handles(
-    handles: dict[int, bytes],
-    whole: Meeting,
-    members: Sequence[int],
-    key: int,
-    timeout: float,
-    give_up: Callable[[], None],
-) -> None:
-    """Fills in, by number among the members, the segment that each other member offers under the key."""
+    whole: Meeting, members: Sequence[int], key: int, timeout: float, give_up: Callable[[], None]
+) -> dict[int, bytes]:
+    """Returns, by number among the members, the segment that each other member offers under the key."""
     own = whole.exchange.rank
     missing = {peer: number for number, peer in enumerate(members) if peer != own}
+    handles: dict[int, bytes] = {}
 
     def look() -> bool:
         for peer, number in list(missing.items()):
-            handle = whole.segments[peer].rendezvous.find(key)
-            if handle is not None:
+            if (handle := whole.segments[peer].rendezvous.find(key)) is not None:
                 handles[number] = handle
                 del missing[peer]
         return not missing
@@ -518,6 +500,7 @@ def _find_handles(
         return WaitTimeoutError(message, rank=own, peer=min(missing), operation="split")
 
     wait_until(look, time.monotonic() + timeout, give_up, late)
+    return handles
 
 
 def _mailboxes(rank: int, control: ControlSegment, segments: Mapping[int, ControlSegment]) -> Mailboxes:

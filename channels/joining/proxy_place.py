@@ -117,15 +117,10 @@ def choose_place(where: Where | None, runtime: str, host: str, exchange: Exchang
     """
     from proxyccl.proxy.daemon.job import new_name
 
+    global _known_name  # noqa: PLW0603  one daemon serves all communicators of the process
     default = default_place(runtime) if where is None else where
     wish = Wish(host, where, default, _known_name or new_name(), proc_view())
     place = agree(exchange.all_gather(wish, _WISH, "proxies"), exchange.rank)
-    _remember(place.job_daemon)
-    return place
-
-
-def _remember(name: str) -> None:
-    """Makes this process use the daemon's name for all further communicators, unless it knows one already."""
-    global _known_name  # noqa: PLW0603  one daemon serves all communicators of the process
     with _lock:
-        _known_name = _known_name or name
+        _known_name = _known_name or place.job_daemon
+    return place

@@ -187,7 +187,14 @@ class Survivors:
             for peer in sorted(missing):
                 ended = self._has_ended(peer)  # checked first: the peer may arrive and end between the two checks
                 if board.read(peer, _Subject.ARRIVED.of(attempt)) is not None:
-                    self._compare(peer, attempt)
+                    theirs = board.read(peer, _Subject.EXCLUDED.of(attempt)) or b""
+                    if theirs != self._excluded:
+                        raise MismatchError(
+                            f"exclude: {list(_decode(self._excluded))} here, {list(_decode(theirs))} on rank {peer}",
+                            argument="exclude",
+                            rank=self._rank,
+                            peer=peer,
+                        )
                     missing.discard(peer)
                 elif ended:
                     missing.discard(peer)
@@ -231,16 +238,6 @@ class Survivors:
 
         wait_at_most(over, time.monotonic() + self._timeout)
         return board.settle(question, _FAILED if missing else _SUCCEEDED) == _SUCCEEDED
-
-    def _compare(self, peer: int, attempt: int) -> None:
-        theirs = self._board.read(peer, _Subject.EXCLUDED.of(attempt)) or b""
-        if theirs != self._excluded:
-            raise MismatchError(
-                f"exclude: {list(_decode(self._excluded))} here, {list(_decode(theirs))} on rank {peer}",
-                argument="exclude",
-                rank=self._rank,
-                peer=peer,
-            )
 
 
 def _encode(ranks: Collection[int]) -> bytes:

@@ -175,10 +175,6 @@ class ControlSegment:
         """The CPU's address of the record's cause: its length in bytes, then its text."""
         return self.memory.host_ptr + _CAUSE_OFFSET
 
-    def _read_cause(self) -> str:
-        length = min(ctypes.c_uint32.from_address(self._cause).value, MOST_CAUSE_BYTES)
-        return ctypes.string_at(self._cause + 4, length).decode(errors="replace")
-
     def record(self) -> ErrorRecord:
         """Returns the error record. A rank that was told of another rank's failure takes that rank's record.
 
@@ -205,6 +201,7 @@ class ControlSegment:
         return self._read_record(error)
 
     def _read_record(self, error: ProxycclErrorRecordPointer) -> ErrorRecord:
+        length = min(ctypes.c_uint32.from_address(self._cause).value, MOST_CAUSE_BYTES)
         return ErrorRecord(
             code=error.code or lib.proxyccl_control_abort(self._control),
             rank=error.rank,
@@ -217,7 +214,7 @@ class ControlSegment:
             seen=error.seen,
             offset=error.offset,
             size=error.size,
-            cause=self._read_cause() if error.code else "",
+            cause=ctypes.string_at(self._cause + 4, length).decode(errors="replace") if error.code else "",
         )
 
     def request_report(self) -> None:
