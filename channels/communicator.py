@@ -16,9 +16,8 @@ from proxyccl.channels.collectives.tensor_calls import TensorCalls
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import ChannelSet
 from proxyccl.channels.joining.bootstrap import as_bootstrap, of_process_group, require_mpi
-from proxyccl.channels.joining.meeting import meet
-from proxyccl.channels.joining.proxy_options import ProxyOptions
-from proxyccl.channels.joining.proxy_place import requested_place
+from proxyccl.channels.joining.meeting import Options, meet
+from proxyccl.channels.joining.proxy_place import ProxyOptions, requested_place
 from proxyccl.channels.joining.topology import Topology, TransportChoice
 from proxyccl.channels.lent_memory import limit_of_environment
 from proxyccl.channels.memory import RegisteredMemory, allocate, deregister, register
@@ -154,25 +153,16 @@ class Communicator(CollectiveCalls):
             raise ArgumentError("runtime", f"must be a name, a Runtime or None, not {runtime!r}")
         policy = requested_policy(cta_policy)
         limit_of_environment()  # refuses a wrong value before the ranks meet
-        proxy_options = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
+        proxies = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
         bounded = timeout_from(timeout)
         if linger is not None:
             linger = as_seconds(linger, "linger", "must be a number of seconds from 0 on", may_be_none=True)
-        joined, made_here = as_bootstrap(bootstrap)
-        meeting = meet(
-            joined,
-            runtime,
-            owns_bootstrap=made_here,
-            device=device,
-            timeout=bounded,
-            local_world_size=local_world_size,
-            transport=transport,
-            transport_options=TransportOptions(
-                rdma or RdmaOptions.from_environment(), fabric or FabricOptions.from_environment()
-            ),
-            proxy_options=proxy_options,
-            linger=linger,
+        transports = TransportOptions(
+            rdma or RdmaOptions.from_environment(), fabric or FabricOptions.from_environment()
         )
+        options = Options(proxies, transports, transport, local_world_size, linger)
+        joined, made_here = as_bootstrap(bootstrap)
+        meeting = meet(joined, runtime, options, owns_bootstrap=made_here, timeout=bounded, device=device)
         self._open(Group(meeting), policy)
 
     def _open(self, group: Group, cta_policy: CtaPolicy | None) -> None:

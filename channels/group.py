@@ -80,7 +80,8 @@ class Group:
         timeout: bound of every wait, in seconds.
         thread: number of the thread that made the group.
         topology: the placement of the ranks.
-        runtime, exchange, control, job, linger, ways, members: as for `Meeting`.
+        runtime, exchange, control, job, ways, members: as for `Meeting`.
+        linger: how long the process waits for peers at its end, in seconds; None for the time-out.
         parent: the group from which this one was split, and with which it ends; None if it was not split.
         failure: whether the group can still be used.
         launches: orders this rank's launches.
@@ -114,7 +115,7 @@ class Group:
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
         self._one_caller = OneCaller()
-        self.linger, self.ways, self.members = meeting.linger, meeting.ways, meeting.members
+        self.linger, self.ways, self.members = meeting.options.linger, meeting.ways, meeting.members
         self.exchange = exchange = meeting.exchange
         self.rank, self.world_size, self.timeout = exchange.rank, exchange.world_size, exchange.timeout
         self.thread = threading.get_ident()

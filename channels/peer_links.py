@@ -62,7 +62,7 @@ class PeerLinks:
         self, meeting: Meeting, failure: FailureState, description: Description, whole: PeerLinks | None
     ) -> None:
         self._runtime, self._control, self._segments = meeting.runtime, meeting.control, meeting.segments
-        self._exchange, self._failure, self._options = meeting.exchange, failure, meeting.proxy_options
+        self._exchange, self._failure, self._options = meeting.exchange, failure, meeting.options.proxy
         self.place, self.topology = meeting.place, meeting.topology
         self._description, self._whole = description, whole
         self._lock = threading.RLock()

@@ -141,7 +141,7 @@ class RemoteLinks:
         first = self._control.semaphore_offset(0)
         lower = range(self._exchange.rank)
         self._context = self._proxy().open_remote(
-            self._meeting.transport_options,
+            self._meeting.options.transports,
             range(first, first + self._control.semaphores_bytes),
             near=process_numa_node() if near is None else near,
             # Nodes rehearsed on one host may share devices.

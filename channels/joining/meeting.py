@@ -18,8 +18,7 @@ from msgspec.structs import replace
 
 from proxyccl.channels.joining.bootstrap import Bootstrap
 from proxyccl.channels.joining.exchange import HANDLE, Exchange
-from proxyccl.channels.joining.proxy_options import ProxyOptions
-from proxyccl.channels.joining.proxy_place import ProxyPlace, choose_place
+from proxyccl.channels.joining.proxy_place import ProxyOptions, ProxyPlace, choose_place
 from proxyccl.channels.joining.survivors import MOST_ATTEMPTS, Board, SegmentBoard, Survivors
 from proxyccl.channels.joining.topology import (
     RANK_INFO,
@@ -61,6 +60,16 @@ _NAME = Codec(str, 4096, "name")
 _PART = Codec[tuple[list[int], str]](tuple[list[int], str], 1 << 20, name="split")
 
 
+class Options(Struct, frozen=True):
+    """The choices of a rank's caller, with which the rank may also join further ranks. See `Communicator`."""
+
+    proxy: ProxyOptions
+    transports: TransportOptions
+    transport: TransportChoice
+    local_world_size: int | None
+    linger: float | None
+
+
 class Meeting(Struct, frozen=True):
     """One rank's state after the ranks of a group have met.
 
@@ -73,11 +82,9 @@ class Meeting(Struct, frozen=True):
         topology: the placement of the ranks.
         job: the group's name, the same on all ranks.
         place: where this rank's proxy runs.
-        proxy_options: options of the proxy.
-        transport_options: options of transports between hosts.
+        options: the caller's.
         bootstrap: the bootstrap over which the ranks met.
         owns_bootstrap: whether it is closed with the group.
-        linger: how long the process waits for peers at its end, in seconds; None for the time-out.
         ways: by rank of the host, the kind of socket over which that rank and this one pass descriptors of memory; only
             ranks whose descriptors this rank can't open in /proc.
         crosses_namespaces: whether there are such ranks, or this rank's daemon is in another PID namespace.
@@ -92,11 +99,9 @@ class Meeting(Struct, frozen=True):
     topology: Topology
     job: str
     place: ProxyPlace
-    proxy_options: ProxyOptions
-    transport_options: TransportOptions
+    options: Options
     bootstrap: Bootstrap
     owns_bootstrap: bool
-    linger: float | None
     members: tuple[int, ...] = ()
     ways: dict[int, str] = {}
     crosses_namespaces: bool = False
@@ -105,15 +110,11 @@ class Meeting(Struct, frozen=True):
 def meet(
     bootstrap: Bootstrap,
     runtime: Runtime | str | None,
+    options: Options,
     *,
     owns_bootstrap: bool,
-    device: int | None,
     timeout: float,
-    local_world_size: int | None,
-    transport: TransportChoice,
-    transport_options: TransportOptions,
-    proxy_options: ProxyOptions,
-    linger: float | None = None,
+    device: int | None = None,
 ) -> Meeting:
     """Lets the ranks of a bootstrap meet; all of them call this together. Arguments and errors as for `Communicator`.
     With `owns_bootstrap`, the bootstrap is closed if the meeting fails.
@@ -132,19 +133,19 @@ def meet(
         runtime.activate()
         control = create_segment(runtime, rank, timeout, world_size)
         undo.callback(control.close)
-        place = choose_place(proxy_options.where, runtime.name, hosts[rank], exchange)
+        place = choose_place(options.proxy.where, runtime.name, hosts[rank], exchange)
         in_daemon = place.where == "daemon"
         daemon_missing, missing = missing_in_daemon(timeout) if in_daemon else ("", missing_transports())
         crosses_namespaces = bool(ways) or (in_daemon and is_offered(socket_path()))
         if crosses_namespaces:
             runtime.share_across_namespaces()
-        own = RankInfo.own(
-            runtime,
-            missing,
-            transport=encode_choice(transport, world_size),
-            local_world_size=chosen_local_world_size(local_world_size, world_size),
-            daemon_missing=daemon_missing,
+        own = replace(
+            RankInfo.own(runtime),
             host=hosts[rank],
+            missing=missing,
+            transport=encode_choice(options.transport, world_size),
+            local_world_size=chosen_local_world_size(options.local_world_size, world_size),
+            daemon_missing=daemon_missing,
         )
         infos = exchange.all_gather(own, RANK_INFO, "topology")
         topology = Topology.find(rank, infos, runtime)
@@ -172,11 +173,9 @@ def meet(
             topology,
             job,
             place,
-            proxy_options,
-            transport_options,
+            options,
             bootstrap,
             owns_bootstrap,
-            linger,
             ways=ways,
             crosses_namespaces=crosses_namespaces,
         )
@@ -190,18 +189,9 @@ def _processes(topology: Topology, segments: Mapping[int, ControlSegment]) -> di
 def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:
     """Lets the ranks of a bootstrap meet; this rank brings its group's runtime and options. See `meet`."""
     topology = whole.topology
-    return meet(
-        bootstrap,
-        whole.runtime,
-        owns_bootstrap=owns_bootstrap,
-        device=None,
-        timeout=timeout,
-        local_world_size=topology.ranks[topology.rank].local_world_size,
-        transport=topology.forced_for_all or topology.forced,
-        transport_options=whole.transport_options,
-        proxy_options=whole.proxy_options,
-        linger=whole.linger,
-    )
+    transport, of_node = topology.forced_for_all or topology.forced, topology.ranks[topology.rank].local_world_size
+    options = replace(whole.options, transport=transport, local_world_size=of_node)
+    return meet(bootstrap, whole.runtime, options, owns_bootstrap=owns_bootstrap, timeout=timeout)
 
 
 def meet_apart(

@@ -67,21 +67,11 @@ class RankInfo(Message, frozen=True):
     daemon_missing: str = ""
 
     @classmethod
-    def own(
-        cls,
-        runtime: Runtime,
-        missing: dict[str, str] | None = None,
-        transport: str = "",
-        local_world_size: int | None = None,
-        daemon_missing: str = "",
-        host: str | None = None,
-    ) -> RankInfo:
-        """Describes this process on this machine; `host` is the name of the machine that the ranks agree on
-        (`find_hosts`).
-        """
+    def own(cls, runtime: Runtime) -> RankInfo:
+        """Describes this process on this machine, without its caller's choices."""
         pid = os.getpid()
         return cls(
-            host or host_name(),
+            host_name(),
             pid,
             start_of(pid),
             runtime.name,
@@ -89,10 +79,6 @@ class RankInfo(Message, frozen=True):
             view=proc_view(),
             token=forks.here().token.hex(),
             cores=encode_cores(cores_of(pid)),
-            missing=missing or {},
-            transport=transport,
-            local_world_size=local_world_size,
-            daemon_missing=daemon_missing,
         )
 
     @property

@@ -52,7 +52,7 @@ def on_all_ranks(body: Callable[[RemoteLinks, Context], object]) -> list[Any]:
             control=SimpleNamespace(semaphore_offset=lambda _: 0, semaphores_bytes=8),
             exchange=Exchange(bootstraps[rank], TIMEOUT),
             topology=SimpleNamespace(same_host=lambda _: False),
-            transport_options=TransportOptions(),
+            options=SimpleNamespace(transports=TransportOptions()),
         )
         proxy: Any = SimpleNamespace(open_remote=lambda *_, **__: context)
         links = RemoteLinks(meeting, lambda: proxy, core_share=1)
