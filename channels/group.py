@@ -126,7 +126,7 @@ class Group:
         self.mappings = HandleCache(self._mapped.lease, below=self._mapped)
         call_log = CallLog(self.control, self._segments, self.rank)
         self.launches = Launches(self.runtime, self.failure, call_log, self.rank, self.world_size)
-        self.vain_waits = VainWaits(self.failure, self.control, self._segments, self.launches, self.linger)
+        self.vain_waits = VainWaits(meeting, self.failure, self.launches)
         self.inventory = Inventory()
         self.symmetric = SymmetricMemory(meeting, self.mappings, self.launches.calls)
         self.lent_memory = LentMemory(self.runtime, self.symmetric, self.launches.calls)

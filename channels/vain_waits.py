@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from proxyccl.channels.calls.launches import Launches
+from proxyccl.channels.joining.meeting import Meeting
 from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.segment.call_log import counts_in
-from proxyccl.channels.segment.control import ControlSegment, Presence
+from proxyccl.channels.segment.control import Presence
 
 _LOOK_SECONDS = 0.25
 
@@ -19,24 +20,13 @@ class VainWaits:
     The call log shows waits of collectives. Transfers are not logged, so their wait is bounded by `linger`, but only at
     the group's end: a program's own work may take longer.
 
-    Args:
-        control, segments: of this rank, and of the host's other ranks.
-        linger: the bound in seconds; None for no bound.
-
     Attributes:
         makes_transfers: whether calls are made that the call log lacks.
     """
 
-    def __init__(
-        self,
-        failure: FailureState,
-        control: ControlSegment,
-        segments: Mapping[int, ControlSegment],
-        launches: Launches,
-        linger: float | None,
-    ) -> None:
-        self._failure, self._launches, self._linger = failure, launches, linger
-        self._control, self._segments = control, segments
+    def __init__(self, meeting: Meeting, failure: FailureState, launches: Launches) -> None:
+        self._meeting, self._failure, self._launches = meeting, failure, launches
+        self._linger = meeting.options.linger
         self.makes_transfers = False
         self._leaving = False
         self._work_ends_by = math.inf
@@ -66,8 +56,8 @@ class VainWaits:
             self._compare_calls()
 
     def _compare_calls(self) -> None:
-        calls = sum(counts_in(self._control).values())
-        for peer, segment in self._segments.items():  # a peer announces that it has left after its last call
+        calls = sum(counts_in(self._meeting.control).values())
+        for peer, segment in self._meeting.segments.items():  # a peer announces that it has left after its last call
             if segment.presence is Presence.LEFT and calls > sum(counts_in(segment).values()):
                 self._note(peer)
                 return
