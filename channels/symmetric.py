@@ -27,7 +27,6 @@ from proxyccl.channels.segment.announcements import (
     UNREACHED,
     Announcements,
 )
-from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ProxyCCLError, ResourceError
 from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.memory.handle_cache import HandleCache
@@ -392,17 +391,6 @@ class SymmetricMemory:
                 del self._withdrawn[entry]
             self._free += done
         return bool(done)
-
-    def reached(self, view: ArrayView) -> list[int] | None:
-        """Returns, by rank, the address at which that rank's kernels reach the array, this rank's included. None if not
-        all ranks reach the array, or not all have replied yet.
-        """
-        announced = self.find(view.ptr, view.nbytes)
-        replies = None if announced is None else self._replies(announced.entry)
-        if announced is None or replies is None or UNREACHED in replies:
-            return None
-        offset = view.ptr - announced.start
-        return [view.ptr if rank == self._rank else replies.pop(0) + offset for rank in range(self._world_size)]
 
     @property
     def lent_sizes(self) -> list[int]:
