@@ -33,7 +33,7 @@ from proxyccl.device.memory.handle_cache import HandleCache
 from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.device.process import forks
 from proxyccl.device.process.left_behind import take_each
-from proxyccl.device.runtime import Allocations, Memory
+from proxyccl.device.runtime import Memory
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.memory_table import windows_of
 from proxyccl.proxy.trigger import MAX_MEMORIES
@@ -48,8 +48,7 @@ class Announced(Struct):
         entry: the range's number in the table.
         start, end: the range's addresses.
         handle: the exported handle by which peers map the range.
-        allocations: the allocations that held the range when it was announced.
-        guard: checks that the range still lies in these allocations.
+        guard: checks that the range still lies in the allocations that held it when it was exported.
         memory: keeps the range from being freed until no peer maps it; None if the owner frees it.
         users: the number of `announce` calls that have not been withdrawn.
         proxy_memory: the range's first id in this rank's proxy, if it has one.
@@ -64,7 +63,6 @@ class Announced(Struct):
     start: int
     end: int
     handle: bytes
-    allocations: Allocations
     guard: AllocationGuard
     memory: object = None
     users: int = 1
@@ -95,13 +93,13 @@ class Export(Struct, frozen=True):
     Attributes:
         ptr, nbytes: address and size.
         handle: the handle by which peers map the range.
-        allocations: the allocations that held the range.
+        guard: checks that the range still lies in the allocations that held it.
     """
 
     ptr: int
     nbytes: int
     handle: bytes
-    allocations: Allocations
+    guard: AllocationGuard
 
 
 class _Handled(Struct):
@@ -256,7 +254,7 @@ class SymmetricMemory:
         except ProxyCCLError:  # private memory, which calls stage
             return None
         if len(handle) <= LONGEST_HANDLE:
-            return Export(ptr, nbytes, handle, allocations)
+            return Export(ptr, nbytes, handle, AllocationGuard(self._runtime.calls, allocations))
         self._runtime.end_export(handle)
         return None
 
@@ -264,10 +262,7 @@ class SymmetricMemory:
         """Announces a range that the program has not registered, unless it is announced or has changed since its
         export.
         """
-        guard = AllocationGuard(self._runtime.calls, exported.allocations)
-        with self._runtime.current():
-            is_unchanged = guard.holds
-        if is_unchanged and self.find(exported.ptr, exported.nbytes) is None:
+        if self._is_unchanged(exported) and self.find(exported.ptr, exported.nbytes) is None:
             self._announce(exported, lent=True)
         else:
             self._runtime.end_export(exported.handle)
@@ -276,14 +271,13 @@ class SymmetricMemory:
         self, exported: Export, memory: object = None, *, reserved: bool = False, lent: bool = False
     ) -> Announced | None:
         start, handle = exported.ptr, exported.handle
-        guard = AllocationGuard(self._runtime.calls, exported.allocations)
         with self._lock:
             self.let_go_withdrawn()
             if self._closed or len(self._free) <= (0 if reserved else _RESERVED_ENTRIES):
                 self._runtime.end_export(handle)
                 return None
             entry, end = self._free.pop(), start + exported.nbytes
-            announced = Announced(entry, start, end, handle, exported.allocations, guard, memory, lent=lent)
+            announced = Announced(entry, start, end, handle, exported.guard, memory, lent=lent)
             self._announced[announced.entry] = announced
             self._own.announce(announced.entry, handle)
             if lent and self._proxy is not None:
@@ -470,9 +464,9 @@ class SymmetricMemory:
             self._forget(announced)
         return None
 
-    def _is_unchanged(self, announced: Announced) -> bool:
+    def _is_unchanged(self, found: Announced | Export) -> bool:
         with self._runtime.current():
-            return announced.guard.holds
+            return found.guard.holds
 
     def _replies(self, entry: int) -> list[int] | None:
         return self._own.replies(entry, [self._numbers[peer] for peer in sorted(self._peers)])
