@@ -106,7 +106,7 @@ class Collective(ABC):
 
     @abstractmethod
     def launch(self, collectives: Collectives, call: Call) -> Launchable:
-        """Prepares this rank's part of a call. Other arrays with the same signature (calls/table.c) may take the places
+        """Prepares this rank's part of a call. Other arrays with the same signature (calls/kept_forms.h) may take the places
         of the call's arrays."""
 
     def new_output(self, collectives: Collectives, x: Any) -> Any:

@@ -338,7 +338,7 @@ class Watcher:
         """
         try:
             ended = _is_readable(self._processes.descriptor_of(peer), milliseconds)
-            return ended or (milliseconds > 0 and self._processes.is_ending(peer))
+            return ended or (milliseconds > 0 and self._processes.processes[peer].is_ending)
         except ProcessLookupError:
             return True
         except (ResourceError, OSError):
