@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 INCLUDE_DIRS = ["device/include", "device/kernels"]
-CALLS = ("module", "table", "form", "form_list", "flow_calls", "arrays", "reach")
+CALLS = ("module", "table", "kept_forms", "form", "form_list", "flow_calls", "arrays", "reach")
 EXPERT_CALLS = ("descriptor", "layer_form", "dispatch_form", "combine_form")
 BUILD_SCRIPTS = ("device/build_native", "proxy/build_engine", "proxy/build_transfers")
 JOBS = len(os.sched_getaffinity(0))

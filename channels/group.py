@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import math
-import os
 import threading
 import time
 from collections import Counter
@@ -16,20 +13,20 @@ from typing import Protocol
 from proxyccl.channels.calls.launches import Launches
 from proxyccl.channels.handles import Inventory
 from proxyccl.channels.joining.bootstrap import Bootstrap
-from proxyccl.channels.joining.meeting import Meeting, meet_apart, meet_survivors, regroup
+from proxyccl.channels.joining.meeting import Meeting, link_hosts, meet_apart, meet_survivors, regroup
 from proxyccl.channels.joining.one_caller import OneCaller
-from proxyccl.channels.joining.topology import Topology
 from proxyccl.channels.lent_memory import LentMemory
 from proxyccl.channels.liveness.aftermath import Aftermath
 from proxyccl.channels.liveness.failure import FailureState, Observer
-from proxyccl.channels.liveness.host_links import OFFER, HostLink, Listener
+from proxyccl.channels.liveness.host_links import HostLink
 from proxyccl.channels.liveness.watcher import Watcher
 from proxyccl.channels.peer_links import PeerLinks
-from proxyccl.channels.segment.call_log import CallLog, counts_in
+from proxyccl.channels.segment.call_log import CallLog
 from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.segment.published import Neighbour, Published
 from proxyccl.channels.semaphore_words import SemaphoreWords
 from proxyccl.channels.symmetric import SymmetricMemory
+from proxyccl.channels.vain_waits import VainWaits
 from proxyccl.device.driver import LOST_CONTEXT
 from proxyccl.device.errors import (
     ArgumentError,
@@ -52,9 +49,7 @@ _CIRCLE_SECONDS = 0.1
 """A peer that waits this long for the end of another communicator may be waiting for this rank."""
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.25
-"""How often the watcher checks whether this rank waits for a peer that has closed the communicator, or has lost its
-context.
-"""
+"""How often the watcher checks whether this rank has lost its context."""
 
 
 class Shared(Protocol):
@@ -62,7 +57,6 @@ class Shared(Protocol):
 
     def close(self) -> None:
         """Frees the memory. All ranks must have stopped using it."""
-        ...
 
 
 class StreamWaits(Protocol):
@@ -70,11 +64,9 @@ class StreamWaits(Protocol):
 
     def look_for_timeouts(self, now: float) -> None:
         """Ends the communicator if a stream has waited for too long; `now` is a time of `time.monotonic`."""
-        ...
 
     def release_streams(self) -> None:
         """Releases all streams that wait for these words, now and later."""
-        ...
 
 
 class Group:
@@ -86,26 +78,22 @@ class Group:
     Attributes:
         rank, world_size: this rank's number, and the number of ranks.
         timeout: bound of every wait, in seconds.
-        linger: how long the process waits for peers at its end, in seconds; None for `timeout`, after which a report is
-            written.
-        runtime: this rank's runtime.
-        job: the communicator's name, the same on all ranks.
         thread: number of the thread that made the group.
-        control: this rank's control segment.
         topology: the placement of the ranks.
-        ways: by rank of this host, the kind of socket over which the two pass each other descriptors of memory:
-            "network", "directory" or "daemon". Ranks that open each other's descriptors in /proc are left out.
-        members: by rank, its number in the group that this one was made from; empty if it was made from none.
-        exchange: exchanges between all ranks.
+        runtime, exchange, control, job, ways, members: as for `Meeting`.
+        linger: how long the process waits for peers at its end, in seconds; None for the time-out.
+        parent: the group from which this one was split, and with which it ends; None if it was not split.
         failure: whether the group can still be used.
         launches: orders this rank's launches.
         links: this rank's proxy, and its connections.
         mappings: memory of peers that is mapped here.
         stream_waits: words that streams of this rank wait for and that no proxy writes.
+        vain_waits: ends the group if this rank waits for peers that make no more calls.
         inventory: the channels and semaphores in use.
         semaphore_words: the words that peers' kernels signal.
         symmetric: this rank's arrays that peers' kernels reach.
         lent_memory: memory of other allocators that peers reach.
+        kept: the memory that `keep` keeps, the oldest first.
     """
 
     def __init__(self, meeting: Meeting, parent: Group | None = None, mapped: HandleCache | None = None) -> None:
@@ -121,16 +109,13 @@ class Group:
         self._closing = threading.RLock()
         self._released = True  # until all fields that `discard` frees are set
         self._meeting = meeting
-        self._parent: Group | None = parent
+        self.parent = parent
         self._shrunk = ""  # what to do instead of another `shrink`
-        self._next_look = self._next_context_look = 0.0  # times of the next check for calls in vain, and of the context
-        self.makes_transfers = False  # whether calls are made that the call log lacks
-        self._leaving = False  # whether the group is at its end, and waits for its work
-        self._work_ends_by = math.inf  # the time at which the watcher ends the group
+        self._next_context_look = 0.0
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
         self._one_caller = OneCaller()
-        self.linger, self.ways, self.members = meeting.linger, meeting.ways, meeting.members
+        self.linger, self.ways, self.members = meeting.options.linger, meeting.ways, meeting.members
         self.exchange = exchange = meeting.exchange
         self.rank, self.world_size, self.timeout = exchange.rank, exchange.world_size, exchange.timeout
         self.thread = threading.get_ident()
@@ -141,18 +126,11 @@ class Group:
         self.mappings = HandleCache(self._mapped.lease, below=self._mapped)
         call_log = CallLog(self.control, self._segments, self.rank)
         self.launches = Launches(self.runtime, self.failure, call_log, self.rank, self.world_size)
+        self.vain_waits = VainWaits(meeting, self.failure, self.launches)
         self.inventory = Inventory()
-        self.symmetric = SymmetricMemory(
-            self.runtime,
-            self.mappings,
-            self.control.announcements,
-            {peer: segment.announcements for peer, segment in self._segments.items()},
-            meeting.topology,
-            self.rank,
-            self.launches.calls,
-        )
+        self.symmetric = SymmetricMemory(meeting, self.mappings, self.launches.calls)
         self.lent_memory = LentMemory(self.runtime, self.symmetric, self.launches.calls)
-        self._kept: list[Shared] = []
+        self.kept: list[Shared] = []
         self.semaphore_words = SemaphoreWords(self.runtime, self.mappings, exchange, self.keep)
         self.stream_waits: list[StreamWaits] = []
         self._aftermath = Aftermath(
@@ -165,25 +143,15 @@ class Group:
         self._watcher: Watcher
         self.runtime.in_flight.follow(self.launches)
         self._description = Description.of_this_program(self.rank, self.world_size, self.job, meeting.ways)
-        self.links: PeerLinks = PeerLinks(
-            self.runtime,
-            self.control,
-            self._segments,
-            exchange,
-            self.failure,
-            meeting.topology,
-            proxy_place=meeting.place,
-            proxy_options=meeting.proxy_options,
-            transport_options=meeting.transport_options,
-            description=self._description,
-            whole=None if parent is None else parent.links,
-        )
+        of_parent = None if parent is None else parent.links
+        self.links: PeerLinks = PeerLinks(meeting, self.failure, self._description, of_parent)
         self._published: Published | None = None
         self._host_links: dict[int, HostLink] = {}
         self._end_pins = self.runtime.keep_pins()
         self._released = False
         self.links.bring_up()
-        self._host_links = self._link_hosts()
+        self.topology = self.links.topology
+        self._host_links = link_hosts(self.topology, exchange)
 
     def split(self, members: Sequence[int], timeout: float, bootstrap: Bootstrap | None) -> Group:
         """Makes a group of some ranks of this one, numbered by their places in the list. Only these ranks call this,
@@ -221,7 +189,7 @@ class Group:
             raise
         for peer in set(range(self.world_size)) - {*meeting.members, *excluded}:
             if not self._watcher.has_ended(peer):
-                self._late(peer, "shrink", "come", timeout)
+                self.late(peer, "shrink", "come", timeout)
         return Group(meeting, mapped=self._mapped)
 
     def grow(self, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Group:
@@ -252,46 +220,30 @@ class Group:
         except KernelError as error:
             _logger.warning("rank %d: a kernel failed, as the end of its communicator found: %s", self.rank, error)
 
-    def _link_hosts(self) -> dict[int, HostLink]:
-        topology = self.links.topology
-        if not topology.spans_hosts:
-            return {}
-        others = [peer for peer in range(self.world_size) if not topology.same_host(peer)]
-        listener = Listener(self.rank)
-        try:
-            offers = self.exchange.all_gather(listener.offer(len(others)), OFFER, "links between hosts")
-            return listener.join(others, offers, self.timeout, lambda: None)
-        finally:
-            listener.close()
-
     def open(self, observer: Observer) -> None:
         """Opens the group: from now on failures are noticed, passed on and reported. If it fails, `discard` follows."""
-        # All ranks open their groups before any kernel waits for a peer, because `Collectives.start` exchanges once
-        # more.
+        # No kernel waits for a peer before all ranks have opened, because `Collectives.start` exchanges once more.
         try:
             self._begin_watching(observer)
         except BaseException:
             observer.close()
             raise
-        with _open_lock:
-            orphan = self._parent is not None and self._parent.failure.closed
+        with open_lock:
+            orphan = self.parent is not None and self.parent.failure.closed
             if not orphan:
-                beside = [group for group in _open_groups if group._has_peers_on(self.runtime.device_id)]
-                for group in (*beside, self) if beside and self.world_size > 1 else ():
+                device = self.runtime.device_id  # where kernels of these groups may wait for peers
+                waiting = [g for g in (*open_groups, self) if g.world_size > 1 and g.runtime.device_id == device]
+                for group in waiting if len(waiting) > 1 and self.world_size > 1 else ():
                     group.launches.log.share_device()
-                _open_groups.append(self)
-                if self._parent is not None:
-                    self._parent._children.append(self)
-        if self._parent is None:  # the groups split from this one find the daemon started
+                open_groups.append(self)
+                if self.parent is not None:
+                    self.parent._children.append(self)
+        if self.parent is None:  # the groups split from this one find the daemon started
             self.links.start_early()
         if orphan:
             self.failure.abort("the communicator that it was split from was closed")
-            self._release(healthy=False)
+            self.release(healthy=False)
             raise ClosedError("the communicator was closed meanwhile")
-
-    def _has_peers_on(self, device_id: str) -> bool:
-        """Whether kernels of this group that wait for peers may run on a device."""
-        return self.world_size > 1 and self.runtime.device_id == device_id
 
     def _begin_watching(self, observer: Observer) -> None:
         def each_turn() -> int:
@@ -300,8 +252,7 @@ class Group:
             now = time.monotonic()
             for waits in tuple(self.stream_waits):
                 waits.look_for_timeouts(now)
-            self._end_work_in_vain(now)
-            self._end_call_in_vain(now)
+            self.vain_waits.look(now, lambda: not self.peers_present())
             if self.control.take_report_request():
                 observer.asked()
             if (proxy := self.links.proxy_if_started) is not None:
@@ -333,7 +284,7 @@ class Group:
             each_turn=each_turn,
             end_waits=end_waits,
             on_error=lambda error: self.failure.abort(f"its watcher has failed: {type(error).__name__}: {error}"),
-            parent=None if self._parent is None else self._parent._watcher,
+            parent=None if self.parent is None else self.parent._watcher,
             members=self._meeting.members,
         )
         self._aftermath.begin()
@@ -345,40 +296,12 @@ class Group:
         """Ends the group if an error destroyed this process's context on its GPU, which the driver reports only when
         queried. The query uses a stream on which nothing else depends.
         """
-        if self._parent is None and now >= self._next_context_look:
+        if self.parent is None and now >= self._next_context_look:
             self._next_context_look = now + _LOOK_SECONDS
             try:
                 self.launches.default_stream.query()
             except DriverError as error:  # at the process's end the driver returns other errors
                 self._file(error)
-
-    def _end_work_in_vain(self, now: float) -> None:
-        """Ends the group if its transfers wait, at its end, for peers that make no more calls.
-
-        For collectives, the call log shows such waits. A program's own work may take longer.
-        """
-        linger = self.linger
-        if linger is None:
-            return
-        is_unbounded = self._leaving and self.makes_transfers and self._work_ends_by == math.inf
-        if is_unbounded and not self._peers_present():
-            self._work_ends_by = now + linger
-        if now > self._work_ends_by:
-            self._work_ends_by = math.inf
-            self.failure.abort(f"it ended here, and its work did not end within {linger:g} s")
-
-    def _end_call_in_vain(self, now: float) -> None:
-        """Ends the group if this rank has made more calls than a peer of its host that has closed the group."""
-        if now < self._next_look or not self.failure.usable:
-            return
-        self._next_look = now + _LOOK_SECONDS
-        left = [peer for peer, segment in self._segments.items() if segment.presence is Presence.LEFT]
-        for peer in left:  # the peer announced its leaving after its last call
-            if sum(counts_in(self.control).values()) > sum(counts_in(self._segments[peer]).values()):
-                ((_, call),) = self.launches.recent_calls(1) or [(0, {"collective": "a collective"})]
-                what = f"calls {call['collective']}, and rank {peer} has closed the communicator or ended its program"
-                self.failure.note_mismatch(peer, functools.partial(_by, what))
-                return
 
     def _publish(self) -> Published:
         ranks = self.topology.ranks
@@ -389,11 +312,6 @@ class Group:
             if self.topology.same_host(rank) and (rank == self.rank or ranks[rank].view == own.view != 0)
         )
         return Published(self.control, self._description, own.host, own.runtime, self.runtime.device, neighbours)
-
-    @property
-    def topology(self) -> Topology:
-        """The placement of the ranks."""
-        return self.links.topology
 
     @property
     def crosses_namespaces(self) -> bool:
@@ -450,12 +368,7 @@ class Group:
         """Keeps memory alive until the group ends or `let_go`, because peers may access it after its user has dropped
         it.
         """
-        self._kept.append(shared)
-
-    @property
-    def kept(self) -> tuple[Shared, ...]:
-        """The kept memory, the oldest first."""
-        return tuple(self._kept)
+        self.kept.append(shared)
 
     def let_go(self, shared: Shared, *owned: object) -> None:
         """Undoes `keep`. After a failure, the memory is kept until no kernel of a peer can access it.
@@ -464,7 +377,7 @@ class Group:
             shared: the argument of `keep`.
             owned: the resources that `shared` releases itself.
         """
-        self._kept.remove(shared)
+        self.kept.remove(shared)
         if self.failure.aborted:
             self._aftermath.keep(shared, *owned)
 
@@ -482,8 +395,8 @@ class Group:
         with self._closing:
             if self._released:
                 return
-            if not self.failure.opening:  # the group is being watched
-                self._release(healthy=False)
+            if self.failure.state != "opening":  # the group is being watched
+                self.release(healthy=False)
                 return
             self._released = True
             self.exchange.end()
@@ -521,29 +434,28 @@ class Group:
         with self._closing:
             if self.failure.closed:
                 return
-            if not self._leave(reason):
-                self._release(healthy=False)
+            if not self.leave(reason):
+                self.release(healthy=False)
                 return
             healthy = False
             try:
                 healthy = wait and self._wait_for_peers()
             except CommunicatorError:
-                self._release(healthy=False)
+                self.release(healthy=False)
                 raise
             except BaseException:  # raised by a signal handler; the peers know that this rank has left
                 self._release_later()
                 raise
             if healthy:
-                self._release(healthy=True)
+                self.release(healthy=True)
             else:
                 self._release_later()
 
-    def _leave(self, reason: str = "") -> bool:
+    def leave(self, reason: str = "") -> bool:
         """Ends this rank's work and tells the peers. Returns False if the group has failed, also during this call."""
-        self._leaving = True
         children = list(self._children)
-        for child in children:  # all of them, because a wait for one also waits for the others' work on the device
-            child._leaving = True
+        for each in (self, *children):  # because a wait for one also waits for the others' work on the device
+            each.vain_waits.begin()
         for child in children:
             child._leave_with_parent(reason)
         if not self.failure.usable:
@@ -558,8 +470,7 @@ class Group:
             self.failure.abort(f"its work failed: {error}")
             return False
         self.links.drain_for_peers()
-        self._leaving = False
-        self._work_ends_by = math.inf
+        self.vain_waits.end()
         if not self.failure.usable:
             return False
         self._watcher.announce(Presence.LEFT, self.exchange.made)
@@ -569,7 +480,7 @@ class Group:
         """Leaves before the group that this one was split from; that group then releases this one."""
         with self._closing:
             if not self.failure.closed:
-                self._leave(reason)
+                self.leave(reason)
                 self._close_for_use()
 
     def has_left(self, peer: int | None) -> bool:
@@ -580,7 +491,7 @@ class Group:
                 return False
             return any(each != self.rank and self._watcher.presence(each) is Presence.LEFT for each in peers)
 
-    def _peers_present(self) -> dict[int, Presence]:
+    def peers_present(self) -> dict[int, Presence]:
         peers = {peer: self._watcher.presence(peer) for peer in range(self.world_size) if peer != self.rank}
         return {peer: presence for peer, presence in peers.items() if presence is not Presence.LEFT}
 
@@ -591,7 +502,7 @@ class Group:
         deadline = time.monotonic() + self.timeout
         waiting_elsewhere_since: float | None = None
         with self._announced_elsewhere():
-            while present := self._peers_present():
+            while present := self.peers_present():
                 self.failure.check()
                 now = time.monotonic()
                 if any(presence is Presence.PRESENT for presence in present.values()):
@@ -601,7 +512,7 @@ class Group:
                 elif now > waiting_elsewhere_since + _CIRCLE_SECONDS:
                     return False
                 if now > deadline:
-                    raise self._late(min(present), "close", "close the communicator", self.timeout)
+                    raise self.late(min(present), "close", "close the communicator", self.timeout)
                 time.sleep(_POLL_SECONDS)
         return True
 
@@ -610,10 +521,10 @@ class Group:
         """A context for a wait for the end of this group, which is announced to the peers of this thread's other
         groups.
         """
-        with _open_lock:
+        with open_lock:
             others = [
                 other
-                for other in _open_groups
+                for other in open_groups
                 if other is not self and other.thread == threading.get_ident() and other.failure.usable
             ]
         for other in others:
@@ -624,7 +535,7 @@ class Group:
             for other in others:
                 other._watcher.announce(Presence.PRESENT)
 
-    def _late(self, peer: int, operation: str, what: str, timeout: float) -> CommunicatorError:
+    def late(self, peer: int, operation: str, what: str, timeout: float) -> CommunicatorError:
         """Ends the group because a peer did not do something in time. Returns the exception."""
         late = WaitTimeoutError(
             f"{operation}: rank {peer} did not {what} within {timeout:g} s",
@@ -634,18 +545,6 @@ class Group:
         )
         return self.failure.file_exchange_failure(late)
 
-    def _wait_at_exit(self, deadline: float) -> None:
-        """Waits for the peers, then ends this group. If a peer does not come, only a report tells, because no caller
-        can catch errors.
-        """
-        while (present := self._peers_present()) and not self.failure.aborted:
-            if time.monotonic() > deadline:
-                if self.linger is not None:
-                    break
-                self._late(min(present), "close", "close the communicator", self.timeout)
-            time.sleep(_POLL_SECONDS)
-        self._release(healthy=not present)
-
     def _release_later(self) -> None:
         self._close_for_use()
 
@@ -654,14 +553,14 @@ class Group:
                 with self._closing:
                     if self._released:
                         return
-                    if self.failure.aborted or not self._peers_present():
-                        self._release(healthy=True)
+                    if self.failure.aborted or not self.peers_present():
+                        self.release(healthy=True)
                         return
                 time.sleep(Watcher.INTERVAL_MS / 1000)
 
         thread = Thread(wait, f"proxyccl-close-{self.rank}", failed=lambda _: _abandoned.append(self))
-        with _open_lock:
-            _releasing[:] = [*(other for other in _releasing if other[0].is_alive()), (thread, self.linger or 0.0)]
+        with open_lock:
+            releasing[:] = [*(other for other in releasing if other[0].is_alive()), (thread, self.linger or 0.0)]
             thread.start()
 
     def _close_for_use(self) -> None:
@@ -669,11 +568,11 @@ class Group:
         if self._published is not None:
             self._published.withdraw()
         self.launches.recheck_next_call()
-        with _open_lock:
-            if self in _open_groups:
-                _open_groups.remove(self)
+        with open_lock:
+            if self in open_groups:
+                open_groups.remove(self)
 
-    def _release(self, *, healthy: bool) -> None:
+    def release(self, *, healthy: bool) -> None:
         """Frees the group's resources, once. If the group is not healthy or a rank has failed, frees them as after a
         failure.
         """
@@ -684,15 +583,15 @@ class Group:
                     healthy = healthy and not self.failure.aborted
                     self._close_for_use()
                     for child in list(self._children):  # including a child that was just released
-                        child._release(healthy=healthy)
+                        child.release(healthy=healthy)
                     try:
                         self._free(healthy=healthy)
                     finally:
                         self._end_pins()
         finally:
-            if self._parent is not None:
-                with _open_lock, contextlib.suppress(ValueError):  # absent if it was released before
-                    self._parent._children.remove(self)
+            if self.parent is not None:
+                with open_lock, contextlib.suppress(ValueError):  # absent if it was released before
+                    self.parent._children.remove(self)
 
     def _free(self, *, healthy: bool) -> None:
         self.exchange.end()
@@ -700,8 +599,7 @@ class Group:
         self.failure.observer.close()
         if not healthy:
             self._watcher.end_waits()
-        # Kernels that were told to stop still use the memory that is freed below until they have stopped.
-        self._end_kernels()
+        self._end_kernels()  # those that were told to stop use the memory that is freed below until they have stopped
         if not healthy:
             self._aftermath.watch_processes()
         self._watcher.close()
@@ -713,7 +611,7 @@ class Group:
     def _free_memory(self, *, healthy: bool) -> None:
         self.launches.close()
         self.lent_memory.close()
-        reached = [*self._kept, *self.symmetric.memories(), *self._segments.values()]
+        reached = [*self.kept, *self.symmetric.memories(), *self._segments.values()]
         self.symmetric.close()
         self.semaphore_words.close()
         if healthy:
@@ -722,13 +620,13 @@ class Group:
             # This rank no longer reaches any memory. And ranks that shrink the communicator don't wait for it.
             self.control.set_presence(Presence.LEFT)
             self._aftermath.follow(reached)
-            self._kept.clear()
+            self.kept.clear()
         del reached
         self.mappings.close()
         self._mapped.close()
         if healthy:
-            while self._kept:
-                self._kept.pop().close()
+            while self.kept:
+                self.kept.pop().close()
         if self._aftermath.over:
             for segment in self._segments.values():
                 segment.close()
@@ -738,58 +636,13 @@ class Group:
             self._meeting.bootstrap.close()
 
 
-def _by(what: str, this_rank: str, _: str) -> str:
-    """Returns a cause for `FailureState.note_mismatch`, from what this rank does."""
-    return f"{this_rank} {what}"
-
-
 _logger = logging.getLogger("proxyccl")
 _abandoned: list[Group] = []
 """Groups that could not be ended; their resources are kept until the process ends."""
-_open_groups: list[Group] = []
-_open_lock = threading.Lock()
-forks.hold_while_forking(_open_lock)
-_releasing: list[tuple[Thread, float]] = []
+open_groups: list[Group] = []
+"""The groups that this process has open."""
+releasing: list[tuple[Thread, float]] = []
 """Threads that wait for peers, each with its group's `linger`."""
-
-
-def _leave_to_parent() -> None:
-    """In a fork's child: leaves all groups to the parent, which keeps using them. Sends, frees and waits for
-    nothing.
-    """
-    for group in _open_groups:
-        group.failure.leave_to_parent()
-        group.launches.recheck_next_call()
-    _open_groups.clear()
-    _releasing.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def close_at_exit(failure: str) -> None:
-    """Ends the groups that the program left open, in whatever order the ranks made them.
-
-    A program that ends normally ends together with its peers, which may still need this rank's memory. A program that
-    ends by an exception, or with a nonzero status, tells the peers to stop and gives the reason, `failure`; "" for a
-    normal end.
-    """
-    with _open_lock:
-        groups = [group for group in _open_groups if group._parent is None]  # split groups end with their parents
-        transferring = [group for group in _open_groups if group.makes_transfers]
-    left = []
-    ended = time.monotonic()
-    for group in transferring:
-        if group.linger is not None:  # a transfer may wait in vain for a peer that also waits at its end
-            group._work_ends_by = ended + group.linger
-    for group in groups:
-        if group._leave(failure):
-            left.append(group)
-        else:
-            group._release(healthy=False)
-    began = time.monotonic()
-    deadline = began + max((group.timeout for group in groups if group.linger is None), default=0)
-    for group in left:  # all ranks have announced that they leave, so the order of the groups does not matter
-        group._wait_at_exit(deadline if group.linger is None else ended + group.linger)
-    for thread, linger in _releasing:
-        thread.join(max(0, max(deadline, ended + linger) - time.monotonic()))
+open_lock = threading.Lock()
+"""Held while `open_groups` or `releasing` is changed."""
+forks.hold_while_forking(open_lock)

@@ -184,13 +184,11 @@ class DeviceSemaphores(Protocol):
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """Returns the addresses and sizes of the words, for `decode`."""
-        ...
 
     def decode(self, words: bytes) -> Sequence[tuple[int, int, int, int, int]]:
         """Decodes the bytes of `ranges`. Returns peer, number, and the counts of signals that came in, were waited for,
         and were sent.
         """
-        ...
 
 
 class Inventory:

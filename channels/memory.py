@@ -175,7 +175,7 @@ class RegisteredMemory:
                 raise ArgumentError("array", f"peers or the node daemon are in other PID namespaces, and {NOT_PASSED}")
             for transport in group.links.remote.transports if view.nbytes else ():
                 try:
-                    exposed[transport] = group.links.remote.expose(view.ptr, view.nbytes, transport, handle)
+                    exposed[transport] = group.links.remote.context.expose(view.ptr, view.nbytes, transport, handle)
                 except ProxyCCLError as error:
                     unsupported_reasons[transport] = str(error)
             announced = group.symmetric.announce(view.ptr, view.nbytes) if symmetric else None

@@ -6,18 +6,16 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
-from proxyccl.channels.joining.exchange import Exchange
-from proxyccl.channels.joining.proxy_options import ProxyOptions
-from proxyccl.channels.joining.proxy_place import ProxyPlace
-from proxyccl.channels.joining.topology import RankInfo, Topology
+from proxyccl.channels.joining.meeting import Meeting
+from proxyccl.channels.joining.topology import RankInfo
 from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.remote import RemoteLinks
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.process.cores import core_share, usable_cores
-from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.cores import cores_of, decode_cores, parse_cores
 from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient
@@ -28,7 +26,6 @@ from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy, choose_idle
-from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.workers import MAX_RINGS
 
@@ -47,9 +44,8 @@ class PeerLinks:
     """The proxy and the connections that move data between this rank's memory and its peers'.
 
     Args:
-        segments: the control segments of the host's other ranks.
+        meeting: the ranks.
         failure: notified when the proxy fails.
-        transport_options: options of transports between hosts.
         description: the proxy's description for observers.
         whole: the links of the group from which this one was split; None for a group that was not split.
 
@@ -57,55 +53,37 @@ class PeerLinks:
         place: where the proxy runs.
         topology: the placement of the ranks; complete after `bring_up`.
         host_ranks: number of ranks of this host, including ranks that are not members of a split group.
-            container_ranks: those of `host_ranks` in this rank's container.
+        container_ranks: those of `host_ranks` in this rank's container.
         remote: this rank's links to other hosts.
         schedule_ids: memory ids of the proxy that peers' registered ranges take for schedules.
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        control: ControlSegment,
-        segments: Mapping[int, ControlSegment],
-        exchange: Exchange,
-        failure: FailureState,
-        topology: Topology,
-        *,
-        proxy_place: ProxyPlace,
-        proxy_options: ProxyOptions,
-        transport_options: TransportOptions,
-        description: Description,
-        whole: PeerLinks | None = None,
+        self, meeting: Meeting, failure: FailureState, description: Description, whole: PeerLinks | None
     ) -> None:
-        self._runtime = runtime
-        self._control = control
-        self._segments = segments
-        self._exchange = exchange
-        self._failure = failure
-        self.place = proxy_place
-        self._options = proxy_options
-        self._description = description
+        self._runtime, self._control, self._segments = meeting.runtime, meeting.control, meeting.segments
+        self._exchange, self._failure, self._options = meeting.exchange, failure, meeting.options.proxy
+        self.place, self.topology = meeting.place, meeting.topology
+        self._description, self._whole = description, whole
         self._lock = threading.RLock()
         self._proxy: Proxy | None = None
-        self._whole = whole
-        devices = {info.device_id for rank, info in enumerate(topology.ranks) if topology.same_host(rank)}
-        own = runtime.device_id
-        self._daemon = ChosenDaemon(self._addresses, runtime.name, own, sorted(devices - {own}))
+        devices = {info.device_id for info in self._of_host()}
+        own = self._runtime.device_id
+        self._daemon = ChosenDaemon(self._addresses, self._runtime.name, own, sorted(devices - {own}))
         self._connections: dict[tuple[int, bool], Connection] = {}  # by peer and whether for private memory
         self._transports: dict[int, str] = {}
-        self.topology = topology
         self.schedule_ids = 0
         self.host_ranks: int = len(self._of_host()) if whole is None else whole.host_ranks
         self.container_ranks: int = len(self._of_container()) if whole is None else whole.container_ranks
         share = core_share(self.host_ranks, self.container_ranks)
-        self.remote = RemoteLinks(runtime, control, exchange, topology, lambda: self.proxy, transport_options, share)
+        self.remote = RemoteLinks(meeting, lambda: self.proxy, share)
 
     def bring_up(self) -> None:
         """Opens the devices of remote links, if any two ranks need them. All ranks call this together."""
         if self.topology.has_remote_pairs():
             reasons = self.remote.probe(self.topology.transports())
             self.topology = self.topology.with_unsupported_reasons(reasons)
-            self.remote.use(self.topology.transports())
+            self.remote.by_peer = self.topology.transports()
         self._transports = self.topology.transports()
 
     def prepare(self, peers: Collection[int]) -> None:
@@ -142,8 +120,23 @@ class PeerLinks:
                 warnings.warn(_LOADS_LAZILY, RuntimeWarning, stacklevel=2)
             if (limit := self._runtime.queue_limit) is not None:
                 warnings.warn(_SHARES_QUEUES % limit, RuntimeWarning, stacklevel=2)
-            return self._service()
-        return self._daemon_client()
+            return ProxyService(
+                self._runtime,
+                self._control.host_pointer,
+                self._control.memory,
+                idle=self._idle(),
+                cores=self._cores(),
+                **self._common(),
+            )
+        return DaemonClient(
+            self._runtime,
+            self._control.memory,
+            idle=self._options.idle,
+            timeout=lambda: self._exchange.timeout,
+            address=self._daemon,
+            takes_private=self._takes_private,
+            **self._common(),
+        )
 
     def _addresses(self) -> list[DaemonAddress]:
         """Returns the addresses of daemons that may run the proxy; the first daemon that sees this rank's device runs
@@ -160,21 +153,16 @@ class PeerLinks:
         """The proxy, if anything has used it."""
         return self._proxy
 
-    def _service(self) -> ProxyService:
-        options = self._options
-        return ProxyService(
-            self._runtime,
-            self._control.host_pointer,
-            self._control.memory,
-            shared_offset=ControlSegment.service_offset,
-            semaphores_offset=ControlSegment.semaphore_offset(0),
-            **options.rings(self._exchange.world_size),
-            idle=self._idle(),
-            cores=self._cores(),
-            on_failure=self._failure.file_proxy_failure,
-            description=self._description,
-            name=f"proxyccl-{self._exchange.rank}",
-        )
+    def _common(self) -> dict[str, Any]:
+        """Returns the arguments that a proxy of this process and a client of a daemon both take."""
+        return {
+            **self._options.rings(self._exchange.world_size),
+            "shared_offset": ControlSegment.service_offset,
+            "semaphores_offset": ControlSegment.semaphore_offset(0),
+            "on_failure": self._failure.file_proxy_failure,
+            "description": self._description,
+            "name": f"proxyccl-{self._exchange.rank}",
+        }
 
     def _cores(self) -> list[int] | None:
         cores = self._options.cores
@@ -224,23 +212,6 @@ class PeerLinks:
             (beside, beside * threads),
         )
 
-    def _daemon_client(self) -> DaemonClient:
-        options = self._options
-        return DaemonClient(
-            self._runtime,
-            self._control.memory,
-            shared_offset=ControlSegment.service_offset,
-            semaphores_offset=ControlSegment.semaphore_offset(0),
-            **options.rings(self._exchange.world_size),
-            idle=options.idle,
-            on_failure=self._failure.file_proxy_failure,
-            description=self._description,
-            timeout=lambda: self._exchange.timeout,
-            name=f"proxyccl-{self._exchange.rank}",
-            address=self._daemon,
-            takes_private=self._takes_private,
-        )
-
     @property
     def _takes_private(self) -> bool:
         """Whether copies from memory that no other process can map need a separate connection. An explicitly requested
@@ -264,7 +235,7 @@ class PeerLinks:
         key = peer, private and self._takes_private and not remote
         if key not in self._connections:
             self._connections[key] = (
-                self.remote.connect(peer)
+                self.remote.context.open_connection(peer)
                 if remote
                 else self.proxy.connect_copy(peer=peer, transport=transport, private=key[1])
             )

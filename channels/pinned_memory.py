@@ -37,7 +37,8 @@ class PinnedRange:
         self._group, self._remote = group, group.links.remote
         self._memory = group.runtime.allocate_pinned(nbytes)
         self.ptr, self.nbytes = self._memory.ptr, nbytes
-        self._exposed = {name: self._remote.expose_pinned(self._memory, name) for name in self._remote.transports}
+        transports = self._remote.transports
+        self._exposed = {name: self._remote.context.expose_pinned(self._memory, name) for name in transports}
         exposed = {name: (memory.address, memory.key) for name, memory in self._exposed.items()}
         self._offers = group.exchange.all_gather(_Offer(self._memory.handle, exposed), _OFFER, "pinned memory")
         self._opened: list[PinnedMemory] = []

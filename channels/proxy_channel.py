@@ -176,6 +176,17 @@ class ProxyChannel(_RingChannel):
         return int(engine_lib.proxyccl_word_acquire(word))
 
 
+def _new_handle(group: Group, channel: int, peer: int) -> ProxycclProxyChannelPointer:
+    """Returns a channel's handle without semaphores and memory."""
+    service, handle = group.links.proxy, ffi.new("ProxycclProxyChannel *")
+    service.fifo_for(channel).fill_handle(handle.fifo)
+    handle.flushed = ffi.cast("uint64_t *", service.flushed_pointer(channel))
+    handle.completed = ffi.cast("uint64_t *", service.completed_pointer(channel))
+    handle.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
+    handle.channel, handle.peer = channel, peer
+    return handle
+
+
 def connect_handles(
     group: Group,
     dst: RegisteredMemory | PinnedRange,
@@ -208,15 +219,10 @@ def connect_handles(
                 word = group.links.semaphore(peer, peer_channel)
                 word_handle = group.links.semaphore_handle(peer, peer_channel)
                 service.set_channel(channel, connection, word, handle=word_handle)
-            handle = ffi.new("ProxycclProxyChannel *")
-            service.fifo_for(channel).fill_handle(handle.fifo)
+            handle = _new_handle(group, channel, peer)
             handle.semaphore.inbound = ffi.cast("uint64_t *", group.control.semaphore_device(channel))
             handle.semaphore.expected = ffi.cast("uint64_t *", expected.ptr + (p * count + i) * _LINE)
-            handle.flushed = ffi.cast("uint64_t *", service.flushed_pointer(channel))
-            handle.completed = ffi.cast("uint64_t *", service.completed_pointer(channel))
             handle.memory_limits = ffi.cast("uint64_t *", service.memory_limits_pointer)
-            handle.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
-            handle.channel, handle.peer = channel, peer
             handle.dst_memory, handle.src_memory = opened[peer][0], src.source_id(peer)
             opened_channel = ProxyChannel(peer, handle, group, connection.transport, peer_channel)
             channels[peer].append(opened_channel)
@@ -242,13 +248,7 @@ class HandlerChannel(_RingChannel):
     def __init__(self, group: Group, handler: Handler) -> None:
         service = group.links.proxy
         self.id = service.add_handler(handler)
-        handle = ffi.new("ProxycclProxyChannel *")
-        service.fifo_for(self.id).fill_handle(handle.fifo)
-        handle.flushed = ffi.cast("uint64_t *", service.flushed_pointer(self.id))
-        handle.completed = ffi.cast("uint64_t *", service.completed_pointer(self.id))
-        handle.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
-        handle.channel, handle.peer = self.id, group.rank
-        super().__init__(group.rank, handle, service.sleepers)
+        super().__init__(group.rank, _new_handle(group, self.id, group.rank), service.sleepers)
         group.inventory.add_channel(self.id, self)
 
 

@@ -6,14 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from proxyccl.channels.joining.exchange import Exchange
-from proxyccl.channels.joining.topology import Topology
-from proxyccl.channels.segment.control import ControlSegment
+from proxyccl.channels.joining.meeting import Meeting
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy.codec import Codec, Message, Uint32
-from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, Proxy, RemoteContext
-from proxyccl.proxy.transport_options import TransportOptions
+from proxyccl.proxy.interface import EndpointInfo, ExposedMemory, Proxy, RemoteContext
 from proxyccl.proxy.transports.table import TRANSPORTS
 
 
@@ -47,32 +43,19 @@ class RemoteLinks:
     remote links, all ranks call each.
 
     Args:
-        runtime: the runtime whose device memory peers access.
-        control: this rank's control segment, in which peers signal.
+        meeting: the ranks.
         proxy: returns this rank's proxy.
-        options: the devices to use, and their settings.
         core_share: as for `Proxy.open_remote`.
+
+    Attributes:
+        by_peer: the transport to each peer, set after `probe`.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        control: ControlSegment,
-        exchange: Exchange,
-        topology: Topology,
-        proxy: Callable[[], Proxy],
-        options: TransportOptions,
-        core_share: int,
-    ) -> None:
-        self._runtime = runtime
-        self._control = control
-        self._exchange = exchange
-        self._topology = topology
-        self._proxy = proxy
-        self._options = options
-        self._core_share = core_share
+    def __init__(self, meeting: Meeting, proxy: Callable[[], Proxy], core_share: int) -> None:
+        self._meeting, self._control, self._exchange = meeting, meeting.control, meeting.exchange
+        self._proxy, self._core_share = proxy, core_share
         self._context: RemoteContext | None = None
-        self._transports: dict[int, str] = {}
+        self.by_peer: dict[int, str] = {}
         self._own: dict[int, EndpointInfo] = {}
         self._theirs: dict[int, EndpointInfo] = {}
 
@@ -100,9 +83,6 @@ class RemoteLinks:
 
         return [theirs.unsupported_reasons for theirs in self._together(answer)]
 
-    def use(self, transports: dict[int, str]) -> None:
-        self._transports = transports
-
     def connect_endpoints(self, peers: Collection[int]) -> None:
         """Makes an endpoint for each of some peers on other hosts that has none yet, and pinned memory if transfers are
         staged. All ranks call this together, each with the peers that it will use. A peer that does not name this rank
@@ -128,7 +108,7 @@ class RemoteLinks:
                 theirs = answers[peer].endpoint_for(rank)
                 if theirs is None:
                     raise ArgumentError("transport", f"rank {peer} has no endpoint for rank {rank}")
-                self._opened().connect_endpoint(peer, theirs, self._exchange.timeout)
+                self.context.connect_endpoint(peer, theirs, self._exchange.timeout)
                 self._theirs[peer] = theirs
             return _Answer()
 
@@ -157,20 +137,22 @@ class RemoteLinks:
     def _open(self) -> RemoteContext:
         from proxyccl.proxy.verbs.devices import process_numa_node
 
-        near = self._runtime.numa_node()
+        near = self._meeting.runtime.numa_node()
         first = self._control.semaphore_offset(0)
         lower = range(self._exchange.rank)
         self._context = self._proxy().open_remote(
-            self._options,
+            self._meeting.options.transports,
             range(first, first + self._control.semaphores_bytes),
             near=process_numa_node() if near is None else near,
             # Nodes rehearsed on one host may share devices.
-            local_rank=sum(self._topology.same_host(rank) for rank in lower),
+            local_rank=sum(self._meeting.topology.same_host(rank) for rank in lower),
             core_share=self._core_share,
         )
         return self._context
 
-    def _opened(self) -> RemoteContext:
+    @property
+    def context(self) -> RemoteContext:
+        """The open devices. Raises ClosedError if none are open."""
         if self._context is None:
             raise ClosedError("no network device is open")
         return self._context
@@ -180,18 +162,18 @@ class RemoteLinks:
         for_peers = {}
         for peer in peers:
             if peer not in self._own:
-                self._own[peer] = self._opened().make_endpoint(peer, self._transports[peer])
+                self._own[peer] = self.context.make_endpoint(peer, self.by_peer[peer])
             for_peers[peer] = numbers.setdefault(self._own[peer], len(numbers))
         return _Answer(endpoints=list(numbers), for_peers=for_peers)
 
     @property
     def peers(self) -> set[int]:
-        return {peer for peer, transport in self._transports.items() if TRANSPORTS[transport].is_remote}
+        return {peer for peer, transport in self.by_peer.items() if TRANSPORTS[transport].is_remote}
 
     @property
     def transports(self) -> list[str]:
         """The remote transports that are in use, in the table's order."""
-        return _remote_transports(self._transports) if self._context is not None else []
+        return _remote_transports(self.by_peer) if self._context is not None else []
 
     @property
     def used(self) -> bool:
@@ -205,17 +187,6 @@ class RemoteLinks:
 
         own, theirs = (EndpointAddress.decode(ends[peer].endpoint).qp_number for ends in (self._own, self._theirs))
         return own, theirs
-
-    def connect(self, peer: int) -> Connection:
-        return self._opened().open_connection(peer)
-
-    def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
-        """Lets peers access memory of this rank's runtime. See `RemoteContext.expose`."""
-        return self._opened().expose(ptr, nbytes, transport, handle)
-
-    def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
-        """Lets peers access pinned memory of this rank. See `RemoteContext.expose_pinned`."""
-        return self._opened().expose_pinned(memory, transport)
 
     def withdraw(self, memory: ExposedMemory) -> None:
         if self._context is not None:

@@ -21,7 +21,7 @@ class SmChannel(Channel):
 
 
 class SmSemaphores:
-    """Semaphores in device memory between this rank and each mapped peer, this rank included; `count` for each peer.
+    """`DeviceSemaphores` between this rank and each mapped peer, this rank included; `count` for each peer.
 
     All ranks make them together. Peer p computes the address of the word that p signals here from this rank's offer, so
     one exchange serves any number of semaphores.
@@ -63,13 +63,9 @@ class SmSemaphores:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Returns the addresses and sizes of the words in device memory, for `decode`."""
         return [(self._inbound, self._nbytes), (self._local.ptr, self._local.nbytes)]
 
     def decode(self, words: bytes) -> list[tuple[int, int, int, int, int]]:
-        """Decodes the bytes of `ranges`. Returns peer, number, and the counts of signals that came in, were waited for,
-        and were sent.
-        """
         lines = self._ranks * self._count
         values = [int.from_bytes(words[i * _LINE : i * _LINE + 8], "little") for i in range(3 * lines)]
         return [
@@ -86,7 +82,7 @@ def connect(
     group: Group,
     dst: RegisteredMemory,
     src: RegisteredMemory,
-    packet_buffer: RegisteredMemory | None,
+    packet_buffer: RegisteredMemory,
     peers: list[int],
 ) -> ChannelSet[SmChannel]:
     """Connects channels to `peers`; all ranks call this together. See `Communicator.sm_channels`."""
@@ -101,10 +97,10 @@ def connect(
         handle.semaphore.adds = group.runtime.adds_at_peer(group.topology.ranks[peer].device_id)
         handle.dst = ffi.cast("char *", pointers[peer])
         handle.src = ffi.cast("char *", src.ptr)
-        handle.packet_buffer = ffi.cast("char *", packet_buffer.ptr if packet_buffer is not None else 0)
+        handle.packet_buffer = ffi.cast("char *", packet_buffer.ptr)
         handle.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         handle.dst_bytes, handle.src_bytes = dst.peer_nbytes(peer), src.nbytes
-        handle.packet_buffer_bytes = packet_buffer.nbytes if packet_buffer is not None else 0
+        handle.packet_buffer_bytes = packet_buffer.nbytes
         handle.peer, handle.channel = peer, number
         channels.append(SmChannel(peer, handle))
     runtime: Runtime = group.runtime

@@ -18,7 +18,7 @@ from collections import deque
 from msgspec import Struct, field
 
 from proxyccl.channels.calls._calls import NAMED_BY_PROXIES, RECEIVED_BY_PROXIES, Calls
-from proxyccl.channels.joining.topology import Topology
+from proxyccl.channels.joining.meeting import Meeting
 from proxyccl.channels.segment.announcements import (
     ENTRIES,
     LONGEST_HANDLE,
@@ -27,14 +27,13 @@ from proxyccl.channels.segment.announcements import (
     UNREACHED,
     Announcements,
 )
-from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ProxyCCLError, ResourceError
 from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.memory.handle_cache import HandleCache
 from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.device.process import forks
 from proxyccl.device.process.left_behind import take_each
-from proxyccl.device.runtime import Allocations, Memory, Runtime
+from proxyccl.device.runtime import Memory
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.memory_table import windows_of
 from proxyccl.proxy.trigger import MAX_MEMORIES
@@ -49,8 +48,7 @@ class Announced(Struct):
         entry: the range's number in the table.
         start, end: the range's addresses.
         handle: the exported handle by which peers map the range.
-        allocations: the allocations that held the range when it was announced.
-        guard: checks that the range still lies in these allocations.
+        guard: checks that the range still lies in the allocations that held it when it was exported.
         memory: keeps the range from being freed until no peer maps it; None if the owner frees it.
         users: the number of `announce` calls that have not been withdrawn.
         proxy_memory: the range's first id in this rank's proxy, if it has one.
@@ -65,7 +63,6 @@ class Announced(Struct):
     start: int
     end: int
     handle: bytes
-    allocations: Allocations
     guard: AllocationGuard
     memory: object = None
     users: int = 1
@@ -77,7 +74,6 @@ class Announced(Struct):
 
     @property
     def nbytes(self) -> int:
-        """The size of the range in bytes."""
         return self.end - self.start
 
     @property
@@ -97,13 +93,13 @@ class Export(Struct, frozen=True):
     Attributes:
         ptr, nbytes: address and size.
         handle: the handle by which peers map the range.
-        allocations: the allocations that held the range.
+        guard: checks that the range still lies in the allocations that held it.
     """
 
     ptr: int
     nbytes: int
     handle: bytes
-    allocations: Allocations
+    guard: AllocationGuard
 
 
 class _Handled(Struct):
@@ -166,7 +162,8 @@ class SymmetricMemory:
     """One rank's announcements, and its mappings of its peers' announced memory.
 
     Args:
-        peers: the tables of the host's other ranks, by rank.
+        meeting: the ranks.
+        mappings: maps the memory of peers.
         calls: the calls of the group, which learn how peers reach the memory.
 
     Attributes:
@@ -175,21 +172,13 @@ class SymmetricMemory:
         freed: addresses of lent ranges that their owners have freed; the reader removes what it reads.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        mappings: HandleCache,
-        own: Announcements,
-        peers: dict[int, Announcements],
-        topology: Topology,
-        rank: int,
-        calls: Calls,
-    ) -> None:
-        self._runtime, self._mappings = runtime, mappings
-        self._own = own
-        self._topology, self._rank, self._calls = topology, rank, calls
-        self._numbers = {peer: number for number, peer in enumerate(sorted({*peers, rank}))}
-        self._world_size = len(topology.accessible)
+    def __init__(self, meeting: Meeting, mappings: HandleCache, calls: Calls) -> None:
+        self._runtime, self._mappings, self._calls = meeting.runtime, mappings, calls
+        self._own = meeting.control.announcements
+        self._topology, self._rank = meeting.topology, meeting.topology.rank
+        peers = {peer: segment.announcements for peer, segment in meeting.segments.items()}
+        self._numbers = {peer: number for number, peer in enumerate(sorted({*peers, self._rank}))}
+        self._world_size = self._topology.world_size
         self.offered = len(self._numbers) == self._world_size and self._world_size <= MOST_RANKS
         self._peers = peers if self.offered else {}  # otherwise none announces anything
         self._lock = threading.RLock()  # guards the following, except the mappings
@@ -265,7 +254,7 @@ class SymmetricMemory:
         except ProxyCCLError:  # private memory, which calls stage
             return None
         if len(handle) <= LONGEST_HANDLE:
-            return Export(ptr, nbytes, handle, allocations)
+            return Export(ptr, nbytes, handle, AllocationGuard(self._runtime.calls, allocations))
         self._runtime.end_export(handle)
         return None
 
@@ -273,10 +262,7 @@ class SymmetricMemory:
         """Announces a range that the program has not registered, unless it is announced or has changed since its
         export.
         """
-        guard = AllocationGuard(self._runtime.calls, exported.allocations)
-        with self._runtime.current():
-            is_unchanged = guard.holds
-        if is_unchanged and self.find(exported.ptr, exported.nbytes) is None:
+        if self._is_unchanged(exported) and self.find(exported.ptr, exported.nbytes) is None:
             self._announce(exported, lent=True)
         else:
             self._runtime.end_export(exported.handle)
@@ -285,14 +271,13 @@ class SymmetricMemory:
         self, exported: Export, memory: object = None, *, reserved: bool = False, lent: bool = False
     ) -> Announced | None:
         start, handle = exported.ptr, exported.handle
-        guard = AllocationGuard(self._runtime.calls, exported.allocations)
         with self._lock:
             self.let_go_withdrawn()
             if self._closed or len(self._free) <= (0 if reserved else _RESERVED_ENTRIES):
                 self._runtime.end_export(handle)
                 return None
             entry, end = self._free.pop(), start + exported.nbytes
-            announced = Announced(entry, start, end, handle, exported.allocations, guard, memory, lent=lent)
+            announced = Announced(entry, start, end, handle, exported.guard, memory, lent=lent)
             self._announced[announced.entry] = announced
             self._own.announce(announced.entry, handle)
             if lent and self._proxy is not None:
@@ -401,17 +386,6 @@ class SymmetricMemory:
             self._free += done
         return bool(done)
 
-    def reached(self, view: ArrayView) -> list[int] | None:
-        """Returns, by rank, the address at which that rank's kernels reach the array, this rank's included. None if not
-        all ranks reach the array, or not all have replied yet.
-        """
-        announced = self.find(view.ptr, view.nbytes)
-        replies = None if announced is None else self._replies(announced.entry)
-        if announced is None or replies is None or UNREACHED in replies:
-            return None
-        offset = view.ptr - announced.start
-        return [view.ptr if rank == self._rank else replies.pop(0) + offset for rank in range(self._world_size)]
-
     @property
     def lent_sizes(self) -> list[int]:
         with self._lock:
@@ -490,9 +464,9 @@ class SymmetricMemory:
             self._forget(announced)
         return None
 
-    def _is_unchanged(self, announced: Announced) -> bool:
+    def _is_unchanged(self, found: Announced | Export) -> bool:
         with self._runtime.current():
-            return announced.guard.holds
+            return found.guard.holds
 
     def _replies(self, entry: int) -> list[int] | None:
         return self._own.replies(entry, [self._numbers[peer] for peer in sorted(self._peers)])

@@ -146,7 +146,15 @@ class Launches:
             # call, and kernels that begin after a failure must not use memory that peers then free.
             self._failure.require_usable()
             launchable(handle)
-        self._launched(stream, handle, kept if isinstance(stream, CurrentStream) else (*owners, *kept))
+        if stream is None and self._on_host:
+            try:
+                self.default_stream.synchronize()
+            except KernelError:
+                self._failure.check()
+                raise
+            self._failure.check()
+        elif owners := kept if isinstance(stream, CurrentStream) else (*owners, *kept):
+            self._runtime.in_flight.add(owners, stream, handle)
 
     def issue(self, call: Any, launch: Launchable, stream: StreamLike, owners: tuple[object, ...] = ()) -> None:
         """Does `agree` and `launch` for a call whose fields are encoded (`encode_fields`).
@@ -330,14 +338,3 @@ class Launches:
         if self._failure.closed:  # closed after this call's check
             self.recheck_next_call()
         return handle
-
-    def _launched(self, stream: StreamLike, handle: int, owners: tuple[object, ...]) -> None:
-        if stream is None and self._on_host:
-            try:
-                self.default_stream.synchronize()
-            except KernelError:
-                self._failure.check()
-                raise
-            self._failure.check()
-        elif owners:
-            self._runtime.in_flight.add(owners, stream, handle)

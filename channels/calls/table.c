@@ -1,52 +1,18 @@
 /* Every call of a group: its form is found by the call's signature, or prepared by Python; then the addresses of the
  * call's arrays are filled in, and one call of the engine logs, compares and launches it.
  *
- * A signature is what the form depends on: the options, the kinds of the arrays (arrays.h) and how they overlap. It
- * has no addresses, except for the rare form that is bound to them.
- *
  * Ranks take turns on the cores, so a rank's next call runs from caches and branch predictors that others have used.
  * There the interpreter takes several times as long as in a tight loop, and so this is C.
  *
  * This is an extension that uses CPython's limited API, not cffi, because it looks into Python objects.
  */
-#include <string.h>
-
 #include "calls.h"
+#include "kept_forms.h"
 #include "launch.h"
 #include "stream_order.h"
 
 enum { LEAST_LENT_BYTES = 1 << 20, MOST_NOTES = 256, MOST_WANTED = 16 };
-enum { CHAINS = 512, MOST_FORMS = 2048, MOST_OPTIONS = 10, MOST_ARRAYS = 8 };
-
-/* How two arrays of a call overlap: not at all, with a common beginning, with the smaller array as this rank's share of
- * the larger, or in a way that no call allows. */
-typedef enum { APART, TOGETHER, SHARE, OVERLAPPING } Relation;
-enum { RELATION_BITS = 2 };
-
-typedef struct Signature {
-  PyObject* options; /* a tuple */
-  size_t count;      /* of arrays */
-  const GivenArray* arrays;
-  uint64_t relations; /* of all pairs of arrays, RELATION_BITS each */
-  uint64_t hash;
-} Signature;
-
-typedef struct KeptArray {
-  ArrayKind kind;
-  uintptr_t at;
-} KeptArray;
-
-/* A kept form, linked in the chain of its hash and in the order of use. */
-typedef struct Entry {
-  struct Entry *next, *older, *newer;
-  uint64_t hash;
-  PyObject* options;
-  uint64_t relations;
-  int by_address; /* 1: the form is bound to the arrays' addresses */
-  CallForm* form; /* NULL: forms with this signature are bound, and kept by address */
-  size_t count;
-  KeptArray arrays[];
-} Entry;
+enum { MOST_OPTIONS = 10 };
 
 /* An array of a call that peers do not reach, although the call would access it directly. */
 typedef struct Note {
@@ -66,10 +32,8 @@ typedef struct Calls {
   const ProxycclStreamOrder* order; /* NULL: `turn` orders streams */
   uintptr_t event, thread_stream;
   Reach reach;
-  Entry** chains;
-  Entry *oldest, *newest; /* by time of last use */
-  Py_ssize_t count;       /* of them */
-  uint64_t changes;       /* counts changes of state on which forms depend */
+  KeptForms forms;
+  uint64_t changes; /* counts changes of state on which forms depend */
   unsigned long long made, prepared;
   Note notes[MOST_NOTES]; /* since the last take_notes; further notes are dropped */
   size_t note_count;
@@ -77,178 +41,6 @@ typedef struct Calls {
   size_t wanted_count;
   PyObject* lend;
 } Calls;
-
-/* -- signatures --- */
-
-static Relation relation_of(const GivenArray* x, const GivenArray* out, size_t rank) {
-  const GivenArray* part = out->bytes < x->bytes ? out : x;
-  const GivenArray* whole = part == out ? x : out;
-  const size_t share = part->bytes < whole->bytes ? rank * part->bytes : 0;
-  if (part->at == whole->at + share) return share == 0 ? TOGETHER : SHARE;
-  return part->at < whole->at + whole->bytes && whole->at < part->at + part->bytes ? OVERLAPPING : APART;
-}
-
-/* Whether an option is compared by value. True and 1 differ. */
-static int has_value(PyObject* option) {
-  return PyUnicode_CheckExact(option) || PyLong_CheckExact(option) || PyTuple_CheckExact(option);
-}
-
-/* Whether options of two calls are equal: the same object, or equal values of one type. */
-static int same_option(PyObject* a, PyObject* b) {
-  if (a == b) return 1;
-  if (Py_TYPE(a) != Py_TYPE(b) || !has_value(a)) return 0;
-  const int same = PyObject_RichCompareBool(a, b, Py_EQ);
-  if (same < 0) PyErr_Clear();
-  return same > 0;
-}
-
-static uint64_t hash_of_option(PyObject* option) {
-  const Py_hash_t hash = has_value(option) ? PyObject_Hash(option) : -1;
-  if (hash != -1) return (uint64_t)hash;
-  PyErr_Clear(); /* raised for a tuple with an unhashable item */
-  return (uintptr_t)option;
-}
-
-static uint64_t mix(uint64_t hash, uint64_t word) {
-  hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
-  return hash ^ hash >> 32;
-}
-
-static uint64_t hash_of(const Signature* signature) {
-  uint64_t hash = signature->relations;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(signature->options); ++i)
-    hash = mix(hash, hash_of_option(PyTuple_GetItem(signature->options, i)));
-  for (size_t i = 0; i < signature->count; ++i) {
-    const ArrayKind* kind = &signature->arrays[i].kind;
-    uint64_t format;
-    memcpy(&format, kind->format, sizeof format);
-    hash = mix(hash, ((uintptr_t)kind->type ^ (uintptr_t)kind->element << 1 ^ kind->reach) + format);
-    for (Py_ssize_t k = 0; k < kind->dimensions; ++k) hash = mix(hash, (uint64_t)kind->shape[k]);
-  }
-  return hash;
-}
-
-static uint64_t hash_with_addresses(const Signature* signature) {
-  uint64_t hash = signature->hash;
-  for (size_t i = 0; i < signature->count; ++i) hash = mix(hash, signature->arrays[i].at);
-  return hash;
-}
-
-static int is_of(const Entry* entry, const Signature* signature, int by_address) {
-  if (entry->by_address != by_address || entry->count != signature->count || entry->relations != signature->relations)
-    return 0;
-  for (size_t i = 0; i < entry->count; ++i) {
-    const GivenArray* array = &signature->arrays[i];
-    if (memcmp(&entry->arrays[i].kind, &array->kind, sizeof(ArrayKind)) != 0) return 0;
-    if (by_address && entry->arrays[i].at != array->at) return 0;
-  }
-  const Py_ssize_t options = PyTuple_Size(signature->options);
-  if (PyTuple_Size(entry->options) != options) return 0;
-  for (Py_ssize_t i = 0; i < options; ++i)
-    if (!same_option(PyTuple_GetItem(entry->options, i), PyTuple_GetItem(signature->options, i))) return 0;
-  return 1;
-}
-
-/* -- the forms that are kept --- */
-
-static Entry** chain_of(const Calls* self, uint64_t hash) { return &self->chains[hash % CHAINS]; }
-
-static Entry* find_entry(const Calls* self, const Signature* signature, uint64_t hash, int by_address) {
-  Entry* entry = *chain_of(self, hash);
-  while (entry != NULL && !(entry->hash == hash && is_of(entry, signature, by_address))) entry = entry->next;
-  return entry;
-}
-
-static void leave_order(Calls* self, Entry* entry) {
-  *(entry->older != NULL ? &entry->older->newer : &self->oldest) = entry->newer;
-  *(entry->newer != NULL ? &entry->newer->older : &self->newest) = entry->older;
-}
-
-static void become_newest(Calls* self, Entry* entry) {
-  entry->older = self->newest, entry->newer = NULL;
-  *(self->newest != NULL ? &self->newest->newer : &self->oldest) = entry;
-  self->newest = entry;
-}
-
-static void use(Calls* self, Entry* entry) {
-  if (entry == self->newest) return;
-  leave_order(self, entry);
-  become_newest(self, entry);
-}
-
-/* Returns the form for a signature as a new reference; NULL if none is kept. */
-static CallForm* find(Calls* self, const Signature* signature) {
-  Entry* entry = find_entry(self, signature, signature->hash, 0);
-  if (entry != NULL && entry->form == NULL) {
-    use(self, entry);
-    entry = find_entry(self, signature, hash_with_addresses(signature), 1);
-  }
-  if (entry == NULL) return NULL;
-  use(self, entry);
-  return (CallForm*)Py_NewRef((PyObject*)entry->form);
-}
-
-/* Unlinks an entry before freeing it, because releasing an object may run Python. */
-static void drop(Calls* self, Entry* entry) {
-  Entry** at = chain_of(self, entry->hash);
-  while (*at != entry) at = &(*at)->next;
-  *at = entry->next;
-  leave_order(self, entry);
-  self->count -= 1;
-  Py_DECREF(entry->options);
-  for (size_t i = 0; i < entry->count; ++i) proxyccl_drop_kind(&entry->arrays[i].kind);
-  Py_XDECREF((PyObject*)entry->form);
-  PyMem_Free(entry);
-}
-
-/* Adds an entry, which takes its own references. Returns 0, or -1 with an exception. */
-static int add(Calls* self, const Signature* signature, CallForm* form, int by_address) {
-  Entry* entry = PyMem_Calloc(1, sizeof *entry + signature->count * sizeof *entry->arrays);
-  if (entry == NULL) {
-    PyErr_NoMemory();
-    return -1;
-  }
-  entry->hash = by_address ? hash_with_addresses(signature) : signature->hash;
-  entry->options = Py_NewRef(signature->options);
-  entry->count = signature->count, entry->relations = signature->relations, entry->by_address = by_address;
-  for (size_t i = 0; i < signature->count; ++i) {
-    const GivenArray* array = &signature->arrays[i];
-    entry->arrays[i] = (KeptArray){array->kind, array->at};
-    proxyccl_keep_kind(&array->kind);
-  }
-  entry->form = (CallForm*)Py_XNewRef((PyObject*)form);
-  Entry* before = find_entry(self, signature, entry->hash, by_address);
-  Entry** chain = chain_of(self, entry->hash);
-  entry->next = *chain;
-  *chain = entry;
-  become_newest(self, entry);
-  self->count += 1;
-  if (before != NULL)
-    drop(self, before);
-  else if (self->count > MOST_FORMS)
-    drop(self, self->oldest);
-  return 0;
-}
-
-static int keep_form(Calls* self, const Signature* signature, CallForm* form) {
-  int bound = 0;
-  for (size_t i = 0; form->names_memory && i < signature->count; ++i)
-    bound |= signature->arrays[i].kind.reach & PROXYCCL_NAMED_BY_PROXIES;
-  if (!bound) return add(self, signature, form, 0);
-  return add(self, signature, NULL, 0) != 0 ? -1 : add(self, signature, form, 1);
-}
-
-static void drop_all(Calls* self) {
-  while (self->oldest != NULL) drop(self, self->oldest);
-}
-
-static int touches(const Entry* entry, uintptr_t start, uintptr_t end) {
-  for (size_t i = 0; entry->by_address && i < entry->count; ++i)
-    if (start <= entry->arrays[i].at && entry->arrays[i].at < end) return 1;
-  for (size_t i = 0; entry->form != NULL && i < entry->form->range_count; ++i)
-    if (entry->form->ranges[i].start < end && start < entry->form->ranges[i].end) return 1;
-  return 0;
-}
 
 /* -- streams --- */
 
@@ -320,7 +112,7 @@ static int take_lock(Calls* self) {
 /* A call while it is made. */
 typedef struct Making {
   PyObject *x, *out, *options, *stream;
-  GivenArray arrays[MOST_ARRAYS];
+  GivenArray arrays[PROXYCCL_MOST_ARRAYS];
   Signature signature;
   CallForm* form;
   uintptr_t handle;
@@ -335,7 +127,7 @@ static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
     GivenArray* array = &call->arrays[i];
     array->kind.reach = (uint16_t)proxyccl_find_reached(&self->reach, array->at, array->bytes, &last);
   }
-  call->signature.hash = hash_of(&call->signature);
+  proxyccl_hash_signature(&call->signature);
   return PyTuple_Check(call->out) ? NULL : last;
 }
 
@@ -359,7 +151,7 @@ static int prepare(Calls* self, Making* call, int reached) {
       PyErr_SetString(PyExc_ValueError, "the form has an address in an array that the call does not have");
       return -1;
     }
-  return changes == self->changes ? keep_form(self, &call->signature, call->form) : 0;
+  return changes == self->changes ? proxyccl_keep_form(&self->forms, &call->signature, call->form) : 0;
 }
 
 /* Whether a form that was prepared without the lock is still valid, although its assumptions may have changed. */
@@ -396,12 +188,12 @@ static int find_and_issue(Calls* self, Making* call) {
   if (take_lock(self) != 0) return -1;
   if (turn_to(self, call->stream, &call->handle) != 0) return proxyccl_leave_lock(self->release, -1);
   const ReachedRange* output = look_up_reach(self, call);
-  while ((call->form = find(self, &call->signature)) == NULL) {
+  while ((call->form = proxyccl_find_form(&self->forms, &call->signature)) == NULL) {
     if (proxyccl_leave_lock(self->release, 0) != 0) return -1;
     if (call->kept_alone) return 0;
     if (prepare(self, call, output != NULL) != 0 || take_lock(self) != 0) return -1;
     if (turn_to(self, call->stream, &call->handle) != 0) return proxyccl_leave_lock(self->release, -1);
-    ArrayKind before[MOST_ARRAYS];
+    ArrayKind before[PROXYCCL_MOST_ARRAYS];
     for (size_t i = 0; i < call->signature.count; ++i) before[i] = call->arrays[i].kind;
     output = look_up_reach(self, call);
     if (still_fits(call, before, output)) break;
@@ -421,8 +213,8 @@ static int read_given(const Calls* self, Making* call, PyObject* given) {
   Signature* signature = &call->signature;
   const int is_tuple = PyTuple_Check(given);
   const Py_ssize_t count = is_tuple ? PyTuple_Size(given) : 1;
-  if (signature->count + (size_t)count > MOST_ARRAYS) {
-    PyErr_Format(PyExc_TypeError, "expected at most %d arrays", MOST_ARRAYS);
+  if (signature->count + (size_t)count > PROXYCCL_MOST_ARRAYS) {
+    PyErr_Format(PyExc_TypeError, "expected at most %d arrays", PROXYCCL_MOST_ARRAYS);
     return -1;
   }
   for (Py_ssize_t i = 0; i < count; ++i) {
@@ -444,12 +236,7 @@ static int read_arrays(const Calls* self, Making* call) {
     return 1;
   }
   const int read_out = read_given(self, call, call->out);
-  for (size_t i = 0; read_out > 0 && i < signature->count; ++i)
-    for (size_t k = i + 1; k < signature->count; ++k) {
-      const Relation relation = relation_of(&call->arrays[i], &call->arrays[k], self->rank);
-      signature->relations = signature->relations << RELATION_BITS | relation;
-      if (relation == OVERLAPPING) call->kept_alone = 0; /* Python refuses the call */
-    }
+  if (read_out > 0 && proxyccl_relate(signature, self->rank)) call->kept_alone = 0; /* Python refuses the call */
   return read_out;
 }
 
@@ -523,7 +310,7 @@ int proxyccl_issue_prepared(PyObject* calls, const PreparedCall* call, PyObject*
 static PyObject* clear(PyObject* object, PyObject* Py_UNUSED(nothing)) {
   Calls* self = (Calls*)object;
   self->changes += 1;
-  drop_all(self);
+  proxyccl_drop_all_forms(&self->forms);
   Py_RETURN_NONE;
 }
 
@@ -532,11 +319,7 @@ static PyObject* forget(PyObject* object, PyObject* arguments) {
   unsigned long long start, end;
   if (!PyArg_ParseTuple(arguments, "KK", &start, &end)) return NULL;
   self->changes += 1;
-  for (int dropped = 1; dropped;) { /* restarts from the beginning, because dropping a form may run Python */
-    dropped = 0;
-    for (Entry* entry = self->oldest; entry != NULL && !dropped; entry = entry->newer)
-      if (touches(entry, (uintptr_t)start, (uintptr_t)end)) drop(self, entry), dropped = 1;
-  }
+  proxyccl_drop_forms_of(&self->forms, (uintptr_t)start, (uintptr_t)end);
   Py_RETURN_NONE;
 }
 
@@ -644,33 +427,21 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
   REFERENCES(PROXYCCL_VISIT)
   int visited = proxyccl_visit_array_types(&self->types, visit, arg);
   if (visited == 0) visited = proxyccl_visit_reach(&self->reach, visit, arg);
-  for (const Entry* entry = self->oldest; entry != NULL; entry = entry->newer) {
-    Py_VISIT(entry->options);
-    for (size_t i = 0; i < entry->count; ++i) {
-      PROXYCCL_VISIT_KIND(entry->arrays[i].kind)
-    }
-    Py_VISIT((PyObject*)entry->form);
-  }
+  if (visited == 0) visited = proxyccl_visit_forms(&self->forms, visit, arg);
   return visited;
 }
 
 static int let_go(PyObject* object) {
   Calls* self = (Calls*)object;
   self->direct = 0;
-  drop_all(self);
+  proxyccl_drop_all_forms(&self->forms);
   proxyccl_clear_reach(&self->reach);
   REFERENCES(PROXYCCL_CLEAR)
   proxyccl_clear_array_types(&self->types);
   return 0;
 }
 
-static int let_all_go(PyObject* object) {
-  let_go(object);
-  PyMem_Free(((Calls*)object)->chains);
-  return 0;
-}
-
-static void end(PyObject* object) { proxyccl_free(object, let_all_go); }
+static void end(PyObject* object) { proxyccl_free(object, let_go); }
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *types, *lock, *refused, *turn, *context, *keep, *current_stream;
@@ -691,9 +462,7 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   self->context = Py_NewRef(context), self->keep = Py_NewRef(keep);
   self->acquire = PyObject_GetAttrString(lock, "acquire");
   self->release = self->acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
-  self->chains = self->release == NULL ? NULL : PyMem_Calloc(CHAINS, sizeof(Entry*));
-  if (self->chains != NULL) return object;
-  if (self->release != NULL) PyErr_NoMemory();
+  if (self->release != NULL) return object;
   Py_DECREF(object);
   return NULL;
 }
@@ -748,7 +517,7 @@ void proxyccl_count(PyObject* calls, int made, int prepared) {
 
 int proxyccl_add_calls(PyObject* module) {
   if (calls_type == NULL) calls_type = (PyTypeObject*)PyType_FromSpec(&spec);
-  if (calls_type == NULL || PyModule_AddIntConstant(module, "MOST_FORMS", MOST_FORMS) != 0 ||
+  if (calls_type == NULL || PyModule_AddIntConstant(module, "MOST_FORMS", PROXYCCL_MOST_FORMS) != 0 ||
       PyModule_AddIntConstant(module, "MOST_DIMENSIONS", PROXYCCL_MOST_DIMENSIONS) != 0 ||
       PyModule_AddIntConstant(module, "LEAST_LENT_BYTES", LEAST_LENT_BYTES) != 0 ||
       PyModule_AddIntConstant(module, "NAMED_BY_PROXIES", PROXYCCL_NAMED_BY_PROXIES) != 0 ||

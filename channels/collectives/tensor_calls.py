@@ -122,5 +122,5 @@ class TensorCalls:
         flows = self._collectives.made_flows
         if flows is None:
             return None
-        self._collectives.group.makes_transfers = True
+        self._collectives.group.vain_waits.makes_transfers = True
         return flows.calls.call_borrowed

@@ -132,7 +132,7 @@ def issue(
     if flows is None:
         return False
     if isinstance(options[0], str):
-        group.makes_transfers = True
+        group.vain_waits.makes_transfers = True
     if stream is None and not collectives.on_host:
         arrays = [each for given in (x, out) for each in (given if isinstance(given, tuple | list) else (given,))]
         stream = group.launches.stream_for(None, *arrays) if arrays else None
@@ -155,7 +155,7 @@ def run_transfers(
     if len(transfers) > 1 or any(transfer.peer == group.rank for transfer in transfers):
         _require_apart(transfers)
     if call is None:
-        group.makes_transfers = True
+        group.vain_waits.makes_transfers = True
     else:
         group.launches.agree(call)
     if group.world_size > 1:

@@ -10,14 +10,12 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from msgspec import Struct
-
 from proxyccl.channels.arguments import overlap
 from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.execution_plans.document import BufferName
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.execution_plans.program import ChannelEnd
-from proxyccl.channels.execution_plans.steps import Writer
+from proxyccl.channels.execution_plans.steps import Tables, Writer
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import RegisteredMemory, allocate, register
 from proxyccl.channels.proxy_channel import connect_handles
@@ -118,14 +116,8 @@ class _Buffer:
             array.free()
 
 
-class _Sized(Struct, frozen=True):
-    """The kernel's tables for one size, in device memory."""
-
-    memory: Memory
-    operands_at: int  # where operands begin, after the steps
-    blocks: int
-    block_steps: int
-    block_operands: int
+_Sized = tuple[Memory, Tables]
+"""The kernel's tables for one size, in device memory."""
 
 
 class _Resources:
@@ -239,7 +231,7 @@ class _Resources:
         before, own_in, own_out, after = self._places(source, target, reached)
         dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # a plan that combines nothing moves bytes
         shipped = runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
-        kernel = shipped.prepare(sized.blocks, self._threads, self._parameter(sized, own_in, own_out))
+        kernel = shipped.prepare(sized[1].blocks, self._threads, self._parameter(sized, own_in, own_out))
         return StreamOperations(runtime, (*before, kernel, *after)) if before or after else kernel
 
     def _scratch_bytes(self, chunk: int) -> int:
@@ -287,10 +279,8 @@ class _Resources:
             self._semaphores.__getitem__,
         )
         program = plan.programs[own] or ((),)  # a rank without threadblocks counts executions too
-        tables = writer.tables(program)
-        steps = tables.steps + bytes(-len(tables.steps) % 16)
-        memory = self._upload(steps + tables.operands)
-        return _Sized(memory, len(steps), len(program), tables.block_steps, tables.block_operands)
+        raw, tables = writer.tables(program)
+        return self._upload(raw), tables
 
     def _places(
         self, source: ArrayView, target: ArrayView, reached: Reached
@@ -330,9 +320,10 @@ class _Resources:
         execution = ffi.new("ProxycclExecution *")
         execution.control = ffi.cast("ProxycclControl *", self._group.control.device_pointer)
         execution.input, execution.output = ffi.cast("char *", own_in), ffi.cast("char *", own_out)
-        execution.steps = ffi.cast("ProxycclStep *", sized.memory.ptr)
-        execution.operands = ffi.cast("ProxycclOperand *", sized.memory.ptr + sized.operands_at)
-        execution.block_steps, execution.block_operands = sized.block_steps, sized.block_operands
+        memory, tables = sized
+        execution.steps = ffi.cast("ProxycclStep *", memory.ptr)
+        execution.operands = ffi.cast("ProxycclOperand *", memory.ptr + tables.operands_at)
+        execution.block_steps, execution.block_operands = tables.block_steps, tables.block_operands
         ports = self._port_table
         execution.port_channels = ffi.cast("ProxycclProxyChannel *", ports.ptr if ports else 0)
         execution.counters = ffi.cast("ProxycclExecutionCounters *", words.ptr)
@@ -352,5 +343,5 @@ class _Resources:
         for memory in (*self._privates, self._words[0], self._port_table):
             if memory is not None:
                 memory.close()
-        for sized in (*self._sizes.values(), *self._retired):
-            sized.memory.close()
+        for memory, _ in (*self._sizes.values(), *self._retired):
+            memory.close()

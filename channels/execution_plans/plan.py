@@ -25,12 +25,7 @@ _Times = Counter[tuple[int, int]]
 
 PACKET_PAYLOAD = 8
 """Bytes of data in a packet."""
-COLLECTIVES = {
-    "all_reduce": "allreduce",
-    "reduce_scatter": "reducescatter",
-    "all_gather": "allgather",
-    "all_to_all": "alltoall",
-}
+COLLECTIVES = {name: name.replace("_", "") for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")}
 """For each collective that a plan can implement, the collective's name in plans."""
 
 

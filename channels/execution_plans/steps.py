@@ -26,18 +26,15 @@ _ONE_THREAD = {
 }
 
 
-class Tables(Struct):
-    """The kernel's tables, as bytes.
-
-    Attributes:
-        steps: the ProxycclStep structs, `block_steps` for each block.
-        operands: the ProxycclOperand structs, `block_operands` for each block.
+class Tables(Struct, frozen=True):
+    """How the kernel's tables lie in memory: the ProxycclStep structs, `block_steps` for each block, and from
+    `operands_at` on the ProxycclOperand structs, `block_operands` for each block.
     """
 
-    steps: bytes
-    operands: bytes
+    blocks: int
     block_steps: int
     block_operands: int
+    operands_at: int
 
 
 class _Block(Struct):
@@ -77,8 +74,8 @@ class Writer(Struct, frozen=True):
     port: Callable[[ChannelEnd], int]
     semaphore: Callable[[ChannelEnd], Any]
 
-    def tables(self, program: Program) -> Tables:
-        """Returns the tables of a program, which has at least one threadblock."""
+    def tables(self, program: Program) -> tuple[bytes, Tables]:
+        """Returns the tables of a program, which has at least one threadblock, and how they lie."""
         blocks = [_Block() for _ in program]
         for block, operations in zip(blocks, program, strict=True):
             for operation in operations:
@@ -87,12 +84,10 @@ class Writer(Struct, frozen=True):
         operands = max(len(block.operands) for block in blocks)
         end = bytes(ffi.buffer(ffi.new("ProxycclStep *", {"code": lib.PROXYCCL_STEP_END})))
         unused = bytes(ffi.sizeof("ProxycclOperand"))
-        return Tables(
-            b"".join(_filled([bytes(ffi.buffer(step)) for step in block.steps], steps, end) for block in blocks),
-            b"".join(_filled(block.operands, operands, unused) for block in blocks),
-            steps,
-            operands,
-        )
+        raw = b"".join(_filled([bytes(ffi.buffer(step)) for step in block.steps], steps, end) for block in blocks)
+        raw += bytes(-len(raw) % 16)
+        tables = Tables(len(program), steps, operands, len(raw))
+        return raw + b"".join(_filled(block.operands, operands, unused) for block in blocks), tables
 
     # -- steps ---
 

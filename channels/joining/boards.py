@@ -12,7 +12,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from proxyccl.channels.segment.rendezvous import ranks_missing, wait_at_most
 from proxyccl.device.errors import ExchangeError
@@ -22,8 +21,9 @@ BUNDLE = "all"
 """In place of a rank's number: the bundle of the first rank."""
 
 
-class MessageBoard(Protocol):
-    """Where ranks leave messages, each under the number of its round and its rank's number, or `BUNDLE`.
+class BoardBootstrap:
+    """A `Bootstrap` over a board, where ranks leave messages, each under the number of its round and its rank's number,
+    or `BUNDLE`. A subclass says how.
 
     Attributes:
         where: the board in words; "" to omit it in errors.
@@ -31,52 +31,47 @@ class MessageBoard(Protocol):
         longest_pause: most seconds between two polls of a waiting rank.
     """
 
-    where: str
-    is_shared: bool
-    longest_pause: float
+    where = ""
+    is_shared = True
+    longest_pause = 1e-3
 
-    def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
-        """Leaves a message of this rank. Does not wait for readers."""
-        ...
-
-    def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        """Returns the messages of a round; none of them while one is missing."""
-        ...
-
-    def remove(self, number: int, of: str) -> None:
-        """Removes a message of this rank, if it is there."""
-        ...
-
-
-class BoardBootstrap:
-    """A `Bootstrap` over a board."""
-
-    def __init__(self, board: MessageBoard, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._board = board
         self._others = [peer for peer in range(world_size) if peer != rank]
         self._round = 0
         self._lock = threading.Lock()
+
+    def _put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
+        """Leaves a message of this rank. Does not wait for readers."""
+        raise NotImplementedError
+
+    def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
+        """Returns messages of a round that are there; perhaps none of them while one is missing."""
+        raise NotImplementedError
+
+    def _remove(self, number: int, of: str) -> None:
+        """Removes a message of this rank, if it is there."""
+        raise NotImplementedError
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
         """See `Bootstrap.all_gather`. Also raises the board's errors, and ExchangeError for an invalid bundle."""
         deadline = time.monotonic() + timeout
         with self._lock:
             number, self._round = self._round, self._round + 1
-        board, own, others = self._board, str(self.rank), self._others
+        own, others = str(self.rank), self._others
         collected = self.world_size >= COLLECTED_FROM
-        board.put(number, own, data, others if not collected else [0] if self.rank else [])
+        self._put(number, own, data, others if not collected else [0] if self.rank else [])
         if collected and self.rank:
             bundled = self._await(number, [BUNDLE], deadline, give_up)[BUNDLE]
-            everyone = unbundle(bundled, self.world_size, board.where, self.rank)
+            everyone = unbundle(bundled, self.world_size, self.where, self.rank)
         else:
             found = self._await(number, [str(peer) for peer in others], deadline, give_up)
             everyone = [data if rank == self.rank else found[str(rank)] for rank in range(self.world_size)]
             if collected:
-                board.put(number, BUNDLE, bundle(everyone), others)
-                board.remove(number - 2, BUNDLE)
+                self._put(number, BUNDLE, bundle(everyone), others)
+                self._remove(number - 2, BUNDLE)
         # All ranks have reached the previous round, so they have read all messages of the round before it.
-        board.remove(number - 2, own)
+        self._remove(number - 2, own)
         return everyone
 
     def _await(
@@ -85,13 +80,13 @@ class BoardBootstrap:
         found: dict[str, bytes] = {}
 
         def look() -> bool:
-            found.update(self._board.get(number, [name for name in names if name not in found]))
+            found.update(self._get(number, [name for name in names if name not in found]))
             return len(found) == len(names)
 
-        if not wait_at_most(look, deadline, give_up, self._board.longest_pause):
-            sought = self._others if self._board.is_shared or BUNDLE not in names else [0]
-            missing = [r for r in sought if str(r) not in found and not self._board.get(number, [str(r)])]
-            over = f" over {self._board.where}" if self._board.where else ""
+        if not wait_at_most(look, deadline, give_up, self.longest_pause):
+            sought = self._others if self.is_shared or BUNDLE not in names else [0]
+            missing = [r for r in sought if str(r) not in found and not self._get(number, [str(r)])]
+            over = f" over {self.where}" if self.where else ""
             # If no message is missing, the bundle of the first rank is.
             raise ranks_missing(f"the bootstrap's all_gather{over}", missing or [0], self.rank)
         return found
@@ -99,16 +94,15 @@ class BoardBootstrap:
     def withdraw(self) -> None:
         """See `Bootstrap`."""
         for number in range(self._round):
-            self._board.remove(number, str(self.rank))
+            self._remove(number, str(self.rank))
             if not self.rank:
-                self._board.remove(number, BUNDLE)
+                self._remove(number, BUNDLE)
 
     def close(self) -> None:
         """Frees nothing: the board stays."""
 
 
 def bundle(messages: Sequence[bytes]) -> bytes:
-    """Packs the messages of all ranks into one."""
     return struct.pack(f"<{len(messages)}Q", *map(len, messages)) + b"".join(messages)
 
 

@@ -46,12 +46,10 @@ class Bootstrap(Protocol):
     @property
     def rank(self) -> int:
         """This rank's number."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        ...
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
         """Returns every rank's bytes, in rank order; lengths may differ.
@@ -64,11 +62,9 @@ class Bootstrap(Protocol):
         Raises:
             WaitTimeoutError: not all ranks arrived within the time.
         """
-        ...
 
     def close(self) -> None:
         """Frees the bootstrap's resources."""
-        ...
 
 
 def require_place(rank: object, world_size: object) -> tuple[int, int]:
@@ -191,11 +187,9 @@ class _MpiPost:
 
     @property
     def rank(self) -> int:
-        """This rank in the bootstrap."""
         return self._bootstrap.rank
 
     def send(self, receiver: int, key: int, number: int, data: bytes) -> None:
-        """Sends a message. Does not wait."""
         message = self.HEADER.pack(key, number) + data
         with self._lock:
             self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
@@ -203,7 +197,6 @@ class _MpiPost:
             self._sent.append((request, message))
 
     def take(self, sender: int, key: int, number: int) -> bytes | None:
-        """Returns a message, if it has arrived."""
         mpi, status = self._bootstrap._mpi, self._bootstrap._mpi.Status()
         with self._lock:
             while (message := self._bootstrap._comm.Improbe(tag=self._TAG, status=status)) is not None:
@@ -217,29 +210,7 @@ class _MpiPost:
             return self._came.pop((sender, key, number), None)
 
     def withdraw(self, receiver: int, key: int) -> None:
-        """Takes back the messages of a subset that the receiver has not taken."""
         self.send(receiver, key, self._WITHDRAWN, b"")
-
-
-class _MpiBoard:
-    """The messages of a subset of an `MpiBootstrap`'s ranks."""
-
-    where, is_shared, longest_pause = "MPI", False, 1e-3
-
-    def __init__(self, post: _MpiPost, members: Sequence[int], key: int) -> None:
-        self._post, self._members, self._key = post, members, key
-
-    def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
-        for reader in readers:
-            self._post.send(self._members[reader], self._key, number, data)
-
-    def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        senders = {name: self._members[0 if name == BUNDLE else int(name)] for name in names}
-        taken = {name: self._post.take(sender, self._key, number) for name, sender in senders.items()}
-        return {name: data for name, data in taken.items() if data is not None}
-
-    def remove(self, number: int, of: str) -> None:
-        """Nothing to remove: a reader takes its message."""
 
 
 class MpiSubset(BoardBootstrap):
@@ -247,44 +218,51 @@ class MpiSubset(BoardBootstrap):
     ranks.
     """
 
+    where, is_shared = "MPI", False
+
     def __init__(self, post: _MpiPost, members: Sequence[int], key: int) -> None:
-        super().__init__(_MpiBoard(post, members, key), members.index(post.rank), len(members))
+        super().__init__(members.index(post.rank), len(members))
         self._post, self._members, self._key = post, members, key
 
+    def _put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
+        for reader in readers:
+            self._post.send(self._members[reader], self._key, number, data)
+
+    def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
+        senders = {name: self._members[0 if name == BUNDLE else int(name)] for name in names}
+        taken = {name: self._post.take(sender, self._key, number) for name, sender in senders.items()}
+        return {name: data for name, data in taken.items() if data is not None}
+
+    def _remove(self, number: int, of: str) -> None:
+        """Nothing to remove: a reader takes its message."""
+
     def withdraw(self) -> None:
-        """See `Bootstrap`."""
         for peer in self._others:
             self._post.withdraw(self._members[peer], self._key)
-
-
-class _ThreadBoard:
-    """The messages of threads of this process."""
-
-    where, is_shared, longest_pause = "", True, 1e-3
-
-    def __init__(self) -> None:
-        self._messages: dict[tuple[int, str], bytes] = {}
-
-    def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
-        self._messages[number, of] = data
-
-    def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        found = {name: self._messages.get((number, name)) for name in names}
-        return {name: data for name, data in found.items() if data is not None}
-
-    def remove(self, number: int, of: str) -> None:
-        self._messages.pop((number, of), None)
 
 
 class ThreadBootstrap(BoardBootstrap):
     """Ranks that are threads of one process; make them all with `ThreadBootstrap.create(world_size)`."""
 
+    def __init__(self, messages: dict[tuple[int, str], bytes], rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self._messages = messages
+
     @classmethod
     def create(cls, world_size: int) -> list[ThreadBootstrap]:
         """Makes one bootstrap for each of `world_size` threads."""
         _, size = require_place(0, world_size)
-        board = _ThreadBoard()
-        return [cls(board, rank, size) for rank in range(size)]
+        messages: dict[tuple[int, str], bytes] = {}
+        return [cls(messages, rank, size) for rank in range(size)]
+
+    def _put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
+        self._messages[number, of] = data
+
+    def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
+        return {name: data for name in names if (data := self._messages.get((number, name))) is not None}
+
+    def _remove(self, number: int, of: str) -> None:
+        self._messages.pop((number, of), None)
 
 
 def of_process_group(group: Any = None) -> Bootstrap:

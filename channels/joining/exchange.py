@@ -162,29 +162,28 @@ class Exchange:
         """
         if self._guard is not None:
             self._guard[0].require_own_process()
-        with self._one_caller.only(purpose):
-            return self._all_gather_bytes(data, purpose)
-
-    def _all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
         tag = purpose.encode() + b"\0"
-        self.made += 1
-        observing = nullcontext() if self._guard is None else self._guard[0].observer.exchanging(purpose)
-        try:
-            with observing:
-                everyone = self._bootstrap.all_gather(tag + data, self.timeout, lambda: self._check(purpose))
-                self._require_purpose(everyone, purpose, tag)
-        except CommunicatorError as error:
-            raise_in_place_of(error, self._file(error))
-        except BaseException as error:  # raised by a signal handler: this rank is then out of step with the others
-            if self._guard is not None:
-                self._guard[0].abort(f"{purpose} was interrupted by {type(error).__name__}")
-            raise
+        with self._one_caller.only(purpose):
+            self.made += 1
+            observing = nullcontext() if self._guard is None else self._guard[0].observer.exchanging(purpose)
+            try:
+                with observing:
+                    everyone = self._bootstrap.all_gather(tag + data, self.timeout, lambda: self._check(purpose))
+                    self._require_purpose(everyone, purpose, tag)
+            except CommunicatorError as error:
+                raise_in_place_of(error, self._file(error))
+            except BaseException as error:  # raised by a signal handler: this rank is then out of step with the others
+                if self._guard is not None:
+                    self._guard[0].abort(f"{purpose} was interrupted by {type(error).__name__}")
+                raise
         return [theirs[len(tag) :] for theirs in everyone]
 
     def _require_purpose(self, everyone: list[bytes], purpose: str, tag: bytes) -> None:
         for peer, theirs in enumerate(everyone):
             if theirs.startswith(_FAILED):
-                raise self._failed(peer, purpose, theirs.removeprefix(_FAILED))
+                reason = theirs.removeprefix(_FAILED).decode(errors="replace")
+                message = f"{purpose}: rank {peer} can't take part: {reason}"
+                raise AbortedError(message, rank=peer, operation="bootstrap")
             if not theirs.startswith(tag):
                 there = theirs.partition(b"\0")[0][:100].decode(errors="replace")
                 raise self._mismatch(peer, purpose, there)
@@ -201,13 +200,6 @@ class Exchange:
         peer = watcher.left_before(self.made)
         if peer is not None:
             raise self._mismatch(peer, purpose, None)
-
-    def _failed(self, peer: int, purpose: str, reason: bytes) -> AbortedError:
-        return AbortedError(
-            f"{purpose}: rank {peer} can't take part: {reason.decode(errors='replace')}",
-            rank=peer,
-            operation="bootstrap",
-        )
 
     def _mismatch(self, peer: int, purpose: str, there: str | None) -> CommunicatorError:
         """Returns the error for a peer that is in another exchange, or, with None, has closed the communicator."""

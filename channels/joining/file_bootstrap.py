@@ -38,10 +38,13 @@ class FileBootstrap(BoardBootstrap):
         UntrustedPathError: the directory belongs to another user, or other users can read it, or it is a link.
     """
 
+    longest_pause = 0.02
+
     def __init__(self, directory: str | os.PathLike[str], rank: int, world_size: int) -> None:
         rank, world_size = require_place(rank, world_size)
         self._directory = _Directory(directory)
-        super().__init__(_Messages(self._directory, rank), rank, world_size)
+        self.where = str(self._directory)
+        super().__init__(rank, world_size)
         try:
             fresh = self._directory.write_once(f"rank-{self.rank}", b"")
         except ResourceError as error:
@@ -65,49 +68,35 @@ class FileBootstrap(BoardBootstrap):
         """Returns a board in the directory. See `Bootstrap`."""
         return NoteBoard(self._directory, self.rank)
 
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-class _Messages:
-    """The messages of a rank's rounds."""
-
-    is_shared, longest_pause = True, 0.02
-
-    def __init__(self, directory: _Directory, rank: int) -> None:
-        self.where = str(directory)
-        self._directory, self._rank = directory, rank
-
-    def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
+    def _put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
         if not self._directory.write_once(f"{number}-{of}", data):
-            raise ExchangeError(
+            raise self._error(
+                self.rank,
                 f"{self.where} holds a message of this rank that it has not written; expected a fresh directory",
-                rank=self._rank,
-                peer=self._rank,
-                operation="bootstrap",
             )
 
-    def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
+    def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
         found = {}
         for name in names:
             try:
                 message = self._directory.read(f"{number}-{name}")
             except (OSError, UntrustedPathError) as error:
                 peer = 0 if name == BUNDLE else int(name)
-                raise ExchangeError(
-                    f"rank {peer}'s message in {self.where} can't be read: {error}",
-                    rank=self._rank,
-                    peer=peer,
-                    operation="bootstrap",
-                ) from error
+                raise self._error(peer, f"rank {peer}'s message in {self.where} can't be read: {error}") from error
             if message is not None:
                 found[name] = message
         return found
 
-    def remove(self, number: int, of: str) -> None:
+    def _remove(self, number: int, of: str) -> None:
         self._directory.remove(f"{number}-{of}")
+
+    def _error(self, peer: int, message: str) -> ExchangeError:
+        return ExchangeError(message, rank=self.rank, peer=peer, operation="bootstrap")
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class _Directory:
@@ -154,21 +143,23 @@ class _Directory:
         Raises ResourceError.
         """
         draft = f".{name}-{secrets.token_hex(8)}"
-        with self._told(name), self._room():
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            descriptor = os.open(draft, flags, 0o600, dir_fd=self._descriptor)
-            try:
-                with open(descriptor, "wb") as file:
-                    file.write(data)
-                os.link(draft, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
-            except FileExistsError:
-                return False
-            finally:
-                os.unlink(draft, dir_fd=self._descriptor)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            with self._room():
+                descriptor = os.open(draft, flags, 0o600, dir_fd=self._descriptor)
+                try:
+                    with open(descriptor, "wb") as file:
+                        file.write(data)
+                    os.link(draft, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+                except FileExistsError:
+                    return False
+                finally:
+                    os.unlink(draft, dir_fd=self._descriptor)
+        except OSError as error:
+            raise ResourceError(f"{self.path / name} can't be written: {error.strerror or error}") from error
         return True
 
     def remove(self, name: str) -> None:
-        """Removes a file, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
 
@@ -184,10 +175,3 @@ class _Directory:
                 # Another thread has taken the spare descriptor; a later call may reserve one again.
                 with contextlib.suppress(OSError):
                     self._held.append(os.dup(self._descriptor))
-
-    @contextlib.contextmanager
-    def _told(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ResourceError(f"{self.path / name} can't be written: {error.strerror or error}") from error

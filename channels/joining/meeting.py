@@ -18,9 +18,8 @@ from msgspec.structs import replace
 
 from proxyccl.channels.joining.bootstrap import Bootstrap
 from proxyccl.channels.joining.exchange import HANDLE, Exchange
-from proxyccl.channels.joining.proxy_options import ProxyOptions
-from proxyccl.channels.joining.proxy_place import ProxyPlace, choose_place
-from proxyccl.channels.joining.survivors import MOST_ATTEMPTS, Assembly, Board, SegmentBoard, Survivors
+from proxyccl.channels.joining.proxy_place import ProxyOptions, ProxyPlace, choose_place
+from proxyccl.channels.joining.survivors import MOST_ATTEMPTS, Board, SegmentBoard, Survivors
 from proxyccl.channels.joining.topology import (
     RANK_INFO,
     RankInfo,
@@ -30,6 +29,7 @@ from proxyccl.channels.joining.topology import (
     encode_choice,
 )
 from proxyccl.channels.joining.whereabouts import WHEREABOUTS, Whereabouts, find_hosts, open_ways
+from proxyccl.channels.liveness.host_links import OFFER, HostLink, Listener
 from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.channels.segment.rendezvous import Mailboxes, key_of, wait_until
@@ -60,6 +60,16 @@ _NAME = Codec(str, 4096, "name")
 _PART = Codec[tuple[list[int], str]](tuple[list[int], str], 1 << 20, name="split")
 
 
+class Options(Struct, frozen=True):
+    """The choices of a rank's caller, with which the rank may also join further ranks. See `Communicator`."""
+
+    proxy: ProxyOptions
+    transports: TransportOptions
+    transport: TransportChoice
+    local_world_size: int | None
+    linger: float | None
+
+
 class Meeting(Struct, frozen=True):
     """One rank's state after the ranks of a group have met.
 
@@ -72,11 +82,9 @@ class Meeting(Struct, frozen=True):
         topology: the placement of the ranks.
         job: the group's name, the same on all ranks.
         place: where this rank's proxy runs.
-        proxy_options: options of the proxy.
-        transport_options: options of transports between hosts.
+        options: the caller's.
         bootstrap: the bootstrap over which the ranks met.
         owns_bootstrap: whether it is closed with the group.
-        linger: how long the process waits for peers at its end, in seconds; None for the time-out.
         ways: by rank of the host, the kind of socket over which that rank and this one pass descriptors of memory; only
             ranks whose descriptors this rank can't open in /proc.
         crosses_namespaces: whether there are such ranks, or this rank's daemon is in another PID namespace.
@@ -91,11 +99,9 @@ class Meeting(Struct, frozen=True):
     topology: Topology
     job: str
     place: ProxyPlace
-    proxy_options: ProxyOptions
-    transport_options: TransportOptions
+    options: Options
     bootstrap: Bootstrap
     owns_bootstrap: bool
-    linger: float | None
     members: tuple[int, ...] = ()
     ways: dict[int, str] = {}
     crosses_namespaces: bool = False
@@ -104,15 +110,11 @@ class Meeting(Struct, frozen=True):
 def meet(
     bootstrap: Bootstrap,
     runtime: Runtime | str | None,
+    options: Options,
     *,
     owns_bootstrap: bool,
-    device: int | None,
     timeout: float,
-    local_world_size: int | None,
-    transport: TransportChoice,
-    transport_options: TransportOptions,
-    proxy_options: ProxyOptions,
-    linger: float | None = None,
+    device: int | None = None,
 ) -> Meeting:
     """Lets the ranks of a bootstrap meet; all of them call this together. Arguments and errors as for `Communicator`.
     With `owns_bootstrap`, the bootstrap is closed if the meeting fails.
@@ -131,19 +133,19 @@ def meet(
         runtime.activate()
         control = create_segment(runtime, rank, timeout, world_size)
         undo.callback(control.close)
-        place = choose_place(proxy_options.where, runtime.name, hosts[rank], exchange)
+        place = choose_place(options.proxy.where, runtime.name, hosts[rank], exchange)
         in_daemon = place.where == "daemon"
         daemon_missing, missing = missing_in_daemon(timeout) if in_daemon else ("", missing_transports())
         crosses_namespaces = bool(ways) or (in_daemon and is_offered(socket_path()))
         if crosses_namespaces:
             runtime.share_across_namespaces()
-        own = RankInfo.own(
-            runtime,
-            missing,
-            transport=encode_choice(transport, world_size),
-            local_world_size=chosen_local_world_size(local_world_size, world_size),
-            daemon_missing=daemon_missing,
+        own = replace(
+            RankInfo.own(runtime),
             host=hosts[rank],
+            missing=missing,
+            transport=encode_choice(options.transport, world_size),
+            local_world_size=chosen_local_world_size(options.local_world_size, world_size),
+            daemon_missing=daemon_missing,
         )
         infos = exchange.all_gather(own, RANK_INFO, "topology")
         topology = Topology.find(rank, infos, runtime)
@@ -171,11 +173,9 @@ def meet(
             topology,
             job,
             place,
-            proxy_options,
-            transport_options,
+            options,
             bootstrap,
             owns_bootstrap,
-            linger,
             ways=ways,
             crosses_namespaces=crosses_namespaces,
         )
@@ -189,18 +189,9 @@ def _processes(topology: Topology, segments: Mapping[int, ControlSegment]) -> di
 def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:
     """Lets the ranks of a bootstrap meet; this rank brings its group's runtime and options. See `meet`."""
     topology = whole.topology
-    return meet(
-        bootstrap,
-        whole.runtime,
-        owns_bootstrap=owns_bootstrap,
-        device=None,
-        timeout=timeout,
-        local_world_size=topology.ranks[topology.rank].local_world_size,
-        transport=topology.forced_for_all or topology.forced,
-        transport_options=whole.transport_options,
-        proxy_options=whole.proxy_options,
-        linger=whole.linger,
-    )
+    transport, of_node = topology.forced_for_all or topology.forced, topology.ranks[topology.rank].local_world_size
+    options = replace(whole.options, transport=transport, local_world_size=of_node)
+    return meet(bootstrap, whole.runtime, options, owns_bootstrap=owns_bootstrap, timeout=timeout)
 
 
 def meet_apart(
@@ -257,10 +248,9 @@ def meet_apart(
                 offered = exchange.all_gather(control.memory.handle, HANDLE, "control segments")
             handles = {peer: offered[peer] for peer in range(len(members)) if part.same_host(peer)}
         else:
-            handles = {}
             place = whole.control.rendezvous.invite(key, control.memory.handle)
             undo.callback(whole.control.rendezvous.withdraw, place)
-            _find_handles(handles, whole, members, key, timeout, refusals.check)
+            handles = _find_handles(whole, members, key, timeout, refusals.check)
         segments: dict[int, ControlSegment] = {}
         for peer, handle in handles.items():
             if peer != part.rank:
@@ -377,40 +367,39 @@ def meet_survivors(
                 raise
             except ProxyCCLError:  # a member has ended meanwhile
                 joined = False
-            if survivors.all_joined(assembly, joined=joined):
-                undo.pop_all()
-                return _meeting_of_survivors(whole, assembly, part, control, segments, timeout)
+            if not survivors.all_joined(assembly, joined=joined):
+                continue
+            undo.pop_all()
+            control.initialise(part.rank, timeout)
+            control.introduce(segments)
+            if part.spans_hosts:
+                bootstrap = _subset(whole.bootstrap, assembly.members, int(assembly.token, 16))
+            else:
+                bootstrap = _mailboxes(part.rank, control, segments)
+            return replace(
+                whole,
+                exchange=Exchange(bootstrap, timeout),
+                control=control,
+                segments=segments,
+                processes=_processes(part, segments),
+                topology=part,
+                job=assembly.token,
+                bootstrap=bootstrap,
+                owns_bootstrap=True,
+                members=assembly.members,
+                ways=_ways_of(whole, assembly.members),
+            )
     raise PeerLostError(f"shrink: ranks were lost in each of {MOST_ATTEMPTS} attempts", rank=rank, operation="shrink")
 
 
-def _meeting_of_survivors(
-    whole: Meeting,
-    assembly: Assembly,
-    part: Topology,
-    control: ControlSegment,
-    segments: dict[int, ControlSegment],
-    timeout: float,
-) -> Meeting:
-    control.initialise(part.rank, timeout)
-    control.introduce(segments)
-    bootstrap: Bootstrap
-    if part.spans_hosts:
-        bootstrap = _subset(whole.bootstrap, assembly.members, int(assembly.token, 16))
-    else:
-        bootstrap = _mailboxes(part.rank, control, segments)
-    return replace(
-        whole,
-        exchange=Exchange(bootstrap, timeout),
-        control=control,
-        segments=segments,
-        processes=_processes(part, segments),
-        topology=part,
-        job=assembly.token,
-        bootstrap=bootstrap,
-        owns_bootstrap=True,
-        members=assembly.members,
-        ways=_ways_of(whole, assembly.members),
-    )
+def link_hosts(topology: Topology, exchange: Exchange) -> dict[int, HostLink]:
+    """Returns this rank's links to the ranks of other hosts, by rank. All ranks of a group call this together."""
+    others = [peer for peer in range(topology.world_size) if not topology.same_host(peer)]
+    if not others:
+        return {}
+    with contextlib.closing(Listener(topology.rank)) as listener:
+        offers = exchange.all_gather(listener.offer(len(others)), OFFER, "links between hosts")
+        return listener.join(others, offers, exchange.timeout)
 
 
 def _ways_of(whole: Meeting, members: Sequence[int]) -> dict[int, str]:
@@ -419,9 +408,8 @@ def _ways_of(whole: Meeting, members: Sequence[int]) -> dict[int, str]:
 
 def _board(whole: Meeting, topology: Topology) -> Board:
     if not topology.spans_hosts:
-        own = {topology.rank: whole.control.rendezvous}
-        others = {peer: segment.rendezvous for peer, segment in whole.segments.items()}
-        return SegmentBoard(topology.rank, own | others)
+        segments = {topology.rank: whole.control, **whole.segments}
+        return SegmentBoard(topology.rank, {peer: segment.rendezvous for peer, segment in segments.items()})
     board: Callable[[], Board] | None = getattr(whole.bootstrap, "board", None)
     if board is None:
         raise RuntimeUnavailableError(
@@ -483,21 +471,16 @@ class _Refusals:
 
 
 def _find_handles(
-    handles: dict[int, bytes],
-    whole: Meeting,
-    members: Sequence[int],
-    key: int,
-    timeout: float,
-    give_up: Callable[[], None],
-) -> None:
-    """Fills in, by number among the members, the segment that each other member offers under the key."""
+    whole: Meeting, members: Sequence[int], key: int, timeout: float, give_up: Callable[[], None]
+) -> dict[int, bytes]:
+    """Returns, by number among the members, the segment that each other member offers under the key."""
     own = whole.exchange.rank
     missing = {peer: number for number, peer in enumerate(members) if peer != own}
+    handles: dict[int, bytes] = {}
 
     def look() -> bool:
         for peer, number in list(missing.items()):
-            handle = whole.segments[peer].rendezvous.find(key)
-            if handle is not None:
+            if (handle := whole.segments[peer].rendezvous.find(key)) is not None:
                 handles[number] = handle
                 del missing[peer]
         return not missing
@@ -507,6 +490,7 @@ def _find_handles(
         return WaitTimeoutError(message, rank=own, peer=min(missing), operation="split")
 
     wait_until(look, time.monotonic() + timeout, give_up, late)
+    return handles
 
 
 def _mailboxes(rank: int, control: ControlSegment, segments: Mapping[int, ControlSegment]) -> Mailboxes:

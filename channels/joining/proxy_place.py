@@ -1,17 +1,22 @@
-"""Where the proxies of a communicator's ranks run, which the ranks of a host decide together."""
+"""Where the proxies of a communicator's ranks run, which the ranks of a host decide together, and their rings and
+threads."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from proxyccl.device.arguments.integers import find_integer
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.process.namespaces import proc_view
 from proxyccl.proxy.codec import Codec, Message, Uint64
+from proxyccl.proxy.ring import require_ring_size
+from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.proxy.workers import MAX_RINGS, require_rings
 
 if TYPE_CHECKING:
     from proxyccl.channels.joining.exchange import Exchange
@@ -35,6 +40,38 @@ class ProxyPlace(Struct, frozen=True):
     where: Where
     job_daemon: str = ""
     chosen: bool = True
+
+
+class ProxyOptions(Struct, frozen=True):
+    """The requested place of a rank's proxy, and its rings and threads. See `Communicator`."""
+
+    where: Where | None
+    fifos: int | str
+    threads: int
+    fifo_size: int
+    idle: IdlePolicy | None
+    cores: str | None
+
+    def __post_init__(self) -> None:
+        require_rings(self.threads if self._by_peer else self.fifos, self.threads)
+        require_ring_size(self.fifo_size)
+        for name in ("fifos", "threads", "fifo_size"):  # messages to a daemon can encode only Python's integers
+            if (number := find_integer(getattr(self, name))) is not None:
+                structs.force_setattr(self, name, number)
+
+    @property
+    def _by_peer(self) -> bool:
+        return isinstance(self.fifos, str) and self.fifos == "peer"
+
+    def rings(self, world_size: int) -> dict[str, Any]:
+        """Returns the rings and threads of the proxy of a communicator of this size."""
+        fifos = min(MAX_RINGS, max(self.threads, world_size)) if self._by_peer else self.fifos
+        return {
+            "fifos": fifos,
+            "threads": self.threads,
+            "fifo_size": self.fifo_size,
+            "ring_per_connection": self._by_peer,
+        }
 
 
 class Wish(Message, frozen=True):
@@ -117,15 +154,10 @@ def choose_place(where: Where | None, runtime: str, host: str, exchange: Exchang
     """
     from proxyccl.proxy.daemon.job import new_name
 
+    global _known_name  # noqa: PLW0603  one daemon serves all communicators of the process
     default = default_place(runtime) if where is None else where
     wish = Wish(host, where, default, _known_name or new_name(), proc_view())
     place = agree(exchange.all_gather(wish, _WISH, "proxies"), exchange.rank)
-    _remember(place.job_daemon)
-    return place
-
-
-def _remember(name: str) -> None:
-    """Makes this process use the daemon's name for all further communicators, unless it knows one already."""
-    global _known_name  # noqa: PLW0603  one daemon serves all communicators of the process
     with _lock:
-        _known_name = _known_name or name
+        _known_name = _known_name or place.job_daemon
+    return place

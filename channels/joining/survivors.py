@@ -34,21 +34,17 @@ class Board(Protocol):
 
     def post(self, number: int, note: bytes) -> None:
         """Leaves a permanent note of this rank, of at most 244 bytes."""
-        ...
 
     def read(self, rank: int, number: int) -> bytes | None:
         """Returns a rank's note; None if there is none yet."""
-        ...
 
     def settle(self, number: int, answer: bytes) -> bytes:
         """Answers a question, in at most 244 bytes, unless the question is answered already. Returns the answer that
         stands.
         """
-        ...
 
     def settled(self, number: int) -> bytes | None:
         """Returns the answer to a question; None if there is none yet."""
-        ...
 
 
 class NotePlace(Protocol):
@@ -56,11 +52,9 @@ class NotePlace(Protocol):
 
     def write_once(self, name: str, data: bytes) -> object:
         """Stores a text, unless that name has a text."""
-        ...
 
     def read(self, name: str) -> bytes | None:
         """Returns the text of a name; None if there is none."""
-        ...
 
 
 class NoteBoard:
@@ -70,22 +64,18 @@ class NoteBoard:
         self._place, self._rank = place, rank
 
     def post(self, number: int, note: bytes) -> None:
-        """See `Board`."""
         self._place.write_once(f"note-{number}-{self._rank}", note)
 
     def read(self, rank: int, number: int) -> bytes | None:
-        """See `Board`."""
         return self._place.read(f"note-{number}-{rank}")
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """See `Board`."""
         self._place.write_once(f"answer-{number}", answer)
         settled = self.settled(number)
         assert settled is not None  # nobody removes it
         return settled
 
     def settled(self, number: int) -> bytes | None:
-        """See `Board`."""
         return self._place.read(f"answer-{number}")
 
 
@@ -103,11 +93,9 @@ class SegmentBoard:
         self._first = rendezvous[0]
 
     def post(self, number: int, note: bytes) -> None:
-        """See `Board`."""
         self._own.invite(key_of("survivors", "note", number), note)
 
     def read(self, rank: int, number: int) -> bytes | None:
-        """See `Board`."""
         return self._rendezvous[rank].find(key_of("survivors", "note", number))
 
     def settle(self, number: int, answer: bytes) -> bytes:
@@ -116,7 +104,6 @@ class SegmentBoard:
         return self._answer(self._first.decide(number, self._rank + 1), number)
 
     def settled(self, number: int) -> bytes | None:
-        """See `Board`."""
         standing = self._first.decision(number)
         return None if standing is None else self._answer(standing, number)
 
@@ -128,8 +115,6 @@ class SegmentBoard:
 
 
 class _Subject(IntEnum):
-    """The subjects of an attempt's notes and questions."""
-
     ARRIVED = 0
     EXCLUDED = 1
     MEMBERS = 2
@@ -202,13 +187,20 @@ class Survivors:
             for peer in sorted(missing):
                 ended = self._has_ended(peer)  # checked first: the peer may arrive and end between the two checks
                 if board.read(peer, _Subject.ARRIVED.of(attempt)) is not None:
-                    self._compare(peer, attempt)
+                    theirs = board.read(peer, _Subject.EXCLUDED.of(attempt)) or b""
+                    if theirs != self._excluded:
+                        raise MismatchError(
+                            f"exclude: {list(_decode(self._excluded))} here, {list(_decode(theirs))} on rank {peer}",
+                            argument="exclude",
+                            rank=self._rank,
+                            peer=peer,
+                        )
                     missing.discard(peer)
                 elif ended:
                     missing.discard(peer)
             return not missing or board.settled(question) is not None
 
-        self._wait(all_came)
+        wait_at_most(all_came, time.monotonic() + self._timeout)
         came = [peer for peer in self._candidates if board.read(peer, _Subject.ARRIVED.of(attempt)) is not None]
         answer = board.settle(question, os.urandom(_TOKEN_BYTES) + _encode([self._rank, *came]))
         members = _decode(answer[_TOKEN_BYTES:])
@@ -244,21 +236,8 @@ class Survivors:
                     lost |= ended
             return not missing or lost or board.settled(question) is not None
 
-        self._wait(over)
+        wait_at_most(over, time.monotonic() + self._timeout)
         return board.settle(question, _FAILED if missing else _SUCCEEDED) == _SUCCEEDED
-
-    def _wait(self, found: Callable[[], bool]) -> None:
-        wait_at_most(found, time.monotonic() + self._timeout, lambda: None)
-
-    def _compare(self, peer: int, attempt: int) -> None:
-        theirs = self._board.read(peer, _Subject.EXCLUDED.of(attempt)) or b""
-        if theirs != self._excluded:
-            raise MismatchError(
-                f"exclude: {list(_decode(self._excluded))} here, {list(_decode(theirs))} on rank {peer}",
-                argument="exclude",
-                rank=self._rank,
-                peer=peer,
-            )
 
 
 def _encode(ranks: Collection[int]) -> bytes:

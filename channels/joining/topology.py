@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, structs
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from proxyccl.channels.segment.process_descriptors import PeerProcess
@@ -67,21 +67,11 @@ class RankInfo(Message, frozen=True):
     daemon_missing: str = ""
 
     @classmethod
-    def own(
-        cls,
-        runtime: Runtime,
-        missing: dict[str, str] | None = None,
-        transport: str = "",
-        local_world_size: int | None = None,
-        daemon_missing: str = "",
-        host: str | None = None,
-    ) -> RankInfo:
-        """Describes this process on this machine; `host` is the name of the machine that the ranks agree on
-        (`find_hosts`).
-        """
+    def own(cls, runtime: Runtime) -> RankInfo:
+        """Describes this process on this machine, without its caller's choices."""
         pid = os.getpid()
         return cls(
-            host or host_name(),
+            host_name(),
             pid,
             start_of(pid),
             runtime.name,
@@ -89,10 +79,6 @@ class RankInfo(Message, frozen=True):
             view=proc_view(),
             token=forks.here().token.hex(),
             cores=encode_cores(cores_of(pid)),
-            missing=missing or {},
-            transport=transport,
-            local_world_size=local_world_size,
-            daemon_missing=daemon_missing,
         )
 
     @property
@@ -208,7 +194,6 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     @property
@@ -217,7 +202,6 @@ class Topology(Struct, frozen=True, dict=True):
         return [r for r, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
 
     def node_members(self) -> list[list[int]]:
-        """The ranks of every node, in order."""
         members: dict[int, list[int]] = {}
         for rank, node in enumerate(self.nodes):
             members.setdefault(node, []).append(rank)
@@ -240,7 +224,6 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def node_count(self) -> int:
-        """Number of nodes."""
         return len(set(self.nodes))
 
     @property
@@ -342,13 +325,11 @@ class Topology(Struct, frozen=True, dict=True):
     def with_unsupported_reasons(self, unsupported: Sequence[Mapping[str, str]]) -> Topology:
         """Returns a copy of this topology with every rank's `RankInfo.unsupported`."""
         ranks = tuple(
-            structs.replace(info, unsupported=dict(reasons))
-            for info, reasons in zip(self.ranks, unsupported, strict=True)
+            replace(info, unsupported=dict(reasons)) for info, reasons in zip(self.ranks, unsupported, strict=True)
         )
         return replace(self, ranks=ranks)
 
     def all_accessible(self) -> bool:
-        """Whether this rank's kernels can access every rank's memory."""
         return all(self.accessible)
 
 

@@ -42,7 +42,6 @@ class Whereabouts(Message, frozen=True):
 
     @classmethod
     def own(cls) -> Whereabouts:
-        """Returns the whereabouts of this process."""
         directory, no_directory = sockets.usable_directory()
         daemon, no_daemon = _daemon()
         found = (sockets.shared_network(), directory, daemon)

@@ -91,7 +91,7 @@ class FailureState:
         self.state = "open"
 
     def close(self) -> None:
-        """Closes the group: from now on every call is refused with ClosedError."""
+        """Closes the group: every later call is refused with ClosedError, which names the fork in a fork's child."""
         self.state = "closed"
 
     def require_own_process(self) -> None:
@@ -102,16 +102,6 @@ class FailureState:
     def inherited(self) -> bool:
         """Whether this process is a fork's child, so that the group belongs to the parent."""
         return not self._process.is_here
-
-    def leave_to_parent(self) -> None:
-        """In a fork's child: closes this copy, because the group belongs to the parent. Every later call is refused
-        with that reason.
-        """
-        self.state = "closed"
-
-    @property
-    def opening(self) -> bool:
-        return self.state == "opening"
 
     @property
     def usable(self) -> bool:

@@ -11,7 +11,6 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
 from hmac import compare_digest
 from typing import Annotated
 
@@ -238,9 +237,7 @@ class Listener:
             require_descriptors(peers + _WHILE_JOINING)
         return Offer(host_addresses(), self._socket.getsockname()[1], self._token)
 
-    def join(
-        self, peers: list[int], offers: list[Offer], timeout: float, give_up: Callable[[], None]
-    ) -> dict[int, HostLink]:
+    def join(self, peers: list[int], offers: list[Offer], timeout: float) -> dict[int, HostLink]:
         """Connects to ranks of other hosts: this rank calls lower ranks, and higher ranks call this rank.
 
         Raises:
@@ -250,11 +247,10 @@ class Listener:
         links: dict[int, HostLink] = {}
         for peer in peers:
             if peer < self._rank:
-                links[peer] = self._call(peer, offers[peer], deadline, give_up)
+                links[peer] = self._call(peer, offers[peer], deadline)
         awaited = {peer for peer in peers if peer > self._rank}
         with contextlib.closing(Greetings(self._socket, _HELLO.size)) as greetings:
             while awaited:
-                give_up()
                 if time.monotonic() > deadline:
                     raise PeerLostError(
                         f"rank {min(awaited)} of another host did not connect in time; is a firewall between them?",
@@ -271,14 +267,13 @@ class Listener:
                         links[caller] = HostLink(caller, connection)
         return links
 
-    def _call(self, peer: int, offer: Offer, deadline: float, give_up: Callable[[], None]) -> HostLink:
+    def _call(self, peer: int, offer: Offer, deadline: float) -> HostLink:
         # All addresses at once: some may be unreachable, or lead to another host with the same address.
         failures = dict.fromkeys(offer.addresses, "no answer")
         to_call, next_calls = list(offer.addresses), 0.0
         with selectors.DefaultSelector() as calls, contextlib.ExitStack() as undo:
             undo.callback(_close_all, calls)
             while (to_call or calls.get_map()) and time.monotonic() < deadline:
-                give_up()
                 if time.monotonic() > next_calls:
                     next_calls = time.monotonic() + _INTERVAL_SECONDS
                     refused = {address: _begin_call(calls, address, offer.port) for address in to_call}

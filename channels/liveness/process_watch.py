@@ -82,10 +82,6 @@ class ProcessWatch:
         with naming_exhaustion(f"the watch of rank {peer}'s process"):
             return process_descriptors.acquire(self.processes[peer])
 
-    def is_ending(self, peer: int) -> bool:
-        """Whether a rank's process has begun to end (`PeerProcess.is_ending`)."""
-        return self.processes[peer].is_ending
-
     def descriptor_of(self, peer: int) -> int:
         """A descriptor of a rank's process, watched or not, until `close`. Any thread may call this.
 

@@ -45,7 +45,7 @@ class WatchThread:
     RELEASING_MS = 1
 
     def __init__(self, name: str) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._watchers: list[Watcher] = []
         self._by_descriptor: dict[int, Watcher] = {}
         self._poll = select.poll()
@@ -63,9 +63,8 @@ class WatchThread:
         """Runs a watcher from now on, and whenever one of its descriptors becomes readable."""
         with self._lock:
             self._watchers.append(watcher)
-            for descriptor in watcher.descriptors:
-                self._by_descriptor[descriptor] = watcher
-                self._poll.register(descriptor, select.POLLIN)
+        for descriptor in watcher.descriptors:
+            self.watch(watcher, descriptor)
 
     def watch(self, watcher: Watcher, descriptor: int) -> None:
         """Runs a watcher also whenever one more descriptor becomes readable."""
@@ -78,15 +77,12 @@ class WatchThread:
         with self._lock:
             self._watchers.remove(watcher)
             for descriptor in [known for known, whose in self._by_descriptor.items() if whose is watcher]:
-                self._forget(descriptor)
+                self.forget(descriptor)
 
     def forget(self, descriptor: int) -> None:
         with self._lock:
-            self._forget(descriptor)
-
-    def _forget(self, descriptor: int) -> None:
-        if self._by_descriptor.pop(descriptor, None) is not None:
-            self._poll.unregister(descriptor)
+            if self._by_descriptor.pop(descriptor, None) is not None:
+                self._poll.unregister(descriptor)
 
     def _run(self) -> None:
         readable: set[int] = set()
@@ -305,13 +301,7 @@ class Watcher:
             self._end_with_parent()
             return
         if peer in self._processes.processes:
-            try:
-                descriptor = self._processes.descriptor_of(peer)
-                ended = _is_readable(descriptor, self.ENDING_MS) or self._processes.is_ending(peer)
-            except ProcessLookupError:
-                ended = True
-            except (ResourceError, OSError):  # this rank can't tell; the ranks that watch the peer will notice
-                return
+            ended = self._process_ends(peer, self.ENDING_MS)
             with self._looking:
                 if ended and not (self._closed or self._own.aborted):
                     self._peer_ended(peer)
@@ -339,13 +329,20 @@ class Watcher:
         if self.presence(peer) is Presence.LEFT:
             return True
         if peer in self._processes.processes:
-            try:
-                return process_descriptors.has_ended(self._processes.descriptor_of(peer))
-            except ProcessLookupError:
-                return True
-            except ResourceError:
-                return False
+            return self._process_ends(peer)
         return self._parent is not None and self._parent.has_ended(self._members[peer])
+
+    def _process_ends(self, peer: int, milliseconds: int = 0) -> bool:
+        """Whether a peer's process has ended; with a time, whether it ends within that time or begins to end. False if
+        this rank can't tell: ranks that watch the peer will notice.
+        """
+        try:
+            ended = _is_readable(self._processes.descriptor_of(peer), milliseconds)
+            return ended or (milliseconds > 0 and self._processes.processes[peer].is_ending)
+        except ProcessLookupError:
+            return True
+        except (ResourceError, OSError):
+            return False
 
     def pass_on(self) -> None:
         """Sends the record of this rank's failure to all other ranks. Ranks of its host are told too, because the rank

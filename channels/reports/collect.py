@@ -18,13 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import starmap
 from types import FrameType
 from typing import Any, TypeVar
 
 from msgspec.structs import asdict
 
 from proxyccl.channels.group import Group
-from proxyccl.channels.handles import Channel
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
 from proxyccl.channels.reports.report import (
     Call,
@@ -40,6 +40,7 @@ from proxyccl.channels.reports.report import (
 )
 from proxyccl.channels.segment.control import LAST_QUESTION, READBACK_BYTES, KernelWait
 from proxyccl.channels.segment.error_record import SCHEDULE_WAITS, WAITS, exception_from
+from proxyccl.channels.segment.rendezvous import wait_at_most
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.runtime import Runtime
@@ -95,16 +96,12 @@ class DeviceReader:
         for address, nbytes in ranges:
             self._runtime.copy(self._device + offset, address, nbytes, self._stream)
             offset += nbytes
-        deadline = time.monotonic() + _COPY_SECONDS
-        while not self._stream.query():
-            if time.monotonic() > deadline:
-                self._late = True
-                raise TimeoutError(f"the device did not copy the ranges within {_COPY_SECONDS} s")
-            time.sleep(0.001)
+        self._late = not wait_at_most(self._stream.query, time.monotonic() + _COPY_SECONDS)
+        if self._late:
+            raise TimeoutError(f"the device did not copy the ranges within {_COPY_SECONDS} s")
         return ctypes.string_at(self._host, offset)
 
     def close(self) -> None:
-        """Destroys the stream."""
         self._stream.close()
 
 
@@ -144,7 +141,9 @@ def collect(
         proxy = group.links.proxy_if_started
         handling: list[Handling] = part("the handlers", lambda: _handling(proxy), [])
         proxy_waits: list[ProxyWait] = part("what the proxy waits for", lambda: _proxy_waits(proxy), [])
-        rings: list[RingContents] = part("the rings", lambda: _rings(proxy), [])
+        rings: list[RingContents] = part(
+            "the rings", lambda: [fifo.snapshot() for fifo in proxy.rings] if proxy is not None else [], []
+        )
         look_at_channels = functools.partial(_channels, group, device, proxy, rings, unread)
         channels: list[ProxiedChannel] = part("the channels", look_at_channels, [])
         semaphores: list[Semaphore] = part("the semaphores", lambda: _semaphores(group, device), [])
@@ -168,7 +167,7 @@ def collect(
         waits=waits,
         proxy_waits=proxy_waits,
         exchange=exchange,
-        calls=part("the collective calls", lambda: _calls(group), []),
+        calls=part("the collective calls", lambda: list(starmap(Call, group.launches.recent_calls(CALLS))), []),
         rings=rings,
         channels=channels,
         handling=handling,
@@ -232,14 +231,6 @@ def _transports(group: Group) -> list[str]:
     return found
 
 
-def _calls(group: Group) -> list[Call]:
-    return [Call(number, fields) for number, fields in group.launches.recent_calls(CALLS)]
-
-
-def _rings(proxy: Proxy | None) -> list[RingContents]:
-    return [] if proxy is None else [fifo.snapshot() for fifo in proxy.rings]
-
-
 def _daemon(proxy: Proxy | None, own: Member) -> Member | None:
     if not isinstance(proxy, DaemonClient):
         return None
@@ -262,7 +253,8 @@ def _channels(
 ) -> list[ProxiedChannel]:
     if proxy is None:
         return []
-    channels = sorted(_with_ids(group.inventory.channels()), key=lambda channel: channel.id)
+    known = [each for each in group.inventory.channels() if isinstance(each, ProxyChannel | HandlerChannel)]
+    channels = sorted(known, key=lambda channel: channel.id)
     used = _signals_used(channels, device, unread)
     found = []
     for channel in channels:
@@ -294,10 +286,6 @@ def _channels(
     return found
 
 
-def _with_ids(channels: Sequence[Channel]) -> list[ProxyChannel | HandlerChannel]:
-    return [channel for channel in channels if isinstance(channel, ProxyChannel | HandlerChannel)]
-
-
 def _signals_used(
     channels: Sequence[ProxyChannel | HandlerChannel], device: DeviceReader, unread: list[str]
 ) -> dict[int, int]:
@@ -321,8 +309,6 @@ def _semaphores(group: Group, device: DeviceReader) -> list[Semaphore]:
 
 
 _frames_lock = threading.Lock()
-
-
 _CALLERS = ("f_back",) * (FRAMES - 1)
 
 

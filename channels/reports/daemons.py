@@ -132,7 +132,6 @@ def _cores(cores: list[int]) -> str:
 
 
 def render(report: DaemonReport) -> str:
-    """The whole report."""
     lines = [
         f"node daemon, {report.process.shown}, {report.written}",
         f"  {report.command}",

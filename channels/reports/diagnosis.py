@@ -403,7 +403,6 @@ class _WaitGraph:
         ]
 
     def diagnosis(self) -> Diagnosis:
-        """The diagnosis of all findings."""
         names = list(self._reports)
         waits = self._waits()
         absent = [finding for finding in self._missing() if finding.kind == "lost" or not finding.waiting]
@@ -496,7 +495,6 @@ def _rank_names(ranks: Sequence[int]) -> list[str]:
 
 
 def sentence(text: str) -> str:
-    """The text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 

@@ -32,7 +32,6 @@ class Found:
 
     @property
     def daemons(self) -> list[DaemonReport]:
-        """Reports of node daemons."""
         return list(self.daemon_files.values())
 
     def read(self, path: Path) -> None:

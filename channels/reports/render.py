@@ -21,7 +21,6 @@ def of_rank(peer: int | None) -> str:
 
 
 def call_text(call: Call) -> str:
-    """A call's name and number."""
     return f"{call.fields.get('collective', '?')} #{call.number}"
 
 
@@ -38,7 +37,6 @@ def with_arguments(name: str, call: Call) -> str:
 
 
 def wait_text(wait: Wait) -> str:
-    """A wait with its numbers."""
     return f"{wait.what}{of_rank(wait.peer)}: expected {wait.expected}, saw {wait.seen}"
 
 
@@ -89,7 +87,6 @@ def _trigger(trigger: RingTrigger) -> str:
 
 
 def ring_lines(number: int, ring: RingContents) -> Iterator[str]:
-    """A ring and the triggers in it."""
     yield f"ring {number}: {ring.full} of {ring.size} slots full, {ring.taken} triggers taken so far"
     triggers = [f"not taken: {_trigger(trigger)}" for trigger in ring.waiting]
     triggers += [f"taken:     {_trigger(trigger)}" for trigger in ring.recent]
@@ -118,7 +115,6 @@ def _thread(thread: Thread) -> Iterator[str]:
 
 
 def render(report: Report) -> str:
-    """The whole report."""
     lines = [
         f"rank {report.rank} of {len(report.members)} of communicator {report.communicator}, {report.written}",
         f"  {report.process.shown}: {report.command}",

@@ -83,7 +83,7 @@ class Reporter(Observer):
 
     def beside(self) -> list[str]:
         """The names of the other communicators that this process has open."""
-        return sorted({other.job for other in _open_reporters()} - {self.job})
+        return sorted({other._group.job for other in _open_reporters()} - {self._group.job})
 
     # -- writing ---
 
@@ -95,8 +95,8 @@ class Reporter(Observer):
         """
         try:
             if self._enabled and self._group.control.record().code not in _UNREPORTED:
-                name = self.job
-                others = [other for other in _open_reporters() if other.job != name]
+                name = self._group.job
+                others = [other for other in _open_reporters() if other._group.job != name]
                 others = [other for other in others if name not in other._reported_failures]
                 peers.expect(self._group)
                 _requests.take()  # a peer that asks because of the same failure gets these reports
@@ -122,11 +122,6 @@ class Reporter(Observer):
             with contextlib.suppress(ResourceError, MemoryError):  # then no report is written
                 Thread(report_all, "proxyccl-report", "another communicator of a peer failed").start()
 
-    @property
-    def job(self) -> str:
-        """The communicator's name."""
-        return self._group.job
-
     def annotate(self, error: BaseException) -> None:
         """Adds the path of the report to the failure's exception."""
         if self._enabled and self._done.wait(_NOTE_SECONDS) and self._path is not None:
@@ -145,7 +140,7 @@ class Reporter(Observer):
             number = next(self._numbers)
             proxy = self._group.links.proxy_if_started
             if isinstance(proxy, DaemonClient):
-                proxy.request_report(f"communicator {self.job}: {cause}")
+                proxy.request_report(f"communicator {self._group.job}: {cause}")
             self._group.runtime.activate(for_proxy=True)
             report = collect(self._group, self._device, cause, number, self.exchange, self.beside())
             try:

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from proxyccl.channels.segment.announcements import TABLE_BYTES, Announcements
 from proxyccl.channels.segment.error_record import MOST_CAUSE_BYTES, NO_PEER, ErrorRecord
-from proxyccl.channels.segment.rendezvous import Rendezvous
+from proxyccl.channels.segment.rendezvous import Rendezvous, wait_at_most
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import ffi as engine
@@ -175,10 +175,6 @@ class ControlSegment:
         """The CPU's address of the record's cause: its length in bytes, then its text."""
         return self.memory.host_ptr + _CAUSE_OFFSET
 
-    def _read_cause(self) -> str:
-        length = min(ctypes.c_uint32.from_address(self._cause).value, MOST_CAUSE_BYTES)
-        return ctypes.string_at(self._cause + 4, length).decode(errors="replace")
-
     def record(self) -> ErrorRecord:
         """Returns the error record. A rank that was told of another rank's failure takes that rank's record.
 
@@ -188,12 +184,11 @@ class ControlSegment:
         told = lib.proxyccl_control_failed_rank(self._control)
         if told and lib.proxyccl_control_record(self._control, error) == lib.PROXYCCL_RECORD_EMPTY:
             self.raise_abort(self._peers[told - 1].record())
-        deadline = time.monotonic() + 0.1
-        while (
-            lib.proxyccl_control_record(self._control, error) == lib.PROXYCCL_RECORD_CLAIMED
-            and time.monotonic() < deadline
-        ):
-            time.sleep(0.001)
+
+        def is_written() -> bool:
+            return bool(lib.proxyccl_control_record(self._control, error) != lib.PROXYCCL_RECORD_CLAIMED)
+
+        wait_at_most(is_written, time.monotonic() + 0.1)
         return self._read_record(error)
 
     def filed(self) -> ErrorRecord | None:
@@ -206,6 +201,7 @@ class ControlSegment:
         return self._read_record(error)
 
     def _read_record(self, error: ProxycclErrorRecordPointer) -> ErrorRecord:
+        length = min(ctypes.c_uint32.from_address(self._cause).value, MOST_CAUSE_BYTES)
         return ErrorRecord(
             code=error.code or lib.proxyccl_control_abort(self._control),
             rank=error.rank,
@@ -218,7 +214,7 @@ class ControlSegment:
             seen=error.seen,
             offset=error.offset,
             size=error.size,
-            cause=self._read_cause() if error.code else "",
+            cause=ctypes.string_at(self._cause + 4, length).decode(errors="replace") if error.code else "",
         )
 
     def request_report(self) -> None:

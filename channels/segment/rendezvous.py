@@ -170,7 +170,7 @@ def wait_until(
 def wait_at_most(
     found: Callable[[], object],
     deadline: float,
-    give_up: Callable[[], None],
+    give_up: Callable[[], None] = lambda: None,
     longest_pause: float = _LONGEST_PAUSE_SECONDS,
 ) -> bool:
     """Waits until `found` returns true, with ever longer pauses. Returns False at the deadline.

@@ -30,9 +30,11 @@ class StoreBootstrap(BoardBootstrap):
         ArgumentError: the rank is not below world_size.
     """
 
+    where, longest_pause = "torch's store", 0.02
+
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self._messages = _Messages(store)
-        super().__init__(self._messages, *require_place(rank, world_size))
+        super().__init__(*require_place(rank, world_size))
+        self._open_store = store
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
         """See `Bootstrap.all_gather`. Also raises PeerLostError if the store is gone, and ExchangeError if it holds an
@@ -51,9 +53,7 @@ class StoreBootstrap(BoardBootstrap):
 
     def subset(self, members: Sequence[int], key: int) -> StoreBootstrap:
         members = list(members)
-        return StoreBootstrap(
-            PrefixStore(f"subset-{key:x}", self._messages.store), members.index(self.rank), len(members)
-        )
+        return StoreBootstrap(PrefixStore(f"subset-{key:x}", self._store), members.index(self.rank), len(members))
 
     def withdraw(self) -> None:
         with contextlib.suppress(DistError):  # the next use of the store raises the error
@@ -63,46 +63,33 @@ class StoreBootstrap(BoardBootstrap):
         """The bootstrap's board, kept in the store, which outlives every rank but the one that serves it. See
         `Bootstrap`.
         """
-        return NoteBoard(_Notes(PrefixStore("board", self._messages.store)), self.rank)
+        return NoteBoard(_Notes(PrefixStore("board", self._store)), self.rank)
 
     def close(self) -> None:
         """Drops the reference to the caller's store, which ends with its last reference. No call may follow."""
-        self._messages.close()
-
-
-class _Messages:
-    """The messages of the ranks' rounds."""
-
-    where, is_shared, longest_pause = "torch's store", True, 0.02
-
-    def __init__(self, store: Any) -> None:
-        self._open_store = store
+        self._open_store = None
 
     @property
-    def store(self) -> Any:
-        """The store. Raises ClosedError after `close`."""
+    def _store(self) -> Any:
         store = self._open_store
         if store is None:
             raise ClosedError("the bootstrap over torch's store was closed")
         return store
 
-    def put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
-        self.store.set(f"{number}/{of}", data)
+    def _put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
+        self._store.set(f"{number}/{of}", data)
 
-    def get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
+    def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
         # The store's own wait would hold the store's connection, which other threads need meanwhile.
-        store, keys = self.store, [f"{number}/{name}" for name in names]
+        store, keys = self._store, [f"{number}/{name}" for name in names]
         if not keys or not store.check(keys):
             return {}
         values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
         return dict(zip(names, map(bytes, values), strict=True))
 
-    def remove(self, number: int, of: str) -> None:
+    def _remove(self, number: int, of: str) -> None:
         if number >= 0:
-            self.store.delete_key(f"{number}/{of}")
-
-    def close(self) -> None:
-        self._open_store = None
+            self._store.delete_key(f"{number}/{of}")
 
 
 class _Notes:

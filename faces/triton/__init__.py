@@ -5,7 +5,6 @@ reaches peers' memory over SmChannels. `compile` makes it a kernel to launch, on
 through Triton's interpreter.
 """
 
-from proxyccl.channels import kernel_languages
 from proxyccl.triton.basics import channel
 from proxyccl.triton.grid_barrier import GridBarrier, sync_grid
 from proxyccl.triton.kernel import TritonKernel, compile
@@ -79,5 +78,3 @@ __all__ = [
     "wait_flushed",
     "wait_until",
 ]
-
-kernel_languages.register("triton", compile)

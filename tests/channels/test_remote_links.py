@@ -47,18 +47,18 @@ def on_all_ranks(body: Callable[[RemoteLinks, Context], object]) -> list[Any]:
 
     def rank_body(rank: int) -> object:
         context = Context(rank)
-        links = RemoteLinks(
-            SimpleNamespace(numa_node=lambda: 0),  # type: ignore[arg-type]
-            SimpleNamespace(semaphore_offset=lambda _: 0, semaphores_bytes=8),  # type: ignore[arg-type]
-            Exchange(bootstraps[rank], TIMEOUT),
-            SimpleNamespace(same_host=lambda _: False),  # type: ignore[arg-type]
-            lambda: SimpleNamespace(open_remote=lambda *_, **__: context),  # type: ignore[arg-type,return-value]
-            TransportOptions(),
-            core_share=1,
+        meeting: Any = SimpleNamespace(
+            runtime=SimpleNamespace(numa_node=lambda: 0),
+            control=SimpleNamespace(semaphore_offset=lambda _: 0, semaphores_bytes=8),
+            exchange=Exchange(bootstraps[rank], TIMEOUT),
+            topology=SimpleNamespace(same_host=lambda _: False),
+            options=SimpleNamespace(transports=TransportOptions()),
         )
+        proxy: Any = SimpleNamespace(open_remote=lambda *_, **__: context)
+        links = RemoteLinks(meeting, lambda: proxy, core_share=1)
         transports = {peer: "copy" if peer // 2 == rank // 2 else "fabric" for peer in range(RANKS) if peer != rank}
         links.probe(transports)
-        links.use(transports)
+        links.by_peer = transports
         return body(links, context)
 
     with ThreadPoolExecutor(RANKS) as threads:

@@ -26,6 +26,7 @@ from proxyccl.channels.collectives.tuning import table_from
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.device.arrays.dtypes import DTYPES
+from support.cases.memory import registered
 from support.device_arrays import on_device, on_host
 from support.devices import require_devices, runtime_with_blocks, world_sizes
 from support.running import TIMEOUT, run_ranks, wait_for
@@ -307,8 +308,8 @@ def registered_on_rank_0(comm: Communicator) -> Any:
     """Ones, in an array that is symmetric memory only on rank 0."""
     values = np.ones(3000, np.float32)
     if comm.rank == 0:
-        array, symmetric = comm.empty(values.shape, "float32").upload(values), comm.group.symmetric
-        wait_for(lambda: symmetric.reached(array.view()) is not None, "the peers' replies")
+        array = comm.empty(values.shape, "float32").upload(values)
+        wait_for(lambda: registered(comm, array.view()), "the peers' replies")
         return array
     return allocate(comm.group, values.shape, "float32").upload(values)
 

@@ -37,13 +37,9 @@ CALLER_THAT_IS_KILLED = """
 import os, signal, sys
 from proxyccl.channels.liveness.host_links import Listener
 from proxyccl.channels.liveness.host_links import OFFER
-Listener(1).join([0], [OFFER.decode(sys.argv[1].encode(), "rank 0")], 20, lambda: None)
+Listener(1).join([0], [OFFER.decode(sys.argv[1].encode(), "rank 0")], 20)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def patient() -> None:
-    """Never gives up."""
 
 
 def joined(world_size: int) -> list[dict[int, HostLink]]:
@@ -53,7 +49,7 @@ def joined(world_size: int) -> list[dict[int, HostLink]]:
 
     def join(rank: int) -> dict[int, HostLink]:
         peers = [peer for peer in range(world_size) if peer != rank]
-        return listeners[rank].join(peers, offers, TIMEOUT, patient)
+        return listeners[rank].join(peers, offers, TIMEOUT)
 
     try:
         with ThreadPoolExecutor(world_size) as pool:
@@ -138,7 +134,7 @@ def test_a_peer_that_is_killed_is_lost() -> None:
     listener = Listener(0)
     program = [sys.executable, "-c", CALLER_THAT_IS_KILLED, OFFER.encode(listener.offer(1)).decode()]
     with subprocess.Popen(program) as process:
-        link = listener.join([1], [], TIMEOUT, patient)[1]
+        link = listener.join([1], [], TIMEOUT)[1]
         listener.close()
         assert heard(link) == "lost"
         assert process.wait(TIMEOUT) == -9
@@ -204,7 +200,7 @@ def test_strangers_are_refused_and_do_not_keep_the_peer_out() -> None:
         call(listener, b"GET /"),
     ]
     peer = call(listener, hello(1, own))
-    links = listener.join([1], [], TIMEOUT, patient)
+    links = listener.join([1], [], TIMEOUT)
     assert list(links) == [1]
     assert peer.recv(100) == own
     assert [stranger.recv(100) for stranger in strangers] == [b""] * len(strangers)
@@ -232,7 +228,7 @@ def test_silent_strangers_do_not_hold_up_the_peer() -> None:
     strangers = strangers_at(listener, 20)  # one after the other they would take 40 s
     peer = call(listener, hello(1, token_of(listener)))
     began = time.monotonic()
-    links = listener.join([1], [], TIMEOUT, patient)
+    links = listener.join([1], [], TIMEOUT)
     assert time.monotonic() - began < host_links.GREETING_SECONDS
     assert list(links) == [1]
     assert all(map(is_hung_up_on, strangers))
@@ -246,7 +242,7 @@ def test_a_hello_in_pieces_is_heard() -> None:
     peer = call(listener, whole[:7])
     rest = threading.Timer(0.3, peer.sendall, [whole[7:]])
     rest.start()
-    links = listener.join([1], [], TIMEOUT, patient)
+    links = listener.join([1], [], TIMEOUT)
     rest.join()
     assert peer.recv(100) == token_of(listener)
     for each in (links[1], listener, peer):
@@ -258,7 +254,7 @@ def test_who_is_silent_for_long_is_hung_up_on_while_others_are_awaited(monkeypat
     listener = Listener(0)
     stranger = call(listener, b"GET")
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(listener.join, [1], [], TIMEOUT, patient)
+        joining = pool.submit(listener.join, [1], [], TIMEOUT)
         assert stranger.recv(100) == b""
         peer = call(listener, hello(1, token_of(listener)))
         links = joining.result(TIMEOUT)
@@ -272,7 +268,7 @@ def test_of_too_many_strangers_the_first_goes(monkeypatch: pytest.MonkeyPatch) -
     listener = Listener(0)
     strangers = strangers_at(listener, 5)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(listener.join, [1], [], TIMEOUT, patient)
+        joining = pool.submit(listener.join, [1], [], TIMEOUT)
         assert all(map(is_hung_up_on, strangers[:2]))
         peer = call(listener, hello(1, token_of(listener)))
         links = joining.result(TIMEOUT)
@@ -292,7 +288,7 @@ def test_strangers_give_way_where_no_descriptor_is_left() -> None:
     left = itertools.islice((number for number in itertools.count(free) if number not in used), 5)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(left) + 1, before[1]))  # two for the selector, some to accept
     try:
-        links = listener.join([1], [], TIMEOUT, patient)
+        links = listener.join([1], [], TIMEOUT)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     for each in (links[1], listener, peer, *strangers):
@@ -302,7 +298,7 @@ def test_strangers_give_way_where_no_descriptor_is_left() -> None:
 def test_a_rank_that_nobody_calls_says_whom_it_missed() -> None:
     listener = Listener(0)
     with pytest.raises(PeerLostError, match="rank 1 of another host did not connect in time") as caught:
-        listener.join([1, 2], [], 0.3, patient)
+        listener.join([1, 2], [], 0.3)
     assert (caught.value.rank, caught.value.peer) == (0, 1)
     listener.close()
 
@@ -314,7 +310,7 @@ def test_a_rank_that_nobody_answers_says_what_it_tried() -> None:
             offer = Offer(["127.0.0.1"], port, bytes(16))
             listener = Listener(1)
             with pytest.raises(PeerLostError, match=rf"no connection to rank 0 .*127\.0\.0\.1: .*{failure}") as caught:
-                listener.join([0], [offer], 0.3, patient)
+                listener.join([0], [offer], 0.3)
             assert (caught.value.rank, caught.value.peer) == (1, 0)
             listener.close()
 
@@ -324,8 +320,8 @@ def test_many_addresses_of_a_peer_make_one_link() -> None:
     addresses = ["240.0.0.1", "127.0.0.1", "127.0.0.2", *callee.offer(1).addresses]  # the first leads nowhere
     offer = structs.replace(callee.offer(1), addresses=addresses)
     with ThreadPoolExecutor(1) as pool:
-        called = pool.submit(callee.join, [1], [], TIMEOUT, patient)
-        links = caller.join([0], [offer], TIMEOUT, patient)
+        called = pool.submit(callee.join, [1], [], TIMEOUT)
+        links = caller.join([0], [offer], TIMEOUT)
         accepted = called.result(TIMEOUT)[1]
     accepted.send(RECORD)
     assert heard(links[0]) == RECORD
@@ -358,8 +354,8 @@ def test_a_host_that_is_out_of_reach_for_a_moment_is_called_again(when: str, mon
     offer = structs.replace(callee.offer(1), addresses=["127.0.0.1"])
     monkeypatch.setattr(host_links.socket, "socket", Unreachable)
     with ThreadPoolExecutor(1) as pool:
-        called = pool.submit(callee.join, [1], [], TIMEOUT, patient)
-        links = caller.join([0], [offer], TIMEOUT, patient)
+        called = pool.submit(callee.join, [1], [], TIMEOUT)
+        links = caller.join([0], [offer], TIMEOUT)
         accepted = called.result(TIMEOUT)[1]
     assert Unreachable.calls == 3
     for link in (links[0], accepted, callee, caller):
@@ -381,26 +377,9 @@ def test_an_echo_is_no_answer() -> None:
         offer = Offer(["127.0.0.1"], server.getsockname()[1], b"\xab" * 16)
         listener = Listener(1)
         with pytest.raises(PeerLostError, match="another process listens there"):
-            listener.join([0], [offer], TIMEOUT, patient)
+            listener.join([0], [offer], TIMEOUT)
         echoed.result(TIMEOUT)
         listener.close()
-
-
-def test_giving_up_ends_both_kinds_of_wait() -> None:
-    class GivenUpError(Exception):
-        pass
-
-    def give_up() -> None:
-        raise GivenUpError
-
-    listener = Listener(1)
-    with pytest.raises(GivenUpError):
-        listener.join([2], [], TIMEOUT, give_up)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        offer = Offer(["127.0.0.1"], silent.getsockname()[1], bytes(16))
-        with pytest.raises(GivenUpError):
-            listener.join([0], [offer], TIMEOUT, give_up)
-    listener.close()
 
 
 def test_a_host_offers_addresses_that_others_may_reach() -> None:

@@ -143,7 +143,7 @@ def ending() -> Iterator[PeerProcess]:
 
 def test_a_process_whose_first_thread_has_ended_is_ending(ending: PeerProcess) -> None:
     watch = ProcessWatch(0, {1: ending}, lambda _: False)
-    assert watch.is_ending(1)
+    assert ending.is_ending
     assert not has_ended(watch.descriptor_of(1))
     late = acquire(replace(ending, token=bytes(15) + b"1"))  # whoever did not watch it: its memory is still reached
     assert not has_ended(late)
@@ -155,13 +155,13 @@ def test_a_process_whose_first_thread_has_ended_is_ending(ending: PeerProcess) -
 def test_who_fails_to_reach_an_ending_process_files_it_as_lost(
     ending: PeerProcess, monkeypatch: pytest.MonkeyPatch, readable: bool
 ) -> None:
-    def none(_: ProcessWatch, __: int) -> bool:
+    def none(_: PeerProcess) -> bool:
         raise OSError(24, "Too many open files")
 
     own, peer = (create_segment(open_runtime("host"), 1, TIMEOUT) for _ in range(2))
     monkeypatch.setattr(Watcher, "ENDING_MS", 1)
     if not readable:
-        monkeypatch.setattr(ProcessWatch, "is_ending", none)
+        monkeypatch.setattr(PeerProcess, "is_ending", property(none))
     watcher = Watcher(0, own, {1: peer}, {1: ending}, {})
     watcher.check_for_end(1)
     assert own.aborted == readable

@@ -36,7 +36,7 @@ def symmetric(comm: Communicator, nbytes: int) -> Array:
     """An array that all peers reach."""
     array = comm.empty(nbytes, "uint8")
     deadline = time.monotonic() + TIMEOUT
-    while comm.group.symmetric.reached(array.view()) is None:
+    while not registered(comm, array.view()):
         assert time.monotonic() < deadline, "peers did not map the array"
         time.sleep(0.001)
     return array
@@ -67,4 +67,6 @@ def room_for(call: Call, world_size: int) -> int:
 
 
 def registered(comm: Communicator, array: ArrayView) -> bool:
-    return comm.group.symmetric.reached(array) is not None
+    """Whether kernels of all peers reach an array."""
+    comm.group.symmetric.update()
+    return bool(comm.group.launches.calls.reach_of(array.ptr, array.nbytes) & 1)

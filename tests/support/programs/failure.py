@@ -266,7 +266,7 @@ def exit_with_six(order: str) -> None:
     for comm in kept:
         comm.all_reduce(on_device(comm, np.ones(4, np.float32)))
     if order == "reversed_on_odd_ranks" and rank % 2:
-        group._open_groups.reverse()
+        group.open_groups.reverse()
 
 
 def exit_of_one_rank() -> None:

@@ -663,7 +663,10 @@ def planted_missing_meeting() -> None:
         data = comm.empty(3 * 4096, "uint8").fill(0)
         comm.register(data)
         parameter = bytearray(comm._collectives.team().parameter())
-        reached_at = comm.group.symmetric.reached(data.view())
+        comm.group.symmetric.update()
+        announced = comm.group.symmetric.find(data.ptr, data.nbytes)
+        assert announced is not None
+        reached_at = announced.known[0]  # the range begins with the array
         assert reached_at is not None
         struct.pack_into(f"<{len(reached_at)}Q", parameter, ffi.offsetof("ProxycclTeam", "reached_at"), *reached_at)
         gather = comm.compile(MISSING_MEETING, "gather_unmet", include_dirs=[str(KERNELS)])

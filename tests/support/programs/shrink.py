@@ -15,14 +15,15 @@ import numpy as np
 
 from proxyccl import Communicator, CommunicatorError
 from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.joining import survivors
 from proxyccl.channels.joining.survivors import Survivors
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from support.processes import FileBootstrap
 
-PLACES: dict[str, tuple[type, str, bool]] = {
-    "comes": (Survivors, "_wait", False),  # has announced itself, and waits for the others
+PLACES: dict[str, tuple[object, str, bool]] = {
+    "comes": (survivors, "wait_at_most", False),  # has announced itself, and waits for the others
     "assembled": (Survivors, "assemble", True),
     "joined": (Survivors, "all_joined", True),
     "starts": (Collectives, "start", False),

@@ -276,7 +276,7 @@ def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
         with torch.cuda.stream(side):
             gather()
 
-    call_until(gather, lambda: group.symmetric.reached(view) is not None, device)
+    call_until(gather, lambda: bool(group.launches.calls.reach_of(view.ptr, view.nbytes) & 1), device)
     gather()
     torch.cuda.synchronize()
     call_until(gather_on_side, lambda: group.lent_memory.is_received_in(view.ptr, view.nbytes), device)

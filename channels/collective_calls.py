@@ -1,0 +1,435 @@
+"""The calls of a communicator that all ranks make together, and transfers between pairs of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from proxyccl.channels.collectives.collective import EXECUTE
+from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.moves import ALL_GATHER, ALL_TO_ALL, BROADCAST
+from proxyccl.channels.collectives.norms import NormedRows, all_reduce_rms_norm
+from proxyccl.channels.collectives.reductions import ALL_REDUCE, REDUCE_SCATTER, reduce
+from proxyccl.channels.collectives.run import barrier, run
+from proxyccl.channels.collectives.selection import Selector
+from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gather, recv, scatter, send
+from proxyccl.channels.execution_plans.plan import ExecutionPlan
+from proxyccl.channels.group import Group
+from proxyccl.device.arguments.flags import as_flag
+from proxyccl.device.runtime import StreamLike
+
+
+class CollectiveCalls:
+    """The base of `Communicator`: its collectives, plans and transfers."""
+
+    _group: Group
+    _collectives: Collectives
+
+    def all_reduce(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | ExecutionPlan | None = None,
+        cta_policy: str | None = None,
+        symmetric: bool = False,
+        stream: StreamLike = None,
+    ) -> Any:
+        """Reduces `x` over all ranks; every rank gets the same bits. A NaN in the result has no sign and no payload.
+
+        With an execution plan, the plan fixes the order in which each rank combines, so bits may differ between ranks.
+
+        Args:
+            x: float16, bfloat16, float32, float64, or integers of 8 to 64 bits, signed or not, of any contiguous shape,
+                which may differ between ranks; the same count and type on all ranks.
+            op: "sum", "prod", "min", "max" or "avg"; of integers also "band", "bor" and "bxor", which combine bits.
+                16-bit floats are accumulated in float32, also between nodes, so only the result must be in their range.
+                Integers wrap around; their average truncates.
+            out: where the result goes; None for in place.
+            algorithm: "one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring" or "proxy"; across nodes
+                with equal numbers of ranks also "hierarchical". None chooses, by size and element type. Or an
+                `ExecutionPlan` for this collective and operator.
+            cta_policy: "zero" leaves the multiprocessors to the program: the proxies move the data, and only a
+                reduction runs a kernel, with few blocks. "efficiency" limits kernels to few blocks, whatever the
+                algorithm. "default" chooses from all algorithms. None for the communicator's policy. All ranks pass the
+                same value.
+            symmetric: promises that the arrays of all ranks are symmetric memory (`empty`, `register`), on which the
+                choice of an algorithm may rely; results are correct either way. All ranks pass the same value.
+            stream: where to queue the call: a stream of any library, or its handle, which must live until the next
+                call. With None the call waits for its end on the host runtime; on a GPU it is queued on the current
+                stream of the library that owns `x` (torch, CuPy), else on the calling thread's default stream. While
+                the thread captures a graph, the stream must be one that is captured.
+
+        Returns:
+            `out`, or `x`.
+
+        Raises:
+            ArgumentError: an argument is wrong on this rank. The call had no effect.
+            MismatchError: ranks called with different arguments.
+            CommunicatorError: a peer failed; see its subclasses.
+        """
+        return run(self._collectives, ALL_REDUCE, x, out, op, None, algorithm, cta_policy, symmetric, stream)
+
+    def all_reduce_rms_norm(
+        self,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        eps: float,
+        *,
+        out: Any = None,
+        residual_out: Any = None,
+        scales: Any = None,
+        quantize: Any = None,
+        algorithm: str | None = None,
+        cta_policy: str | None = None,
+        stream: StreamLike = None,
+    ) -> NormedRows:
+        """Adds the ranks' rows and a residual, and norms each row: RMSNorm, as between the layers of a decoder. All
+        ranks call this together, with the same residual and weight.
+
+        The result `residual` is the sum of the ranks' `x`, with the bits of `all_reduce`, plus `residual`, rounded to
+        the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) * weight``, where the mean is
+        that of a row, computed in float32 and rounded once. Its bits do not depend on the other rows. Within a node,
+        the call is one launch.
+
+        Args:
+            x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of the same shape on all ranks.
+            residual: an array like `x`; None to add nothing.
+            weight: an array [width] of the type of `x`; None to add without norming.
+            eps: added to the mean of squares.
+            out: where `out` goes: an array like `x`, or with `quantize` of float8_e4m3fn; it may be `x` or `residual`.
+                None for a new array.
+            residual_out: where `residual` goes: an array like `x`; it may be `x` or `residual`. None for a new array.
+            scales: where the scales go: an array [..., 1] of float32. None for a new array.
+            quantize: "float8" for a scale of each row, a 448th of the row's greatest magnitude, which is returned in
+                `scales`; an array of one float32 for a given scale of all rows. `out` is then the normed row divided by
+                its scale, and saturates at 448. None to round to the type of `x`.
+            algorithm, cta_policy: as for `all_reduce`. With "one_shot" and "two_shot_packets" the call is one launch;
+                with others an all_reduce, followed by another launch.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, `residual` and `scales`; `out` is None without `weight`, and `scales` without `quantize="float8"`.
+
+        Raises as `all_reduce`, and ArgumentError for an array of another shape or type, for arrays that overlap in
+        part, and for options that contradict each other.
+        """
+        return all_reduce_rms_norm(
+            self._collectives,
+            x,
+            residual,
+            weight,
+            eps,
+            out,
+            residual_out,
+            scales,
+            quantize,
+            algorithm,
+            cta_policy,
+            stream,
+        )
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | ExecutionPlan | None = None,
+        cta_policy: str | None = None,
+        symmetric: bool = False,
+        stream: StreamLike = None,
+    ) -> Any:
+        """Reduces `x` over all ranks and gives each rank one share of the result.
+
+        Args:
+            x: shape [world_size * n, …], the same on all ranks; this rank gets the reduction of rows rank * n to
+                (rank + 1) * n.
+            op: as for `all_reduce`.
+            out: shape [n, …]; None for a new array.
+            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses. Or an `ExecutionPlan`.
+            cta_policy, symmetric, stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or the new array. Raises as `all_reduce`.
+        """
+        return run(self._collectives, REDUCE_SCATTER, x, out, op, None, algorithm, cta_policy, symmetric, stream)
+
+    def all_gather(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        algorithm: str | ExecutionPlan | None = None,
+        cta_policy: str | None = None,
+        symmetric: bool = False,
+        stream: StreamLike = None,
+    ) -> Any:
+        """Concatenates `x` of all ranks along the first dimension, in rank order.
+
+        Args:
+            x: shape [n, …], the same on all ranks; any element type.
+            out: shape [world_size * n, …]; None for a new array. `x` may be this rank's rows of `out`.
+            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses. Or an `ExecutionPlan`.
+            cta_policy, symmetric, stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or the new array. Raises as `all_reduce`.
+        """
+        return run(self._collectives, ALL_GATHER, x, out, None, None, algorithm, cta_policy, symmetric, stream)
+
+    def all_to_all(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        algorithm: str | ExecutionPlan | None = None,
+        cta_policy: str | None = None,
+        symmetric: bool = False,
+        stream: StreamLike = None,
+    ) -> Any:
+        """Sends the i-th share of `x` to rank i, and receives rank i's share as the i-th share of the result.
+
+        Args:
+            x: shape [world_size * n, …], the same on all ranks; any element type.
+            out: the same shape; None for a new array. It may be `x`.
+            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses. Or an `ExecutionPlan`.
+            cta_policy, symmetric, stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or the new array. Raises as `all_reduce`.
+        """
+        return run(self._collectives, ALL_TO_ALL, x, out, None, None, algorithm, cta_policy, symmetric, stream)
+
+    def broadcast(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        cta_policy: str | None = None,
+        symmetric: bool = False,
+        stream: StreamLike = None,
+    ) -> Any:
+        """Copies `x` of rank `root` to all ranks.
+
+        Args:
+            x: the same shape and type on all ranks.
+            root: the rank whose values all ranks get.
+            out: where the values go; None for in place.
+            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses.
+            cta_policy, symmetric, stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or `x`. Raises as `all_reduce`.
+        """
+        return run(self._collectives, BROADCAST, x, out, None, root, algorithm, cta_policy, symmetric, stream)
+
+    def reduce(
+        self,
+        x: Any,
+        op: str = "sum",
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        stream: StreamLike = None,
+    ) -> Any:
+        """Reduces `x` over all ranks; rank `root` gets the result. It costs as much as `all_reduce`.
+
+        Args:
+            x: as for `all_reduce`. It is not changed on ranks other than `root`.
+            op: as for `all_reduce`.
+            root: the rank that gets the result.
+            out: where the result goes, only on `root`; None for in place.
+            algorithm: as for `all_reduce`.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or `x`, on `root`; None on the others. Raises as `all_reduce`.
+        """
+        return reduce(self._collectives, x, op, root, out, algorithm, stream)
+
+    def gather(self, x: Any, root: int = 0, *, out: Any = None, stream: StreamLike = None) -> Any:
+        """Concatenates `x` of all ranks along the first dimension, in rank order, on rank `root`.
+
+        Args:
+            x: shape [n, …], the same on all ranks; any element type.
+            root: the rank that gets the result.
+            out: shape [world_size * n, …], only on `root`; None for a new array. On `root`, `x` may be its own rows of
+                `out`.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or the new array, on `root`; None on the others. Raises as `all_reduce`.
+        """
+        return gather(self._collectives, x, root, out, stream)
+
+    def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, stream: StreamLike = None) -> Any:
+        """Gives each rank one share of rank `root`'s `x`.
+
+        Args:
+            x: shape [world_size * n, …], only on `root`; any element type.
+            root: the rank whose array is distributed.
+            out: shape [n, …], the same on all ranks. None for a new array. On `root`, `out` may be its own rows of `x`.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or the new array. Raises as `all_reduce`.
+        """
+        return scatter(self._collectives, x, root, out, stream)
+
+    def all_to_all_v(
+        self,
+        x: Any,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        out: Any = None,
+        stream: StreamLike = None,
+    ) -> Any:
+        """Sends consecutive rows of `x` to the ranks in order, and receives the other ranks' rows in rank order.
+
+        Args:
+            x: shape [sum(send_counts), …]; any element type. The dimensions after the first are the same on all ranks.
+            send_counts: by rank, the number of rows that this rank sends to it.
+            recv_counts: by rank, the number of rows that it sends to this rank, as in that rank's ``send_counts``.
+            out: shape [sum(recv_counts), …]; None for a new array.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or the new array. Raises as `all_reduce`, and MismatchError for a count that differs from the
+            peer's, if neither is 0: see `send`.
+        """
+        return all_to_all_v(self._collectives, x, send_counts, recv_counts, out, stream)
+
+    # -- programs of collectives ---
+
+    def execute(self, plan: Any, x: Any, *, out: Any = None, stream: StreamLike = None) -> Any:
+        """Executes a plan written by MSCCL++'s language. All ranks call this together, with the same plan.
+
+        The first execution, and an execution of a larger size than before, makes channels and scratch memory, and waits
+        for all ranks to do so. A graph can capture only a call that was executed before.
+
+        Args:
+            plan: an `ExecutionPlan`, or an argument of `ExecutionPlan.load`. Load a plan once if you use it often.
+            x: the input: a contiguous array of `input_chunks` equal chunks, whose bytes are multiples of the plan's
+                alignment; the same count and type on all ranks. Types as for `all_reduce` if the plan reduces, any
+                otherwise. An array that peers reach is copied to or from the plan's own memory, unless all ranks pass
+                results of `register`.
+            out: the output, of `output_chunks` such chunks. None for a new array, or for `x` if the plan works in
+                place on an array of that size. Such a plan also accepts an array other than `x`.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or the array that holds the result.
+
+        Raises:
+            ArgumentError: the plan can't be executed, or an array does not fit it. The call had no effect.
+            MismatchError: ranks execute different plans, or arrays of other sizes or types.
+            CommunicatorError: a rank failed; see its subclasses. After a time-out it names the rank waited for, the
+                threadblock and the operation.
+        """
+        return run(self._collectives, EXECUTE, x, out, algorithm=ExecutionPlan.load(plan), stream=stream)
+
+    # -- transfers between pairs of ranks ---
+
+    def prepare_transfers(self) -> None:
+        """Sets up transfers between ranks. All ranks call this together.
+
+        Otherwise the first `send`, `recv` or `transfers` does so, and waits for all ranks. Call this first if not all
+        ranks take part in the first transfer, or if transfers and collectives run in different threads: two threads
+        that wait for all ranks at once end the communicator, or one of them gets ConcurrentCallError.
+        """
+        self._group.failure.require_usable()
+        if self._group.world_size > 1:
+            self._collectives.flows()
+
+    def send(self, x: Any, peer: int, *, stream: StreamLike = None) -> None:
+        """Sends an array to a rank, which receives it with `recv`. A rank's sends to a peer arrive in order.
+
+        Data that does not fit into the peer's scratch memory (some hundred KiB) waits for the peer's `recv`.
+
+        An empty array sends and receives nothing. If only one side's array is empty, no error is raised, and the other
+        side's transfer is matched with the next transfer of the pair.
+
+        Args:
+            x: any contiguous array, of as many bytes as the peer receives.
+            peer: another rank.
+            stream: as for `all_reduce`. Transfers on different streams run concurrently; transfers with the same peer
+                in the same direction run in order.
+
+        Raises:
+            ArgumentError: an argument is wrong, and nothing was sent.
+            MismatchError: the peer receives a different number of bytes, and neither number is 0.
+            CommunicatorError: a rank failed; see its subclasses.
+        """
+        send(self._collectives, x, peer, stream)
+
+    def recv(self, out: Any, peer: int, *, stream: StreamLike = None) -> Any:
+        """Receives an array from a rank. Arguments and errors as for `send`. Returns `out`."""
+        return recv(self._collectives, out, peer, stream)
+
+    def transfers(self, *, stream: StreamLike = None) -> Transfers:
+        """Returns a context that collects sends and receives, and issues them together, by one launch, at the end of
+        the ``with`` block.
+
+        ``with comm.transfers() as t: t.send(x, right); t.recv(y, left)``. Within a block no transfer waits for another,
+        so its order does not matter between different peers, and an array that is received may not overlap another.
+
+        Args:
+            stream: as for `all_reduce`.
+        """
+        self._group.failure.require_usable()
+        return Transfers(self._collectives, stream)
+
+    def barrier(self, *, stream: StreamLike = None) -> None:
+        """Waits, on the stream, until all ranks have made this call. Raises as `all_reduce`."""
+        barrier(self._collectives, stream)
+
+    @property
+    def collectives(self) -> Collectives:
+        """The collectives' own state: teams, and the `selector` that chooses algorithms."""
+        return self._collectives
+
+    def tune(
+        self, sizes: Sequence[int] | None = None, iterations: int = 5, *, seconds: float = 10.0, save: bool = True
+    ) -> Selector:
+        """Measures the algorithms of all collectives, and uses the fastest for each kind of call from then on.
+
+        It measures kernels and proxies, float32 and bfloat16 where types matter, symmetric and other arrays, and the
+        execution plans in the current tables, each with arrays of the sizes that the plan takes. All ranks call this
+        together, with the same arguments, while nothing else runs.
+
+        Args:
+            sizes: bytes to measure, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If
+                the last one is less than that, larger arrays keep the defaults.
+            iterations: calls of each algorithm at each size; the median of the slowest rank's times counts.
+            seconds: the approximate limit of the total time. Larger sizes are skipped when the time is over.
+            save: whether rank 0 keeps the tables on disk, next to the compiled kernels. Communicators of the same
+                number of ranks on the same kind of machine then start with these tables, until another version of the
+                library is installed. `proxyccl info` shows the tables. Saved tables omit execution plans, which a
+                program loads itself.
+
+        Returns:
+            The tables: ``communicator.collectives.selector = tables`` on all ranks sets them.
+
+        Raises:
+            ArgumentError: an argument is wrong.
+            CommunicatorError: a peer failed; see its subclasses.
+        """
+        from proxyccl.channels.collectives import tuned, tuning
+
+        self._group.failure.require_usable()
+        save = as_flag(save, "save")
+        chosen: Any = tuning.default_sizes(self._group.runtime.name) if sizes is None else sizes
+        chosen, iterations, seconds = tuning.checked_arguments(chosen, iterations, seconds)
+        measured = tuning.measure(self._collectives, chosen, iterations, seconds)
+        selector = tuning.selector_from(self._collectives, measured)
+        if save and self._group.rank == 0 and measured:
+            tuned.keep(self._group, tuning.selector_from(self._collectives, tuning.of_library(measured)))
+        self._collectives.selector = selector
+        return selector

@@ -1,0 +1,78 @@
+"""The ends of a program and of a fork's child: the groups that the program left open."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+
+from proxyccl.channels.group import Group, open_groups, open_lock, releasing
+from proxyccl.channels.liveness import program_end
+from proxyccl.channels.reports.peers import await_reports
+
+_POLL_SECONDS = 0.0005
+
+
+def _close_groups(failure: str) -> None:
+    """Ends the groups that the program left open, in whatever order the ranks made them.
+
+    A program that ends normally ends together with its peers, which may still need this rank's memory. A program that
+    ends by an exception, or with a nonzero status, tells the peers to stop and gives the reason, `failure`; "" for a
+    normal end.
+    """
+    with open_lock:
+        groups = [group for group in open_groups if group.parent is None]  # split groups end with their parents
+        everyone = list(open_groups)
+    left = []
+    ended = time.monotonic()
+    for group in everyone:
+        group.vain_waits.bound_transfers(ended)
+    for group in groups:
+        if group.leave(failure):
+            left.append(group)
+        else:
+            group.release(healthy=False)
+    began = time.monotonic()
+    deadline = began + max((group.timeout for group in groups if group.linger is None), default=0)
+    for group in left:  # all ranks have announced that they leave, so the order of the groups does not matter
+        _await_peers(group, deadline if group.linger is None else ended + group.linger)
+    for thread, linger in releasing:
+        thread.join(max(0, max(deadline, ended + linger) - time.monotonic()))
+
+
+def _await_peers(group: Group, deadline: float) -> None:
+    """Waits for the peers, then ends the group. If a peer does not come, only a report tells, because no caller can
+    catch errors.
+    """
+    while (present := group.peers_present()) and not group.failure.aborted:
+        if time.monotonic() > deadline:
+            if group.linger is not None:
+                break
+            group.late(min(present), "close", "close the communicator", group.timeout)
+        time.sleep(_POLL_SECONDS)
+    group.release(healthy=not present)
+
+
+def watch() -> None:
+    """Notes from now on how the program ends."""
+    program_end.watch()
+
+
+@atexit.register
+def _end() -> None:
+    _close_groups(program_end.failure())
+    await_reports()
+
+
+def _leave_to_parent() -> None:
+    """In a fork's child: leaves all groups to the parent, which keeps using them. Sends, frees and waits for
+    nothing.
+    """
+    for group in open_groups:
+        group.failure.close()
+        group.launches.recheck_next_call()
+    open_groups.clear()
+    releasing.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,68 @@
+"""Waits for peers that make no more calls, because they have closed the communicator or ended their program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from proxyccl.channels.calls.launches import Launches
+from proxyccl.channels.joining.meeting import Meeting
+from proxyccl.channels.liveness.failure import FailureState
+from proxyccl.channels.segment.call_log import counts_in
+from proxyccl.channels.segment.control import Presence
+
+_LOOK_SECONDS = 0.25
+
+
+class VainWaits:
+    """Ends a group of which this rank waits in vain. The watcher's thread calls `look`.
+
+    The call log shows waits of collectives. Transfers are not logged, so their wait is bounded by `linger`, but only at
+    the group's end: a program's own work may take longer.
+
+    Attributes:
+        makes_transfers: whether calls are made that the call log lacks.
+    """
+
+    def __init__(self, meeting: Meeting, failure: FailureState, launches: Launches) -> None:
+        self._meeting, self._failure, self._launches = meeting, failure, launches
+        self._linger = meeting.options.linger
+        self.makes_transfers = False
+        self._leaving = False
+        self._work_ends_by = math.inf
+        self._next_look = 0.0
+
+    def begin(self) -> None:
+        """The group is at its end, and waits for its work until `end`."""
+        self._leaving = True
+
+    def end(self) -> None:
+        self._leaving, self._work_ends_by = False, math.inf
+
+    def bound_transfers(self, now: float) -> None:
+        """The program has ended: a transfer may wait for a peer that also waits at its end."""
+        if self.makes_transfers and self._linger is not None:
+            self._work_ends_by = now + self._linger
+
+    def look(self, now: float, all_have_left: Callable[[], bool]) -> None:
+        """Ends the group if this rank waits in vain."""
+        if self._leaving and self.makes_transfers and self._work_ends_by == math.inf and all_have_left():
+            self.bound_transfers(now)
+        if now > self._work_ends_by:
+            self._work_ends_by = math.inf
+            self._failure.abort(f"it ended here, and its work did not end within {self._linger:g} s")
+        if now >= self._next_look and self._failure.usable:
+            self._next_look = now + _LOOK_SECONDS
+            self._compare_calls()
+
+    def _compare_calls(self) -> None:
+        calls = sum(counts_in(self._meeting.control).values())
+        for peer, segment in self._meeting.segments.items():  # a peer announces that it has left after its last call
+            if segment.presence is Presence.LEFT and calls > sum(counts_in(segment).values()):
+                self._note(peer)
+                return
+
+    def _note(self, peer: int) -> None:
+        ((_, call),) = self._launches.recent_calls(1) or [(0, {"collective": "a collective"})]
+        what = f"calls {call['collective']}, and rank {peer} has closed the communicator or ended its program"
+        self._failure.note_mismatch(peer, lambda this_rank, _: f"{this_rank} {what}")
