@@ -28,15 +28,15 @@ from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import open_runtime
 from proxyccl.proxy import _engine
-from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication, RingPlace
 from proxyccl.proxy.observe.reader import Observer
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.observe.tracing import Tracer
+from proxyccl.proxy.ring import Fifo
 from proxyccl.proxy.shared_words import SharedWords
-from proxyccl.proxy.transports.engine_connection import EngineRuntime
 from proxyccl.proxy.transports.table import find_transport
+from proxyccl.proxy.transports.transport import EngineRuntime
 from proxyccl.proxy.trigger import Operation, Trigger
 from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions, write_json

@@ -12,8 +12,9 @@ from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy.codec import Codec, Message, Uint32
-from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, Proxy, RemoteContext
-from proxyccl.proxy.transport_options import TransportOptions
+from proxyccl.proxy.daemon.client import Proxy, RemoteContext
+from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory
+from proxyccl.proxy.remote_options import TransportOptions
 from proxyccl.proxy.transports.table import TRANSPORTS
 
 
@@ -210,11 +211,11 @@ class RemoteLinks:
         return self._opened().open_connection(peer)
 
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
-        """Lets peers access memory of this rank's runtime. See `RemoteContext.expose`."""
+        """Lets peers access memory of this rank's runtime. See `ServiceRemote.expose`."""
         return self._opened().expose(ptr, nbytes, transport, handle)
 
     def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
-        """Lets peers access pinned memory of this rank. See `RemoteContext.expose_pinned`."""
+        """Lets peers access pinned memory of this rank. See `ServiceRemote.expose_pinned`."""
         return self._opened().expose_pinned(memory, transport)
 
     def withdraw(self, memory: ExposedMemory) -> None:

@@ -19,7 +19,6 @@ from proxyccl.device.process.cores import cores_allowed
 from proxyccl.device.process.threads import Thread
 from proxyccl.device.runtime import DriverCalls
 from proxyccl.proxy import _engine
-from proxyccl.proxy.created import created
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -111,6 +110,15 @@ def choose_idle(cores: int, programs: int, threads: int, within: tuple[int, int]
     allowed = cores_allowed()
     suffice = cores >= programs + threads and (allowed is None or allowed >= sum(within or (programs, threads)))
     return IdlePolicy.where_cores_suffice() if suffice else IdlePolicy()
+
+
+def created(pointer: Any, what: str) -> Any:
+    """Returns `pointer`, which a constructor of the engine returned. Raises ResourceError if it is null; `what` is the
+    object's description.
+    """
+    if not pointer:
+        raise ResourceError(f"there is no memory for {what}")
+    return pointer
 
 
 def _policy(idle: IdlePolicy) -> _engine.ProxycclIdlePolicyPointer:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon import command
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.daemon.server import DaemonOptions
+from proxyccl.proxy.processes import parse_cores
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.tools import options
 

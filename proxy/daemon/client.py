@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
@@ -21,7 +21,6 @@ from proxyccl.device.sleepers import Sleepers
 from proxyccl.proxy.daemon.connection import DaemonAddress, DaemonConnection, daemon_process, missing_in_daemon
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.daemon.session_service import ServiceOptions, SessionService
-from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import (
     ChannelCounters,
     Connection,
@@ -32,14 +31,14 @@ from proxyccl.proxy.interface import (
 )
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.segment import ObservedSegment
-from proxyccl.proxy.ring import require_ring_size
+from proxyccl.proxy.remote_options import TransportOptions
+from proxyccl.proxy.ring import Fifo, require_ring_size
 from proxyccl.proxy.schedule import SchedulePointers, ScheduleWait
 from proxyccl.proxy.service import ProxyService, require_callable
-from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.service_remote import ServiceRemote
+from proxyccl.proxy.shared_words import SharedWords, TurnWatch
 from proxyccl.proxy.thread import IdlePolicy
-from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import find_transport
-from proxyccl.proxy.turns import TurnWatch
 from proxyccl.proxy.workers import require_rings
 
 __all__ = ["DaemonClient", "daemon_process", "missing_in_daemon"]
@@ -59,7 +58,7 @@ def _asks(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
 
 
 class DaemonRemote:
-    """A rank's remote links in the daemon. See `proxyccl.proxy.interface.RemoteContext` for the methods."""
+    """A rank's remote links in the daemon. See `ServiceRemote` for the methods."""
 
     def __init__(self, daemon: DaemonConnection) -> None:
         self._daemon = daemon
@@ -85,7 +84,7 @@ class DaemonRemote:
 
 
 class DaemonClient:
-    """See `proxyccl.proxy.interface.Proxy` for the methods.
+    """A rank's proxy in a daemon. See `ProxyService` for the methods.
 
     Args:
         runtime: the runtime of the rank's kernels.
@@ -254,7 +253,7 @@ class DaemonClient:
         return self._shared.schedule_pointers
 
     def check_turns(self, timeout: float) -> None:
-        """Gives up the daemon where `Proxy.check_turns` fails a proxy. Handlers run here, and hold up no schedule."""
+        """Gives up the daemon where a `ProxyService` fails the proxy. Handlers run here, and hold up no schedule."""
         if self._daemon.is_open and self._turns.look_for_streams() > timeout:
             self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
 
@@ -400,7 +399,7 @@ class DaemonClient:
         return channel
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """See `Proxy.drain`. An abort also ends the wait."""
+        """See `ProxyService.drain`. An abort also ends the wait."""
         if not self._daemon.is_open or given_up():
             return False
         if self._own is not None and not self._own.drain(timeout, given_up):
@@ -432,6 +431,11 @@ class DaemonClient:
             self._observed.close()
         for fifo in self.fifos:
             fifo.close()
+
+
+Proxy: TypeAlias = ProxyService | DaemonClient
+"""A communicator's proxy, in its own process or in a daemon."""
+RemoteContext: TypeAlias = ServiceRemote | DaemonRemote
 
 
 def _open_observed(handle: bytes, workers: int) -> ObservedSegment | None:

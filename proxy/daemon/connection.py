@@ -47,8 +47,8 @@ from proxyccl.proxy.daemon.protocol import (
 from proxyccl.proxy.daemon.session import REQUESTS, Session
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.processes import is_stopped, process_name, start_of
+from proxyccl.proxy.shared_words import TurnWatch
 from proxyccl.proxy.transports.table import TRANSPORTS
-from proxyccl.proxy.turns import TurnWatch
 
 _MARGIN = 10.0  # seconds for an answer beyond the time that the request itself takes
 _HELLO_SECONDS = 10.0
@@ -347,7 +347,7 @@ class DaemonConnection:
         self._lose(f"{process_name(self.daemon)} {what}{stopped}")
 
     def stopped(self) -> str:
-        """See `Proxy.stopped`; also "" if the daemon is lost."""
+        """See `ProxyService.stopped`; also "" if the daemon is lost."""
         return f"{process_name(self.daemon)} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
     def close_service(self, timeout: float) -> bool:

@@ -17,21 +17,18 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Message, Uint32, Uint64
 from proxyccl.proxy.daemon.protocol import CONTROL_BYTES, method
 from proxyccl.proxy.daemon.session_memories import REST_SECONDS, SessionMemories
-from proxyccl.proxy.fabric.options import FabricOptions
-from proxyccl.proxy.fifo import Ring
 from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, ProxyFailure
 from proxyccl.proxy.observe.publications import Description
-from proxyccl.proxy.ring import ring_bytes
+from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions, TransportOptions
+from proxyccl.proxy.ring import Ring, ring_bytes
 from proxyccl.proxy.schedule import Schedule
-from proxyccl.proxy.schedule_table import MAX_SCHEDULES
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.service_remote import ServiceRemote
 from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.tables import MAX_SCHEDULES
 from proxyccl.proxy.thread import LONGEST_US, IdlePolicy, ProxyThread
-from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import find_transport, remote_functions
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
-from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.workers import MAX_RINGS
 
 _SEMAPHORE_BYTES = 8
@@ -323,17 +320,17 @@ class SessionService:
 
     @method()
     def unsupported_reason(self, transport: str) -> str:
-        """See `RemoteContext.unsupported_reason`."""
+        """See `ServiceRemote.unsupported_reason`."""
         return self._opened.unsupported_reason(transport)
 
     @method()
     def make_endpoint(self, peer: Rank, transport: str) -> EndpointInfo:
-        """See `RemoteContext.make_endpoint`."""
+        """See `ServiceRemote.make_endpoint`."""
         return self._opened.make_endpoint(peer, transport)
 
     @method(timeouts=1)
     def connect_endpoint(self, peer: Rank, theirs: EndpointInfo, timeout: Seconds) -> None:
-        """See `RemoteContext.connect_endpoint`."""
+        """See `ServiceRemote.connect_endpoint`."""
         self._opened.connect_endpoint(peer, theirs, timeout, self._has_left)
 
     @method(opens=True)
@@ -348,7 +345,7 @@ class SessionService:
 
     @method(opens=True)
     def expose_pinned(self, handle: bytes, transport: str) -> ExposedMemory:
-        """See `RemoteContext.expose_pinned`."""
+        """See `ServiceRemote.expose_pinned`."""
         remote = self._opened
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(handle, undo)
@@ -357,7 +354,7 @@ class SessionService:
     def _expose(self, exposed: ExposedMemory, undo: contextlib.ExitStack) -> ExposedMemory:
         number, self._next_exposed = self._next_exposed, self._next_exposed + 1
         self._exposed[number] = exposed
-        if not remote_functions(exposed.transport).withdraws_at_once:
+        if not remote_functions(exposed.transport).stages:
             undo.callback(self._opened.withdraw, exposed)
         self.memories.keep("exposed", number, undo.pop_all().close)
         return replace(exposed, owner=number)
@@ -368,7 +365,7 @@ class SessionService:
         exposed = self._exposed.pop(number, None)
         if exposed is None:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
-        if remote_functions(exposed.transport).withdraws_at_once:
+        if remote_functions(exposed.transport).stages:
             self._opened.withdraw(exposed)  # refuses further data of peers, and waits for data in flight
         self.memories.retire("exposed", number)
 
@@ -376,7 +373,7 @@ class SessionService:
 
     @method(timeouts=1, needs_turns=True)
     def drain(self, timeout: Seconds) -> bool:
-        """See `Proxy.drain`. The wait also ends if the client leaves."""
+        """See `ProxyService.drain`. The wait also ends if the client leaves."""
         return self.proxy.drain(timeout, self._has_left)
 
     def free(self) -> None:

@@ -36,6 +36,15 @@ typedef struct ProxycclCounters {
   uint64_t gets;
 } __attribute__((aligned(128))) ProxycclCounters;
 
+/* A service's words that kernels, streams, adapters, observers or other processes reach, by channel or memory id. */
+typedef struct ProxycclSharedWords {
+  ProxycclCounters counters[PROXYCCL_MAX_CHANNELS];
+  uint64_t flushed[PROXYCCL_MAX_CHANNELS];       /* one more than the ticket of the last completed flush */
+  uint64_t completed[PROXYCCL_MAX_CHANNELS];     /* one more than the ticket up to which all triggers are complete */
+  uint64_t memory_limits[PROXYCCL_MAX_MEMORIES]; /* bytes from the id's first byte to the memory's end; 0: unused */
+  ProxycclScheduleWords schedule;
+} ProxycclSharedWords;
+
 enum { PROXYCCL_MAX_RINGS = 64 }; /* rings of one worker */
 
 typedef struct ProxycclExitInfo {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.proxy.fabric.library import FabricOffer
-from proxyccl.proxy.fabric.options import FabricOptions
+from proxyccl.proxy.remote_options import FabricOptions
 
 # Providers for old programs or experiments, which are used only by name, or if there is no other.
 _LAST_RESORT = frozenset({"udp", "sockets", "net"})

@@ -15,12 +15,13 @@ from types import TracebackType
 from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Message
 from proxyccl.proxy.observe.publications import Publication, find
 from proxyccl.proxy.observe.segment import ObservedSegment, open_published, peer_of
 from proxyccl.proxy.processes import cpu_time_of
-from proxyccl.proxy.ring import RingContents, RingMemory, ring_bytes
+from proxyccl.proxy.ring import Ring, RingContents, ring_bytes
 from proxyccl.proxy.schedule import ScheduleWait
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import MAX_CHANNELS
@@ -179,19 +180,19 @@ class Observer:
         self.publication = publication
         with contextlib.ExitStack() as opened:
 
-            def mapped(handle: str, nbytes: int) -> int:
+            def mapped(handle: str, nbytes: int) -> SharedMemory:
                 memory = open_published(handle, nbytes)
                 opened.callback(memory.close)
-                return memory.ptr
+                return memory
 
             self._observed = ObservedSegment(publication.workers, publication.observed)
             opened.callback(self._observed.close)
             counters = mapped(publication.counters, MAX_CHANNELS * ffi.sizeof("ProxycclCounters"))
-            self._counters = ffi.cast("ProxycclCounters *", counters)
+            self._counters = ffi.cast("ProxycclCounters *", counters.ptr)
             self._rings = []
             for place in publication.rings:
                 size = 1 << place.size_log2
-                self._rings.append(RingMemory(mapped(place.handle, ring_bytes(size)), size))
+                self._rings.append(Ring(mapped(place.handle, ring_bytes(size)), size))
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Observer:

@@ -8,7 +8,7 @@ import zlib
 from dataclasses import dataclass
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.proxy.verbs.options import MTUS
+from proxyccl.proxy.remote_options import MTUS
 
 LINK_LAYERS = ("infiniband", "ethernet")
 GID_TYPES = ("IB", "RoCE v1", "RoCE v2")

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.proxy.verbs.options import MTUS, RdmaOptions
-from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, load
-from proxyccl.proxy.verbs.sysfs import DEVICES, SYSFS
+from proxyccl.proxy.remote_options import MTUS, RdmaOptions
+from proxyccl.proxy.verbs.pyverbs_api import DEVICES, SYSFS, Pyverbs, load
 
 _UsedGids = dict[int, list[tuple[int, str]]]  # by port: indices and texts
 

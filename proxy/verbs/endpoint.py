@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from proxyccl.device.errors import ArgumentError, ClosedError, RuntimeUnavailableError, TransportError
 from proxyccl.device.ffi_types import fill
 from proxyccl.proxy import _engine
+from proxyccl.proxy.remote_options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import DeviceChoice
-from proxyccl.proxy.verbs.options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, error_number, load
 
 ffi, lib = _engine.ffi, _engine.lib

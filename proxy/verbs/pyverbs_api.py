@@ -29,6 +29,10 @@ ffi, lib = _engine.ffi, _engine.lib
 INSTALL = "apt install python3-pyverbs ibverbs-providers (Debian, Ubuntu), dnf install python3-pyverbs (Fedora)"
 """How to install pyverbs. PyPI has only source, which needs the machine's rdma-core in the same version."""
 
+SYSFS = Path("/sys")
+DEVICES = "class/infiniband"
+"""The directory in it where Linux lists RDMA devices."""
+
 _MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp")
 _MAPS = Path("/proc/self/maps")
 _EXHAUSTED = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)

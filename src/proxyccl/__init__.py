@@ -54,11 +54,10 @@ if TYPE_CHECKING:
     )
     from proxyccl.device.runtime import Event, Runtime, Stream
     from proxyccl.device.runtimes import open_runtime
-    from proxyccl.proxy.fabric.options import FabricOptions
+    from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions
     from proxyccl.proxy.service import ProxyService
     from proxyccl.proxy.trigger import Operation, Trigger
     from proxyccl.proxy.verbs.devices import RdmaDevice, RdmaGid, RdmaPort, rdma_devices
-    from proxyccl.proxy.verbs.options import RdmaOptions
     from proxyccl.torch_tensors.bootstrap import TorchBootstrap
 
 __version__: str
@@ -175,11 +174,10 @@ _NAMES = {
     ),
     "proxyccl.device.runtime": ("Event", "Runtime", "Stream"),
     "proxyccl.device.runtimes": ("open_runtime",),
-    "proxyccl.proxy.fabric.options": ("FabricOptions",),
     "proxyccl.proxy.service": ("ProxyService",),
     "proxyccl.proxy.trigger": ("Operation", "Trigger"),
     "proxyccl.proxy.verbs.devices": ("RdmaDevice", "RdmaGid", "RdmaPort", "rdma_devices"),
-    "proxyccl.proxy.verbs.options": ("RdmaOptions",),
+    "proxyccl.proxy.remote_options": ("FabricOptions", "RdmaOptions"),
     "proxyccl.torch_tensors.bootstrap": ("TorchBootstrap",),
 }
 """The public names by the module that defines each."""

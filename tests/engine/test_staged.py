@@ -24,8 +24,9 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import Observer
+from proxyccl.proxy.registrations import RemoteWriteTargets
+from proxyccl.proxy.remote_options import MOST_WIRES
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
-from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets
 from proxyccl.proxy.transports.table import find_transport
 from support.devices import rank_runtime
 from support.fakes.staging import COPY, EVENT_QUERY, End, Ends, LateStreams, seen_as
