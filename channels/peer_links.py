@@ -20,7 +20,8 @@ from proxyccl.device.process.cores import core_share, usable_cores
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient, Proxy
-from proxyccl.proxy.daemon.connection import DaemonAddress, NodeDaemon
+from proxyccl.proxy.daemon.connection import NodeDaemon
+from proxyccl.proxy.daemon.hello import DaemonAddress
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.interface import Connection, HandleProvider

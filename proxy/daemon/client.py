@@ -18,7 +18,8 @@ from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, Pr
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.sleepers import Sleepers
-from proxyccl.proxy.daemon.connection import DaemonAddress, DaemonConnection, daemon_process, missing_in_daemon
+from proxyccl.proxy.daemon.connection import DaemonConnection, daemon_process, missing_in_daemon
+from proxyccl.proxy.daemon.hello import DaemonAddress
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.daemon.session_service import ServiceOptions, SessionService
 from proxyccl.proxy.interface import (
@@ -84,21 +85,15 @@ class DaemonRemote:
 
 
 class DaemonClient:
-    """A rank's proxy in a daemon. See `ProxyService` for the methods.
+    """A rank's proxy in a daemon. See `ProxyService` for the methods, and for other arguments.
 
     Args:
         runtime: the runtime of the rank's kernels.
         shared: pinned memory that begins with the ProxycclControl whose abort word ends the workers.
-        shared_offset: offset in `shared` of `ProxyService.shared_bytes()`.
-        semaphores_offset: offset in `shared` of the words that peers signal, by channel id.
-        fifos: number of rings.
         threads: number of workers. Each has its own daemon thread if the daemon has that many.
-        fifo_size: slots in each ring.
-        ring_per_connection: see `ProxyService`.
         idle: the idle policy that the proxy needs, in the daemon and in this process; None for the daemon's policy, and
             for the default of `IdlePolicy` here.
         on_failure: called in a thread of this object when an error ends a worker, and when the daemon is lost.
-        description: the rank, for observers and the daemon's log.
         timeout: returns the seconds that the daemon may take for an answer.
         address: the daemon's address; None for the node daemon at the default socket.
         takes_private: whether memory that the daemon can't map may be the source of copies, by a service in this
@@ -410,9 +405,8 @@ class DaemonClient:
             return False
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Drains the rings, and frees everything of this client in the daemon.
-
-        False if a handler or a worker did not end in time; its memory is then kept.
+        """Drains the rings, and frees everything of this client in the daemon. Returns False if a handler or a worker
+        did not end in time; its memory is then kept.
         """
         with self._lock:
             own_ended = self._own is None or self._own.close(timeout)

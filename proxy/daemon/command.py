@@ -40,18 +40,9 @@ def _log_to_stderr(level: int) -> None:
 
 
 def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> int:
-    """Serves until SIGTERM or SIGINT, then finishes the clients' requests. Returns the exit code.
-
-    On SIGUSR1 it writes a report and continues.
-
-    Args:
-        path: path of the socket.
-        options: the daemon's options.
-        servers: servers of pages and metrics of this user's programs.
-
-    Raises:
-        ArgumentError: an option is wrong.
-        ResourceError: another daemon listens at the path, or a server's port is in use.
+    """Serves until SIGTERM or SIGINT, then finishes the clients' requests. Returns the exit code. On SIGUSR1 it writes
+    a report and continues. `servers` serve pages and metrics of this user's programs. Raises as `Daemon`, and
+    ResourceError if a server's port is in use.
     """
     _log_to_stderr(logging.INFO)
     ending = _Ending()
@@ -64,16 +55,9 @@ def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> i
 
 
 def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[], None]) -> None:
-    """Serves a job's ranks until they have ended. It handles signals as `run` does.
-
-    Args:
-        listener: descriptor of the listening socket.
-        options: an encoded `JobOptions`.
-        starter: the process of the rank that starts the daemon.
-        on_ready: called before the daemon serves.
-
-    Raises:
-        ArgumentError: an option is wrong.
+    """Serves a job's ranks until they have ended. It handles signals as `run` does. `listener` is the descriptor of the
+    listening socket, `options` an encoded `JobOptions`, `starter` the process of the rank that starts the daemon.
+    `on_ready` is called before the daemon serves. Raises ArgumentError if an option is wrong.
     """
     _log_to_stderr(logging.WARNING)
     ending = _Ending()

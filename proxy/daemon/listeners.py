@@ -9,7 +9,7 @@ import os
 import socket
 import stat
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from proxyccl.device.errors import ArgumentError, ResourceError, UntrustedPathError
 from proxyccl.device.process.private_directories import open_private
@@ -17,28 +17,9 @@ from proxyccl.device.process.private_directories import open_private
 BACKLOG = 512
 
 
-class Listener(Protocol):
-    """A listening socket.
-
-    Attributes:
-        socket: accepts clients.
-        name: the socket's name in reports and logs.
-    """
-
-    socket: socket.socket
-    name: str
-
-    def close(self) -> None:
-        """Stops accepting clients."""
-        ...
-
-    def release(self) -> None:
-        """Lets another daemon listen at the same place."""
-        ...
-
-
 class SocketFile:
-    """A socket in the file system. A lock beside it tells a live daemon from the socket that a dead one left.
+    """A socket in the file system, and its name in reports and logs. A lock beside it tells a live daemon from the
+    socket that a dead one left.
 
     Raises:
         ArgumentError: the directory can't be made, or the path names a file that is not a socket.
@@ -87,6 +68,9 @@ class HandedOver:
         """Does nothing, because the name was freed with the socket."""
 
 
+Listener: TypeAlias = SocketFile | HandedOver
+
+
 def abstract(name: str) -> str:
     """The abstract socket address of a name, which vanishes with the last process that holds the socket."""
     return f"\0{name}"
@@ -121,10 +105,7 @@ def _require_file(info: os.stat_result, path: Path) -> None:
 
 def _lock_beside(path: Path, directory: int) -> int:
     """Locks a file beside the socket until this process ends. A socket without a lock was left by a killed daemon.
-
-    Args:
-        path: path of the socket.
-        directory: a descriptor of the socket's directory.
+    `directory` is a descriptor of the socket's directory.
     """
     name = path.with_name(path.name + ".lock")
     try:

@@ -104,11 +104,7 @@ class Attendance:
         return self._pids.pop(descriptor)
 
     def milliseconds_left(self, clients: int) -> int | None:
-        """The time to wait for another client; None while clients are connected.
-
-        Args:
-            clients: number of connected clients.
-        """
+        """The time to wait for another client, given the number of connected ones; None while there are any."""
         if clients:
             self._empty_since = None
             return None

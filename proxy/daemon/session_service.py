@@ -86,10 +86,7 @@ class SessionService:
     Args:
         options: the client's options.
         descriptors: descriptors of the control segment and the rings, which the caller closes.
-        runtime: the runtime whose copies the service issues.
-        threads: the threads that run the workers.
-        idle: the idle policy that the client needs of the threads.
-        on_failure: called in a worker's thread when the worker ends on an error.
+        runtime, threads, idle, on_failure: see `ProxyService`.
         has_left: whether the client has hung up.
 
     Attributes:
@@ -232,13 +229,8 @@ class SessionService:
 
     @method()
     def set_channel(self, channel: ChannelId, connection: Uint64, word: bytes = b"", address: Uint64 = 0) -> None:
-        """Puts a channel in use.
-
-        Args:
-            channel: its id.
-            connection: number of its connection.
-            word: handle of the 8-byte word that the channel's signals count up, on a connection that copies.
-            address: the peer's address of that word, on a remote connection.
+        """Puts a channel in use. `word` is the handle of the 8-byte word that its signals count up, on a connection
+        that copies; `address` is the peer's address of that word, on a remote connection.
         """
         found = self._require_channel(channel, connection)
         if find_transport(found.transport).is_remote:
@@ -295,15 +287,8 @@ class SessionService:
         local_rank: Rank,
         core_share: Annotated[int, Meta(ge=1, le=2**16)],
     ) -> None:
-        """Opens a network device for this client.
-
-        Args:
-            rdma: `RdmaOptions`, by field.
-            fabric: `FabricOptions`, by field.
-            signals: byte range, in the control segment, of the words that peers may signal.
-            near: NUMA node that the device should be near.
-            local_rank: the rank's number on its host.
-            core_share: cores that the rank's threads may keep busy.
+        """Opens a network device for this client, given `RdmaOptions` and `FabricOptions` by field. See
+        `ProxyService.open_remote` for the other arguments.
         """
         if self._remote is not None:
             raise ProtocolError("open_remote: a network device is open already")
