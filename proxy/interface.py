@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 from msgspec.structs import replace
 
 from proxyccl.proxy.codec import Message, Uint32, Uint64
@@ -37,11 +37,11 @@ class Connection(Message, frozen=True):
     private: bool = False
 
 
-class ChannelCounters(Struct, frozen=True):
+class ChannelCounters(Message, frozen=True, kw_only=True):
     """A proxy's counters of one channel.
 
     Attributes:
-        triggers: triggers that the proxy acted on.
+        triggers: triggers that the proxy acted on, of all operations.
         puts: triggers that put data, and sends of schedules that carried data.
         bytes: bytes that the puts and gets moved.
         signals: triggers that signalled, and sends of schedules, which always signal.
@@ -49,12 +49,18 @@ class ChannelCounters(Struct, frozen=True):
         gets: triggers that got data.
     """
 
-    triggers: int
-    puts: int
-    bytes: int
-    signals: int
-    flushes: int
-    gets: int
+    triggers: int = 0
+    puts: int = 0
+    bytes: int = 0
+    signals: int = 0
+    flushes: int = 0
+    gets: int = 0
+
+    @classmethod
+    def of(cls, counters: Any, **others: Any) -> Self:
+        """Reads a ProxycclCounters; `others` are the fields that it lacks."""
+        read = {name: getattr(counters, name) for name in cls.__struct_fields__ if name not in others}
+        return cls(**read, **others)
 
 
 class ProxyFailure(Message, frozen=True):

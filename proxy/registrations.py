@@ -56,12 +56,8 @@ class RegistrationCache:
     share the object.
 
     Unused ranges stay registered for reuse if the caller names their allocation, which tells them from a later
-    allocation at the same address. The least recently used ranges are deregistered first. A registered range keeps its
-    memory occupied, even freed memory of a GPU.
-
-    Args:
-        keep: the number of unused ranges that stay registered.
-        keep_bytes: the total size of the unused ranges that stay registered.
+    allocation at the same address: at most `keep` of them, of `keep_bytes` in all. The least recently used ranges are
+    deregistered first. A registered range keeps its memory occupied, even freed memory of a GPU.
     """
 
     def __init__(self, *, keep: int = 64, keep_bytes: int = 1 << 30) -> None:
@@ -77,10 +73,8 @@ class RegistrationCache:
         raise NotImplementedError
 
     def _acquire(self, ptr: int, nbytes: int, allocation: Hashable, make: Callable[[], Registration]) -> Registration:
-        """Returns the registration of a range, which `make` creates if necessary. Each call is paired with a `release`.
-
-        Raises:
-            ArgumentError: the range is empty or invalid.
+        """Returns the registration of a range, which `make` creates if necessary. Raises ArgumentError if the range is
+        empty or invalid.
         """
         if not isinstance(ptr, int) or not 0 < ptr < 1 << 64:
             raise ArgumentError("ptr", f"must be an address, not {ptr!r}")
@@ -89,10 +83,8 @@ class RegistrationCache:
         return self._made.acquire((ptr, nbytes, allocation), make)
 
     def release(self, registration: Registration) -> None:
-        """Ends one use of a registration. After the last use, requests must no longer name it.
-
-        Raises:
-            ArgumentError: the registration is not in use.
+        """Ends one use of a registration. After the last use, requests must no longer name it. Raises ArgumentError if
+        it is not in use.
         """
         key = (registration.ptr, registration.nbytes, registration.allocation)
         try:
@@ -104,14 +96,8 @@ class RegistrationCache:
         self, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
     ) -> Registration:
         """Registers memory of a runtime, unless it is of a GPU that does not order RDMA writes. Each call is paired
-        with a `release`.
-
-        Args:
-            runtime: the runtime.
-            gpu_writes: the option: "auto" to ask the device for the order, "ordered" to trust the caller.
-            ptr: address of the range.
-            nbytes: size of the range.
-            allocation: see `Registration`.
+        with a `release`. `gpu_writes` is an option: "auto" to ask the device for the order, "ordered" to trust the
+        caller.
 
         Raises:
             ArgumentError: the range is empty or invalid.
@@ -165,10 +151,8 @@ class RemoteWriteTargets:
         self._lock = threading.Lock()
 
     def add(self, ptr: int, nbytes: int, host_ptr: int = 0) -> int:
-        """Adds a range, and its address for the CPU unless `host_ptr` is 0. Returns the range's key.
-
-        Raises:
-            ResourceError: the table is full.
+        """Adds a range, and its address for the CPU unless `host_ptr` is 0. Returns the range's key. Raises
+        ResourceError if the table is full.
         """
         with self._lock:
             if not self._free:

@@ -89,8 +89,7 @@ class SharedWords:
         if not 0 <= channel < MAX_CHANNELS:
             raise ArgumentError("channel", f"must be from 0 to {MAX_CHANNELS - 1}, not {channel}")
         self._require_open()
-        c = self.table[channel]
-        return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes, c.gets)
+        return ChannelCounters.of(self.table[channel])
 
     def clear(self, channel: int) -> None:
         """Zeroes the counters and words of an unused channel id, for the id's next channel."""
@@ -99,13 +98,9 @@ class SharedWords:
 
 
 class TurnWatch:
-    """Measures how long a waiter has waited while a worker took no turn, because the workers' process is stopped or a
-    driver call hangs. Used by one thread, which checks every few milliseconds. A worker counts its turns in shared
-    memory (engine/schedule.h), so the check costs the proxy nothing.
-
-    Args:
-        schedule_words: the ProxycclScheduleWords that the workers count in.
-        workers: number of workers.
+    """Measures how long a waiter has waited while one of some workers took no turn, because the workers' process is
+    stopped or a driver call hangs. Used by one thread, which checks every few milliseconds. A worker counts its turns
+    in a ProxycclScheduleWords, so the check costs the proxy nothing.
     """
 
     def __init__(self, schedule_words: Any, workers: int) -> None:

@@ -93,9 +93,6 @@ class Workers:
         observed: the segment where the workers publish their activity, with room for each.
         threads: the threads to create, or one existing thread for each worker.
         idle: the policy that the workers need of existing threads; None for the threads' own.
-
-    Raises:
-        ArgumentError: there are no such cores.
     """
 
     def __init__(

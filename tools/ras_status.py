@@ -67,12 +67,7 @@ def _result(view: RankView) -> int:
 
 
 def as_json(communicators: Sequence[CommunicatorView], seconds: float) -> str:
-    """The answer to STATUS after SET FORMAT json.
-
-    Args:
-        communicators: of this machine.
-        seconds: that it took to read them.
-    """
+    """The answer to STATUS after SET FORMAT json, for communicators that it took these seconds to read."""
     host = host_addresses()[0]
     found = []
     for each in communicators:
@@ -167,13 +162,7 @@ def _state(view: RankView) -> str:
 
 
 def as_text(communicators: Sequence[CommunicatorView], seconds: float, *, verbose: bool) -> str:
-    """The answer to STATUS, or to VERBOSE STATUS, which names all ranks that differ.
-
-    Args:
-        communicators: of this machine.
-        seconds: that it took to read them.
-        verbose: whether to name more than ten ranks of one kind.
-    """
+    """The answer to STATUS, or to VERBOSE STATUS, which names more than ten ranks of one kind."""
     return "\n".join(map(shown, _lines(communicators, seconds, len if verbose else lambda _: _MOST_RANKS))) + "\n"
 
 

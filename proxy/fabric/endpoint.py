@@ -116,14 +116,7 @@ class FabricEndpoint(RegistrationCache):
         return ADDRESS.encode(FabricAddress(offer.provider, offer.address_format, raw, offer.reads, offer.in_order))
 
     def insert(self, peer: bytes) -> tuple[int, FabricAddress]:
-        """Adds a peer to the address vector.
-
-        Returns:
-            The peer's fi_addr_t, and the peer's address.
-
-        Raises:
-            ArgumentError, ResourceError, RuntimeUnavailableError: see `connect`.
-        """
+        """Adds a peer to the address vector. Returns the peer's fi_addr_t and address. Raises as `connect`."""
         self._require_open()
         try:
             theirs = ADDRESS.decode(peer, "the peer")
@@ -146,11 +139,8 @@ class FabricEndpoint(RegistrationCache):
         self._check("fi_av_remove", lib.proxyccl_fabric_remove(self._endpoint, peer))
 
     def connect(self, peer: bytes, signal_key: int) -> Any:
-        """The ProxycclFabricOptions of a connection to a peer's endpoint.
-
-        Args:
-            peer: the peer's `address`.
-            signal_key: key of the memory with the peer's semaphore words.
+        """The ProxycclFabricOptions of a connection to a peer's endpoint, given the peer's `address` and the key of the
+        memory with the peer's semaphore words.
 
         Raises:
             ArgumentError: the bytes are not an address, or are another provider's.
@@ -184,12 +174,7 @@ class FabricEndpoint(RegistrationCache):
         self, ptr: int, nbytes: int, *, device: tuple[str, int] | None = None, allocation: Hashable = None
     ) -> Registration:
         """Registers a range, or finds it registered. Each call is paired with a `release`. `device` is the runtime and
-        the number of the GPU that owns the memory; None for the host.
-
-        Raises:
-            ArgumentError: the range is empty or invalid.
-            ResourceError: the system or the provider has no room.
-            RuntimeUnavailableError: the provider can't reach this memory.
+        the number of the GPU that owns the memory; None for the host. Raises as `register_of`.
         """
         self._require_open()
         return self._acquire(ptr, nbytes, allocation, lambda: self._register(ptr, nbytes, device, allocation))
@@ -297,11 +282,8 @@ class FabricContext(RemoteDevice):
         self._wire_endpoints = [self.endpoint]
 
     def wire_endpoints(self) -> list[FabricEndpoint]:
-        """The endpoints for staged data: `FabricOptions.streams` of them, of one offer. The first call opens them.
-
-        Raises:
-            ResourceError: the system or the provider has no room.
-            RuntimeUnavailableError: the provider can't open them; the message says why.
+        """The endpoints for staged data: `FabricOptions.streams` of them, of one offer. The first call opens them, and
+        raises as the constructor does.
         """
         offer, made = self.endpoint.offer, self._wire_endpoints
         streams = self.options.streams or (default_streams(self.setup.core_share) if offer.is_stream else 1)

@@ -101,10 +101,7 @@ class Library:
 @functools.cache
 def load() -> Library:
     """The library, which the first call loads: ``PROXYCCL_LIBFABRIC``, else the one that MPI has loaded, else the
-    system's.
-
-    Raises:
-        RuntimeUnavailableError: the library can't be loaded.
+    system's. Raises RuntimeUnavailableError.
     """
     return Library(library_name())
 
@@ -151,9 +148,8 @@ class FabricOffer:
 
     @property
     def in_order(self) -> bool:
-        """Whether the bytes of one write reach this host's memory in order.
-
-        libfabric has a flag for this order (FI_ORDER_DATA), but hardly any provider sets the flag.
+        """Whether the bytes of one write reach this host's memory in order. libfabric has a flag for this order
+        (FI_ORDER_DATA), but hardly any provider sets the flag.
         """
         return self.is_stream and platform.machine() in _ORDERED_STORES
 
@@ -182,10 +178,8 @@ class FabricOffer:
 
 
 def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
-    """The providers' offers for writes to peers' memory, and reads of it, in libfabric's order of preference.
-
-    Args:
-        device_memory: whether to reach the memory of GPUs too, where a provider can.
+    """The providers' offers for writes to peers' memory, and reads of it, in libfabric's order of preference. With
+    `device_memory` they reach the memory of GPUs too, where a provider can.
 
     Raises:
         ResourceError: out of memory.

@@ -15,13 +15,9 @@ _LAST_RESORT = frozenset({"udp", "sockets", "net"})
 def choose_offer(offers: list[FabricOffer], options: FabricOptions, *, local_rank: int = 0) -> FabricOffer:
     """Chooses the first provider in libfabric's order that reaches other hosts, and one of its interfaces.
 
-    Of interfaces with an IP address, the loopback's and link-local ones are skipped, and IPv4 is preferred. Ranks of
-    a host are spread over a provider's interfaces without IP addresses. Those with addresses lead to separate networks.
-
-    Args:
-        offers: the available offers (`fabric_offers`).
-        options: provider, interface and kind of signal, if they are not None.
-        local_rank: the rank's number on its host.
+    Of interfaces with an IP address, the loopback's and link-local ones are skipped, and IPv4 is preferred. Ranks of a
+    host are spread, by `local_rank`, over a provider's interfaces without IP addresses. Those with addresses lead to
+    separate networks.
 
     Raises:
         ArgumentError: an option names something that does not exist; the message lists what exists.

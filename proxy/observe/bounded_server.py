@@ -97,15 +97,8 @@ def _hang_up(request: Any) -> None:
 
 
 def split_address(text: str, port: int, argument: str) -> tuple[str, int]:
-    """The host and the port of HOST:PORT, HOST, :PORT, PORT, [IPv6] or [IPv6]:PORT.
-
-    Args:
-        text: the address.
-        port: the port of an address without one.
-        argument: the argument's name for errors.
-
-    Raises:
-        ArgumentError: the text is not an address.
+    """The host and the port of HOST:PORT, HOST, :PORT, PORT, [IPv6] or [IPv6]:PORT. `port` is that of an address
+    without one. Raises ArgumentError for any other text, with the argument's name.
     """
     host, separator, number = text.rpartition(":")
     if not separator or text.endswith("]"):

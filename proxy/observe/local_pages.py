@@ -69,11 +69,8 @@ class LocalPages(BaseHTTPRequestHandler):
 
 
 def is_here(header: str, host: str) -> bool:
-    """Whether a Host header names this machine: by an address, as localhost, or as the machine or the user calls it.
-
-    Args:
-        header: the header's value.
-        host: the user's name for the machine.
+    """Whether a Host header names this machine: by an address, as localhost, or as the machine or the user (`host`)
+    calls it.
     """
     text = header.strip().lower()
     name = text if text.endswith("]") else text.rpartition(":")[0] or text

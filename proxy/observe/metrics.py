@@ -113,14 +113,8 @@ def metrics_text(views: Iterable[ServiceView]) -> str:
 
 @contextlib.contextmanager
 def serve(port: int) -> Iterator[str]:
-    """A context that serves the metrics to this machine only. Its value is the URL, http://127.0.0.1:PORT/metrics.
-
-    Args:
-        port: the port; 0 for any free port.
-
-    Raises:
-        ArgumentError: the port is not from 0 to 65535.
-        ResourceError: the port is in use, or not permitted.
+    """A context that serves the metrics to this machine only, at a port or, for 0, at any free one. Its value is a text
+    with the URL. Raises as `BoundedServer`.
     """
 
     class Handler(LocalPages):

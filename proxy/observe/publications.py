@@ -163,12 +163,7 @@ def check_directory(directory: Path) -> None:
 
 
 def publish(publication: Publication) -> Path:
-    """Writes a publication's file atomically.
-
-    Raises:
-        OSError: it can't be written.
-        ArgumentError: the directory is not this user's own.
-    """
+    """Writes a publication's file atomically. Raises as `write`."""
     return write(new_name(_SUFFIX), _PUBLICATIONS.encode(publication))
 
 
@@ -240,9 +235,7 @@ def _is_stale(path: Path) -> bool:
 
 def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
     """This user's publications of running processes, in files with this suffix. Removes files of ended processes.
-
-    Raises:
-        ArgumentError: the directory of publications is not this user's own.
+    Raises as `check_directory`.
     """
     found = []
     directory = publications_directory()
@@ -265,15 +258,8 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
 def find(
     job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None
 ) -> list[tuple[Path, Publication]]:
-    """The services of this user on this machine, ordered by job and rank. Removes files of processes that ended.
-
-    Args:
-        job: only services of this job; None for all.
-        ranks: only services of these ranks; None for all.
-        process: only services in this process, a rank or a node daemon; None for all.
-
-    Raises:
-        ArgumentError: the directory of publications is not this user's own.
+    """The services of this user on this machine, ordered by job and rank: of this job, these ranks, and in this
+    process, a rank or a node daemon; None for all. Removes files of processes that ended. Raises as `check_directory`.
     """
     wanted = [
         (path, publication)

@@ -165,7 +165,7 @@ def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
 def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None, seconds: float) -> ChannelRates:
     ring = view.rings[new.ring]
     connection = view.connection_of(new)
-    old = old or ChannelView(new.id, new.ring, new.worker, new.connection, *[0] * 9)
+    old = old or ChannelView(id=new.id, ring=new.ring, worker=new.worker, connection=new.connection)
     sends = 0 if new.triggers else new.signals - old.signals  # a channel serves kernels or schedules
     flushes = new.timed_flushes - old.timed_flushes
     return ChannelRates(
@@ -194,22 +194,15 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
 
 
 class Watch:
-    """Observes the proxy services of this machine, or those of one job or process.
-
-    Args:
-        job: only services of this job; None for all.
-        process: only services in this process; None for all.
-    """
+    """Observes the proxy services of this machine, or those of one job, or of one process."""
 
     def __init__(self, job: str | None = None, process: int | None = None) -> None:
         self._of = job, process
         self._views: dict[Path, ServiceView] = {}
 
     def rates(self) -> list[ServiceRates]:
-        """The services' activity since the last call, ordered by job and rank. New services are left out.
-
-        Raises:
-            ArgumentError: the directory of publications is not this user's own.
+        """The services' activity since the last call, ordered by job and rank. New services are left out. Raises as
+        `find`.
         """
         before, self._views = self._views, snapshots(*self._of)
         return [rates_between(before[path], view) for path, view in self._views.items() if path in before]

@@ -107,11 +107,8 @@ class ServiceTrace:
 
 
 class TraceDecoder:
-    """Decodes the records of one worker into triggers.
-
-    Args:
-        worker: the worker's number.
-        connections: the connection of each channel, kept up to date by the caller; None for a handler's.
+    """Decodes the records of one worker into triggers. The caller keeps `connections` up to date: the connection of
+    each channel; None for a handler's.
     """
 
     def __init__(self, worker: int, connections: dict[int, int | None]) -> None:
@@ -209,10 +206,8 @@ class Allowance:
         self._left = triggers
 
     def end_of_kept(self, is_mark: npt.NDArray[np.bool_]) -> int | None:
-        """The number of records to keep of a batch; None for all. The batch's last record is a mark.
-
-        Args:
-            is_mark: for each record, whether it is a mark; otherwise it is a trigger.
+        """The number of records to keep of a batch, given which of them are marks and not triggers; None for all. The
+        batch's last record is a mark.
         """
         triggers = np.flatnonzero(~is_mark)
         if len(triggers) <= self._left:
@@ -226,12 +221,7 @@ class Allowance:
 
 
 class _Records:
-    """The records of one worker.
-
-    Args:
-        stats: the worker's ProxycclWorkerStats.
-        allowance: the allowance for the worker's triggers.
-    """
+    """The records of one worker."""
 
     def __init__(self, stats: _engine.ProxycclWorkerStatsPointer, allowance: Allowance) -> None:
         self._stats = stats
@@ -274,9 +264,8 @@ class _Records:
 
 
 class Tracer:
-    """Records a service's activity until `stop`. Only one tracer can record a service at a time.
-
-    A worker begins to record with its next poll of its rings.
+    """Records a service's activity until `stop`. Only one tracer can record a service at a time. A worker begins to
+    record with its next poll of its rings.
 
     Args:
         path: the file of the service's publication.

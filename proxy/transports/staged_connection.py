@@ -68,10 +68,8 @@ class StagedOptions(Struct, frozen=True):
 
     @classmethod
     def of(cls, wires: Sequence[StagedWire], ends: int, **fields: Any) -> StagedOptions:
-        """Makes options with these wires and further fields of ProxycclStagedOptions.
-
-        Raises:
-            ArgumentError: there are more than `MOST_WIRES`, or a value does not fit its field.
+        """Makes options with these wires and further fields of ProxycclStagedOptions. Raises ArgumentError if there are
+        more than `MOST_WIRES`, or a value does not fit its field.
         """
         if len(wires) > MOST_WIRES:
             raise ArgumentError("wires", f"must be at most {MOST_WIRES}, not {len(wires)}")
@@ -210,15 +208,8 @@ def staged_over(
     statuses: range = range(0),
     error_text: Callable[[Any], str] | None = None,
 ) -> Transport:
-    """Makes the staged transport over a wire, on the wire's device.
-
-    Args:
-        wire: the transport of the wire.
-        name: name of the staged transport.
-        needs: build requirements of the wire.
-        make_endpoint: makes an endpoint on the device.
-        statuses: see `Transport`.
-        error_text: see `Transport`; None for the wire's.
+    """Makes the staged transport over a wire, on the wire's device. `needs` are the build requirements of the wire; see
+    `Transport` for `statuses` and `error_text`, which by default is the wire's.
     """
     assert wire.remote is not None  # a wire leads to another host
     return Transport(

@@ -86,8 +86,7 @@ def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: A
     Args:
         engine: the runtime whose driver issues the connection's copies.
         transport: the transport's name.
-        native_options: the transport's options struct.
-        parts: further structs to which `native_options` points.
+        native_options: the transport's options struct, which may point to `parts`.
         needs: the build requirements of the transport, and how to install them.
 
     Raises:

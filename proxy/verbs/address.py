@@ -77,11 +77,7 @@ class EndpointAddress:
 
     @classmethod
     def decode(cls, data: bytes) -> EndpointAddress:
-        """Decodes the bytes of `encode`.
-
-        Raises:
-            ArgumentError: the bytes are not an endpoint's address, or have another version's format.
-        """
+        """Decodes the bytes of `encode`. Raises ArgumentError for other bytes, or another version's."""
         if not isinstance(data, bytes) or not data.startswith(_MAGIC):
             raise ArgumentError("peer", f"not an endpoint's address; expected bytes that begin with {_MAGIC!r}")
         if data[4:5] != bytes([_VERSION]):

@@ -254,14 +254,10 @@ class Endpoint:
         )
 
     def connect(self, peer: bytes, timeout: float = 30.0, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Connects to a peer's endpoint. The peer must connect to this endpoint too.
+        """Connects to a peer's endpoint, given its `address`. The peer must connect to this endpoint too.
 
-        Does not wait for the peer, only until the network knows the peer's address.
-
-        Args:
-            peer: the peer's `address`.
-            timeout: seconds to keep trying while the network does not know the peer.
-            given_up: polled during the wait, which ends when `given_up` returns True.
+        It does not wait for the peer, only `timeout` seconds, or until `given_up` returns True, while the network does
+        not know the peer's address.
 
         Raises:
             ArgumentError: the bytes are not an address, or this port can't reach the peer.
@@ -334,10 +330,8 @@ class Endpoint:
         )
 
     def engine_options(self, signal_rkey: int) -> Any:
-        """The ProxycclVerbsOptions of a connection over this endpoint, which must outlive the connection.
-
-        Args:
-            signal_rkey: remote key of the memory with the peer's semaphore words.
+        """The ProxycclVerbsOptions of a connection over this endpoint, which must outlive the connection. `signal_rkey`
+        is the remote key of the memory with the peer's semaphore words.
 
         Raises:
             ArgumentError: the endpoint is not connected.

@@ -25,12 +25,7 @@ descriptor is closed here.
 
 
 class Registrations(RegistrationCache):
-    """A `RegistrationCache` that supports DMA-BUFs.
-
-    Args:
-        device: the device to register with, whose end closes the registrations.
-        keep, keep_bytes: see `RegistrationCache`.
-    """
+    """A `RegistrationCache` that supports DMA-BUFs. The end of the device closes it."""
 
     def __init__(self, device: VerbsDevice, *, keep: int = 64, keep_bytes: int = 1 << 30) -> None:
         super().__init__(keep=keep, keep_bytes=keep_bytes)
@@ -41,12 +36,7 @@ class Registrations(RegistrationCache):
         self, ptr: int, nbytes: int, dmabuf: DmaBuf | None = None, *, allocation: Hashable = None
     ) -> Registration:
         """Registers a range, or finds it registered. Each call is paired with a `release`. `dmabuf` exports memory of a
-        GPU; None for memory of the host.
-
-        Raises:
-            ArgumentError: the range is empty or invalid.
-            ResourceError: the system or the device has no room.
-            RuntimeUnavailableError: the device can't reach this memory.
+        GPU; None for memory of the host. Raises as `register_of`.
         """
         self._device.require_open()
         return self._acquire(ptr, nbytes, allocation, lambda: self._make(ptr, nbytes, dmabuf, allocation))

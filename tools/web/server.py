@@ -32,13 +32,8 @@ _MOST_TRACE_SECONDS = 60.0
 
 @contextlib.contextmanager
 def serve(address: str, interval: float, job: str | None = None, process: int | None = None) -> Iterator[str]:
-    """Runs a server as a context, whose value is the server's URL with the token.
-
-    Args:
-        address: HOST:PORT, or a part of it; "" for any free port of localhost.
-        interval: seconds between two states.
-        job: the job to show; None for all.
-        process: the process whose proxies are shown; None for all.
+    """Runs a server as a context, whose value is the server's URL with the token, at HOST:PORT, or a part of it; "" for
+    any free port of localhost. `interval` is the seconds between two states; see `find` for `job` and `process`.
 
     Raises:
         ArgumentError: `address` is not an address.
