@@ -31,8 +31,7 @@ from proxied_writes import TIMEOUT, Place, ProxiedWrites
 from proxyccl import FabricOptions, open_runtime
 from proxyccl.device.errors import TransportError
 from proxyccl.proxy.fabric.endpoint import FabricEndpoint, FabricRegistration
-from proxyccl.proxy.fabric.library import FabricOffer, fabric_offers, load
-from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.fabric.library import FabricOffer, choose_offer, fabric_offers, load
 from proxyccl.tools.results import Fields, machine, versions, write_json
 
 _LOOK = 0.002  # seconds between two reads of the flush word

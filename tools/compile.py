@@ -62,7 +62,6 @@ def compile_all(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "--arch",
         action="append",
@@ -73,7 +72,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command. Returns the exit code."""
     kernels = (*EXPERT_KERNELS, *KERNELS_OF_STEPS)
     for architecture in parsed.arch or _here():
         began = time.perf_counter()

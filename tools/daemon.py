@@ -13,7 +13,6 @@ from proxyccl.tools import options
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "--socket",
         metavar="PATH",
@@ -66,7 +65,6 @@ def _idle(parsed: Namespace) -> IdlePolicy | None:
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command. Returns the exit code."""
     served: list[command.Server] = []
     if parsed.metrics is not None:
         from proxyccl.proxy.observe import metrics

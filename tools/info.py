@@ -40,7 +40,7 @@ from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_r
 from proxyccl.device.shown_text import shown
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric import library, requirements
-from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.fabric.library import choose_offer
 from proxyccl.proxy.observe.rates import Watch
 from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions
@@ -421,12 +421,10 @@ def show(found: list[Finding], out: TextIO) -> None:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command. Returns the exit code."""
     found = findings()
     if parsed.json:
         import json

@@ -131,7 +131,6 @@ def _frames(watch: Watch, interval: float) -> Iterator[list[ServiceRates]]:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.epilog = (
         "busy: the share of time in which a proxy's busiest thread had work. The ranks of a node daemon share "
         "its threads, so an idle rank there appears as busy as the ranks that share its thread. "

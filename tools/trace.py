@@ -16,7 +16,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from proxyccl.channels.transfers.published import find_agents
 from proxyccl.channels.transfers.tracing import AgentTrace, AgentTracer
@@ -228,9 +228,7 @@ class _Ended:
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -278,7 +276,6 @@ def record(
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "-o", "--output", type=options.json_file, required=True, metavar="FILE", help="file to write the trace to"
     )

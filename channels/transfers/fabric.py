@@ -23,8 +23,7 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Message, ProtocolError, Uint64
 from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint
-from proxyccl.proxy.fabric.library import fabric_offers
-from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.fabric.library import choose_offer, fabric_offers
 from proxyccl.proxy.registrations import Registration
 from proxyccl.proxy.remote_options import FabricOptions
 

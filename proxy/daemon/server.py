@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ArgumentError, ResourceError
@@ -175,9 +174,7 @@ class Daemon:
     def __enter__(self) -> Daemon:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @property

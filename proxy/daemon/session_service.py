@@ -305,17 +305,14 @@ class SessionService:
 
     @method()
     def unsupported_reason(self, transport: str) -> str:
-        """See `ServiceRemote.unsupported_reason`."""
         return self._opened.unsupported_reason(transport)
 
     @method()
     def make_endpoint(self, peer: Rank, transport: str) -> EndpointInfo:
-        """See `ServiceRemote.make_endpoint`."""
         return self._opened.make_endpoint(peer, transport)
 
     @method(timeouts=1)
     def connect_endpoint(self, peer: Rank, theirs: EndpointInfo, timeout: Seconds) -> None:
-        """See `ServiceRemote.connect_endpoint`."""
         self._opened.connect_endpoint(peer, theirs, timeout, self._has_left)
 
     @method(opens=True)
@@ -330,7 +327,6 @@ class SessionService:
 
     @method(opens=True)
     def expose_pinned(self, handle: bytes, transport: str) -> ExposedMemory:
-        """See `ServiceRemote.expose_pinned`."""
         remote = self._opened
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(handle, undo)

@@ -16,8 +16,7 @@ from proxyccl.device.ffi_types import fill
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Codec, Message, Uint32
-from proxyccl.proxy.fabric.library import FabricOffer, Library, fabric_offers, load
-from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.fabric.library import FabricOffer, Library, choose_offer, fabric_offers, load
 from proxyccl.proxy.registrations import Registration, RegistrationCache, RemoteDevice, require_ordered
 from proxyccl.proxy.remote_options import MOST_WIRES, FabricOptions, RemoteSetup
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.proxy.observe.bounded_server import BoundedServer
-from proxyccl.proxy.observe.local_pages import LocalPages
+from proxyccl.proxy.observe.bounded_server import BoundedServer, LocalPages
 from proxyccl.proxy.observe.reader import ChannelView, ServiceView, snapshots
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 from msgspec import Struct
 
@@ -176,9 +175,7 @@ class Observer:
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -304,9 +303,7 @@ class Tracer:
     def __enter__(self) -> Tracer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _ask_until(self, moment_ns: int) -> None:

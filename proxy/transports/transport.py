@@ -94,14 +94,14 @@ def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: A
         ResourceError: out of memory.
         RuntimeUnavailableError: the engine was built without the transport.
     """
-    refused = lib.proxyccl_transport_refused(transport.encode(), native_options)
-    if refused:
-        name = ffi.string(refused).decode()
-        value = next(getattr(each, name) for each in (native_options, *parts) if hasattr(each, name))
-        raise ArgumentError(name, f"{value!r} is out of range for the transport {transport}")
-    pointer = lib.proxyccl_connection_create(transport.encode(), native_options, engine.table)
+    refused = ffi.new("char **")
+    pointer = lib.proxyccl_connection_create(transport.encode(), native_options, engine.table, refused)
     if pointer:
         return pointer
+    if refused[0]:
+        name = ffi.string(refused[0]).decode()
+        value = next(getattr(each, name) for each in (native_options, *parts) if hasattr(each, name))
+        raise ArgumentError(name, f"{value!r} is out of range for the transport {transport}")
     if ffi.errno == errno.ENOSYS:
         raise RuntimeUnavailableError(
             f"this build of ProxyCCL lacks the transport {transport}; build it where {needs} are installed"

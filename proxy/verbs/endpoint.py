@@ -226,12 +226,6 @@ class Endpoint:
         return qp, signal
 
     @property
-    def qp_number(self) -> int:
-        """The queue pair's number."""
-        self._require_open()
-        return int(self._qp.qp_num)
-
-    @property
     def address(self) -> bytes:
         """The address for the peer's `connect`, as bytes."""
         self._require_open()
@@ -354,14 +348,6 @@ class Endpoint:
             return made
         scratch = self._device.scratch()
         return fill(made, signal=lib.PROXYCCL_VERBS_FETCH_ADD, scratch=scratch.buf, scratch_lkey=scratch.lkey)
-
-    def describe(self) -> str:
-        """One line on the endpoint."""
-        peer = f"connected to {self.peer}" if self.peer is not None else "not connected"
-        return (
-            f"{self._device.describe()}, MTU {self.mtu}, queue pair {self._qp.qp_num}, "
-            f"{self.send_depth} requests, signals by {self.signal}, {peer}"
-        )
 
     def _require_open(self) -> None:
         if self._closed:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from proxyccl import ArgumentError, FabricOptions, RuntimeUnavailableError
-from proxyccl.proxy.fabric.library import FabricOffer, best_of
-from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.fabric.library import FabricOffer, best_of, choose_offer
 from proxyccl.proxy.remote_options import MOST_WIRES
 
 

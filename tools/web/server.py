@@ -22,8 +22,7 @@ from pathlib import Path
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.device.shown_text import shown_in_json
-from proxyccl.proxy.observe.bounded_server import BoundedServer, split_address
-from proxyccl.proxy.observe.local_pages import LocalPages
+from proxyccl.proxy.observe.bounded_server import BoundedServer, LocalPages, split_address
 from proxyccl.tools import trace
 from proxyccl.tools.web.state import STATES, State, States
 

@@ -176,9 +176,8 @@ def test_a_megabyte_crosses_between_two_endpoints(ends: Ends) -> None:
     assert ends.write(*registered) == ends.api.enumerator("IBV_WC_SUCCESS")
     assert destination.map[:] == source.map[:]
     assert packets_sent(INTERFACES[0]) - before >= (1 << 20) // ends.endpoints[0].mtu
-    near = ends.endpoints[0].describe()
-    assert near.startswith(f"{DEVICES[0]} port 1, GID ")
-    assert f"signals by write, connected to queue pair {ends.endpoints[1]._qp.qp_num} at {ADDRESSES[1]}" in near
+    assert ends.endpoints[0].signal == "write"
+    assert f"queue pair {ends.endpoints[1]._qp.qp_num} at {ADDRESSES[1]}" in str(ends.endpoints[0].peer)
 
 
 def test_an_atomic_advances_a_counter(devices: list[RdmaDevice]) -> None:
