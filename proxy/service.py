@@ -19,15 +19,15 @@ from proxyccl.device.process import forks
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.sleepers import Sleepers
 from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import ChannelCounters, Connection, HandleProvider, Handler, ProxyFailure
+from proxyccl.proxy.interface import Connection, HandleProvider, Handler, ProxyFailure
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
 from proxyccl.proxy.ring import Fifo, Ring
-from proxyccl.proxy.schedule import Schedule, SchedulePointers, ScheduleWait
+from proxyccl.proxy.schedule import Schedule, ScheduleWait
 from proxyccl.proxy.service_remote import ServiceRemote
-from proxyccl.proxy.shared_words import SharedWords, TurnWatch
+from proxyccl.proxy.shared_words import ProxyWords, SharedWords, TurnWatch
 from proxyccl.proxy.tables import ChannelTable, MemoryTable, ScheduleTable
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread, created
 from proxyccl.proxy.transports.table import find_copying_transport, find_transport
@@ -44,7 +44,7 @@ def require_callable(handler: object) -> None:
         raise ArgumentError("handler", f"must be callable, not {type(handler).__name__}")
 
 
-class ProxyService:
+class ProxyService(ProxyWords):
     """Drains rings and issues their triggers' operations. A communicator has one in its process, or a `DaemonClient`
     with the same methods. Callers name memory twice, by an address in their process and by a handle: a service takes
     the address, the daemon opens the handle.
@@ -105,7 +105,7 @@ class ProxyService:
         fifos, threads = require_rings(fifos, threads)
         self.runtime = runtime
         self._engine = EngineRuntime(runtime)
-        self._shared = SharedWords(shared, shared_offset)
+        self.words = SharedWords(shared, shared_offset)
         self._on_failure = on_failure
         self._handlers: dict[int, Handler] = {}  # by channel
         self._handling: dict[int, float] = {}
@@ -120,7 +120,7 @@ class ProxyService:
                 self.fifos.append(Fifo(runtime, fifo_size))
                 undo.callback(self.fifos[-1].close)
             self._rings: Sequence[Ring] = rings or self.fifos
-            made = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), self._shared.table)
+            made = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), self.words.table)
             self._service = created(made, "a proxy service")
             undo.callback(lib.proxyccl_service_destroy, self._service)
             self._observed = ObservedSegment(threads)
@@ -129,13 +129,13 @@ class ProxyService:
             self._workers = Workers(self._engine, self._service, self._observed, shared_threads or own, idle)
             undo.callback(self._workers.discard)
             self._workers.add_rings(self._rings)
-            self._memories = MemoryTable(self._service, self._shared)
+            self._memories = MemoryTable(self._service, self.words)
             semaphores = None if semaphores_offset is None else shared.host_ptr + semaphores_offset
-            self._schedules = ScheduleTable(self._service, self._shared, semaphores)
-            self._turns, self._turns_missed = TurnWatch(self._shared.schedule_words, threads), False
+            self._schedules = ScheduleTable(self._service, self.words, semaphores)
+            self._turns, self._turns_missed = TurnWatch(self.words.schedule_words, threads), False
             self._channels = ChannelTable(
                 self._service,
-                self._shared,
+                self.words,
                 self._observed,
                 rings=len(self._rings),
                 workers=threads,
@@ -157,7 +157,7 @@ class ProxyService:
             self.runtime.name,
             workers=len(self._workers),
             observed=self.observed_handle.hex(),
-            counters=self._shared.counters_handle.hex(),
+            counters=self.words.counters_handle.hex(),
             rings=tuple(
                 publications.RingPlace(ring.pinned.handle.hex(), i % len(self._workers), ring.size_log2)
                 for i, ring in enumerate(self._rings)
@@ -172,25 +172,6 @@ class ProxyService:
     def __repr__(self) -> str:
         rings, threads, channels = len(self._rings), len(self._workers), len(self._channels)
         return f"<ProxyService with {rings} rings, {threads} threads, {channels} channels>"
-
-    def flushed_pointer(self, channel: int) -> int:
-        """The device's address of a channel's flush word."""
-        return self._shared.flushed_pointer(channel)
-
-    def completed(self, channel: int) -> int:
-        """One more than the ticket up to which all triggers of a channel are known to be complete, or of a handler's
-        channel handled. Their effects are visible to the caller.
-        """
-        return self._shared.completed(channel)
-
-    def completed_pointer(self, channel: int) -> int:
-        """The device's address of the word that holds `completed`."""
-        return self._shared.completed_pointer(channel)
-
-    @property
-    def memory_limits_pointer(self) -> int:
-        """The device's address of a table: for each memory id, the bytes from its first to the memory's end."""
-        return self._shared.memory_limits_pointer
 
     def add_memory(
         self,
@@ -314,11 +295,11 @@ class ProxyService:
         Raises:
             ArgumentError: `signals` leaves the control segment.
         """
-        setup = RemoteSetup(self.runtime, self._shared.memory, signals, near, local_rank, core_share)
+        setup = RemoteSetup(self.runtime, self.words.memory, signals, near, local_rank, core_share)
         return ServiceRemote(self.connect, setup, options)
 
     def _make_wires(self, count: int) -> WireWorkers:
-        table, told, lost = self._shared.table, self._worker_event, self._thread_lost
+        table, told, lost = self.words.table, self._worker_event, self._thread_lost
         return WireWorkers(self._engine, self._control, table, count, self._cores, self._name, told, lost)
 
     def _add_connection(self, transport: str, made: EngineConnection, peer: int | None) -> Connection:
@@ -378,11 +359,6 @@ class ProxyService:
             if not self._closed and self._process.is_here:
                 self._channels.free(channels)
 
-    @property
-    def schedule_pointers(self) -> SchedulePointers:
-        """The device's addresses of the words by which streams start schedules."""
-        return self._shared.schedule_pointers
-
     def add_schedule(self, schedule: Schedule) -> int:
         """Adds a schedule, which streams may then start. The schedule's channels must have connections of this proxy.
         Returns its number, from 1.
@@ -426,10 +402,6 @@ class ProxyService:
         """
         return ""
 
-    def end_waits(self) -> None:
-        """Releases streams that wait for schedules or stages. For use after a failure, when no worker will."""
-        self._shared.end_waits()
-
     def add_handler(self, handler: Handler, channel: int | None = None) -> int:
         """Makes a channel that passes its triggers, of any operation, to a Python function in the worker's thread.
 
@@ -471,14 +443,6 @@ class ProxyService:
     def ring_of(self, channel: int) -> int:
         """The number of the ring that a channel's triggers go through."""
         return self._channels.ring_of(channel)
-
-    def counters(self, channel: int) -> ChannelCounters:
-        """A channel's counters, read without disturbing the proxy."""
-        return self._shared.counters(channel)
-
-    def flushed(self, channel: int) -> int:
-        """One more than the ticket of the last completed flush of a channel."""
-        return self._shared.flushed(channel)
 
     def outstanding(self, channel: int) -> int | None:
         """The number of triggers and sends of schedules on a channel's connection without a known completion. None for
@@ -537,7 +501,7 @@ class ProxyService:
         if error is None:
             lib.proxyccl_worker_handled(worker.pointer)
             return
-        self._shared.table[channel].errors += 1
+        self.words.table[channel].errors += 1
         reason = f"{type(error).__name__}: {error}"
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_HANDLER, channel, words, 0, reason, error))
         lib.proxyccl_worker_abandon(worker.pointer)
@@ -574,7 +538,7 @@ class ProxyService:
         )
 
     def _place(self, memory: int, offset: int) -> str:
-        nbytes = self._shared.memory_limits[memory] if memory < MAX_MEMORIES else 0
+        nbytes = self.words.memory_limits[memory] if memory < MAX_MEMORIES else 0
         return f"memory id {memory}{f' of {nbytes} bytes' if nbytes else ''}, offset {offset}"
 
     def _connection_at(self, pointer: _engine.ProxycclConnectionPointer) -> Connection | None:

@@ -23,7 +23,8 @@ class SharedWords:
     """A ProxycclSharedWords in pinned memory, from `offset` on, with `BYTES` zeroed bytes.
 
     Attributes:
-        table: the ProxycclCounters of the channels.
+        memory: the memory.
+        table, flushed, completed: arrays by channel id: the ProxycclCounters, and the words (engine/engine.h).
         memory_limits: for each memory id, the bytes from the id's first byte to the memory's end; 0 for an unused id.
         schedule_words: the ProxycclScheduleWords.
     """
@@ -33,11 +34,12 @@ class SharedWords:
     def __init__(self, memory: PinnedMemory, offset: int) -> None:
         self.memory = memory
         self._offset = offset
-        self._words: Any = ffi.cast("ProxycclSharedWords *", memory.host_ptr + offset)
-        self.table, self.memory_limits = self._words.counters, self._words.memory_limits
-        self.schedule_words: Any = ffi.addressof(self._words, "schedule")
+        words: Any = ffi.cast("ProxycclSharedWords *", memory.host_ptr + offset)
+        self.table, self.flushed, self.completed = words.counters, words.flushed, words.completed
+        self.memory_limits = words.memory_limits
+        self.schedule_words: Any = ffi.addressof(words, "schedule")
 
-    def _on_device(self, word: Any) -> int:
+    def on_device(self, word: Any) -> int:
         """The device's address of a word."""
         return self.memory.ptr + int(ffi.cast("uintptr_t", word)) - self.memory.host_ptr
 
@@ -46,55 +48,80 @@ class SharedWords:
         """The handle by which other processes open the counters."""
         return self.memory.export(self.memory.host_ptr + self._offset, ffi.sizeof(self.table))
 
-    def flushed_pointer(self, channel: int) -> int:
-        return self._on_device(self.flushed_host(channel))
-
-    def flushed_host(self, channel: int) -> Any:
-        """The CPU's pointer to a channel's flush word."""
-        return self._words.flushed + channel
-
-    def flushed(self, channel: int) -> int:
-        return int(self._words.flushed[channel])
-
-    def completed_pointer(self, channel: int) -> int:
-        return self._on_device(self.completed_host(channel))
-
-    def completed_host(self, channel: int) -> Any:
-        """The CPU's pointer to the word that holds `completed`."""
-        return self._words.completed + channel
-
-    def completed(self, channel: int) -> int:
-        self._require_open()
-        return int(lib.proxyccl_word_acquire(self.completed_host(channel)))
-
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raises ClosedError if the memory is unmapped."""
         if self.memory.closed:
             raise ClosedError("the proxy service is closed")
 
-    @property
-    def schedule_pointers(self) -> SchedulePointers:
-        words = self.schedule_words
-        bell, done, gate = (self._on_device(ffi.addressof(words, name)) for name in ("bell", "done", "gate"))
-        return SchedulePointers(bell, done, gate, tuple(self._on_device(words.stages + i) for i in range(STAGES)))
-
-    def end_waits(self) -> None:
-        lib.proxyccl_schedule_words_end_waits(self.schedule_words)
-
-    @property
-    def memory_limits_pointer(self) -> int:
-        return self._on_device(self.memory_limits)
-
     def counters(self, channel: int) -> ChannelCounters:
-        """Raises ArgumentError if there is no such id, and ClosedError if the memory is unmapped."""
+        """See `ProxyWords.counters`."""
         if not 0 <= channel < MAX_CHANNELS:
             raise ArgumentError("channel", f"must be from 0 to {MAX_CHANNELS - 1}, not {channel}")
-        self._require_open()
+        self.require_open()
         return ChannelCounters.of(self.table[channel])
 
     def clear(self, channel: int) -> None:
         """Zeroes the counters and words of an unused channel id, for the id's next channel."""
         self.table[channel] = ffi.new("ProxycclCounters *")[0]
-        self._words.flushed[channel] = self._words.completed[channel] = 0
+        self.flushed[channel] = self.completed[channel] = 0
+
+
+class ProxyWords:
+    """The methods of a proxy that use only its words, in whichever process its workers run.
+
+    Attributes:
+        words: the proxy's shared words.
+    """
+
+    words: SharedWords
+
+    def _words_of(self, channel: int) -> SharedWords:
+        """The words that hold those of a channel."""
+        return self.words
+
+    def flushed(self, channel: int) -> int:
+        """One more than the ticket of the last completed flush of a channel."""
+        return int(self._words_of(channel).flushed[channel])
+
+    def flushed_pointer(self, channel: int) -> int:
+        """The device's address of a channel's flush word."""
+        words = self._words_of(channel)
+        return words.on_device(words.flushed + channel)
+
+    def completed(self, channel: int) -> int:
+        """One more than the ticket up to which all triggers of a channel are known to be complete, or of a handler's
+        channel handled. Their effects are visible to the caller.
+        """
+        words = self._words_of(channel)
+        words.require_open()
+        return int(lib.proxyccl_word_acquire(words.completed + channel))
+
+    def completed_pointer(self, channel: int) -> int:
+        """The device's address of the word that holds `completed`."""
+        words = self._words_of(channel)
+        return words.on_device(words.completed + channel)
+
+    def counters(self, channel: int) -> ChannelCounters:
+        """A channel's counters, read without disturbing the proxy. Raises ArgumentError if there is no such id, and
+        ClosedError if the memory is unmapped.
+        """
+        return self._words_of(channel).counters(channel)
+
+    @property
+    def memory_limits_pointer(self) -> int:
+        """The device's address of a table: for each memory id, the bytes from its first to the memory's end."""
+        return self.words.on_device(self.words.memory_limits)
+
+    @property
+    def schedule_pointers(self) -> SchedulePointers:
+        """The device's addresses of the words by which streams start schedules."""
+        words, on_device = self.words.schedule_words, self.words.on_device
+        bell, done, gate = (on_device(ffi.addressof(words, name)) for name in ("bell", "done", "gate"))
+        return SchedulePointers(bell, done, gate, tuple(on_device(words.stages + i) for i in range(STAGES)))
+
+    def end_waits(self) -> None:
+        """Releases streams that wait for schedules or stages. For use after a failure, when no worker will."""
+        lib.proxyccl_schedule_words_end_waits(self.words.schedule_words)
 
 
 class TurnWatch:

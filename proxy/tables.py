@@ -78,8 +78,8 @@ class ChannelTable:
             channel,
             pointer,
             ffi.cast("uint64_t *", remote_semaphore),
-            self._shared.flushed_host(channel),
-            self._shared.completed_host(channel),
+            self._shared.flushed + channel,
+            self._shared.completed + channel,
         )
         number = connection.number // len(self._rings_of)
         self._observed.place_channel(channel, connection.worker, self._ring_of[channel], number)
@@ -93,7 +93,7 @@ class ChannelTable:
     def set_handler(self, channel: int, worker: int) -> None:
         """Directs a channel's triggers to its handler, which must be added first."""
         lib.proxyccl_service_set_handler(
-            self._service, channel, self._shared.flushed_host(channel), self._shared.completed_host(channel)
+            self._service, channel, self._shared.flushed + channel, self._shared.completed + channel
         )
         self._observed.place_channel(channel, worker, self._ring_of[channel], None)
 

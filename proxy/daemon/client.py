@@ -23,7 +23,6 @@ from proxyccl.proxy.daemon.hello import DaemonAddress
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.daemon.session_service import ServiceOptions, SessionService
 from proxyccl.proxy.interface import (
-    ChannelCounters,
     Connection,
     ExposedMemory,
     HandleProvider,
@@ -34,10 +33,10 @@ from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.remote_options import TransportOptions
 from proxyccl.proxy.ring import Fifo, require_ring_size
-from proxyccl.proxy.schedule import SchedulePointers, ScheduleWait
+from proxyccl.proxy.schedule import ScheduleWait
 from proxyccl.proxy.service import ProxyService, require_callable
 from proxyccl.proxy.service_remote import ServiceRemote
-from proxyccl.proxy.shared_words import SharedWords, TurnWatch
+from proxyccl.proxy.shared_words import ProxyWords, SharedWords, TurnWatch
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.proxy.workers import require_rings
@@ -84,7 +83,7 @@ class DaemonRemote:
         """Does nothing: the daemon frees remote links with the proxy."""
 
 
-class DaemonClient:
+class DaemonClient(ProxyWords):
     """A rank's proxy in a daemon. See `ProxyService` for the methods, and for other arguments.
 
     Args:
@@ -132,7 +131,7 @@ class DaemonClient:
         fifo_size = require_ring_size(fifo_size)
         self._runtime = runtime
         self._segment = shared
-        self._shared = SharedWords(shared, shared_offset)
+        self.words = SharedWords(shared, shared_offset)
         self._threads = threads
         self.sleepers = Sleepers()
         self._turns = self._watch_turns()
@@ -195,10 +194,11 @@ class DaemonClient:
         return f"<DaemonClient of process {self.daemon} at {self._daemon.address}, {len(self.fifos)} rings>"
 
     def _watch_turns(self) -> TurnWatch:
-        return TurnWatch(self._shared.schedule_words, self._threads)
+        return TurnWatch(self.words.schedule_words, self._threads)
 
-    def _words_of(self, channel: int) -> SharedWords | ProxyService:
-        return self._own if self._own is not None and channel in self._own_channels else self._shared
+    def _words_of(self, channel: int) -> SharedWords:
+        own = self._own if channel in self._own_channels else None
+        return self.words if own is None else own.words
 
     def fifo_for(self, channel: int) -> Fifo:
         if self._own is not None and channel in self._own_channels:
@@ -212,9 +212,6 @@ class DaemonClient:
     @property
     def handling(self) -> dict[int, float]:
         return self._own.handling if self._own is not None else {}
-
-    def flushed(self, channel: int) -> int:
-        return self._words_of(channel).flushed(channel)
 
     def outstanding(self, channel: int) -> int | None:
         self._require_open()
@@ -230,33 +227,10 @@ class DaemonClient:
         if self._daemon.is_closed:
             raise ClosedError("the proxy service is closed")
 
-    def flushed_pointer(self, channel: int) -> int:
-        return self._words_of(channel).flushed_pointer(channel)
-
-    def completed(self, channel: int) -> int:
-        return self._words_of(channel).completed(channel)
-
-    def completed_pointer(self, channel: int) -> int:
-        return self._words_of(channel).completed_pointer(channel)
-
-    @property
-    def memory_limits_pointer(self) -> int:
-        return self._shared.memory_limits_pointer
-
-    @property
-    def schedule_pointers(self) -> SchedulePointers:
-        return self._shared.schedule_pointers
-
     def check_turns(self, timeout: float) -> None:
         """Gives up the daemon where a `ProxyService` fails the proxy. Handlers run here, and hold up no schedule."""
         if self._daemon.is_open and self._turns.look_for_streams() > timeout:
             self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
-
-    def end_waits(self) -> None:
-        self._shared.end_waits()
-
-    def counters(self, channel: int) -> ChannelCounters:
-        return self._words_of(channel).counters(channel)
 
     # -- methods of the daemon ---
 
