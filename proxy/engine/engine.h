@@ -5,7 +5,7 @@
  * workers in turn, of one service or of many. The engine does not know about Python, drivers or ranks; it moves data
  * through connections (transport.h).
  *
- * service.c has the tables, worker.c other threads' requests to a worker, schedule.c, drain.c and poll.c the work of a
+ * service.c has the tables and other threads' requests to a worker, schedule.c, drain.c and poll.c the work of a
  * worker's turn, thread.c the turns and the idling.
  */
 #ifndef PROXYCCL_ENGINE_H
@@ -50,7 +50,6 @@ enum { PROXYCCL_MAX_RINGS = 64 }; /* rings of one worker */
 typedef struct ProxycclExitInfo {
   ProxycclWorker *worker;
   ProxycclTrigger trigger;
-  uint64_t ticket;
   uint32_t channel;
   uint32_t code;                  /* ProxycclErrorCode */
   int32_t status;                 /* status of the transport or the driver */

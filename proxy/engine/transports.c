@@ -15,8 +15,8 @@ static const ProxycclTransport *find(const char *name) {
 ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
                                                const ProxycclRuntimeTable *runtime, const char **refused) {
   const ProxycclTransport *transport = find(name);
-  *refused = transport == NULL ? "transport" : transport->refused(options);
-  return *refused == NULL ? transport->create(options, runtime) : NULL;
+  *refused = transport == NULL ? "transport" : NULL;
+  return transport == NULL ? NULL : transport->create(options, runtime, refused);
 }
 
 void proxyccl_connection_destroy(ProxycclConnection *connection) { connection->transport->destroy(connection); }
