@@ -56,13 +56,15 @@ class RegistrationCache:
     share the object.
 
     Unused ranges stay registered for reuse if the caller names their allocation, which tells them from a later
-    allocation at the same address: at most `keep` of them, of `keep_bytes` in all. The least recently used ranges are
+    allocation at the same address: at most `KEEP` of them, of `KEEP_BYTES` in all. The least recently used ranges are
     deregistered first. A registered range keeps its memory occupied, even freed memory of a GPU.
     """
 
-    def __init__(self, *, keep: int = 64, keep_bytes: int = 1 << 30) -> None:
+    KEEP, KEEP_BYTES = 64, 1 << 30
+
+    def __init__(self) -> None:
         self._made: LeaseCache[tuple[int, int, Hashable], Registration] = LeaseCache(
-            self._deregister, keep=keep, weigh=lambda made: made.nbytes, keep_weight=keep_bytes
+            self._deregister, keep=self.KEEP, weigh=lambda made: made.nbytes, keep_weight=self.KEEP_BYTES
         )
 
     def register(self, ptr: int, nbytes: int) -> Registration:

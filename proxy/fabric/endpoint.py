@@ -60,7 +60,6 @@ class FabricEndpoint(RegistrationCache):
     Args:
         offer: the provider and its interface.
         options: the endpoint's settings.
-        keep, keep_bytes: see `RegistrationCache`.
         waits: whether the completion queue has a descriptor that becomes readable, if the provider supports one.
 
     Attributes:
@@ -75,16 +74,8 @@ class FabricEndpoint(RegistrationCache):
         RuntimeUnavailableError: the provider can't open it; the message says why.
     """
 
-    def __init__(
-        self,
-        offer: FabricOffer,
-        options: FabricOptions,
-        *,
-        keep: int = 64,
-        keep_bytes: int = 1 << 30,
-        waits: bool = False,
-    ) -> None:
-        super().__init__(keep=keep, keep_bytes=keep_bytes)
+    def __init__(self, offer: FabricOffer, options: FabricOptions, *, waits: bool = False) -> None:
+        super().__init__()
         self.offer = offer
         self.ordered = offer.ordered and options.signal != "delivered"
         self.joined = self.ordered and offer.parts >= lib.PROXYCCL_FABRIC_PARTS and options.signal == "auto"

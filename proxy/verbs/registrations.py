@@ -27,8 +27,8 @@ descriptor is closed here.
 class Registrations(RegistrationCache):
     """A `RegistrationCache` that supports DMA-BUFs. The end of the device closes it."""
 
-    def __init__(self, device: VerbsDevice, *, keep: int = 64, keep_bytes: int = 1 << 30) -> None:
-        super().__init__(keep=keep, keep_bytes=keep_bytes)
+    def __init__(self, device: VerbsDevice) -> None:
+        super().__init__()
         self._device = device
         device.adopt(self)
 

@@ -728,7 +728,7 @@ def test_closing_goes_from_the_inside_out_and_once(opened: Open) -> None:
 
 
 def test_a_range_is_registered_once_and_kept_for_its_allocation(opened: Open) -> None:
-    registrations = Registrations(opened(), keep=2)
+    registrations = Registrations(opened())
     first = registrations.register(4096, 100, allocation="a")
     assert registrations.register(4096, 100, allocation="a") is first
     registrations.release(first)
@@ -758,7 +758,10 @@ def test_what_no_allocation_names_is_not_kept(opened: Open) -> None:
 
 
 def test_the_least_recently_used_go_first(opened: Open) -> None:
-    registrations = Registrations(opened(), keep=3, keep_bytes=1000)
+    class Few(Registrations):
+        KEEP, KEEP_BYTES = 3, 1000
+
+    registrations = Few(opened())
 
     def use(name: str, nbytes: int = 100) -> int:
         registration = registrations.register(4096, nbytes, allocation=name)

@@ -83,7 +83,7 @@ class _Registrations(RegistrationCache):
     """A rank's memory on the network."""
 
     def __init__(self, network: FakeNetwork) -> None:
-        super().__init__(keep=0)
+        super().__init__()
         self._network = network
 
     def register_of(self, runtime: Any, gpu_writes: str, ptr: int, nbytes: int, allocation: Any = None) -> Registration:
