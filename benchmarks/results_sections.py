@@ -102,8 +102,8 @@ def programs_section(result: Result) -> Section:
     lines = [
         *origin(result),
         "*CPU's share*: the part of the time in which the CPU issued the work. Near 1, a faster GPU gains nothing. For "
-        "calls after a rest it is the share of a core that an idle proxy takes. *over ours*: the contender's value, "
-        "divided by ours. Ours is slower where this is below 1 for a time, or above 1 for tokens a second.",
+        "calls after a rest, the share of a core that an idle proxy takes. *over ours*: the contender's value, divided "
+        "by ours. A ratio below 1 for a time, or above 1 for tokens a second, means that ours is slower.",
         "",
         *table(
             ["program", "figure", "by", "value", "CPU's share", "over ours"],
@@ -127,7 +127,7 @@ def programs_section(result: Result) -> Section:
     parts = [f"our time of a step, divided by the peer's: {'; '.join(steps)}"] if steps else []
     if trainings:
         parts.append(f"Our tokens a second in training, divided by the peer's: {'; '.join(trainings)}")
-    summary = ". ".join(parts) or "nothing that a peer runs too"
+    summary = ". ".join(parts) or "no row has a peer"
     return Section(f"{result.get('title', 'Programs')} {place(result)}", summary, lines)
 
 
@@ -162,7 +162,7 @@ def multiprocessors_table(rows: Sequence[Result]) -> list[str]:
         return []
     return [
         "Multiprocessors used: the blocks of a call's largest kernel, at most the device's multiprocessors; 0 if copy "
-        "engines and the CPU do everything. Shown for the size with the fewest and the one with the most.",
+        "engines and the CPU do everything. The table has the fewest and the most over all sizes.",
         "",
         *table(
             ["call", "fewest", "most"],
@@ -193,8 +193,8 @@ def all_reduce_section(result: Result) -> Section:
             f"Geometric mean of the peer's time over ours: {number(means.get('peer_over_ours'))} with our best "
             f"algorithm at each size, {number(means.get('peer_over_auto'))} with *auto*, "
             f"{number(means.get('peer_over_registered'))} with *registered*, which is *auto* with symmetric memory. "
-            f"The aim is {aims.ALL_REDUCE_RATIO}, registered {aims.REGISTERED_ALL_REDUCE_RATIO} on 2 GPUs, and 1 at "
-            "least at each size. The link's limit is the time of bare copies both ways of as many bytes; the aim is "
+            f"The aim is {aims.ALL_REDUCE_RATIO} (*registered* on 2 GPUs: {aims.REGISTERED_ALL_REDUCE_RATIO}), and at "
+            "least 1 at each size. The link's limit is the time of bare copies both ways of as many bytes; the aim is "
             "0.92 of it from 16 MiB on, 0.94 at 256 MiB. The last column is the best time of any peer, MSCCL++ "
             "included, when the aims were set.",
             "",
@@ -1016,8 +1016,8 @@ def regroup_section(result: Result) -> Section:
     rows = {row["made_by"]: row for row in result["rows"]}
     lines = [
         *origin(result),
-        "Communicators of all ranks but the last. *abort* and *SHRINK_ABORT*: out of an all_reduce that the last rank "
-        f"does not join. {result['nccl']}. The load average was {result['machine']['load']}.",
+        "Communicators of all ranks but the last. *abort* and *SHRINK_ABORT*: made while an all_reduce waits "
+        f"for the last rank. {result['nccl']}. The load average was {result['machine']['load']}.",
         "",
     ]
     lines += table(
@@ -1073,8 +1073,8 @@ def scale_section(result: Result) -> Section:
     )
     lines = [
         *origin(result),
-        f"Jobs of ranks as processes, in nodes of {rows[0]['node']}, {apart}. Of a rank, the median; times are those "
-        "of the slowest rank. *fit*: what was fitted to the row, and how far it is from a measured value at most. All "
+        f"Jobs of ranks as processes, in nodes of {rows[0]['node']}, {apart}. Values are medians over ranks; times are "
+        "those of the slowest rank. *fit*: the curve fitted to the row; *off by*: its largest error. All "
         "ranks share the machine's cores, so times are fitted with a square.",
         "",
     ]

@@ -1,14 +1,14 @@
 """Training that continues when a rank is lost: the others shrink the communicator and share its work.
 
 The training is digits_data_parallel.py's. One rank is killed in the middle. A collective needs every rank, so no other
-rank is then more than one step ahead; it takes that step back, and all repeat it. So no step is lost or done twice. The
-example checks that: the weights must be bitwise equal to those of a training that shrinks its communicator in the
-middle on purpose, and agree within 1e-5 with those of one process that trains alone.
+rank is then more than one step ahead; such a rank takes its step back, and all ranks repeat it. So every step is done
+exactly once. The example checks that: the weights must be bitwise equal to those of a training that shrinks its
+communicator in the middle on purpose, and agree within 1e-5 with those of one process that trains alone.
 
     python examples/digits_after_a_loss.py
     python examples/digits_after_a_loss.py --ranks 5 --lose 0
 
-It starts its ranks itself, because mpiexec ends the whole job when a rank ends.
+The example starts its ranks itself, because mpiexec ends the whole job when a rank ends.
 """
 
 from __future__ import annotations

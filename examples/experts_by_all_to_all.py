@@ -1,8 +1,8 @@
 """Tokens to their experts and back by `dist.all_to_all_single`: what `moe_training.py` compares with.
 
 Each rank sorts its slots by expert, sends a row for each, and sorts the rows that come by expert. If the number of rows
-is not fixed, the ranks first exchange how many they send, and wait for that on the CPU. If it is, slots that don't fit
-are dropped.
+is not fixed, the ranks first exchange how many they send, and wait for that on the CPU. With a fixed number, slots that
+don't fit are dropped.
 """
 
 from __future__ import annotations
