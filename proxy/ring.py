@@ -105,7 +105,6 @@ class Ring:
 
     @property
     def taken(self) -> int:
-        """The number of triggers that the proxy has taken."""
         return int(self.tail[0])
 
     def count_full(self) -> tuple[int, int]:
@@ -124,7 +123,6 @@ class Ring:
         return taken, low
 
     def _holds(self, ticket: int) -> bool:
-        """Whether a ticket's slot holds its trigger."""
         parity = self.slots[ticket % self.size].word1 >> PARITY_SHIFT
         return bool(parity == full_parity(ticket, self.size_log2))
 
@@ -170,7 +168,6 @@ class Fifo(Ring):
         self._device = runtime.allocate(3 * _LINE_BYTES)
 
     def fill_handle(self, handle: ProxycclFifo) -> None:
-        """Fills a ProxycclFifo with the device's addresses."""
         slots = self.pinned.ptr
         handle.slots = native.cast("ProxycclTrigger *", slots)
         handle.tail = native.cast("uint64_t *", slots + self.tail_offset)

@@ -198,17 +198,14 @@ class ProxyThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in this thread."""
         return self._thread is threading.current_thread()
 
     @property
     def name(self) -> str:
-        """The thread's name."""
         return self._thread.name
 
     @property
     def native_id(self) -> int:
-        """The system's thread id."""
         number = self._thread.native_id
         assert number is not None
         return number

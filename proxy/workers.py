@@ -132,7 +132,6 @@ class Workers:
 
     @property
     def ended(self) -> list[bool]:
-        """For each worker, whether it has ended."""
         return [worker.ended.is_set() for worker in self._workers]
 
     def add_rings(self, rings: Sequence[Ring]) -> None:

@@ -86,12 +86,10 @@ class CommunicatorView(Message, frozen=True):
 
     @property
     def present(self) -> list[RankView]:
-        """The ranks that were observed."""
         return [rank for rank in self.ranks if rank.device is not None]
 
     @property
     def missing(self) -> list[RankView]:
-        """The ranks that are missing."""
         return [rank for rank in self.ranks if rank.device is None]
 
 

@@ -403,7 +403,6 @@ def _marks(out: TextIO) -> tuple[str, str, str]:
 
 
 def show(found: list[Finding], out: TextIO) -> None:
-    """Prints the findings as text."""
     yes, no, arrow = _marks(out)
     facts = machine()
     print(f"ProxyCCL {own_version()} on Python {platform.python_version()}", file=out)

@@ -28,7 +28,6 @@ class _Prepared:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the daemon has hung up."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN | select.POLLRDHUP)  # any input is its end
         return bool(poll.poll(0))

@@ -284,7 +284,6 @@ class DaemonClient(ProxyWords):
         return self._daemon.ask(SessionService.connect_copy, peer, transport)
 
     def _own_service(self) -> ProxyService:
-        """The service in this process, created on first use."""
         with self._lock:
             if self._own is None:
                 self._own_words = self._runtime.allocate_pinned(ProxyService.shared_bytes())
@@ -294,7 +293,6 @@ class DaemonClient(ProxyWords):
             return self._own
 
     def _reserve_own(self) -> int:
-        """Reserves a channel id for the service in this process."""
         with self._lock:
             if self._spare_channels:
                 return self._spare_channels.pop()

@@ -101,7 +101,6 @@ class _Ending:
 
 
 def _serve(daemon: Daemon, ending: _Ending) -> None:
-    """Serves until a signal ends it."""
     ending.ends(daemon)
     if daemon.reporter.enabled:
         on_signal.install(daemon.reporter.write)

@@ -42,13 +42,11 @@ class SocketFile:
                 raise
 
     def close(self) -> None:
-        """Removes the socket."""
         self.socket.close()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
 
     def release(self) -> None:
-        """Releases the lock."""
         os.close(self._lock_file)
 
 
@@ -61,7 +59,6 @@ class HandedOver:
         self.name = shown(self.socket.getsockname())
 
     def close(self) -> None:
-        """Frees the name."""
         self.socket.close()
 
     def release(self) -> None:

@@ -131,7 +131,6 @@ class Refused(Reply, frozen=True):
         return cls(next((kind for kind, each in _KINDS.items() if isinstance(error, each)), "other"), text)
 
     def exception(self) -> ProxyCCLError:
-        """The exception that the client raises."""
         match self.error:
             case "argument":
                 return ArgumentError(self.argument, self.message)
@@ -274,7 +273,6 @@ def _require_whole(flags: int, source: str) -> None:
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Closes descriptors and empties the list."""
     while descriptors:
         os.close(descriptors.pop())
 

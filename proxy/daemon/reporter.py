@@ -181,7 +181,6 @@ def _no_workers() -> list[Worker]:
 
 
 def _client(session: Session) -> Client:
-    """A client without its proxy."""
     now = time.monotonic()
     request, failure = session.request, session.failure
     return Client(

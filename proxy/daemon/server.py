@@ -116,7 +116,6 @@ class Attendance:
         return max(0, math.ceil(1000 * (self._empty_since + patience - now)))
 
     def close(self) -> None:
-        """Closes the descriptors."""
         for descriptor in self.descriptors:
             self.ended(descriptor)
 
@@ -179,7 +178,6 @@ class Daemon:
 
     @property
     def clients(self) -> int:
-        """Number of clients."""
         with self._lock:
             return len(self._sessions)
 

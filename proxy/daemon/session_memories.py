@@ -75,7 +75,6 @@ class SessionMemories:
 
     @property
     def unmaps_later(self) -> bool:
-        """Whether retired memory is still mapped."""
         return bool(self._retired)
 
     def unmap_if_quiet(self) -> None:

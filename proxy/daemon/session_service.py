@@ -189,12 +189,10 @@ class SessionService:
 
     @method()
     def connect_copy(self, peer: Rank | None, transport: str = "copy") -> Connection:
-        """Makes a connection that copies within the host."""
         return self._connect(self.proxy.connect_copy(peer=peer, transport=transport))
 
     @method()
     def open_connection(self, peer: Rank) -> Connection:
-        """Makes a remote connection over a connected endpoint."""
         return self._connect(self._opened.open_connection(peer))
 
     def _connect(self, connection: Connection) -> Connection:
@@ -249,7 +247,6 @@ class SessionService:
 
     @method(releases=True)
     def free_channels(self, channels: list[ChannelId], connection: Uint64) -> None:
-        """Frees channel ids of one connection."""
         for channel in channels:
             found = self._require_channel(channel, connection)
             with self.proxy.paused(REST_SECONDS):
@@ -268,7 +265,6 @@ class SessionService:
 
     @method(releases=True)
     def remove_schedule(self, number: ScheduleNumber) -> None:
-        """Frees a schedule."""
         if number not in self._schedules:
             raise ProtocolError(f"number: this client has no schedule {number}")
         with self.proxy.paused(REST_SECONDS):  # a stream may start the schedule nevertheless
@@ -342,7 +338,6 @@ class SessionService:
 
     @method(releases=True)
     def withdraw(self, number: Uint64) -> None:
-        """Undoes `expose` or `expose_pinned`."""
         exposed = self._exposed.pop(number, None)
         if exposed is None:
             raise ProtocolError(f"number: this client has no exposed memory {number}")

@@ -89,7 +89,6 @@ class Library:
         self.version = f"{number >> 16}.{number & 0xFFFF}"
 
     def words(self, error: int) -> str:
-        """libfabric's text for an error number."""
         return str(self._strerror(error).decode())
 
     def check(self, call: str, subject: str, error: int) -> None:

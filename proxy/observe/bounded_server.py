@@ -94,7 +94,6 @@ class BoundedServer(ThreadingTCPServer):
             super().handle_error(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes a connection."""
         with self._lock:
             if request in self._accepted:
                 self._accepted.remove(request)

@@ -64,7 +64,6 @@ class Description(Message, frozen=True):
     def of_this_program(
         cls, rank: int, world_size: int, job: str, ways: Mapping[int, str] | None = None
     ) -> Description:
-        """Describes a rank in this process."""
         program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
         return cls(rank, world_size, job, program, dict(ways or {}))
 
@@ -102,7 +101,6 @@ class OfProcess(Message, frozen=True):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the publication's process is still running."""
         return start_of(self.pid) == self.started
 
 
@@ -139,7 +137,6 @@ class Publication(OfProcess, frozen=True):
 
     @classmethod
     def of_this_process(cls, description: Description, runtime: str, **places: Any) -> Publication:
-        """Makes the publication of a service of this process."""
         return cls(*this_process(), description, runtime, format=FORMAT, **places)
 
 
@@ -147,7 +144,6 @@ _PUBLICATIONS = Codec(Publication, 1 << 20)
 
 
 def publications_directory() -> Path:
-    """The directory of this user's publications."""
     return runtime_directory()
 
 

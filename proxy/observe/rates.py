@@ -34,7 +34,6 @@ class WorkerRates(Message, frozen=True):
 
     @property
     def idle(self) -> IdlePolicy:
-        """The thread's idle policy."""
         return IdlePolicy(*self.idle_times)
 
 
@@ -129,7 +128,6 @@ class ServiceRates(Message, frozen=True):
 
 
 def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
-    """A service's activity between two snapshots."""
     seconds = max(1e-9, (after.time_ns - before.time_ns) / 1e9)
     earlier = {channel.id: channel for channel in before.channels}
     workers = []

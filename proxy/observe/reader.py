@@ -179,11 +179,9 @@ class Observer:
         self.close()
 
     def close(self) -> None:
-        """Unmaps the service's memory."""
         self._opened.close()
 
     def worker_stats(self, number: int) -> _engine.ProxycclWorkerStatsPointer:
-        """The ProxycclWorkerStats of a worker."""
         return self._observed.worker(number)
 
     def snapshot(self) -> ServiceView:

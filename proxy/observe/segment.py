@@ -57,7 +57,6 @@ class ObservedSegment:
         self.pointer = ffi.cast("ProxycclObserved *", self.memory.ptr)
 
     def worker(self, number: int) -> _engine.ProxycclWorkerStatsPointer:
-        """The counters of a worker."""
         return self.pointer.workers + number
 
     def add_connection(self, worker: int, number: int, peer: int | None, transport: str) -> None:
@@ -74,7 +73,6 @@ class ObservedSegment:
         place.connection = lib.PROXYCCL_PLACE_HANDLER if connection is None else connection + 1
 
     def remove_channel(self, channel: int) -> None:
-        """Records that a channel's id is not in use."""
         self.pointer.channels[channel].connection = 0
 
     def outstanding(self, channel: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -137,7 +138,6 @@ class TraceDecoder:
         self._ring = self._ticket = self._schedule = self._begun = None
 
     def feed(self, records: list[list[int]]) -> None:
-        """Decodes records of two words each."""
         for word0, word1 in records:
             if word1 & _PARITY:
                 self._mark(word1 >> lib.PROXYCCL_MARK_SHIFT & _KIND, word1 & _NUMBER, word0)
@@ -220,8 +220,6 @@ class Allowance:
 
 
 class _Records:
-    """The records of one worker."""
-
     def __init__(self, stats: _engine.ProxycclWorkerStatsPointer, allowance: Allowance) -> None:
         self._stats = stats
         self._allowance = allowance
@@ -239,7 +237,6 @@ class _Records:
             self._add(1, np.empty((0, 2), np.uint64))
 
     def fetch(self, buffer: _engine.Array[_engine.ProxycclTraceRecord, _engine.ProxycclTraceRecordPointer]) -> None:
-        """Fetches the new records."""
         lost = ffi.new("uint64_t *")
         count = lib.proxyccl_trace_read(self._stats, self._next, buffer, lib.PROXYCCL_TRACE_RECORDS, lost)
         if count or lost[0]:
@@ -255,7 +252,6 @@ class _Records:
             self._parts.append((lost, records[:end].copy()))
 
     def read_into(self, decoder: TraceDecoder) -> None:
-        """Passes the kept records to a decoder."""
         for lost_before, records in self._parts:
             if lost_before:
                 decoder.skip(lost_before)
@@ -278,19 +274,17 @@ class Tracer:
 
     def __init__(self, path: Path, publication: Publication, allowance: Allowance | None = None) -> None:
         who = publication.description
-        self._observer = Observer(publication)
-        try:
-            self._lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with contextlib.ExitStack() as opened:
+            self._observer = opened.enter_context(Observer(publication))
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                opened.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                os.close(self._lock)
                 raise ResourceError(f"rank {who.rank} of job {who.job} is being traced by another process") from None
-        except (OSError, ResourceError) as error:
-            self._observer.close()
-            if isinstance(error, OSError):
+            except OSError as error:
                 raise ResourceError(f"cannot trace rank {who.rank} of job {who.job}: {error.strerror}") from None
-            raise
+            self._opened = opened.pop_all()
         allowance = allowance or Allowance(MOST_TRIGGERS)
         stats = [self._observer.worker_stats(number) for number in range(publication.workers)]
         self._workers = [_Records(each, allowance) for each in stats]
@@ -352,5 +346,4 @@ class Tracer:
         """Ends the recording, unless `stop` has, and lets others trace the service."""
         self._ask_until(0)
         self._workers.clear()
-        os.close(self._lock)
-        self._observer.close()
+        self._opened.close()

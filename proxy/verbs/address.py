@@ -58,7 +58,6 @@ class EndpointAddress:
         return f"queue pair {self.qp_number} at {gid.ipv4_mapped or gid} ({self.gid_type})"
 
     def encode(self) -> bytes:
-        """Encodes the address in `SIZE` bytes."""
         data = _LAYOUT.pack(
             _MAGIC,
             _VERSION,

@@ -116,7 +116,6 @@ class VerbsDevice:
 
     @property
     def name(self) -> str:
-        """The device's name."""
         return self.choice.device.name
 
     def describe(self) -> str:
@@ -152,7 +151,6 @@ class VerbsDevice:
         self._dependents.discard(dependent)
 
     def require_open(self) -> None:
-        """Raises ClosedError if the device is closed."""
         if self._closed:
             raise ClosedError(f"the RDMA device {self.name} is closed")
 

@@ -92,7 +92,6 @@ class _Events:
         self._changed.notify_all()
 
     def close(self) -> None:
-        """Stops sending to pages."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
