@@ -50,7 +50,7 @@ def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> i
     with Daemon(path, options) as daemon, contextlib.ExitStack() as opened:
         for server in servers:
             logging.getLogger("proxyccl.daemon").info("%s", opened.enter_context(server))
-        _serve(daemon, ending)
+        ending.serve(daemon)
     return 0
 
 
@@ -73,7 +73,7 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, programs=chosen.programs)
     with Daemon(HandedOver(listener), daemon_options, Attendance(starter)) as daemon:
         on_ready()
-        _serve(daemon, ending)
+        ending.serve(daemon)
 
 
 class _Ending:
@@ -90,21 +90,17 @@ class _Ending:
         if self._daemon is not None:
             self._daemon.stop()
 
-    def ends(self, daemon: Daemon) -> None:
-        """Sets the daemon that signals end. Its `serve` returns at once if a signal has arrived."""
+    def serve(self, daemon: Daemon) -> None:
+        """Serves until a signal ends it, or returns at once if one has arrived."""
         self._daemon = daemon
         # A signal that the system delivers to another thread would not end the main thread's poll(), as happens if a
         # stopped process gets SIGCONT and then SIGTERM.
         signal.set_wakeup_fd(daemon.wake_descriptor, warn_on_full_buffer=False)
         if self._asked:
             daemon.stop()
-
-
-def _serve(daemon: Daemon, ending: _Ending) -> None:
-    ending.ends(daemon)
-    if daemon.reporter.enabled:
-        on_signal.install(daemon.reporter.write)
-    try:
-        daemon.serve()
-    finally:
-        signal.set_wakeup_fd(-1)  # the descriptor closes with the daemon
+        if daemon.reporter.enabled:
+            on_signal.install(daemon.reporter.write)
+        try:
+            daemon.serve()
+        finally:
+            signal.set_wakeup_fd(-1)  # the descriptor closes with the daemon
