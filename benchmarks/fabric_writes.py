@@ -30,9 +30,9 @@ from proxied_writes import TIMEOUT, Place, ProxiedWrites
 
 from proxyccl import FabricOptions, open_runtime
 from proxyccl.device.errors import TransportError
-from proxyccl.proxy.fabric.endpoint import FabricEndpoint, FabricRegistration
-from proxyccl.proxy.fabric.library import FabricOffer, fabric_offers, load
-from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.fabric.endpoint import FabricEndpoint
+from proxyccl.proxy.fabric.library import FabricOffer, choose_offer, fabric_offers, load
+from proxyccl.proxy.registrations import Registration
 from proxyccl.tools.results import Fields, machine, versions, write_json
 
 _LOOK = 0.002  # seconds between two reads of the flush word
@@ -46,7 +46,7 @@ _CALIBRATION = {_SHORT: 5000, _LONG: 20}
 _RUNS_OF_A_WINDOW = 4  # completions that a window asks for, as the engine does
 
 
-def _endpoint(options: FabricOptions, memory: np.ndarray) -> tuple[FabricEndpoint, FabricRegistration]:
+def _endpoint(options: FabricOptions, memory: np.ndarray) -> tuple[FabricEndpoint, Registration]:
     endpoint = FabricEndpoint(choose_offer(fabric_offers(), options), options)
     return endpoint, endpoint.register(memory.ctypes.data, memory.nbytes)
 

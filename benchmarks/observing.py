@@ -28,15 +28,15 @@ from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import open_runtime
 from proxyccl.proxy import _engine
-from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication, RingPlace
 from proxyccl.proxy.observe.reader import Observer
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.observe.tracing import Tracer
+from proxyccl.proxy.ring import Fifo
 from proxyccl.proxy.shared_words import SharedWords
-from proxyccl.proxy.transports.engine_connection import EngineRuntime
 from proxyccl.proxy.transports.table import find_transport
+from proxyccl.proxy.transports.transport import EngineRuntime
 from proxyccl.proxy.trigger import Operation, Trigger
 from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions, write_json
@@ -129,9 +129,7 @@ class Alone:
         self._observed.add_connection(0, 0, 0, "copy")
         lib.proxyccl_worker_add_connection(self._worker, self._connection)
         semaphore = ffi.cast("uint64_t *", self._segment.semaphore_host(0))
-        lib.proxyccl_service_set_channel(
-            self._service, 0, self._connection, semaphore, words.flushed_host(0), words.completed_host(0)
-        )
+        lib.proxyccl_service_set_channel(self._service, 0, self._connection, semaphore, words.flushed, words.completed)
         self._observed.place_channel(0, 0, 0, 0)
         lib.proxyccl_service_set_memory(self._service, 0, ffi.cast("char *", buffer.ptr), buffer.nbytes, 0, 0, ffi.NULL)
         self._info = ffi.new("ProxycclExitInfo *")

@@ -39,9 +39,9 @@ from proxyccl.device.errors import ArgumentError, CompileError, ProxyCCLError, W
 from proxyccl.device.kernel import Module
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import open_runtime
-from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.ring import Fifo
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Operation, Trigger

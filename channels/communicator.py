@@ -44,12 +44,10 @@ from proxyccl.device.errors import (
 )
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.runtime import Runtime, StreamLike
-from proxyccl.proxy.fabric.options import FabricOptions
-from proxyccl.proxy.interface import Proxy
+from proxyccl.proxy.daemon.client import Proxy
+from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions, TransportOptions
 from proxyccl.proxy.thread import IdlePolicy
-from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.trigger import Trigger
-from proxyccl.proxy.verbs.options import RdmaOptions
 
 
 def _require_instance(argument: str, value: object, kind: type) -> None:

@@ -26,7 +26,7 @@ from proxyccl.device.process import forks
 from proxyccl.device.runtime import Memory
 from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
 from proxyccl.proxy.interface import ExposedMemory
-from proxyccl.proxy.memory_table import windows_of
+from proxyccl.proxy.tables import windows_of
 from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.trigger import MAX_MEMORIES
 
@@ -315,7 +315,7 @@ class RegisteredMemory:
         if remote is None:
             handle = functools.partial(self._handle, peer)
             return proxy.add_memory(self.open(peer).ptr, offer.nbytes, handle=handle)
-        for rank in (self._group.rank, peer) if remote.registers_source else (peer,):
+        for rank in (self._group.rank, peer) if not remote.stages else (peer,):
             reason = self._offers[rank].unsupported_reasons.get(transport)
             if reason:
                 raise ArgumentError("memory", remote.refusal.format(rank=rank, reason=reason))

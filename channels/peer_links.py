@@ -16,14 +16,15 @@ from proxyccl.channels.remote import RemoteLinks
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.process.cores import core_share, usable_cores
-from proxyccl.proxy.cores import cores_of, decode_cores, parse_cores
 from proxyccl.proxy.daemon.choice import ChosenDaemon
-from proxyccl.proxy.daemon.client import DaemonClient
-from proxyccl.proxy.daemon.connection import DaemonAddress, NodeDaemon
+from proxyccl.proxy.daemon.client import DaemonClient, Proxy
+from proxyccl.proxy.daemon.connection import NodeDaemon
+from proxyccl.proxy.daemon.hello import DaemonAddress
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
 from proxyccl.proxy.daemon.protocol import socket_path
-from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
+from proxyccl.proxy.interface import Connection, HandleProvider
 from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.processes import cores_of, decode_cores, parse_cores
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy, choose_idle
 from proxyccl.proxy.transports.table import TRANSPORTS

@@ -9,7 +9,8 @@ import msgspec
 from proxyccl.channels.joining.meeting import Meeting
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.proxy.codec import Codec, Message, Uint32
-from proxyccl.proxy.interface import EndpointInfo, ExposedMemory, Proxy, RemoteContext
+from proxyccl.proxy.daemon.client import Proxy, RemoteContext
+from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
 from proxyccl.proxy.transports.table import TRANSPORTS
 
 

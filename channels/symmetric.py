@@ -34,8 +34,8 @@ from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.device.process import forks
 from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.runtime import Memory
-from proxyccl.proxy.interface import Proxy
-from proxyccl.proxy.memory_table import windows_of
+from proxyccl.proxy.daemon.client import Proxy
+from proxyccl.proxy.tables import windows_of
 from proxyccl.proxy.trigger import MAX_MEMORIES
 
 _RESERVED_ENTRIES = 64  # more than the number of stages, which are three kinds with one size for each power of two

@@ -212,11 +212,10 @@ def _follow(steps: list[str], value: Any, expected: inspect.Type) -> tuple[Any, 
     Inside an entry of a dict, which msgspec does not name, this is the dict; and at the tag of a union, the union.
     """
     for step in steps:
-        options = expected.types if isinstance(expected, inspect.UnionType) else (expected,)
         if isinstance(value, dict):
             if step not in value:
                 break
-            structs = [option for option in options if isinstance(option, inspect.StructType)]
+            structs = _structs(expected)
             if any(struct.tag_field == step for struct in structs):
                 return value[step], expected
             chosen = _variant(value, structs)
@@ -224,12 +223,20 @@ def _follow(steps: list[str], value: Any, expected: inspect.Type) -> tuple[Any, 
                 expected = next((field.type for field in chosen.fields if field.encode_name == step), expected)
             value = value[step]
         elif isinstance(value, list) and step.isdigit() and int(step) < len(value):
-            for option in options:
+            for option in _options(expected):
                 expected = getattr(option, "item_type", expected)
             value = value[int(step)]
         else:
             break
     return value, expected
+
+
+def _options(expected: inspect.Type) -> tuple[inspect.Type, ...]:
+    return expected.types if isinstance(expected, inspect.UnionType) else (expected,)
+
+
+def _structs(expected: inspect.Type) -> list[inspect.StructType]:
+    return [option for option in _options(expected) if isinstance(option, inspect.StructType)]
 
 
 def _variant(value: dict[str, Any], structs: list[inspect.StructType]) -> inspect.StructType | None:
@@ -240,20 +247,18 @@ def _variant(value: dict[str, Any], structs: list[inspect.StructType]) -> inspec
 
 
 def _field_names(value: Any, expected: inspect.Type) -> list[str]:
-    options = expected.types if isinstance(expected, inspect.UnionType) else (expected,)
-    chosen = _variant(value, [option for option in options if isinstance(option, inspect.StructType)])
+    chosen = _variant(value, _structs(expected))
     return [field.encode_name for field in chosen.fields] if chosen is not None else []
 
 
 def _tags(last: list[str], expected: inspect.Type) -> list[str | int]:
-    options = expected.types if isinstance(expected, inspect.UnionType) else (expected,)
-    structs = [option for option in options if isinstance(option, inspect.StructType)]
-    return [struct.tag for struct in structs if [struct.tag_field] == last and struct.tag is not None]
+    return [struct.tag for struct in _structs(expected) if [struct.tag_field] == last and struct.tag is not None]
 
 
 def _literals(expected: inspect.Type) -> list[Any]:
-    options = expected.types if isinstance(expected, inspect.UnionType) else (expected,)
-    return [value for option in options if isinstance(option, inspect.LiteralType) for value in option.values]
+    return [
+        value for option in _options(expected) if isinstance(option, inspect.LiteralType) for value in option.values
+    ]
 
 
 def _one_of(choices: Sequence[object]) -> str:

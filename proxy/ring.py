@@ -1,4 +1,4 @@
-"""A ring in mapped memory: the addresses and the contents of its slots and its tail.
+"""Rings: their memory, and their contents.
 
 Reading a ring disturbs neither the producers nor the proxy. The proxy does not clear the slots that it has taken, so a
 ring also holds the last triggers that it handled.
@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from proxyccl.device._native import ffi as native
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import ffi
 from proxyccl.proxy.codec import Message
 from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger, full_parity, operation_name
 
-LINE_BYTES = 128
+if TYPE_CHECKING:
+    from proxyccl.device._native import ProxycclFifo  # exists only in the stub
+
+_LINE_BYTES = 128
 """Distance of words with different writers: two cache lines, because some processors fetch lines in pairs."""
 _SLOT_BYTES: int = ffi.sizeof("ProxycclTrigger")
 
@@ -32,7 +37,7 @@ def require_ring_size(size: object) -> int:
 
 def ring_bytes(size: int) -> int:
     """Bytes of pinned memory for a ring with this number of slots."""
-    return size * _SLOT_BYTES + LINE_BYTES
+    return size * _SLOT_BYTES + _LINE_BYTES
 
 
 class RingTrigger(Message, frozen=True):
@@ -67,14 +72,15 @@ class RingContents(Message, frozen=True):
     recent: list[RingTrigger]
 
 
-class RingMemory:
-    """The slots of a ring, followed by its tail. The memory must stay mapped while it is read.
+class Ring:
+    """The part of a ring that a worker uses: the slots, followed by the tail. Another process may have created it.
 
     Args:
-        address: the CPU's address of `ring_bytes(size)`.
+        memory: zeroed memory of at least `ring_bytes(size)` bytes, which must stay mapped while the ring is read.
         size: number of slots, a power of two from 2 to 2**20.
 
     Attributes:
+        pinned: the memory.
         size: number of slots.
         size_log2: the binary logarithm of `size`.
         slots_host: the CPU's address of the slots.
@@ -83,12 +89,12 @@ class RingMemory:
         tail: the tail as a uint64_t pointer.
     """
 
-    def __init__(self, address: int, size: int) -> None:
-        size = require_ring_size(size)
-        self.size = size
-        self.size_log2 = size.bit_length() - 1
-        self.slots_host = address
-        self.tail_host = address + self.tail_offset
+    def __init__(self, memory: PinnedMemory, size: int) -> None:
+        self.pinned = memory
+        self.size = require_ring_size(size)
+        self.size_log2 = self.size.bit_length() - 1
+        self.slots_host = memory.host_ptr
+        self.tail_host = self.slots_host + self.tail_offset
         self.slots: Any = ffi.cast("ProxycclTrigger *", self.slots_host)
         self.tail: Any = ffi.cast("uint64_t *", self.tail_host)
 
@@ -99,7 +105,6 @@ class RingMemory:
 
     @property
     def taken(self) -> int:
-        """The number of triggers that the proxy has taken."""
         return int(self.tail[0])
 
     def count_full(self) -> tuple[int, int]:
@@ -118,7 +123,6 @@ class RingMemory:
         return taken, low
 
     def _holds(self, ticket: int) -> bool:
-        """Whether a ticket's slot holds its trigger."""
         parity = self.slots[ticket % self.size].word1 >> PARITY_SHIFT
         return bool(parity == full_parity(ticket, self.size_log2))
 
@@ -144,3 +148,42 @@ class RingMemory:
     def _decoded(ticket: int, word0: int, word1: int) -> RingTrigger:
         trigger = Trigger.decode(word0, word1)
         return RingTrigger(ticket, **{**asdict(trigger), "operation": operation_name(trigger.operation)})
+
+    def close(self) -> None:
+        """Frees the memory. Kernels and the proxy must no longer use the ring."""
+        self.pinned.close()
+
+
+class Fifo(Ring):
+    """A ring of triggers that kernels push to and one proxy worker drains.
+
+    Args:
+        runtime: the runtime whose kernels push.
+        size: number of slots, a power of two from 2 to 2**20. The size may be smaller than the number of producers.
+    """
+
+    def __init__(self, runtime: Runtime, size: int = 8192) -> None:
+        size = require_ring_size(size)
+        super().__init__(runtime.allocate_pinned(ring_bytes(size)), size)
+        self._device = runtime.allocate(3 * _LINE_BYTES)
+
+    def fill_handle(self, handle: ProxycclFifo) -> None:
+        slots = self.pinned.ptr
+        handle.slots = native.cast("ProxycclTrigger *", slots)
+        handle.tail = native.cast("uint64_t *", slots + self.tail_offset)
+        handle.head = native.cast("uint64_t *", self._device.ptr)
+        handle.tail_cache = native.cast("uint64_t *", self._device.ptr + _LINE_BYTES)
+        handle.refresh_lock = native.cast("uint32_t *", self._device.ptr + 2 * _LINE_BYTES)
+        handle.size_log2 = self.size_log2
+        handle.size, handle.size_mask = 1 << self.size_log2, (1 << self.size_log2) - 1
+
+    @property
+    def device_handle(self) -> bytes:
+        """The ring as a ProxycclFifo, which a kernel takes by value as proxyccl::Fifo."""
+        handle = native.new("ProxycclFifo *")
+        self.fill_handle(handle[0])
+        return bytes(native.buffer(handle))
+
+    def close(self) -> None:
+        super().close()
+        self._device.close()

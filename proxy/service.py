@@ -10,7 +10,7 @@ import contextlib
 import errno
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from proxyccl.device._native import lib as native
@@ -19,27 +19,21 @@ from proxyccl.device.process import forks
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.sleepers import Sleepers
 from proxyccl.proxy import _engine
-from proxyccl.proxy.channel_table import ChannelTable
-from proxyccl.proxy.created import created
-from proxyccl.proxy.fifo import Fifo, Ring
-from proxyccl.proxy.interface import ChannelCounters, Connection, HandleProvider, Handler, ProxyFailure
-from proxyccl.proxy.memory_table import MemoryTable
+from proxyccl.proxy.interface import Connection, HandleProvider, Handler, ProxyFailure
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.segment import ObservedSegment
-from proxyccl.proxy.remote_setup import RemoteSetup
-from proxyccl.proxy.schedule import Schedule, SchedulePointers, ScheduleWait
-from proxyccl.proxy.schedule_table import ScheduleTable
+from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
+from proxyccl.proxy.ring import Fifo, Ring
+from proxyccl.proxy.schedule import Schedule, ScheduleWait
 from proxyccl.proxy.service_remote import ServiceRemote
-from proxyccl.proxy.shared_words import SharedWords
-from proxyccl.proxy.thread import IdlePolicy, ProxyThread
-from proxyccl.proxy.transport_options import TransportOptions
-from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime
+from proxyccl.proxy.shared_words import ProxyWords, SharedWords, TurnWatch
+from proxyccl.proxy.tables import ChannelTable, MemoryTable, ScheduleTable
+from proxyccl.proxy.thread import IdlePolicy, ProxyThread, created
 from proxyccl.proxy.transports.table import find_copying_transport, find_transport
+from proxyccl.proxy.transports.transport import EngineConnection, EngineRuntime
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Operation, Trigger
-from proxyccl.proxy.turns import TurnWatch
-from proxyccl.proxy.wire_workers import WireWorkers
-from proxyccl.proxy.workers import OwnThreads, Worker, Workers, require_rings
+from proxyccl.proxy.workers import OwnThreads, WireWorkers, Worker, Workers, require_rings
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -50,8 +44,10 @@ def require_callable(handler: object) -> None:
         raise ArgumentError("handler", f"must be callable, not {type(handler).__name__}")
 
 
-class ProxyService:
-    """Drains rings and issues their triggers' operations.
+class ProxyService(ProxyWords):
+    """Drains rings and issues their triggers' operations. A communicator has one in its process, or a `DaemonClient`
+    with the same methods. Callers name memory twice, by an address in their process and by a handle: a service takes
+    the address, the daemon opens the handle.
 
     Args:
         runtime: the runtime whose driver issues the service's copies.
@@ -109,7 +105,7 @@ class ProxyService:
         fifos, threads = require_rings(fifos, threads)
         self.runtime = runtime
         self._engine = EngineRuntime(runtime)
-        self._shared = SharedWords(shared, shared_offset)
+        self.words = SharedWords(shared, shared_offset)
         self._on_failure = on_failure
         self._handlers: dict[int, Handler] = {}  # by channel
         self._handling: dict[int, float] = {}
@@ -124,7 +120,7 @@ class ProxyService:
                 self.fifos.append(Fifo(runtime, fifo_size))
                 undo.callback(self.fifos[-1].close)
             self._rings: Sequence[Ring] = rings or self.fifos
-            made = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), self._shared.table)
+            made = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), self.words.table)
             self._service = created(made, "a proxy service")
             undo.callback(lib.proxyccl_service_destroy, self._service)
             self._observed = ObservedSegment(threads)
@@ -133,13 +129,13 @@ class ProxyService:
             self._workers = Workers(self._engine, self._service, self._observed, shared_threads or own, idle)
             undo.callback(self._workers.discard)
             self._workers.add_rings(self._rings)
-            self._memories = MemoryTable(self._service, self._shared)
+            self._memories = MemoryTable(self._service, self.words)
             semaphores = None if semaphores_offset is None else shared.host_ptr + semaphores_offset
-            self._schedules = ScheduleTable(self._service, self._shared, semaphores)
-            self._turns, self._turns_missed = TurnWatch(self._shared.schedule_words, threads), False
+            self._schedules = ScheduleTable(self._service, self.words, semaphores)
+            self._turns, self._turns_missed = TurnWatch(self.words.schedule_words, threads), False
             self._channels = ChannelTable(
                 self._service,
-                self._shared,
+                self.words,
                 self._observed,
                 rings=len(self._rings),
                 workers=threads,
@@ -161,7 +157,7 @@ class ProxyService:
             self.runtime.name,
             workers=len(self._workers),
             observed=self.observed_handle.hex(),
-            counters=self._shared.counters_handle.hex(),
+            counters=self.words.counters_handle.hex(),
             rings=tuple(
                 publications.RingPlace(ring.pinned.handle.hex(), i % len(self._workers), ring.size_log2)
                 for i, ring in enumerate(self._rings)
@@ -177,23 +173,6 @@ class ProxyService:
         rings, threads, channels = len(self._rings), len(self._workers), len(self._channels)
         return f"<ProxyService with {rings} rings, {threads} threads, {channels} channels>"
 
-    def flushed_pointer(self, channel: int) -> int:
-        """The device's address of a channel's flush word."""
-        return self._shared.flushed_pointer(channel)
-
-    def completed(self, channel: int) -> int:
-        """See `Proxy.completed`."""
-        return self._shared.completed(channel)
-
-    def completed_pointer(self, channel: int) -> int:
-        """See `Proxy.completed_pointer`."""
-        return self._shared.completed_pointer(channel)
-
-    @property
-    def memory_limits_pointer(self) -> int:
-        """The device's address of a table: for each memory id, the bytes from its first to the memory's end."""
-        return self._shared.memory_limits_pointer
-
     def add_memory(
         self,
         base: int,
@@ -203,40 +182,58 @@ class ProxyService:
         handle: HandleProvider | None = None,
         first: int | None = None,
     ) -> int:
-        """See `Proxy.add_memory`. This service uses only the address and ignores `handle`.
+        """Registers memory under a free id, or under consecutive ones if it is longer than 4 GiB.
 
         Args:
-            base: the memory's address.
+            base: the memory's address in the caller's process.
             nbytes: its size.
-            key: the memory's key for remote transports.
-            handle: not used.
+            key: the memory's key in this rank's requests on remote transports; 0 for none.
+            handle: returns the handle by which another process opens the memory; not used here.
             first: the first id, which another service chose; None to choose one here.
+
+        Returns:
+            The first id.
+
+        Raises:
+            ArgumentError: the proxy can't reach the memory.
+            ResourceError: no ids are left.
         """
-        return self._add_memory(base, nbytes, key, first=first)
+        with self._open():
+            return self._memories.add(base, nbytes, key, first=first)
 
     def add_pinned_memory(self, memory: PinnedMemory, *, first: int | None = None) -> int:
-        """See `Proxy.add_pinned_memory`; `first` means the same as in `add_memory`."""
+        """Registers pinned memory, this rank's own or a peer's that was opened here.
+
+        Where source and destination of a put are such memory, the CPU copies up to `PROXYCCL_CPU_COPY_BYTES`
+        (copy_transport.h), in less time than a copy engine takes. Remote links do not reach the memory by this id.
+
+        Args:
+            memory: stays open until `remove_memory`.
+            first: see `add_memory`.
+
+        Returns:
+            The first id.
+
+        Raises:
+            ArgumentError: the proxy can't reach the memory.
+            ClosedError: the memory is closed.
+            ResourceError: no ids are left.
+        """
         if memory.closed:
             raise ClosedError("the memory is closed")
-        return self._add_memory(memory.ptr, memory.nbytes, 0, host=memory.host_ptr, first=first)
+        with self._open():
+            return self._memories.add(memory.ptr, memory.nbytes, 0, host=memory.host_ptr, first=first)
 
     def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
-        """See `Proxy.add_remote_memory`."""
-        return self._add_memory(address, nbytes, key, remote_only=True)
+        """Registers memory, this rank's or a peer's, that only a remote link reaches, by an address and a key.
 
-    def _add_memory(
-        self,
-        address: int,
-        nbytes: int,
-        key: int,
-        *,
-        remote_only: bool = False,
-        host: int | None = None,
-        first: int | None = None,
-    ) -> int:
-        with self._lock:
-            self._require_open()
-            return self._memories.add(address, nbytes, key, remote_only=remote_only, host=host, first=first)
+        The engine refuses a trigger on a channel that would copy from or to it. Returns the first id.
+
+        Raises:
+            ResourceError: no ids are left.
+        """
+        with self._open():
+            return self._memories.add(address, nbytes, key, remote_only=True)
 
     def remove_memory(self, first: int, nbytes: int) -> None:
         """Frees a memory's ids. Triggers must no longer name these ids."""
@@ -245,7 +242,17 @@ class ProxyService:
                 self._memories.remove(first, nbytes)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
-        """See `Proxy.connect_copy`. This service ignores `private`, because it can reach all memory of its process."""
+        """Returns a new connection that copies within the host.
+
+        Args:
+            peer: the rank at the other end, which errors name.
+            transport: name of a transport that copies within a host.
+            private: whether its channels copy from memory that only the caller's process can reach; not used here.
+
+        Raises:
+            ArgumentError: the transport is remote, or does not exist.
+            ResourceError: the worker has no room for another connection.
+        """
         return self.connect(find_copying_transport(transport).name, None, peer=peer)
 
     def connect(self, transport: str, options: Any, *, peer: int | None = None) -> Connection:
@@ -276,18 +283,28 @@ class ProxyService:
         local_rank: int,
         core_share: int,
     ) -> ServiceRemote:
-        """See `Proxy.open_remote`."""
-        setup = RemoteSetup(self.runtime, self._shared.memory, signals, near, local_rank, core_share)
+        """Opens the rank's remote links. Called once; the caller closes the result after the proxy.
+
+        Args:
+            options: the network device to use, and the device's settings.
+            signals: byte range of the control segment with the words that peers' proxies may signal.
+            near: NUMA node that the device should be near; None if all nodes are equally near.
+            local_rank: the rank's number on its host.
+            core_share: cores that the rank's threads may keep busy.
+
+        Raises:
+            ArgumentError: `signals` leaves the control segment.
+        """
+        setup = RemoteSetup(self.runtime, self.words.memory, signals, near, local_rank, core_share)
         return ServiceRemote(self.connect, setup, options)
 
     def _make_wires(self, count: int) -> WireWorkers:
-        table, told, lost = self._shared.table, self._worker_event, self._thread_lost
+        table, told, lost = self.words.table, self._worker_event, self._thread_lost
         return WireWorkers(self._engine, self._control, table, count, self._cores, self._name, told, lost)
 
     def _add_connection(self, transport: str, made: EngineConnection, peer: int | None) -> Connection:
         try:
-            with self._lock:
-                self._require_open()
+            with self._open():
                 if made.wires and self._wires is None:
                     self._wires = self._make_wires(made.ends)
                 worker = len(self._connections) % len(self._workers)
@@ -318,16 +335,21 @@ class ProxyService:
         Raises:
             ResourceError: all 1024 channel ids are in use.
         """
-        with self._lock:
-            self._require_open()
+        with self._open():
             return self._channels.reserve(connection.worker, channel, connection=connection.number)
 
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
     ) -> None:
-        """See `Proxy.set_channel`. This service uses only the address and ignores `handle`."""
-        with self._lock:
-            self._require_open()
+        """Puts a reserved channel in use.
+
+        Args:
+            channel: its id.
+            connection: the connection that it was reserved for.
+            remote_semaphore: address, as the transport reaches it, of the word that its signals count up.
+            handle: returns the handle by which another process opens that word; not used here.
+        """
+        with self._open():
             pointer = self.engine_connections[connection.number].pointer
             self._channels.set_connection(channel, connection, pointer, remote_semaphore)
 
@@ -337,25 +359,32 @@ class ProxyService:
             if not self._closed and self._process.is_here:
                 self._channels.free(channels)
 
-    @property
-    def schedule_pointers(self) -> SchedulePointers:
-        """See `Proxy.schedule_pointers`."""
-        return self._shared.schedule_pointers
-
     def add_schedule(self, schedule: Schedule) -> int:
-        """See `Proxy.add_schedule`."""
-        with self._lock:
-            self._require_open()
+        """Adds a schedule, which streams may then start. The schedule's channels must have connections of this proxy.
+        Returns its number, from 1.
+
+        Raises:
+            ArgumentError: an id is out of range, or a send names no destination.
+            ResourceError: no numbers are left.
+        """
+        with self._open():
             return self._schedules.add(schedule)
 
     def remove_schedule(self, number: int) -> None:
-        """See `Proxy.remove_schedule`."""
+        """Frees a schedule, which streams must no longer start. Raises ResourceError if the schedule is running."""
         with self._lock:
             if not self._closed and self._process.is_here:
                 self._schedules.remove(number)
 
     def check_turns(self, timeout: float) -> None:
-        """See `Proxy.check_turns`."""
+        """Fails the proxy if a stream has waited `timeout` seconds for a schedule while a worker took no turn.
+
+        Nothing else would end the stream's wait. A worker that waits for a peer takes turns and bounds its own wait. A
+        worker takes no turn while its process is stopped, a driver call does not return, or a Python handler runs.
+
+        Args:
+            timeout: the longest wait, in seconds. One thread calls this method every few milliseconds.
+        """
         if self._turns.look_for_streams() <= timeout or self._turns_missed:
             return
         self._turns_missed = True
@@ -368,12 +397,10 @@ class ProxyService:
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, slowest, None, errno.ETIMEDOUT, reason))
 
     def stopped(self) -> str:
-        """Always "": the proxy stops only with its process."""
+        """Says in words that a signal has stopped the proxy's process; always "" here, as the proxy runs in this
+        process.
+        """
         return ""
-
-    def end_waits(self) -> None:
-        """See `Proxy.end_waits`."""
-        self._shared.end_waits()
 
     def add_handler(self, handler: Handler, channel: int | None = None) -> int:
         """Makes a channel that passes its triggers, of any operation, to a Python function in the worker's thread.
@@ -393,8 +420,7 @@ class ProxyService:
             ResourceError: all 1024 channel ids are in use.
         """
         require_callable(handler)
-        with self._lock:
-            self._require_open()
+        with self._open():
             channel, worker = self._channels.reserve_for_handler(channel)
             self._handlers[channel] = handler
             self._channels.set_handler(channel, worker)
@@ -407,8 +433,7 @@ class ProxyService:
 
     def reserve_elsewhere(self) -> int:
         """Reserves a channel id for a service in a process that this service works for."""
-        with self._lock:
-            self._require_open()
+        with self._open():
             return self._channels.reserve(0)
 
     def fifo_for(self, channel: int) -> Fifo:
@@ -419,24 +444,16 @@ class ProxyService:
         """The number of the ring that a channel's triggers go through."""
         return self._channels.ring_of(channel)
 
-    def counters(self, channel: int) -> ChannelCounters:
-        """A channel's counters, read without disturbing the proxy."""
-        return self._shared.counters(channel)
-
-    def flushed(self, channel: int) -> int:
-        """One more than the ticket of the last completed flush of a channel."""
-        return self._shared.flushed(channel)
-
     def outstanding(self, channel: int) -> int | None:
-        """The number of issued triggers on a channel's connection without a known completion; None for a handler."""
-        with self._lock:  # `close` frees the memory
-            self._require_open()
+        """The number of triggers and sends of schedules on a channel's connection without a known completion. None for
+        a handler's channel, and if this process can't tell.
+        """
+        with self._open():
             return self._observed.outstanding(channel)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """See `Proxy.schedule_waits`."""
-        with self._lock:
-            self._require_open()
+        """The waits of schedules that make no progress, or that a failure stopped; empty if this process can't tell."""
+        with self._open():
             return self._observed.schedule_waits()
 
     @property
@@ -484,10 +501,10 @@ class ProxyService:
         if error is None:
             lib.proxyccl_worker_handled(worker.pointer)
             return
-        self._shared.table[channel].errors += 1
+        self.words.table[channel].errors += 1
         reason = f"{type(error).__name__}: {error}"
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_HANDLER, channel, words, 0, reason, error))
-        self._workers.abandon(worker)
+        lib.proxyccl_worker_abandon(worker.pointer)
 
     def _failure(self, info: _engine.ProxycclExitInfoPointer) -> ProxyFailure:
         of_trigger = info.channel < MAX_CHANNELS
@@ -521,7 +538,7 @@ class ProxyService:
         )
 
     def _place(self, memory: int, offset: int) -> str:
-        nbytes = self._shared.memory_limits[memory] if memory < MAX_MEMORIES else 0
+        nbytes = self.words.memory_limits[memory] if memory < MAX_MEMORIES else 0
         return f"memory id {memory}{f' of {nbytes} bytes' if nbytes else ''}, offset {offset}"
 
     def _connection_at(self, pointer: _engine.ProxycclConnectionPointer) -> Connection | None:
@@ -533,10 +550,14 @@ class ProxyService:
         if self._on_failure is not None:
             self._on_failure(failure)
 
-    def _require_open(self) -> None:
-        self._process.require("the proxy service")
-        if self._closed:
-            raise ClosedError("the proxy service is closed")
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """A context that holds the lock, because `close` frees what the tables use. Raises ClosedError."""
+        with self._lock:
+            self._process.require("the proxy service")
+            if self._closed:
+                raise ClosedError("the proxy service is closed")
+            yield
 
     def paused(self, timeout: float) -> contextlib.AbstractContextManager[None]:
         """A context in which no worker reads rings or tables, so that table entries that triggers name can change.
@@ -547,7 +568,15 @@ class ProxyService:
         return self._workers.paused(timeout)
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """See `Proxy.drain`. The workers keep running."""
+        """Waits until all triggers in the rings are done and nothing is outstanding. The workers keep running.
+
+        Args:
+            timeout: in seconds.
+            given_up: polled during the wait, which ends when `given_up` returns True.
+
+        Returns:
+            False if the wait ended early.
+        """
         self._process.require("the proxy service")
         with self._lock:
             if self._closed:

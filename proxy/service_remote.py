@@ -12,8 +12,8 @@ from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory
-from proxyccl.proxy.remote_setup import RemoteSetup
-from proxyccl.proxy.transport_options import TransportOptions
+from proxyccl.proxy.registrations import RemoteDevice
+from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
 from proxyccl.proxy.transports.table import remote_functions
 from proxyccl.proxy.transports.transport import TransportEndpoint
 
@@ -28,7 +28,10 @@ class _PeerEndpoint(Struct):
 
 
 class ServiceRemote:
-    """See `proxyccl.proxy.interface.RemoteContext` for the methods.
+    """One rank's remote links: its endpoints, and the memory that peers reach. `DaemonRemote` has the same methods.
+
+    The first call that names a transport opens its device. That call also raises ArgumentError if an option names
+    something that does not exist, and RuntimeUnavailableError if no device can be used; the message says why.
 
     Args:
         connect: makes the service's connections (`ProxyService.connect`).
@@ -46,19 +49,31 @@ class ServiceRemote:
         self._connect = connect
         self._setup = setup
         self._options = options
-        self._devices: dict[Callable[[RemoteSetup, TransportOptions], Any], Any] = {}  # by `open`
+        self._devices: dict[Callable[[RemoteSetup, TransportOptions], RemoteDevice], RemoteDevice] = {}  # by `open`
         self._endpoints: dict[int, _PeerEndpoint] = {}  # by peer
 
-    def _device(self, transport: str) -> Any:
+    def _device(self, transport: str) -> RemoteDevice:
         open_device = remote_functions(transport).open
         if open_device not in self._devices:
             self._devices[open_device] = open_device(self._setup, self._options)
         return self._devices[open_device]
 
     def unsupported_reason(self, transport: str) -> str:
-        return remote_functions(transport).unsupported_reason(self._device(transport))
+        """The reason why a transport's device can't register the memory of the rank's GPU; empty if it can, or need
+        not. Raises ResourceError if the system or the device has no room.
+        """
+        device = self._device(transport)
+        if remote_functions(transport).stages:
+            return ""
+        return device.registrations.unsupported_reason(self._setup.runtime, device.options.gpu_writes)
 
     def make_endpoint(self, peer: int, transport: str) -> EndpointInfo:
+        """Makes this rank's endpoint of a connection to a peer.
+
+        Raises:
+            ArgumentError: the peer has an endpoint already, or there is no such transport.
+            ResourceError: the device or the system has no room.
+        """
         functions = remote_functions(transport)
         if peer in self._endpoints:
             raise ArgumentError("peer", f"rank {peer} has an endpoint here already")
@@ -71,11 +86,23 @@ class ServiceRemote:
     def connect_endpoint(
         self, peer: int, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """See `RemoteContext.connect_endpoint`. The wait also ends once `given_up` returns True."""
+        """Connects this rank's endpoint to the peer's. It does not wait for the peer.
+
+        Args:
+            peer: the peer's rank.
+            theirs: the result of the peer's `make_endpoint`.
+            timeout: seconds to keep trying while the network does not know the peer.
+            given_up: polled meanwhile; the wait ends once it returns True.
+
+        Raises:
+            ArgumentError: the peer's endpoint is malformed, or can't be reached from here.
+            TransportError: the system refuses to connect.
+        """
         own = self._endpoint(peer)
         own.options = own.endpoint.connect(theirs, timeout, given_up)
 
     def open_connection(self, peer: int) -> Connection:
+        """Makes the proxy's connection over a connected endpoint."""
         own = self._endpoint(peer)
         if own.options is None or own.used:
             raise ArgumentError(
@@ -90,20 +117,53 @@ class ServiceRemote:
         return self._endpoints[peer]
 
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
-        return remote_functions(transport).expose(self._device(transport), ptr, nbytes, handle)
+        """Lets peers reach memory of this rank. Pair each call with a `withdraw`.
+
+        Args:
+            ptr: the memory's address in the caller's process.
+            nbytes: its size.
+            transport: name of the transport.
+            handle: handle by which another process opens it, which also identifies its allocation; empty if it has
+                none.
+
+        Raises:
+            ArgumentError: the proxy can't reach the memory.
+            ResourceError: the device or the system has no room.
+            RuntimeUnavailableError: the device can't register it.
+        """
+        device = self._device(transport)
+        if remote_functions(transport).stages:
+            return ExposedMemory(transport, ptr, device.write_targets.add(ptr, nbytes), 0, True, None)
+        gpu_writes = device.options.gpu_writes
+        made = device.registrations.register_of(self._setup.runtime, gpu_writes, ptr, nbytes, handle or None)
+        return ExposedMemory(transport, made.address, made.key, made.local_key, made.how != "dma-buf", made)
 
     def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
-        expose = remote_functions(transport).expose_pinned
-        if expose is None:
+        """Lets peers reach pinned memory, to which CPUs copy short data, by a transport that stages data. The memory
+        stays open until `withdraw`.
+
+        Raises:
+            ArgumentError: the proxy can't reach the memory, or the transport does not stage data.
+            ResourceError: the system has no room.
+        """
+        if not remote_functions(transport).stages:
             raise ArgumentError("transport", f"{transport} does not stage data")
-        return expose(self._device(transport), memory)
+        key = self._device(transport).write_targets.add(memory.ptr, memory.nbytes, memory.host_ptr)
+        return ExposedMemory(transport, memory.ptr, key, 0, True, None)
 
     def withdraw(self, memory: ExposedMemory) -> None:
+        """Undoes `expose` or `expose_pinned`. Triggers must no longer name the memory, on this rank or on a peer."""
         functions = remote_functions(memory.transport)
-        if functions.open in self._devices:  # a closed device has withdrawn everything
-            functions.withdraw(self._devices[functions.open], memory)
+        if functions.open not in self._devices:  # a closed device has withdrawn everything
+            return
+        device = self._devices[functions.open]
+        if functions.stages:
+            device.write_targets.remove(memory.key)
+        else:
+            device.registrations.release(memory.owner)
 
     def close(self) -> None:
+        """Frees endpoints, registrations and devices. The proxy must have ended."""
         with contextlib.ExitStack() as steps:  # closes in reverse order, even if one fails
             for device in self._devices.values():
                 steps.callback(device.close)

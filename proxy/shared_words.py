@@ -1,7 +1,8 @@
-"""A service's shared memory: the words of its channels and schedules, and the limits of registered memories."""
+"""A service's shared memory (ProxycclSharedWords in engine/engine.h), and a check whether its workers take turns."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ClosedError
@@ -9,106 +10,144 @@ from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import ChannelCounters
 from proxyccl.proxy.schedule import STAGES, SchedulePointers
-from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
+from proxyccl.proxy.trigger import MAX_CHANNELS
 
-ffi = _engine.ffi
+ffi, lib = _engine.ffi, _engine.lib
 
-_COUNTERS_BYTES: int = ffi.sizeof("ProxycclCounters") * MAX_CHANNELS
-_FLUSHED_BYTES = _COMPLETED_BYTES = 8 * MAX_CHANNELS
-_MEMORY_LIMITS_BYTES = 8 * MAX_MEMORIES
-_SCHEDULE_BYTES: int = ffi.sizeof("ProxycclScheduleWords")
+_LONGEST_STEP = 0.25
+"""Seconds that one check counts at most: if the checking process was stopped too, that does not count against the
+workers."""
 
 
 class SharedWords:
-    """Arrays with one word or one struct for each channel or memory id.
-
-    Args:
-        memory: pinned memory, with `BYTES` zeroed bytes from `offset` on.
-        offset: offset in `memory`, in bytes.
+    """A ProxycclSharedWords in pinned memory, from `offset` on, with `BYTES` zeroed bytes.
 
     Attributes:
-        table: the ProxycclCounters of the channels.
+        memory: the memory.
+        table, flushed, completed: arrays by channel id: the ProxycclCounters, and the words (engine/engine.h).
         memory_limits: for each memory id, the bytes from the id's first byte to the memory's end; 0 for an unused id.
         schedule_words: the ProxycclScheduleWords.
     """
 
-    BYTES = _COUNTERS_BYTES + _FLUSHED_BYTES + _COMPLETED_BYTES + _MEMORY_LIMITS_BYTES + _SCHEDULE_BYTES
+    BYTES: int = ffi.sizeof("ProxycclSharedWords")
 
     def __init__(self, memory: PinnedMemory, offset: int) -> None:
         self.memory = memory
         self._offset = offset
-        self._flushed_offset = offset + _COUNTERS_BYTES
-        self._completed_offset = self._flushed_offset + _FLUSHED_BYTES
-        self._memory_limits_offset = self._completed_offset + _COMPLETED_BYTES
-        self.table: Any = ffi.cast("ProxycclCounters *", memory.host_ptr + offset)
-        self._schedule_offset = self._memory_limits_offset + _MEMORY_LIMITS_BYTES
-        self.memory_limits: Any = ffi.cast("uint64_t *", memory.host_ptr + self._memory_limits_offset)
-        self.schedule_words: Any = ffi.cast("ProxycclScheduleWords *", memory.host_ptr + self._schedule_offset)
+        words: Any = ffi.cast("ProxycclSharedWords *", memory.host_ptr + offset)
+        self.table, self.flushed, self.completed = words.counters, words.flushed, words.completed
+        self.memory_limits = words.memory_limits
+        self.schedule_words: Any = ffi.addressof(words, "schedule")
+
+    def on_device(self, word: Any) -> int:
+        """The device's address of a word."""
+        return self.memory.ptr + int(ffi.cast("uintptr_t", word)) - self.memory.host_ptr
 
     @property
     def counters_handle(self) -> bytes:
         """The handle by which other processes open the counters."""
-        return self.memory.export(self.memory.host_ptr + self._offset, _COUNTERS_BYTES)
+        return self.memory.export(self.memory.host_ptr + self._offset, ffi.sizeof(self.table))
 
-    def flushed_pointer(self, channel: int) -> int:
-        """The device's address of a channel's flush word."""
-        return self.memory.ptr + self._flushed_offset + 8 * channel
-
-    def flushed_host(self, channel: int) -> Any:
-        """The CPU's pointer to the same word."""
-        return ffi.cast("uint64_t *", self.memory.host_ptr + self._flushed_offset + 8 * channel)
-
-    def flushed(self, channel: int) -> int:
-        """One more than the ticket of the last completed flush of a channel."""
-        return int(self.flushed_host(channel)[0])
-
-    def completed_pointer(self, channel: int) -> int:
-        """The device's address of the word that holds `completed`."""
-        return self.memory.ptr + self._completed_offset + 8 * channel
-
-    def completed_host(self, channel: int) -> Any:
-        """The CPU's pointer to the same word."""
-        return ffi.cast("uint64_t *", self.memory.host_ptr + self._completed_offset + 8 * channel)
-
-    def completed(self, channel: int) -> int:
-        """One more than the ticket up to which all triggers of a channel are complete."""
+    def require_open(self) -> None:
+        """Raises ClosedError if the memory is unmapped."""
         if self.memory.closed:
             raise ClosedError("the proxy service is closed")
-        return int(_engine.lib.proxyccl_word_acquire(self.completed_host(channel)))
-
-    @property
-    def schedule_pointers(self) -> SchedulePointers:
-        """The device's addresses of `schedule_words`."""
-        first = self.memory.ptr + self._schedule_offset
-        bell, done, gate, stages = (
-            first + ffi.offsetof("ProxycclScheduleWords", word) for word in ("bell", "done", "gate", "stages")
-        )
-        return SchedulePointers(bell, done, gate, tuple(stages + 8 * stage for stage in range(STAGES)))
-
-    def end_waits(self) -> None:
-        """Releases streams that wait for a schedule or its stages."""
-        _engine.lib.proxyccl_schedule_words_end_waits(self.schedule_words)
-
-    @property
-    def memory_limits_pointer(self) -> int:
-        """The device's address of `memory_limits`."""
-        return self.memory.ptr + self._memory_limits_offset
 
     def counters(self, channel: int) -> ChannelCounters:
-        """A channel's counters, read without disturbing the proxy.
-
-        Raises:
-            ArgumentError: there is no such id.
-            ClosedError: the memory is unmapped.
-        """
+        """See `ProxyWords.counters`."""
         if not 0 <= channel < MAX_CHANNELS:
             raise ArgumentError("channel", f"must be from 0 to {MAX_CHANNELS - 1}, not {channel}")
-        if self.memory.closed:
-            raise ClosedError("the proxy service is closed")
-        c = self.table[channel]
-        return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes, c.gets)
+        self.require_open()
+        return ChannelCounters.of(self.table[channel])
 
     def clear(self, channel: int) -> None:
         """Zeroes the counters and words of an unused channel id, for the id's next channel."""
         self.table[channel] = ffi.new("ProxycclCounters *")[0]
-        self.flushed_host(channel)[0] = self.completed_host(channel)[0] = 0
+        self.flushed[channel] = self.completed[channel] = 0
+
+
+class ProxyWords:
+    """The methods of a proxy that use only its words, in whichever process its workers run.
+
+    Attributes:
+        words: the proxy's shared words.
+    """
+
+    words: SharedWords
+
+    def _words_of(self, channel: int) -> SharedWords:
+        """The words that hold those of a channel."""
+        return self.words
+
+    def flushed(self, channel: int) -> int:
+        """One more than the ticket of the last completed flush of a channel."""
+        return int(self._words_of(channel).flushed[channel])
+
+    def flushed_pointer(self, channel: int) -> int:
+        """The device's address of a channel's flush word."""
+        words = self._words_of(channel)
+        return words.on_device(words.flushed + channel)
+
+    def completed(self, channel: int) -> int:
+        """One more than the ticket up to which all triggers of a channel are known to be complete, or of a handler's
+        channel handled. Their effects are visible to the caller.
+        """
+        words = self._words_of(channel)
+        words.require_open()
+        return int(lib.proxyccl_word_acquire(words.completed + channel))
+
+    def completed_pointer(self, channel: int) -> int:
+        """The device's address of the word that holds `completed`."""
+        words = self._words_of(channel)
+        return words.on_device(words.completed + channel)
+
+    def counters(self, channel: int) -> ChannelCounters:
+        """A channel's counters, read without disturbing the proxy. Raises ArgumentError if there is no such id, and
+        ClosedError if the memory is unmapped.
+        """
+        return self._words_of(channel).counters(channel)
+
+    @property
+    def memory_limits_pointer(self) -> int:
+        """The device's address of a table: for each memory id, the bytes from its first to the memory's end."""
+        return self.words.on_device(self.words.memory_limits)
+
+    @property
+    def schedule_pointers(self) -> SchedulePointers:
+        """The device's addresses of the words by which streams start schedules."""
+        words, on_device = self.words.schedule_words, self.words.on_device
+        bell, done, gate = (on_device(ffi.addressof(words, name)) for name in ("bell", "done", "gate"))
+        return SchedulePointers(bell, done, gate, tuple(on_device(words.stages + i) for i in range(STAGES)))
+
+    def end_waits(self) -> None:
+        """Releases streams that wait for schedules or stages. For use after a failure, when no worker will."""
+        lib.proxyccl_schedule_words_end_waits(self.words.schedule_words)
+
+
+class TurnWatch:
+    """Measures how long a waiter has waited while one of some workers took no turn, because the workers' process is
+    stopped or a driver call hangs. Used by one thread, which checks every few milliseconds. A worker counts its turns
+    in a ProxycclScheduleWords, so the check costs the proxy nothing.
+    """
+
+    def __init__(self, schedule_words: Any, workers: int) -> None:
+        self._words = schedule_words
+        self._counts = [0] * workers
+        self._idle = [0.0] * workers
+        self._looked = time.monotonic()
+
+    def look(self, *, awaited: bool = True) -> float:
+        """The longest time, in seconds, for which a worker that has not ended has taken no turn. Restarts at 0 unless
+        the caller's work is `awaited`.
+        """
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, _LONGEST_STEP), now
+        for worker, before in enumerate(self._counts):
+            self._counts[worker] = count = self._words.turns[worker].count
+            idles = awaited and count == before and count != lib.PROXYCCL_NO_MORE_TURNS
+            self._idle[worker] = self._idle[worker] + passed if idles else 0.0
+        return max(self._idle)
+
+    def look_for_streams(self) -> float:
+        """Like `look`, but returns 0 unless a stream waits for a schedule."""
+        return self.look(awaited=bool(self._words.bell or self._words.running))

@@ -19,7 +19,6 @@ from proxyccl.device.process.cores import cores_allowed
 from proxyccl.device.process.threads import Thread
 from proxyccl.device.runtime import DriverCalls
 from proxyccl.proxy import _engine
-from proxyccl.proxy.created import created
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -113,6 +112,15 @@ def choose_idle(cores: int, programs: int, threads: int, within: tuple[int, int]
     return IdlePolicy.where_cores_suffice() if suffice else IdlePolicy()
 
 
+def created(pointer: Any, what: str) -> Any:
+    """Returns `pointer`, which a constructor of the engine returned. Raises ResourceError if it is null; `what` is the
+    object's description.
+    """
+    if not pointer:
+        raise ResourceError(f"there is no memory for {what}")
+    return pointer
+
+
 def _policy(idle: IdlePolicy) -> _engine.ProxycclIdlePolicyPointer:
     policy = ffi.new("ProxycclIdlePolicy *")
     policy.spin_ns, policy.yield_ns = int(idle.spin_us * 1000), int(idle.yield_us * 1000)
@@ -190,17 +198,14 @@ class ProxyThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in this thread."""
         return self._thread is threading.current_thread()
 
     @property
     def name(self) -> str:
-        """The thread's name."""
         return self._thread.name
 
     @property
     def native_id(self) -> int:
-        """The system's thread id."""
         number = self._thread.native_id
         assert number is not None
         return number

@@ -1,4 +1,4 @@
-"""The workers of one service: each drains its rings in a thread, which other workers may share."""
+"""The workers of one service: each drains its rings in a thread, which other workers may share. Threads of wires."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
-from proxyccl.proxy.created import created
 from proxyccl.proxy.observe.segment import ObservedSegment
-from proxyccl.proxy.ring import RingMemory
-from proxyccl.proxy.thread import IdlePolicy, ProxyThread
-from proxyccl.proxy.transports.engine_connection import EngineRuntime
+from proxyccl.proxy.ring import Ring
+from proxyccl.proxy.thread import IdlePolicy, ProxyThread, created
+from proxyccl.proxy.transports.transport import EngineRuntime
 
 ffi, lib = _engine.ffi, _engine.lib
 
 MAX_RINGS: int = lib.PROXYCCL_MAX_RINGS
 _POLL_SECONDS = 0.0002
 _UNUSED_THREAD_SECONDS = 10.0
+_WIRE_IDLE = IdlePolicy(yield_us=50.0)
+"""A worker wakes them, and takes over meanwhile (for as long as SERVED_NS of staged_transport.c). Awake threads take
+cores from those with work.
+"""
 
 
 def require_rings(fifos: object, threads: object) -> tuple[int, int]:
@@ -40,13 +43,8 @@ def require_rings(fifos: object, threads: object) -> tuple[int, int]:
 
 
 class OwnThreads(Struct, frozen=True):
-    """Describes the threads to create for a service's workers, one for each worker.
-
-    Attributes:
-        count: number of threads.
-        idle: the threads' idle policy.
-        cores: numbers of the cores that the threads may run on; None for any.
-        name: the prefix of the threads' names.
+    """The threads to create for a service's workers, one for each worker: their number, idle policy, cores (None for
+    any), and the prefix of their names.
     """
 
     count: int
@@ -76,11 +74,8 @@ OnEvent = Callable[[Worker, int, Any], None]
 
 
 def _begin(runtime: Runtime, unbound_threads: int) -> None:
-    """Called first in each of the service's own threads.
-
-    Args:
-        runtime: the service's runtime.
-        unbound_threads: number of the service's threads if no cores were chosen for them, otherwise 0.
+    """Called first in each of the service's own threads; `unbound_threads` is their number if no cores were chosen for
+    them, otherwise 0.
     """
     runtime.activate(for_proxy=True)
     # Some launchers bind each rank to one core, where the program spins while it waits for its GPU. A worker on the
@@ -98,9 +93,6 @@ class Workers:
         observed: the segment where the workers publish their activity, with room for each.
         threads: the threads to create, or one existing thread for each worker.
         idle: the policy that the workers need of existing threads; None for the threads' own.
-
-    Raises:
-        ArgumentError: there are no such cores.
     """
 
     def __init__(
@@ -117,27 +109,20 @@ class Workers:
         with contextlib.ExitStack() as undo:
             undo.callback(self.discard)
             if isinstance(threads, OwnThreads):
-                self._make_threads(engine, threads)
-                self._make_workers(service, observed, self._own_threads)
-            else:
-                self._make_workers(service, observed, threads)
-                make_current = ffi.cast("void *", engine.functions.make_current)
-                for worker in self._workers:
+                begin = functools.partial(_begin, engine.runtime, threads.count if threads.cores is None else 0)
+                for i in range(threads.count):
+                    name = f"{threads.name}-proxy-{i}"
+                    self._own_threads.append(ProxyThread(name, threads.idle, threads.cores, begin, engine.functions))
+                threads = self._own_threads
+            for i, thread in enumerate(threads):
+                stats = observed.worker(i)
+                made = created(lib.proxyccl_worker_create(service, stats), "a worker of the proxy")
+                worker = Worker(ffi.gc(made, lib.proxyccl_worker_destroy), stats, thread)
+                self._workers.append(worker)
+                if thread not in self._own_threads:  # the thread runs workers of several devices
+                    make_current = ffi.cast("void *", engine.functions.make_current)
                     lib.proxyccl_worker_set_context(worker.pointer, make_current, engine.functions.context)
             undo.pop_all()
-
-    def _make_threads(self, engine: EngineRuntime, threads: OwnThreads) -> None:
-        begin = functools.partial(_begin, engine.runtime, threads.count if threads.cores is None else 0)
-        for i in range(threads.count):
-            name = f"{threads.name}-proxy-{i}"
-            self._own_threads.append(ProxyThread(name, threads.idle, threads.cores, begin, engine.functions))
-
-    def _make_workers(self, service: Any, observed: ObservedSegment, threads: Sequence[ProxyThread]) -> None:
-        for i, thread in enumerate(threads):
-            stats = observed.worker(i)
-            made = created(lib.proxyccl_worker_create(service, stats), "a worker of the proxy")
-            pointer = ffi.gc(made, lib.proxyccl_worker_destroy)
-            self._workers.append(Worker(pointer, stats, thread))
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -147,10 +132,9 @@ class Workers:
 
     @property
     def ended(self) -> list[bool]:
-        """For each worker, whether it has ended."""
         return [worker.ended.is_set() for worker in self._workers]
 
-    def add_rings(self, rings: Sequence[RingMemory]) -> None:
+    def add_rings(self, rings: Sequence[Ring]) -> None:
         """Assigns rings to the workers in turn."""
         for i, ring in enumerate(rings):
             worker = self._workers[i % len(self._workers)]
@@ -185,11 +169,7 @@ class Workers:
 
     @contextlib.contextmanager
     def paused(self, timeout: float) -> Iterator[None]:
-        """A context in which no worker reads rings or tables, so that table entries that triggers name can change.
-
-        Raises:
-            ResourceError: a worker did not pause in time.
-        """
+        """See `ProxyService.paused`."""
         deadline = time.monotonic() + timeout
         asked = [lib.proxyccl_worker_pause(worker.pointer) for worker in self._workers]
         try:
@@ -224,10 +204,6 @@ class Workers:
         for worker in self._workers:
             (lib.proxyccl_worker_stop if drained else lib.proxyccl_worker_abandon)(worker.pointer)
 
-    def abandon(self, worker: Worker) -> None:
-        """Asks one worker to end at once."""
-        lib.proxyccl_worker_abandon(worker.pointer)
-
     def await_ended(self, timeout: float) -> bool:
         """Waits until all workers and own threads have ended, each for this number of seconds. False if one has not."""
         ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]
@@ -239,3 +215,61 @@ class Workers:
         """Ends the threads that were created for workers that never started."""
         for thread in self._own_threads:
             thread.close(_UNUSED_THREAD_SECONDS)
+
+
+class WireWorkers:
+    """A worker and a thread for each of `count` endpoints, which poll the endpoint's wires to all peers
+    (engine/staged_transport.h). The other arguments are those of the service.
+
+    The service's own workers also poll a wire while the wire's thread sleeps. So nothing waits for these threads, and
+    an idle one soon sleeps. They speed up long transfers, because one thread's sockets do not saturate a network.
+
+    Raises:
+        ArgumentError: there are no such cores.
+        ResourceError: there is no memory for a thread.
+    """
+
+    def __init__(
+        self,
+        engine: EngineRuntime,
+        control: int,
+        counters: Any,
+        count: int,
+        cores: Collection[int] | None,
+        name: str,
+        on_event: OnEvent,
+        on_lost: Callable[[BaseException], None],
+    ) -> None:
+        with contextlib.ExitStack() as undo:
+            made = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), counters)
+            self._service = created(made, "the wires of a proxy")
+            undo.callback(lib.proxyccl_service_destroy, self._service)
+            self._observed = ObservedSegment(count)
+            undo.callback(self._observed.close)
+            threads = OwnThreads(count, _WIRE_IDLE, cores, f"{name}-wire")
+            self._workers = Workers(engine, self._service, self._observed, threads)
+            undo.pop_all()
+        self._shared = [ffi.new("ProxycclWireThread *") for _ in range(count)]
+        for number, shared in enumerate(self._shared):
+            shared.asleep = ffi.cast("uint32_t *", self._workers[number].thread.asleep.ptr)
+        self._workers.start(on_event, on_lost)
+
+    def add(self, wires: Sequence[tuple[int, Any]]) -> None:
+        """Makes each thread poll the connection's wires that have the thread's number. A thread without room leaves a
+        wire to the service's workers, which may not know the connection yet.
+        """
+        for number, wire in wires:
+            lib.proxyccl_staged_wire_set_thread(wire, self._shared[number])
+            if lib.proxyccl_worker_add_connection(self._workers[number].pointer, wire):
+                lib.proxyccl_staged_wire_set_thread(wire, ffi.NULL)
+
+    def close(self, timeout: float) -> bool:
+        """Ends the threads and frees everything. Returns False if a thread did not end in time; another call waits
+        again.
+        """
+        self._workers.stop(drained=False)
+        if not self._workers.await_ended(timeout):
+            return False
+        lib.proxyccl_service_destroy(self._service)
+        self._observed.close()
+        return True

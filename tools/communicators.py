@@ -86,20 +86,16 @@ class CommunicatorView(Message, frozen=True):
 
     @property
     def present(self) -> list[RankView]:
-        """The ranks that were observed."""
         return [rank for rank in self.ranks if rank.device is not None]
 
     @property
     def missing(self) -> list[RankView]:
-        """The ranks that are missing."""
         return [rank for rank in self.ranks if rank.device is None]
 
 
 def communicators() -> list[CommunicatorView]:
-    """This user's communicators on this machine that at least one rank still has open, by name.
-
-    Raises:
-        ArgumentError: the directory of publications is not this user's own.
+    """This user's communicators on this machine that at least one rank still has open, by name. Raises ArgumentError if
+    the directory of publications is not this user's own.
     """
     found = []
     for name, of in itertools.groupby(find_ranks(), lambda item: item[1].description.job):
@@ -129,11 +125,7 @@ def _with_missing(first: RankPublication, seen: dict[int, RankView]) -> dict[int
 
 
 def rank_view(publication: RankPublication) -> RankView:
-    """A rank.
-
-    Raises:
-        ArgumentError: the rank is gone, its publication is wrong, or its segment is not one of a rank.
-    """
+    """A rank. Raises ArgumentError if the rank is gone, or its publication or segment is wrong."""
     who = publication.description
     with contextlib.closing(open_published(publication.segment, segment_bytes(who.world_size))) as memory:
         segment = ControlSegment(memory)

@@ -46,10 +46,8 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
 
 
 def runtime_of(architecture: str) -> str:
-    """The runtime of a GPU's architecture: "cuda" for "sm_90", "hip" for "gfx942".
-
-    Raises:
-        ArgumentError: the text does not name a GPU architecture.
+    """The runtime of a GPU's architecture: "cuda" for "sm_90", "hip" for "gfx942". Raises ArgumentError for any other
+    text.
     """
     for prefix, runtime in (("sm_", "cuda"), ("gfx", "hip")):
         if architecture.startswith(prefix) and architecture[len(prefix) :].isalnum():
@@ -58,19 +56,12 @@ def runtime_of(architecture: str) -> str:
 
 
 def compile_all(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int]:
-    """Compiles kernels with `compile_kernels`, one on each core at a time.
-
-    Raises:
-        ArgumentError: there is no such architecture.
-        RuntimeUnavailableError: the architecture's compiler is not installed.
-        CompileError: the compiler failed.
-    """
+    """Compiles kernels with `compile_kernels`, one on each core at a time. Raises as that does, and as `runtime_of`."""
     compiler, threads = open_compiler(runtime_of(architecture)), usable_cores(len(os.sched_getaffinity(0)))
     return compile_kernels(compiler, architecture, kernels, threads)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "--arch",
         action="append",
@@ -81,7 +72,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command. Returns the exit code."""
     kernels = (*EXPERT_KERNELS, *KERNELS_OF_STEPS)
     for architecture in parsed.arch or _here():
         began = time.perf_counter()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon import command
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.daemon.server import DaemonOptions
+from proxyccl.proxy.processes import parse_cores
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.tools import options
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "--socket",
         metavar="PATH",
@@ -66,7 +65,6 @@ def _idle(parsed: Namespace) -> IdlePolicy | None:
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command. Returns the exit code."""
     served: list[command.Server] = []
     if parsed.metrics is not None:
         from proxyccl.proxy.observe import metrics

@@ -24,7 +24,6 @@ _DIAGNOSES = Codec(list[Diagnosis], MOST_BYTES)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "reports",
         nargs="*",

@@ -40,16 +40,15 @@ from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_r
 from proxyccl.device.shown_text import shown
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric import library, requirements
-from proxyccl.proxy.fabric.options import FabricOptions
-from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.fabric.library import choose_offer
 from proxyccl.proxy.observe.rates import Watch
 from proxyccl.proxy.processes import process_name
+from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions
 from proxyccl.proxy.thread import IdlePolicy, choose_idle
 from proxyccl.proxy.verbs import pyverbs_api
 from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
-from proxyccl.proxy.verbs.options import RdmaOptions
+from proxyccl.proxy.verbs.pyverbs_api import SYSFS
 from proxyccl.proxy.verbs.requirements import missing
-from proxyccl.proxy.verbs.sysfs import SYSFS
 from proxyccl.tools.results import Fields, machine, own_version, versions
 from proxyccl.tools.top import share_of_a_core
 from proxyccl.tools.tune import in_words
@@ -189,7 +188,7 @@ def _rdma(root: Path = SYSFS) -> list[Finding]:
     if lib.proxyccl_verbs_built():
         findings.append(Finding("RDMA", "engine", True, "built with the verbs transport"))
     lacks = missing(root)
-    if lacks is not None:
+    if lacks:
         rehearse = "modprobe rdma_rxe, then rdma link add rxe0 type rxe netdev INTERFACE"
         advice = f"ranks on one machine need no RDMA; to try it without a NIC: {rehearse}"
         findings.append(Finding("RDMA", "missing", False, lacks, advice))
@@ -199,8 +198,7 @@ def _rdma(root: Path = SYSFS) -> list[Finding]:
 
 
 def _device_memory() -> Finding:
-    from proxyccl.proxy.verbs.device_memory import unsupported_reason  # few machines have a device
-    from proxyccl.proxy.verbs.endpoint import VerbsDevice
+    from proxyccl.proxy.verbs.endpoint import VerbsDevice  # few machines have a device
     from proxyccl.proxy.verbs.registrations import Registrations
 
     try:
@@ -208,7 +206,7 @@ def _device_memory() -> Finding:
         runtime = open_runtime(None)
         choice = choose_device(rdma_devices(), options, runtime.numa_node())
         with VerbsDevice.open(choice, options) as device:
-            refused = unsupported_reason(Registrations(device), runtime, options.gpu_writes)
+            refused = Registrations(device).unsupported_reason(runtime, options.gpu_writes)
     except ProxyCCLError as error:
         return Finding("RDMA", "memory", False, str(error))
     name = f"memory of {runtime.name}:{runtime.device}"
@@ -405,7 +403,6 @@ def _marks(out: TextIO) -> tuple[str, str, str]:
 
 
 def show(found: list[Finding], out: TextIO) -> None:
-    """Prints the findings as text."""
     yes, no, arrow = _marks(out)
     facts = machine()
     print(f"ProxyCCL {own_version()} on Python {platform.python_version()}", file=out)
@@ -423,12 +420,10 @@ def show(found: list[Finding], out: TextIO) -> None:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command. Returns the exit code."""
     found = findings()
     if parsed.json:
         import json

@@ -50,7 +50,6 @@ def port(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Parses a positive number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -74,7 +73,6 @@ def json_file(text: str) -> Path:
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that select proxies."""
     parser.add_argument("--job", metavar="ID", help="only proxies of this job (default: all)")
     parser.add_argument(
         "--daemon",

@@ -37,11 +37,8 @@ _SILENCE = 60.0  # seconds after which a silent client is disconnected
 
 @contextlib.contextmanager
 def serve(address: str) -> Iterator[str]:
-    """Runs a server as a context, whose value is a text that says how to reach the server.
-
-    Args:
-        address: HOST:PORT, or a part of it; "" for the address in ``NCCL_RAS_ADDR``, else localhost:28028. Port 0
-            stands for any free port.
+    """Runs a server as a context, whose value is a text that says how to reach the server, at HOST:PORT, or a part of
+    it; "" for the address in ``NCCL_RAS_ADDR``, else localhost:28028.
 
     Raises:
         ArgumentError: `address` is not an address.

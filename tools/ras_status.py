@@ -67,12 +67,7 @@ def _result(view: RankView) -> int:
 
 
 def as_json(communicators: Sequence[CommunicatorView], seconds: float) -> str:
-    """The answer to STATUS after SET FORMAT json.
-
-    Args:
-        communicators: of this machine.
-        seconds: that it took to read them.
-    """
+    """The answer to STATUS after SET FORMAT json, for communicators that it took these seconds to read."""
     host = host_addresses()[0]
     found = []
     for each in communicators:
@@ -167,13 +162,7 @@ def _state(view: RankView) -> str:
 
 
 def as_text(communicators: Sequence[CommunicatorView], seconds: float, *, verbose: bool) -> str:
-    """The answer to STATUS, or to VERBOSE STATUS, which names all ranks that differ.
-
-    Args:
-        communicators: of this machine.
-        seconds: that it took to read them.
-        verbose: whether to name more than ten ranks of one kind.
-    """
+    """The answer to STATUS, or to VERBOSE STATUS, which names more than ten ranks of one kind."""
     return "\n".join(map(shown, _lines(communicators, seconds, len if verbose else lambda _: _MOST_RANKS))) + "\n"
 
 
@@ -242,15 +231,13 @@ def _warnings(name: str, each: _Summary, most: Callable[[Sequence[object]], int]
     yield f"{name} MISMATCH"
     if len(each.states) > 1:
         yield "  Communicator ranks have different status"
-        yield from _by_value(ranks, _state, lambda state: f"status {state}", "have", "has", most)
+        yield from _by_value(ranks, _state, lambda state: f"status {state}", most)
     for collective in each.differing:
         yield f"  Communicator ranks have different {collective} operation counts"
         yield from _by_value(
             ranks,
             lambda view, collective=collective: _counts(view).get(collective, 0),  # type: ignore[misc]
             lambda count: f"launched up to operation {count}" if count else "not launched any operations",
-            "have",
-            "has",
             most,
         )
         yield ""
@@ -260,8 +247,6 @@ def _by_value(
     ranks: Sequence[RankView],
     value_of: Callable[[RankView], object],
     words: Callable[[object], str],
-    many: str,
-    one: str,
     most: Callable[[Sequence[object]], int],
 ) -> Iterator[str]:
     """Returns a line for each value, and the ranks that do not have the most frequent value."""
@@ -270,9 +255,9 @@ def _by_value(
         by_value.setdefault(value_of(view), []).append(view)
     for place, (value, of) in enumerate(sorted(by_value.items(), key=lambda item: -len(item[1]))):
         if len(of) == 1:
-            yield f"  Rank {of[0].rank} {one} {words(value)} -- {_place(of[0])}"
+            yield f"  Rank {of[0].rank} has {words(value)} -- {_place(of[0])}"
             continue
-        yield f"  {len(of)} ranks {many} {words(value)}"
+        yield f"  {len(of)} ranks have {words(value)}"
         if place > 0:
             yield from (f"  Rank {view.rank} -- {_place(view)}" for view in of[: most(of)])
 

@@ -30,7 +30,6 @@ _PACKAGES = (
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed distribution, or None."""
     from importlib.metadata import PackageNotFoundError, version  # imported here, because the import takes 10 ms
 
     try:

@@ -29,11 +29,9 @@ class Column:
     left: bool = False
 
     def cell(self, value: Any) -> str:
-        """Formats a value in this column's width."""
         return self.align("-" if value is None else format(value, self.spec))
 
     def align(self, text: str) -> str:
-        """Aligns a text to this column's width."""
         return text.ljust(self.width) if self.left else text.rjust(self.width)
 
 
@@ -48,7 +46,6 @@ class Table:
         print(shown("  ".join(cells).rstrip()), file=self.out, flush=True)
 
     def header(self) -> None:
-        """Prints titles and units."""
         self._line([column.align(column.title) for column in self.columns])
         if any(column.unit for column in self.columns):
             self._line([column.align(column.unit) for column in self.columns])

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from proxyccl.channels.transfers.published import agents_text
 from proxyccl.device.shown_text import printed_json, shown
@@ -48,30 +48,9 @@ def short(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _mean_flush(channels: list[ChannelRates]) -> float | None:
+def _mean_flush(channels: Sequence[ChannelRates]) -> float | None:
     timed = [(each.flush_us, each.timed_flushes) for each in channels if each.flush_us is not None]
     return sum(mean * count for mean, count in timed) / sum(count for _, count in timed) if timed else None
-
-
-def _row(channel: ChannelRates) -> tuple[object, ...]:
-    to = channel.transport if channel.peer is None else f"{channel.peer} {channel.transport}"
-    return (
-        "",
-        str(channel.id),
-        to,
-        short(channel.triggers_per_s),
-        short(channel.sends_per_s),
-        short(channel.puts_per_s),
-        short(channel.gets_per_s),
-        short(channel.bytes_per_s),
-        f"{channel.ring_full}/{channel.ring_size}",
-        channel.outstanding,
-        channel.flush_us,
-        channel.errors + channel.connection_errors,
-        "",
-        "",
-        "",
-    )
 
 
 def share_of_a_core(service: ServiceRates) -> str:
@@ -80,23 +59,31 @@ def share_of_a_core(service: ServiceRates) -> str:
     return f"{max(shares):.0%}" if shares else "-"
 
 
-def _summary(service: ServiceRates) -> tuple[object, ...]:
-    channels = list(service.channels)
+def _values(channels: Sequence[ChannelRates], errors: int) -> tuple[object, ...]:
+    """The cells from "triggers" to "errors", of one channel or of all. Channels may share rings and connections."""
     rings = {channel.ring: channel for channel in channels}.values()
     connections = {(channel.worker, channel.connection): channel for channel in channels}.values()
+    per_s = ("triggers_per_s", "sends_per_s", "puts_per_s", "gets_per_s", "bytes_per_s")
+    return (
+        *(short(sum(getattr(channel, name) for channel in channels)) for name in per_s),
+        f"{sum(ring.ring_full for ring in rings)}/{sum(ring.ring_size for ring in rings)}",
+        sum(each.outstanding for each in connections),
+        _mean_flush(channels),
+        errors,
+    )
+
+
+def _row(channel: ChannelRates) -> tuple[object, ...]:
+    to = channel.transport if channel.peer is None else f"{channel.peer} {channel.transport}"
+    return ("", str(channel.id), to, *_values([channel], channel.errors + channel.connection_errors), "", "", "")
+
+
+def _summary(service: ServiceRates) -> tuple[object, ...]:
     return (
         str(service.rank),
         "all",
         "",
-        short(sum(channel.triggers_per_s for channel in channels)),
-        short(sum(channel.sends_per_s for channel in channels)),
-        short(sum(channel.puts_per_s for channel in channels)),
-        short(sum(channel.gets_per_s for channel in channels)),
-        short(sum(channel.bytes_per_s for channel in channels)),
-        f"{sum(ring.ring_full for ring in rings)}/{sum(ring.ring_size for ring in rings)}",
-        sum(each.outstanding for each in connections),
-        _mean_flush(channels),
-        service.errors,
+        *_values(service.channels, service.errors),
         f"{max(worker.busy for worker in service.workers):.0%}",
         share_of_a_core(service),
         str(service.workers[0].idle),
@@ -144,7 +131,6 @@ def _frames(watch: Watch, interval: float) -> Iterator[list[ServiceRates]]:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.epilog = (
         "busy: the share of time in which a proxy's busiest thread had work. The ranks of a node daemon share "
         "its threads, so an idle rank there appears as busy as the ranks that share its thread. "
@@ -166,9 +152,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(parsed: Namespace) -> int:
     """Runs the command. Returns the exit code: 1 if neither a proxy nor an agent runs. The JSON output does not contain
     agents.
-
-    Raises:
-        ArgumentError: the directory of publications is not this user's own.
     """
     job, process = parsed.job, options.selected_process(parsed.daemon)
     if parsed.web is not None:

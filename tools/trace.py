@@ -15,9 +15,8 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from proxyccl.channels.transfers.published import find_agents
 from proxyccl.channels.transfers.tracing import AgentTrace, AgentTracer
@@ -39,42 +38,26 @@ from proxyccl.tools.results import versions
 _FETCH_EVERY = 0.005  # seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Equal consecutive triggers on one channel, within one clock reading of the worker, which are shown as one
-    event.
-    """
-
-    first: TracedTrigger
-    last: TracedTrigger
-    count: int
-
-    def name(self) -> str:
-        trigger = self.first.trigger
-        size = f" {show_size(trigger.size)}" if trigger.operation & Operation.DATA else ""
-        return operation_name(trigger.operation) + size + f" x{self.count}" * (self.count > 1)
-
-
 def _alike(traced: TracedTrigger) -> tuple[object, ...]:
+    """Equal consecutive triggers on one channel, within one clock reading of the worker, are shown as one event."""
     trigger = traced.trigger
     return traced.worker, traced.look, trigger.channel, trigger.operation, trigger.size, traced.completed_ns
 
 
-def _runs(triggers: list[TracedTrigger]) -> Iterator[_Run]:
-    for _, alike in itertools.groupby(triggers, _alike):
-        run = list(alike)
-        yield _Run(run[0], run[-1], len(run))
+def _name_of(run: list[TracedTrigger]) -> str:
+    trigger = run[0].trigger
+    size = f" {show_size(trigger.size)}" if trigger.operation & Operation.DATA else ""
+    return operation_name(trigger.operation) + size + f" x{len(run)}" * (len(run) > 1)
 
 
 class _Lanes:
-    """The tracks of one channel: events that overlap need separate tracks.
-
-    Args:
-        add: makes a track, given how many tracks the channel has. Returns the track's number.
+    """The tracks of one channel: events that overlap need separate tracks, which `add` makes, given a track's name.
+    Returns the track's number.
     """
 
-    def __init__(self, add: Callable[[int], int]) -> None:
+    def __init__(self, add: Callable[[str], int], name: str) -> None:
         self._add = add
+        self._name = name
         self._count = 0
         self._free: list[int] = []  # a heap
         self._taken: list[tuple[int, int]] = []  # a heap of (time until which the track is taken, track)
@@ -88,19 +71,15 @@ class _Lanes:
         if self._free:
             track = heapq.heappop(self._free)
         else:
-            track = self._add(self._count)
             self._count += 1
+            track = self._add(self._name + f" ·{self._count}" * (self._count > 1))
         heapq.heappush(self._taken, (max(begin, end), track))
         return track
 
 
 class _Events:
-    """The events of one process of the file.
-
-    Args:
-        pid: the process's number in the file.
-        start_ns: the time that is 0 in the file.
-        write: called with each event as JSON.
+    """The events of one process of the file, by its number there. `start_ns` is the time that is 0 in the file; `write`
+    is called with each event as JSON.
     """
 
     def __init__(self, pid: int, start_ns: int, write: Callable[[str], object]) -> None:
@@ -136,9 +115,7 @@ class _Agent(_Events):
         self._describe("process", 0, f"agent {agent.name} ({agent.program}, process {agent.pid})", self._pid)
         ordered = sorted(trace.transfers, key=lambda each: (each.peer, each.path, each.posted_ns))
         for (peer, path), transfers in itertools.groupby(ordered, lambda each: (each.peer, each.path)):
-            lanes = _Lanes(
-                lambda count, name=f"agent {peer} by {path}": self._track(name + f" ·{count + 1}" * bool(count))  # type: ignore[misc]
-            )
+            lanes = _Lanes(self._track, f"agent {peer} by {path}")
             for each in transfers:
                 what = "write" if each.writes else "read"
                 name = f"{what} {show_size(each.nbytes)}" + f" in {each.blocks} blocks" * (each.blocks > 1)
@@ -149,13 +126,7 @@ class _Agent(_Events):
 
 
 class _Process(_Events):
-    """The events of one service.
-
-    Args:
-        pid, start_ns, write: see `_Events`.
-        trace: the service's trace.
-        end_ns: the end that is shown for triggers whose completion was not recorded.
-    """
+    """The events of one service. `end_ns` is the end that is shown for triggers whose completion was not recorded."""
 
     def __init__(
         self, pid: int, trace: ServiceTrace, start_ns: int, end_ns: int, write: Callable[[str], object]
@@ -170,8 +141,9 @@ class _Process(_Events):
         name = f"rank {rank.rank} of {rank.world_size} ({rank.program}, job {rank.job}, proxy in process {service.pid})"
         self._describe("process", 0, name, rank.rank)
         threads = [self._track(f"proxy thread {worker}") for worker in range(service.workers)]
-        ordered = sorted(_runs(self._trace.triggers), key=lambda run: (run.first.trigger.channel, run.last.issued_ns))
-        for channel, runs in itertools.groupby(ordered, lambda run: run.first.trigger.channel):
+        together = [list(alike) for _, alike in itertools.groupby(self._trace.triggers, _alike)]
+        ordered = sorted(together, key=lambda run: (run[0].trigger.channel, run[-1].issued_ns))
+        for channel, runs in itertools.groupby(ordered, lambda run: run[0].trigger.channel):
             self._write_channel(channel, runs, threads)
         for channel, waits in itertools.groupby(
             sorted(self._trace.waits, key=lambda wait: (wait.channel, wait.begin_ns, wait.end_ns)),
@@ -182,26 +154,24 @@ class _Process(_Events):
     def _write_waits(self, channel: int, waits: Iterator[TracedWait]) -> None:
         peer, _ = self._trace.routes.get(channel, (None, ""))
         of = f"channel {channel}" if peer is None else f"rank {peer}"
-        lanes = _Lanes(
-            lambda count: self._track(f"waits for {of} on channel {channel}" + f" ·{count + 1}" * bool(count))
-        )
+        lanes = _Lanes(self._track, f"waits for {of} on channel {channel}")
         for wait in waits:
             what = f"{of} to join" if wait.joins else f"data of {of}"
             arguments = json.dumps({"channel": channel, "peer": peer, "schedule": wait.schedule})
             track = lanes.take(wait.begin_ns, wait.end_ns)
             self._span(json.dumps(what), "wait", track, wait.begin_ns, wait.end_ns, arguments)
 
-    def _write_channel(self, channel: int, runs: Iterator[_Run], threads: list[int]) -> None:
+    def _write_channel(self, channel: int, runs: Iterator[list[TracedTrigger]], threads: list[int]) -> None:
         peer, transport = self._trace.routes.get(channel, (None, "unknown"))
         way = self._trace.publication.description.way_text(peer)
         transport += f", {way}" if way else ""
         name = f"channel {channel} " + (f"({transport})" if peer is None else f"→ rank {peer} ({transport})")
-        lanes = _Lanes(lambda count: self._track(name + f" ·{count + 1}" * bool(count)))
+        lanes = _Lanes(self._track, name)
         for run in runs:
-            first, issued, completed = run.first, run.last.issued_ns, run.first.completed_ns
+            first, issued, completed = run[0], run[-1].issued_ns, run[0].completed_ns
             done = self._end_ns if completed is None else completed
             track = lanes.take(issued, done)
-            what = json.dumps(run.name())
+            what = json.dumps(_name_of(run))
             arguments = json.dumps(
                 {
                     "channel": channel,
@@ -209,7 +179,7 @@ class _Process(_Events):
                     "ring": first.ring,
                     "ticket": first.ticket,
                     "schedule": first.schedule,
-                    "count": run.count,
+                    "count": len(run),
                     "bytes": first.trigger.size,
                     "completed": completed is not None,
                 }
@@ -258,9 +228,7 @@ class _Ended:
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -273,13 +241,11 @@ def record(
     most: int = MOST_TRIGGERS,
     ended: Callable[[], bool] = lambda: False,
 ) -> tuple[list[ServiceTrace], list[AgentTrace]]:
-    """Records the chosen services and agents for some seconds.
+    """Records the chosen services and agents for some seconds, or until `ended` returns True.
 
     Args:
         seconds: how long to record.
-        job: the job whose services are recorded, without agents, which belong to no job; None for all.
-        ranks: the ranks whose services are recorded, without agents, which have no rank; None for all.
-        process: the process, such as a daemon, whose services are recorded; None for all.
+        job, ranks, process: see `find`. Agents belong to no job and have no rank.
         most: the most triggers to keep of all services together, the first ones; see `Allowance`.
         ended: returns whether to end earlier.
 
@@ -310,7 +276,6 @@ def record(
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "-o", "--output", type=options.json_file, required=True, metavar="FILE", help="file to write the trace to"
     )

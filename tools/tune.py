@@ -18,7 +18,6 @@ def in_words(table: SizeTable) -> str:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.epilog = "Start it with: mpiexec -n 4 python -m mpi4py -m proxyccl tune"
     parser.add_argument(
         "-t", "--seconds", type=options.seconds, default=10.0, help="time to spend, about (default %(default)s)"
@@ -26,11 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command, on every rank of the MPI job. Returns the exit code.
-
-    Raises:
-        ArgumentError: there is only one rank.
-    """
+    """Runs the command, on every rank of the MPI job. Returns the exit code."""
     from proxyccl.channels.communicator import Communicator
 
     with Communicator.from_mpi() as communicator:

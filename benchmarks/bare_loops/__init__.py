@@ -11,7 +11,7 @@ from typing import Any
 
 import cffi
 
-from proxyccl.proxy.ring import RingMemory
+from proxyccl.proxy.ring import Ring
 
 _HERE = Path(__file__).parent
 _LIBRARY = _HERE.parent.parent / "build/bare-loops/libbare_loops.so"
@@ -58,7 +58,7 @@ def fabric_serve(queue: int, seconds: float) -> int:
     return int(_library()[1].proxyccl_fabric_bare_serve(queue, int(seconds * 1e9)))
 
 
-def produce(ring: RingMemory, first: int, words: tuple[int, int], count: int, timeout: float) -> int:
+def produce(ring: Ring, first: int, words: tuple[int, int], count: int, timeout: float) -> int:
     """Pushes copies of one trigger from this thread, and waits for room. Nobody else may push meanwhile.
 
     Args:
@@ -75,7 +75,7 @@ def produce(ring: RingMemory, first: int, words: tuple[int, int], count: int, ti
     return int(_library()[1].proxyccl_bare_produce(*place, first, count, *words, int(timeout * 1e9)))
 
 
-def drain(ring: RingMemory, count: int, timeout: float) -> int:
+def drain(ring: Ring, count: int, timeout: float) -> int:
     """Takes triggers out of a fresh ring and does nothing with them.
 
     Args:

@@ -53,7 +53,7 @@ from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.daemon.introduced import is_offered
 from proxyccl.proxy.daemon.protocol import socket_path
-from proxyccl.proxy.transport_options import TransportOptions
+from proxyccl.proxy.remote_options import TransportOptions
 from proxyccl.proxy.transports.table import missing_transports
 
 _NAME = Codec(str, 4096, "name")

@@ -19,9 +19,8 @@ from proxyccl.device.process import forks
 from proxyccl.device.process.namespaces import proc_view
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Codec, Message, Uint64
-from proxyccl.proxy.cores import cores_of, encode_cores
 from proxyccl.proxy.hosts import host_name
-from proxyccl.proxy.processes import start_of
+from proxyccl.proxy.processes import cores_of, encode_cores, start_of
 from proxyccl.proxy.transports.table import TRANSPORTS
 
 _WITHIN_HOST = next(name for name, transport in TRANSPORTS.items() if not transport.is_remote)
@@ -289,7 +288,7 @@ class Topology(Struct, frozen=True, dict=True):
     def stages_remote_pairs(self) -> bool:
         """Whether there are remote pairs, and all of them stage their data; the same on all ranks."""
         remote = [functions for name in self.all_transports if (functions := TRANSPORTS[name].remote) is not None]
-        return bool(remote) and all(functions.expose_pinned is not None for functions in remote)
+        return bool(remote) and all(functions.stages for functions in remote)
 
     @functools.cached_property
     def all_transports(self) -> frozenset[str]:

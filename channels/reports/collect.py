@@ -44,8 +44,7 @@ from proxyccl.channels.segment.rendezvous import wait_at_most
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.daemon.client import DaemonClient
-from proxyccl.proxy.interface import Proxy
+from proxyccl.proxy.daemon.client import DaemonClient, Proxy
 from proxyccl.proxy.observe.publications import way_text
 from proxyccl.proxy.reports.document import Member
 from proxyccl.proxy.ring import RingContents

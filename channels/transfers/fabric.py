@@ -21,10 +21,10 @@ from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Message, ProtocolError, Uint64
-from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint, FabricRegistration, register_memory
-from proxyccl.proxy.fabric.library import fabric_offers
-from proxyccl.proxy.fabric.options import FabricOptions
-from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint
+from proxyccl.proxy.fabric.library import choose_offer, fabric_offers
+from proxyccl.proxy.registrations import Registration
+from proxyccl.proxy.remote_options import FabricOptions
 
 _ADAPTERS = Path("/sys/class/infiniband")
 """Adapters with RDMA, EFA among them."""
@@ -100,8 +100,8 @@ class AgentFabric:
         self.address = self.endpoint.address
         self.raw = ADDRESS.decode(self.address, "this agent").address
         self._lock = threading.Lock()
-        self._registered: dict[Region, FabricRegistration] = {}
-        self._ended: deque[tuple[FabricRegistration, object]] = deque()  # registrations of stages that have ended
+        self._registered: dict[Region, Registration] = {}
+        self._ended: deque[tuple[Registration, object]] = deque()  # registrations of stages that have ended
         self._unreached: dict[int, str] = {}  # by device, why the provider does not reach its memory
         parts, offer = self.endpoint.parts, self.endpoint.offer
         named = {name: getattr(parts, name) for name in ("endpoint", "queue", "fabric", "peers", "descriptor")}
@@ -139,13 +139,13 @@ class AgentFabric:
                     continue
                 self._registered[region] = made
 
-    def _register(self, region: Region, runtime: Runtime | None) -> FabricRegistration:
-        """Raises as `register_memory`, and RuntimeUnavailableError for memory that the driver does not know."""
+    def _register(self, region: Region, runtime: Runtime | None) -> Registration:
+        """Raises as `RegistrationCache.register_of`, and for memory that the driver does not know."""
         if runtime is None:
             return self.endpoint.register(region.address, region.nbytes)
         if runtime.name != "host" and runtime.pointer_device(region.address) is None:
             raise RuntimeUnavailableError(f"device {region.device}: its driver does not know the memory")
-        return register_memory(self.endpoint, runtime, self._options.gpu_writes, region.address, region.nbytes)
+        return self.endpoint.register_of(runtime, self._options.gpu_writes, region.address, region.nbytes)
 
     def deregister(self, regions: Iterable[Region]) -> None:
         """Deregisters those of the regions that are registered."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import select
 import socket
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, ProxyLostError, ResourceError
 from proxyccl.device.process.threads import Thread
-from proxyccl.proxy.daemon.connection import DaemonAddress, prepare_device
+from proxyccl.proxy.daemon.connection import prepare_device
+from proxyccl.proxy.daemon.hello import DaemonAddress
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ class _Prepared:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the daemon has hung up."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN | select.POLLRDHUP)  # any input is its end
         return bool(poll.poll(0))
@@ -37,14 +37,9 @@ class _Prepared:
         self.address.close()
 
 
-class ChosenDaemon:
-    """See `proxyccl.proxy.daemon.connection.DaemonAddress` for the methods. Each method is for one thread at a time.
-
-    Args:
-        addresses: returns the daemons' addresses in order of preference.
-        runtime: name of the runtime.
-        device_id: the rank's device.
-        peers: device_ids of the peers' devices.
+class ChosenDaemon(DaemonAddress):
+    """The first of `addresses`, which are in order of preference, whose daemon sees the rank's device. Each method is
+    for one thread at a time. `peers` are the device_ids of the peers' devices.
     """
 
     def __init__(
@@ -53,79 +48,61 @@ class ChosenDaemon:
         self._addresses = addresses
         self._device = runtime, device_id, peers
         self._chosen: DaemonAddress | None = None
-        self._early: Thread | None = None
-        self._lock = threading.Lock()
-        self._prepared: _Prepared | None = None
-        self._error: ProxyCCLError | None = None
+        self._early: Future[_Prepared] | None = None
         self._dropped = False
 
     def __str__(self) -> str:
         return str(self._chosen)
 
     def begin(self, timeout: float) -> None:
-        """Starts a thread that connects. `connect` then uses that connection, or raises the thread's error.
-
-        Args:
-            timeout: seconds for each step.
+        """Starts a thread that connects, with this number of seconds for each step. `connect` then uses that
+        connection, or raises the thread's error.
         """
-        self._early = Thread(self._prepare_early, "proxyccl-early-start", timeout)
+        early: Future[_Prepared] = Future()
+
+        def prepare() -> None:
+            try:
+                early.set_result(self._prepare(timeout))
+            except BaseException as error:
+                early.set_exception(error)
+
         try:
-            self._early.start()
+            Thread(prepare, "proxyccl-early-start").start()
         except ResourceError:  # the first use will report the lack of threads
-            self._early = None
+            return
+        self._early = early
 
     @property
     def is_ready(self) -> bool:
         """Whether `connect` would return without waiting for the thread of `begin`."""
         early = self._early
-        return early is None or not early.is_alive()
-
-    def _prepare_early(self, timeout: float) -> None:
-        try:
-            prepared = self._prepare(timeout)
-        except ProxyLostError:  # the first use makes another connection
-            return
-        except ProxyCCLError as error:
-            self._error = error
-            return
-        with self._lock:
-            if not self._dropped:
-                self._prepared = prepared
-                return
-        prepared.close()
+        return early is None or early.done()
 
     def drop(self) -> None:
         """Closes an unused connection that `begin` made or is making. Does not wait."""
-        with self._lock:
-            self._dropped = True
-            prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            prepared.close()
+        self._dropped = True
+        early, self._early = self._early, None
+        if early is not None:
+            early.add_done_callback(_close_made)
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """See `DaemonAddress.connect`.
-
-        Raises:
-            ArgumentError: no daemon sees the device, or an option of the daemon is wrong.
-            ProxyLostError: the daemon does not answer.
+        """See `DaemonAddress.connect`. Also raises ArgumentError if no daemon sees the device, or an option of the
+        daemon is wrong, and ProxyLostError if the daemon does not answer.
         """
-        prepared = self._made_early()
-        if prepared is None:
-            prepared = self._prepare(timeout)
+        prepared = self._made_early() or self._prepare(timeout)
         self._chosen = prepared.address
         return prepared.connection, prepared.process
 
     def _made_early(self) -> _Prepared | None:
         """Returns the connection that `begin` has made, if any. Raises the error of the attempt."""
-        if self._early is None:
+        early, self._early = self._early, None
+        if early is None:
             return None
-        self._early.join()  # each step of the thread is bounded
-        self._early = None
-        if self._error is not None:
-            raise self._error
-        with self._lock:
-            prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared.is_lost:
+        try:
+            prepared = early.result()  # each step of the thread is bounded
+        except ProxyLostError:  # another connection may be made
+            return None
+        if prepared.is_lost:
             prepared.close()
             return None
         return prepared
@@ -157,3 +134,8 @@ class ChosenDaemon:
     def close(self) -> None:
         if self._chosen is not None:
             self._chosen.close()
+
+
+def _close_made(early: Future[_Prepared]) -> None:
+    if early.exception() is None:
+        early.result().close()

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
@@ -18,12 +18,11 @@ from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, Pr
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.sleepers import Sleepers
-from proxyccl.proxy.daemon.connection import DaemonAddress, DaemonConnection, daemon_process, missing_in_daemon
+from proxyccl.proxy.daemon.connection import DaemonConnection, daemon_process, missing_in_daemon
+from proxyccl.proxy.daemon.hello import DaemonAddress
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.daemon.session_service import ServiceOptions, SessionService
-from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import (
-    ChannelCounters,
     Connection,
     ExposedMemory,
     HandleProvider,
@@ -32,14 +31,14 @@ from proxyccl.proxy.interface import (
 )
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.segment import ObservedSegment
-from proxyccl.proxy.ring import require_ring_size
-from proxyccl.proxy.schedule import SchedulePointers, ScheduleWait
+from proxyccl.proxy.remote_options import TransportOptions
+from proxyccl.proxy.ring import Fifo, require_ring_size
+from proxyccl.proxy.schedule import ScheduleWait
 from proxyccl.proxy.service import ProxyService, require_callable
-from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.service_remote import ServiceRemote
+from proxyccl.proxy.shared_words import ProxyWords, SharedWords, TurnWatch
 from proxyccl.proxy.thread import IdlePolicy
-from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import find_transport
-from proxyccl.proxy.turns import TurnWatch
 from proxyccl.proxy.workers import require_rings
 
 __all__ = ["DaemonClient", "daemon_process", "missing_in_daemon"]
@@ -59,7 +58,7 @@ def _asks(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
 
 
 class DaemonRemote:
-    """A rank's remote links in the daemon. See `proxyccl.proxy.interface.RemoteContext` for the methods."""
+    """A rank's remote links in the daemon. See `ServiceRemote` for the methods."""
 
     def __init__(self, daemon: DaemonConnection) -> None:
         self._daemon = daemon
@@ -84,22 +83,16 @@ class DaemonRemote:
         """Does nothing: the daemon frees remote links with the proxy."""
 
 
-class DaemonClient:
-    """See `proxyccl.proxy.interface.Proxy` for the methods.
+class DaemonClient(ProxyWords):
+    """A rank's proxy in a daemon. See `ProxyService` for the methods, and for other arguments.
 
     Args:
         runtime: the runtime of the rank's kernels.
         shared: pinned memory that begins with the ProxycclControl whose abort word ends the workers.
-        shared_offset: offset in `shared` of `ProxyService.shared_bytes()`.
-        semaphores_offset: offset in `shared` of the words that peers signal, by channel id.
-        fifos: number of rings.
         threads: number of workers. Each has its own daemon thread if the daemon has that many.
-        fifo_size: slots in each ring.
-        ring_per_connection: see `ProxyService`.
         idle: the idle policy that the proxy needs, in the daemon and in this process; None for the daemon's policy, and
             for the default of `IdlePolicy` here.
         on_failure: called in a thread of this object when an error ends a worker, and when the daemon is lost.
-        description: the rank, for observers and the daemon's log.
         timeout: returns the seconds that the daemon may take for an answer.
         address: the daemon's address; None for the node daemon at the default socket.
         takes_private: whether memory that the daemon can't map may be the source of copies, by a service in this
@@ -138,7 +131,7 @@ class DaemonClient:
         fifo_size = require_ring_size(fifo_size)
         self._runtime = runtime
         self._segment = shared
-        self._shared = SharedWords(shared, shared_offset)
+        self.words = SharedWords(shared, shared_offset)
         self._threads = threads
         self.sleepers = Sleepers()
         self._turns = self._watch_turns()
@@ -201,10 +194,11 @@ class DaemonClient:
         return f"<DaemonClient of process {self.daemon} at {self._daemon.address}, {len(self.fifos)} rings>"
 
     def _watch_turns(self) -> TurnWatch:
-        return TurnWatch(self._shared.schedule_words, self._threads)
+        return TurnWatch(self.words.schedule_words, self._threads)
 
-    def _words_of(self, channel: int) -> SharedWords | ProxyService:
-        return self._own if self._own is not None and channel in self._own_channels else self._shared
+    def _words_of(self, channel: int) -> SharedWords:
+        own = self._own if channel in self._own_channels else None
+        return self.words if own is None else own.words
 
     def fifo_for(self, channel: int) -> Fifo:
         if self._own is not None and channel in self._own_channels:
@@ -218,9 +212,6 @@ class DaemonClient:
     @property
     def handling(self) -> dict[int, float]:
         return self._own.handling if self._own is not None else {}
-
-    def flushed(self, channel: int) -> int:
-        return self._words_of(channel).flushed(channel)
 
     def outstanding(self, channel: int) -> int | None:
         self._require_open()
@@ -236,33 +227,10 @@ class DaemonClient:
         if self._daemon.is_closed:
             raise ClosedError("the proxy service is closed")
 
-    def flushed_pointer(self, channel: int) -> int:
-        return self._words_of(channel).flushed_pointer(channel)
-
-    def completed(self, channel: int) -> int:
-        return self._words_of(channel).completed(channel)
-
-    def completed_pointer(self, channel: int) -> int:
-        return self._words_of(channel).completed_pointer(channel)
-
-    @property
-    def memory_limits_pointer(self) -> int:
-        return self._shared.memory_limits_pointer
-
-    @property
-    def schedule_pointers(self) -> SchedulePointers:
-        return self._shared.schedule_pointers
-
     def check_turns(self, timeout: float) -> None:
-        """Gives up the daemon where `Proxy.check_turns` fails a proxy. Handlers run here, and hold up no schedule."""
+        """Gives up the daemon where a `ProxyService` fails the proxy. Handlers run here, and hold up no schedule."""
         if self._daemon.is_open and self._turns.look_for_streams() > timeout:
             self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
-
-    def end_waits(self) -> None:
-        self._shared.end_waits()
-
-    def counters(self, channel: int) -> ChannelCounters:
-        return self._words_of(channel).counters(channel)
 
     # -- methods of the daemon ---
 
@@ -316,7 +284,6 @@ class DaemonClient:
         return self._daemon.ask(SessionService.connect_copy, peer, transport)
 
     def _own_service(self) -> ProxyService:
-        """The service in this process, created on first use."""
         with self._lock:
             if self._own is None:
                 self._own_words = self._runtime.allocate_pinned(ProxyService.shared_bytes())
@@ -326,7 +293,6 @@ class DaemonClient:
             return self._own
 
     def _reserve_own(self) -> int:
-        """Reserves a channel id for the service in this process."""
         with self._lock:
             if self._spare_channels:
                 return self._spare_channels.pop()
@@ -400,7 +366,7 @@ class DaemonClient:
         return channel
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """See `Proxy.drain`. An abort also ends the wait."""
+        """See `ProxyService.drain`. An abort also ends the wait."""
         if not self._daemon.is_open or given_up():
             return False
         if self._own is not None and not self._own.drain(timeout, given_up):
@@ -411,9 +377,8 @@ class DaemonClient:
             return False
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Drains the rings, and frees everything of this client in the daemon.
-
-        False if a handler or a worker did not end in time; its memory is then kept.
+        """Drains the rings, and frees everything of this client in the daemon. Returns False if a handler or a worker
+        did not end in time; its memory is then kept.
         """
         with self._lock:
             own_ended = self._own is None or self._own.close(timeout)
@@ -432,6 +397,11 @@ class DaemonClient:
             self._observed.close()
         for fifo in self.fifos:
             fifo.close()
+
+
+Proxy: TypeAlias = ProxyService | DaemonClient
+"""A communicator's proxy, in its own process or in a daemon."""
+RemoteContext: TypeAlias = ServiceRemote | DaemonRemote
 
 
 def _open_observed(handle: bytes, workers: int) -> ObservedSegment | None:

@@ -40,18 +40,9 @@ def _log_to_stderr(level: int) -> None:
 
 
 def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> int:
-    """Serves until SIGTERM or SIGINT, then finishes the clients' requests. Returns the exit code.
-
-    On SIGUSR1 it writes a report and continues.
-
-    Args:
-        path: path of the socket.
-        options: the daemon's options.
-        servers: servers of pages and metrics of this user's programs.
-
-    Raises:
-        ArgumentError: an option is wrong.
-        ResourceError: another daemon listens at the path, or a server's port is in use.
+    """Serves until SIGTERM or SIGINT, then finishes the clients' requests. Returns the exit code. On SIGUSR1 it writes
+    a report and continues. `servers` serve pages and metrics of this user's programs. Raises as `Daemon`, and
+    ResourceError if a server's port is in use.
     """
     _log_to_stderr(logging.INFO)
     ending = _Ending()
@@ -59,21 +50,14 @@ def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> i
     with Daemon(path, options) as daemon, contextlib.ExitStack() as opened:
         for server in servers:
             logging.getLogger("proxyccl.daemon").info("%s", opened.enter_context(server))
-        _serve(daemon, ending)
+        ending.serve(daemon)
     return 0
 
 
 def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[], None]) -> None:
-    """Serves a job's ranks until they have ended. It handles signals as `run` does.
-
-    Args:
-        listener: descriptor of the listening socket.
-        options: an encoded `JobOptions`.
-        starter: the process of the rank that starts the daemon.
-        on_ready: called before the daemon serves.
-
-    Raises:
-        ArgumentError: an option is wrong.
+    """Serves a job's ranks until they have ended. It handles signals as `run` does. `listener` is the descriptor of the
+    listening socket, `options` an encoded `JobOptions`, `starter` the process of the rank that starts the daemon.
+    `on_ready` is called before the daemon serves. Raises ArgumentError if an option is wrong.
     """
     _log_to_stderr(logging.WARNING)
     ending = _Ending()
@@ -89,7 +73,7 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, programs=chosen.programs)
     with Daemon(HandedOver(listener), daemon_options, Attendance(starter)) as daemon:
         on_ready()
-        _serve(daemon, ending)
+        ending.serve(daemon)
 
 
 class _Ending:
@@ -106,22 +90,17 @@ class _Ending:
         if self._daemon is not None:
             self._daemon.stop()
 
-    def ends(self, daemon: Daemon) -> None:
-        """Sets the daemon that signals end. Its `serve` returns at once if a signal has arrived."""
+    def serve(self, daemon: Daemon) -> None:
+        """Serves until a signal ends it, or returns at once if one has arrived."""
         self._daemon = daemon
         # A signal that the system delivers to another thread would not end the main thread's poll(), as happens if a
         # stopped process gets SIGCONT and then SIGTERM.
         signal.set_wakeup_fd(daemon.wake_descriptor, warn_on_full_buffer=False)
         if self._asked:
             daemon.stop()
-
-
-def _serve(daemon: Daemon, ending: _Ending) -> None:
-    """Serves until a signal ends it."""
-    ending.ends(daemon)
-    if daemon.reporter.enabled:
-        on_signal.install(daemon.reporter.write)
-    try:
-        daemon.serve()
-    finally:
-        signal.set_wakeup_fd(-1)  # the descriptor closes with the daemon
+        if daemon.reporter.enabled:
+            on_signal.install(daemon.reporter.write)
+        try:
+            daemon.serve()
+        finally:
+            signal.set_wakeup_fd(-1)  # the descriptor closes with the daemon

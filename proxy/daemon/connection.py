@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from msgspec import structs
 
@@ -26,7 +26,7 @@ from proxyccl.device.errors import (
 from proxyccl.device.memory.sockets import peer_credentials
 from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
-from proxyccl.proxy.daemon.hello import ask_first, introduce
+from proxyccl.proxy.daemon.hello import DaemonAddress, ask_first, introduce
 from proxyccl.proxy.daemon.introduced import offer
 from proxyccl.proxy.daemon.protocol import (
     DAEMON,
@@ -47,8 +47,8 @@ from proxyccl.proxy.daemon.protocol import (
 from proxyccl.proxy.daemon.session import REQUESTS, Session
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.processes import is_stopped, process_name, start_of
+from proxyccl.proxy.shared_words import TurnWatch
 from proxyccl.proxy.transports.table import TRANSPORTS
-from proxyccl.proxy.turns import TurnWatch
 
 _MARGIN = 10.0  # seconds for an answer beyond the time that the request itself takes
 _HELLO_SECONDS = 10.0
@@ -59,32 +59,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class DaemonAddress(Protocol):
-    """The address of a daemon. `str` gives a readable name."""
-
-    def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """Connects to the daemon. Returns the connection, and the daemon's process id; 0 if it has none in this
-        namespace.
-
-        Args:
-            timeout: seconds for each step.
-
-        Raises:
-            RuntimeUnavailableError: no such daemon is running; the message says how to start one.
-            ResourceError: there are too few descriptors.
-        """
-        ...
-
-    def last_words(self) -> str:
-        """The daemon's last output, for the error about its loss; empty if this process can't read the output."""
-        ...
-
-    def close(self) -> None:
-        """Ends the use of the address."""
-        ...
-
-
-class NodeDaemon:
+class NodeDaemon(DaemonAddress):
     """The node daemon that listens at a path. See `DaemonAddress`."""
 
     def __init__(self, path: Path) -> None:
@@ -113,21 +88,9 @@ class NodeDaemon:
                 raise
         return connection, process
 
-    def last_words(self) -> str:
-        """Returns "", because the node daemon has its own log."""
-        return ""
-
-    def close(self) -> None:
-        pass
-
 
 def daemon_process(path: Path) -> int:
-    """The process of the daemon that listens at a path.
-
-    Raises:
-        RuntimeUnavailableError: no daemon answers.
-        ResourceError: there are too few descriptors.
-    """
+    """The process of the daemon that listens at a path. Raises as `DaemonAddress.connect`."""
     connection, process = NodeDaemon(path).connect(_HELLO_SECONDS)
     connection.close()
     return process
@@ -177,7 +140,6 @@ class DaemonConnection:
         address: the daemon's address, which `hang_up` closes; None for the node daemon at the default socket.
 
     Attributes:
-        address: the daemon's address.
         daemon: the daemon's process.
         daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
 
@@ -347,13 +309,12 @@ class DaemonConnection:
         self._lose(f"{process_name(self.daemon)} {what}{stopped}")
 
     def stopped(self) -> str:
-        """See `Proxy.stopped`; also "" if the daemon is lost."""
+        """See `ProxyService.stopped`; also "" if the daemon is lost."""
         return f"{process_name(self.daemon)} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
     def close_service(self, timeout: float) -> bool:
-        """Drains the rings and frees everything of this client in the daemon, then hangs up.
-
-        Returns False if a worker did not end in time. Returns True if the daemon is lost.
+        """Drains the rings and frees everything of this client in the daemon, then hangs up. Returns False if a worker
+        did not end in time, and True if the daemon is lost.
         """
         if not self._process.is_here:
             return True

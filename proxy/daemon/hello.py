@@ -37,6 +37,27 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class DaemonAddress:
+    """The address of a daemon. `str` gives a readable name."""
+
+    def connect(self, timeout: float) -> tuple[socket.socket, int]:
+        """Connects to the daemon, with this number of seconds for each step. Returns the connection, and the daemon's
+        process id; 0 if it has none in this namespace.
+
+        Raises:
+            RuntimeUnavailableError: no such daemon is running; the message says how to start one.
+            ResourceError: there are too few descriptors.
+        """
+        raise NotImplementedError
+
+    def last_words(self) -> str:
+        """The daemon's last output, for the error about its loss; empty if this process can't read the output."""
+        return ""
+
+    def close(self) -> None:
+        """Ends the use of the address."""
+
+
 def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]:
     """Connects to a daemon and says hello. Returns the connection, and the answer.
 

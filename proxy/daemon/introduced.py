@@ -28,10 +28,6 @@ _offered: dict[Path, forks.Process] = {}
 def offer(path: Path, timeout: float) -> None:
     """Starts to let the daemon at a path introduce other processes to this one, and this one to others.
 
-    Args:
-        path: path of the daemon's socket.
-        timeout: seconds for each step.
-
     Raises:
         RuntimeUnavailableError: no such daemon is running, or it does not accept this process.
         ResourceError: there are too few descriptors or threads.

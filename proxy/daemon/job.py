@@ -15,7 +15,7 @@ from proxyccl.device.errors import ProtocolError, RuntimeUnavailableError
 from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion, out_of_descriptors
 from proxyccl.device.process import forks
 from proxyccl.proxy.codec import Codec, Message
-from proxyccl.proxy.daemon.hello import introduce
+from proxyccl.proxy.daemon.hello import DaemonAddress, introduce
 from proxyccl.proxy.daemon.listeners import BACKLOG, abstract
 from proxyccl.proxy.daemon.protocol import limit_waits
 from proxyccl.proxy.processes import start_of
@@ -62,8 +62,8 @@ def new_name() -> str:
     return f"proxyccl-{os.urandom(16).hex()}"
 
 
-class JobDaemon:
-    """See `proxyccl.proxy.daemon.connection.DaemonAddress` for the methods.
+class JobDaemon(DaemonAddress):
+    """See `DaemonAddress` for the methods.
 
     Args:
         name: the daemon's name, which is the same on all ranks that share the daemon.
@@ -142,11 +142,8 @@ def _no_daemon(reason: str) -> RuntimeUnavailableError:
 
 
 def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> None:
-    """Starts a process that serves at a socket, and waits until the process serves.
-
-    Raises:
-        RuntimeUnavailableError: the process does not start; the message says why.
-        ResourceError: there are too few descriptors.
+    """Starts a process that serves at a socket, and waits until the process serves. Raises RuntimeUnavailableError if
+    it does not, and ResourceError.
     """
     import subprocess  # slow to import, and the host's other ranks do not need it
 

@@ -9,7 +9,7 @@ import os
 import socket
 import stat
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from proxyccl.device.errors import ArgumentError, ResourceError, UntrustedPathError
 from proxyccl.device.process.private_directories import open_private
@@ -17,28 +17,9 @@ from proxyccl.device.process.private_directories import open_private
 BACKLOG = 512
 
 
-class Listener(Protocol):
-    """A listening socket.
-
-    Attributes:
-        socket: accepts clients.
-        name: the socket's name in reports and logs.
-    """
-
-    socket: socket.socket
-    name: str
-
-    def close(self) -> None:
-        """Stops accepting clients."""
-        ...
-
-    def release(self) -> None:
-        """Lets another daemon listen at the same place."""
-        ...
-
-
 class SocketFile:
-    """A socket in the file system. A lock beside it tells a live daemon from the socket that a dead one left.
+    """A socket in the file system, and its name in reports and logs. A lock beside it tells a live daemon from the
+    socket that a dead one left.
 
     Raises:
         ArgumentError: the directory can't be made, or the path names a file that is not a socket.
@@ -61,13 +42,11 @@ class SocketFile:
                 raise
 
     def close(self) -> None:
-        """Removes the socket."""
         self.socket.close()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
 
     def release(self) -> None:
-        """Releases the lock."""
         os.close(self._lock_file)
 
 
@@ -80,11 +59,13 @@ class HandedOver:
         self.name = shown(self.socket.getsockname())
 
     def close(self) -> None:
-        """Frees the name."""
         self.socket.close()
 
     def release(self) -> None:
         """Does nothing, because the name was freed with the socket."""
+
+
+Listener: TypeAlias = SocketFile | HandedOver
 
 
 def abstract(name: str) -> str:
@@ -121,10 +102,7 @@ def _require_file(info: os.stat_result, path: Path) -> None:
 
 def _lock_beside(path: Path, directory: int) -> int:
     """Locks a file beside the socket until this process ends. A socket without a lock was left by a killed daemon.
-
-    Args:
-        path: path of the socket.
-        directory: a descriptor of the socket's directory.
+    `directory` is a descriptor of the socket's directory.
     """
     name = path.with_name(path.name + ".lock")
     try:

@@ -131,7 +131,6 @@ class Refused(Reply, frozen=True):
         return cls(next((kind for kind, each in _KINDS.items() if isinstance(error, each)), "other"), text)
 
     def exception(self) -> ProxyCCLError:
-        """The exception that the client raises."""
         match self.error:
             case "argument":
                 return ArgumentError(self.argument, self.message)
@@ -243,12 +242,7 @@ def method(**properties: Any) -> Callable[[F], F]:
 def send(
     connection: socket.socket, codec: Codec[T], message: T, descriptors: Sequence[int] = (), flags: int = 0
 ) -> None:
-    """Sends a frame.
-
-    Raises:
-        ProtocolError: the message is too long for a frame.
-        OSError: as the socket does.
-    """
+    """Sends a frame. Raises ProtocolError if the message is too long for a frame, and the socket's OSError."""
     send_with_descriptors(connection, codec.encode(message), descriptors, flags)
 
 
@@ -279,15 +273,13 @@ def _require_whole(flags: int, source: str) -> None:
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Closes descriptors and empties the list."""
     while descriptors:
         os.close(descriptors.pop())
 
 
 def limit_waits(connection: socket.socket, send_seconds: float, receive_seconds: float) -> None:
-    """Sets time-outs of the socket's sends and receives; 0 for none.
-
-    The time-outs are the kernel's, because with Python's a non-blocking send would still wait.
+    """Sets time-outs of the socket's sends and receives; 0 for none. They are the kernel's, because with Python's a
+    non-blocking send would still wait.
     """
     for option, seconds in ((socket.SO_SNDTIMEO, send_seconds), (socket.SO_RCVTIMEO, receive_seconds)):
         parts = divmod(int(seconds * 1e6), 1_000_000)
@@ -295,10 +287,8 @@ def limit_waits(connection: socket.socket, send_seconds: float, receive_seconds:
 
 
 def socket_path(path: str | os.PathLike[str] | None = None) -> Path:
-    """The daemon's socket: the path given, else ``PROXYCCL_DAEMON_SOCKET``, else this user's default.
-
-    Raises:
-        ArgumentError: the path is too long for a socket.
+    """The daemon's socket: the path given, else ``PROXYCCL_DAEMON_SOCKET``, else this user's default. Raises
+    ArgumentError if the path is too long for a socket.
     """
     chosen = path or os.environ.get("PROXYCCL_DAEMON_SOCKET")
     if not chosen:

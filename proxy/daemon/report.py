@@ -114,7 +114,6 @@ class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemo
         require_moment(self.written)
 
     def client_of(self, job: str, rank: int) -> Client | None:
-        """The client with this job and rank."""
         for client in self.clients:
             description = client.description
             if description is not None and (description.job, description.rank) == (job, rank):

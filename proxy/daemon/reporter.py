@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,12 +25,10 @@ from proxyccl.device.process.threads import Thread
 from proxyccl.proxy.daemon.report import Client, DaemonReport, EngineThread, Request, Worker
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.interface import ProxyFailure
-from proxyccl.proxy.observe.reader import Observer, ServiceView
+from proxyccl.proxy.observe.reader import Observer
 from proxyccl.proxy.processes import process_name, stat_of
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import Member
-from proxyccl.proxy.ring import RingContents
-from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import ProxyThread
 
 _MEANWHILE = 0.1
@@ -46,13 +43,8 @@ log = logging.getLogger("proxyccl.daemon")
 
 
 class DaemonReporter:
-    """Writes reports of one daemon.
-
-    Args:
-        place: the daemon's socket.
-        threads: the threads that run the clients' workers.
-        sessions: returns the current sessions, without waiting.
-        enabled: whether clients and signals may ask for reports.
+    """Writes reports of one daemon at the socket `place`. `threads` run the clients' workers; `sessions` returns the
+    current sessions, without waiting. Clients and signals may ask for reports if they are `enabled`.
     """
 
     def __init__(
@@ -74,9 +66,8 @@ class DaemonReporter:
         self._requested: dict[str, float] = {}  # by job: time.monotonic() of the last request that started a report
 
     def request(self, job: str, cause: str) -> None:
-        """Writes a report in a separate thread, unless one was just started for the job.
-
-        The clients' state is read before this function returns, so the requesting client may leave.
+        """Writes a report in a separate thread, unless one was just started for the job. The clients' state is read
+        before this function returns, so the requesting client may leave.
         """
         now = time.monotonic()
         with self._lock:
@@ -136,35 +127,6 @@ def _collecting_errors(unread: list[str], what: str) -> Iterator[None]:
         unread.append(f"{what}: {type(error).__name__}: {error}")
 
 
-@dataclass
-class _Snapshot:
-    """The counters of a client's proxy, and a count of its workers' polls from the snapshot on."""
-
-    service: ProxyService
-    threads: Sequence[ProxyThread]
-    observer: Observer
-    view: ServiceView
-    rings: list[RingContents]
-
-    @classmethod
-    def of(cls, session: Session, opened: contextlib.ExitStack) -> _Snapshot | None:
-        """Takes a snapshot. Returns None for a client without a proxy or a description."""
-        service, threads = session.served, session.threads
-        if service is None or service.publication is None:
-            return None
-        observer = opened.enter_context(Observer(service.publication))
-        rings = observer.look_into_rings()
-        return cls(service, threads, observer, observer.snapshot(), rings)
-
-    def workers(self) -> list[Worker]:
-        """The workers, and how often they have polled their rings since the snapshot."""
-        ended, before, now = self.service.ended, self.view.workers, self.observer.snapshot().workers
-        return [
-            Worker(thread.name, ended[i], now[i].looks - before[i].looks, now[i])
-            for i, thread in enumerate(self.threads)
-        ]
-
-
 class _Snapshots:
     """Snapshots of clients, which `finish` completes.
 
@@ -175,27 +137,50 @@ class _Snapshots:
     def __init__(self, sessions: Sequence[Session]) -> None:
         self.unread: list[str] = []
         self._opened = contextlib.ExitStack()
-        self._clients: list[tuple[Client, _Snapshot | None]] = []
+        self._clients: list[tuple[Client, Callable[[], list[Worker]]]] = []
         for session in sessions:
-            snapshot = None
+            client, workers = _client(session), _no_workers
             with _collecting_errors(self.unread, session.name):
-                snapshot = _Snapshot.of(session, self._opened)
-            self._clients.append((_client(session, snapshot), snapshot))
+                client, workers = self._with_proxy(client, session)
+            self._clients.append((client, workers))
+
+    def _with_proxy(self, client: Client, session: Session) -> tuple[Client, Callable[[], list[Worker]]]:
+        """Adds a client's proxy, if it has one and a description. Returns a function for the workers too, and how often
+        they have polled their rings until its call.
+        """
+        service, threads = session.served, session.threads
+        if service is None or service.publication is None:
+            return client, _no_workers
+        observer = self._opened.enter_context(Observer(service.publication))
+        rings, view = observer.look_into_rings(), observer.snapshot()
+
+        def workers() -> list[Worker]:
+            ended, before, now = service.ended, view.workers, observer.snapshot().workers
+            return [
+                Worker(thread.name, ended[i], now[i].looks - before[i].looks, now[i])
+                for i, thread in enumerate(threads)
+            ]
+
+        connections, channels = list(view.connections), list(view.channels)
+        return structs.replace(client, rings=rings, connections=connections, channels=channels), workers
 
     def finish(self) -> list[Client]:
         """The clients as of the snapshot, with their workers as of this call."""
         clients = []
         with self._opened:
-            for client, snapshot in self._clients:
+            for client, workers_of in self._clients:
                 workers: list[Worker] = []
                 with _collecting_errors(self.unread, process_name(client.pid)):
-                    workers = snapshot.workers() if snapshot is not None else []
+                    workers = workers_of()
                 clients.append(structs.replace(client, workers=workers))
         return clients
 
 
-def _client(session: Session, snapshot: _Snapshot | None) -> Client:
-    """A client's report without the workers."""
+def _no_workers() -> list[Worker]:
+    return []
+
+
+def _client(session: Session) -> Client:
     now = time.monotonic()
     request, failure = session.request, session.failure
     return Client(
@@ -206,9 +191,9 @@ def _client(session: Session, snapshot: _Snapshot | None) -> Client:
         request=Request(request[0], round(now - request[1], 3)) if request is not None else None,
         failure=_failure_text(failure) if failure is not None else None,
         workers=[],
-        rings=snapshot.rings if snapshot is not None else [],
-        connections=list(snapshot.view.connections) if snapshot is not None else [],
-        channels=list(snapshot.view.channels) if snapshot is not None else [],
+        rings=[],
+        connections=[],
+        channels=[],
     )
 
 

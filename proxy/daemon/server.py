@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ArgumentError, ResourceError
@@ -104,11 +103,7 @@ class Attendance:
         return self._pids.pop(descriptor)
 
     def milliseconds_left(self, clients: int) -> int | None:
-        """The time to wait for another client; None while clients are connected.
-
-        Args:
-            clients: number of connected clients.
-        """
+        """The time to wait for another client, given the number of connected ones; None while there are any."""
         if clients:
             self._empty_since = None
             return None
@@ -121,7 +116,6 @@ class Attendance:
         return max(0, math.ceil(1000 * (self._empty_since + patience - now)))
 
     def close(self) -> None:
-        """Closes the descriptors."""
         for descriptor in self.descriptors:
             self.ended(descriptor)
 
@@ -179,14 +173,11 @@ class Daemon:
     def __enter__(self) -> Daemon:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @property
     def clients(self) -> int:
-        """Number of clients."""
         with self._lock:
             return len(self._sessions)
 

@@ -87,9 +87,7 @@ class Session:
 
     Attributes:
         name: the client, for logs and errors.
-        pid: the client's process.
         description: the rank that the proxy works for; None before a proxy is open, or if the client gives none.
-        device_id: the client's device.
         since: time.monotonic() when the client connected.
         request: name of the request in progress, and time.monotonic() when it arrived.
         failure: the failure of the last failed worker.
@@ -284,31 +282,21 @@ class Session:
     @method()
     def offer(self, process: str) -> None:
         """Makes the daemon introduce other processes to the client's process, by an `Introduced` event for each.
-
-        Args:
-            process: the token of the client's process, in hexadecimal.
+        `process` is the token of the client's process, in hexadecimal.
         """
         self._offered = _token(process)
         self._introductions.offer(self._offered, self._hand, self._confirm)
 
     @method()
     def reach(self, process: str) -> Descriptors:
-        """Returns a connection to another process that has made an `offer`, or to the daemon.
-
-        Args:
-            process: the token of that process, in hexadecimal.
+        """Returns a connection to the process with this token, in hexadecimal, which has made an `offer` or is the
+        daemon.
         """
         return [self._introductions.reach(_token(process)).detach()]
 
     @method()
     def prepare(self, runtime: str, device_id: str, peers: list[str]) -> None:
-        """Opens a device, and prepares copies between this device and others.
-
-        Args:
-            runtime: name of the runtime.
-            device_id: the client's device.
-            peers: device_ids of the peers' devices.
-        """
+        """Opens the client's device, and prepares copies between it and the peers' devices."""
         opened = self._open_runtime(runtime, device_id)
         try:
             opened.warm_up(peers)
@@ -317,14 +305,8 @@ class Session:
 
     @method(opens=True)
     def open(self, descriptors: Descriptors, options: ServiceOptions) -> tuple[bytes, list[bytes]]:
-        """Opens a proxy service over the client's rings.
-
-        Args:
-            descriptors: descriptors of the control segment and of each ring.
-            options: the service's options.
-
-        Returns:
-            The handle of its `ObservedSegment`, and the handles of the words that wake its threads.
+        """Opens a proxy service over the client's control segment and rings. Returns the handle of its
+        `ObservedSegment`, and the handles of the words that wake its threads.
         """
         if self._service is not None:
             raise ProtocolError("open: a proxy is open already")

@@ -22,12 +22,7 @@ _Unmap = Callable[[], None]
 
 
 class SessionMemories:
-    """Mappings of a client's handles, by the objects that need them.
-
-    Args:
-        proxy: the client's service.
-        runtime: opens the client's handles.
-    """
+    """Mappings of a client's handles, by the objects that need them."""
 
     def __init__(self, proxy: ProxyService, runtime: Runtime) -> None:
         self._proxy = proxy
@@ -38,10 +33,7 @@ class SessionMemories:
 
     def map(self, handle: bytes, nbytes: int, undo: contextlib.ExitStack) -> Memory:
         """Maps the memory that a handle names, until `undo` is closed. Later the mapping is not cached, because the
-        owner may free the memory.
-
-        Raises:
-            ArgumentError: the memory cannot be mapped, or has fewer than `nbytes` bytes.
+        owner may free the memory. Raises ArgumentError if it cannot be mapped, or has fewer than `nbytes` bytes.
         """
         try:
             memory = self._mappings.acquire(handle)
@@ -83,7 +75,6 @@ class SessionMemories:
 
     @property
     def unmaps_later(self) -> bool:
-        """Whether retired memory is still mapped."""
         return bool(self._retired)
 
     def unmap_if_quiet(self) -> None:

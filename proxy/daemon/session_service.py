@@ -17,21 +17,18 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Message, Uint32, Uint64
 from proxyccl.proxy.daemon.protocol import CONTROL_BYTES, method
 from proxyccl.proxy.daemon.session_memories import REST_SECONDS, SessionMemories
-from proxyccl.proxy.fabric.options import FabricOptions
-from proxyccl.proxy.fifo import Ring
 from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, ProxyFailure
 from proxyccl.proxy.observe.publications import Description
-from proxyccl.proxy.ring import ring_bytes
+from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions, TransportOptions
+from proxyccl.proxy.ring import Ring, ring_bytes
 from proxyccl.proxy.schedule import Schedule
-from proxyccl.proxy.schedule_table import MAX_SCHEDULES
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.service_remote import ServiceRemote
 from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.tables import MAX_SCHEDULES
 from proxyccl.proxy.thread import LONGEST_US, IdlePolicy, ProxyThread
-from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import find_transport, remote_functions
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
-from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.workers import MAX_RINGS
 
 _SEMAPHORE_BYTES = 8
@@ -89,10 +86,7 @@ class SessionService:
     Args:
         options: the client's options.
         descriptors: descriptors of the control segment and the rings, which the caller closes.
-        runtime: the runtime whose copies the service issues.
-        threads: the threads that run the workers.
-        idle: the idle policy that the client needs of the threads.
-        on_failure: called in a worker's thread when the worker ends on an error.
+        runtime, threads, idle, on_failure: see `ProxyService`.
         has_left: whether the client has hung up.
 
     Attributes:
@@ -195,12 +189,10 @@ class SessionService:
 
     @method()
     def connect_copy(self, peer: Rank | None, transport: str = "copy") -> Connection:
-        """Makes a connection that copies within the host."""
         return self._connect(self.proxy.connect_copy(peer=peer, transport=transport))
 
     @method()
     def open_connection(self, peer: Rank) -> Connection:
-        """Makes a remote connection over a connected endpoint."""
         return self._connect(self._opened.open_connection(peer))
 
     def _connect(self, connection: Connection) -> Connection:
@@ -235,13 +227,8 @@ class SessionService:
 
     @method()
     def set_channel(self, channel: ChannelId, connection: Uint64, word: bytes = b"", address: Uint64 = 0) -> None:
-        """Puts a channel in use.
-
-        Args:
-            channel: its id.
-            connection: number of its connection.
-            word: handle of the 8-byte word that the channel's signals count up, on a connection that copies.
-            address: the peer's address of that word, on a remote connection.
+        """Puts a channel in use. `word` is the handle of the 8-byte word that its signals count up, on a connection
+        that copies; `address` is the peer's address of that word, on a remote connection.
         """
         found = self._require_channel(channel, connection)
         if find_transport(found.transport).is_remote:
@@ -260,7 +247,6 @@ class SessionService:
 
     @method(releases=True)
     def free_channels(self, channels: list[ChannelId], connection: Uint64) -> None:
-        """Frees channel ids of one connection."""
         for channel in channels:
             found = self._require_channel(channel, connection)
             with self.proxy.paused(REST_SECONDS):
@@ -279,7 +265,6 @@ class SessionService:
 
     @method(releases=True)
     def remove_schedule(self, number: ScheduleNumber) -> None:
-        """Frees a schedule."""
         if number not in self._schedules:
             raise ProtocolError(f"number: this client has no schedule {number}")
         with self.proxy.paused(REST_SECONDS):  # a stream may start the schedule nevertheless
@@ -298,15 +283,8 @@ class SessionService:
         local_rank: Rank,
         core_share: Annotated[int, Meta(ge=1, le=2**16)],
     ) -> None:
-        """Opens a network device for this client.
-
-        Args:
-            rdma: `RdmaOptions`, by field.
-            fabric: `FabricOptions`, by field.
-            signals: byte range, in the control segment, of the words that peers may signal.
-            near: NUMA node that the device should be near.
-            local_rank: the rank's number on its host.
-            core_share: cores that the rank's threads may keep busy.
+        """Opens a network device for this client, given `RdmaOptions` and `FabricOptions` by field. See
+        `ProxyService.open_remote` for the other arguments.
         """
         if self._remote is not None:
             raise ProtocolError("open_remote: a network device is open already")
@@ -323,17 +301,14 @@ class SessionService:
 
     @method()
     def unsupported_reason(self, transport: str) -> str:
-        """See `RemoteContext.unsupported_reason`."""
         return self._opened.unsupported_reason(transport)
 
     @method()
     def make_endpoint(self, peer: Rank, transport: str) -> EndpointInfo:
-        """See `RemoteContext.make_endpoint`."""
         return self._opened.make_endpoint(peer, transport)
 
     @method(timeouts=1)
     def connect_endpoint(self, peer: Rank, theirs: EndpointInfo, timeout: Seconds) -> None:
-        """See `RemoteContext.connect_endpoint`."""
         self._opened.connect_endpoint(peer, theirs, timeout, self._has_left)
 
     @method(opens=True)
@@ -348,7 +323,6 @@ class SessionService:
 
     @method(opens=True)
     def expose_pinned(self, handle: bytes, transport: str) -> ExposedMemory:
-        """See `RemoteContext.expose_pinned`."""
         remote = self._opened
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(handle, undo)
@@ -357,18 +331,17 @@ class SessionService:
     def _expose(self, exposed: ExposedMemory, undo: contextlib.ExitStack) -> ExposedMemory:
         number, self._next_exposed = self._next_exposed, self._next_exposed + 1
         self._exposed[number] = exposed
-        if not remote_functions(exposed.transport).withdraws_at_once:
+        if not remote_functions(exposed.transport).stages:
             undo.callback(self._opened.withdraw, exposed)
         self.memories.keep("exposed", number, undo.pop_all().close)
         return replace(exposed, owner=number)
 
     @method(releases=True)
     def withdraw(self, number: Uint64) -> None:
-        """Undoes `expose` or `expose_pinned`."""
         exposed = self._exposed.pop(number, None)
         if exposed is None:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
-        if remote_functions(exposed.transport).withdraws_at_once:
+        if remote_functions(exposed.transport).stages:
             self._opened.withdraw(exposed)  # refuses further data of peers, and waits for data in flight
         self.memories.retire("exposed", number)
 
@@ -376,7 +349,7 @@ class SessionService:
 
     @method(timeouts=1, needs_turns=True)
     def drain(self, timeout: Seconds) -> bool:
-        """See `Proxy.drain`. The wait also ends if the client leaves."""
+        """See `ProxyService.drain`. The wait also ends if the client leaves."""
         return self.proxy.drain(timeout, self._has_left)
 
     def free(self) -> None:

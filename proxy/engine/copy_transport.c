@@ -148,14 +148,11 @@ static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
 
 static void copy_destroy(ProxycclConnection *base) { free(base); }
 
-static const char *copy_refused(const void *options) {
-  (void)options; /* all options are valid: 0 is also a stream */
-  return NULL;
-}
-
-static ProxycclConnection *copy_create(const void *options, const ProxycclRuntimeTable *runtime) {
+/* All options are valid: 0 is also a stream. */
+static ProxycclConnection *copy_create(const void *options, const ProxycclRuntimeTable *runtime, const char **refused) {
   const ProxycclCopyOptions *given = options;
   CopyConnection *self = calloc(1, sizeof *self);
+  (void)refused;
   if (self == NULL) return NULL;
   self->base.transport = &proxyccl_copy_transport;
   self->runtime = *runtime;
@@ -169,7 +166,6 @@ static ProxycclConnection *copy_create(const void *options, const ProxycclRuntim
 const ProxycclTransport proxyccl_copy_transport = {
     .name = "copy",
     .copies = PROXYCCL_COPIES_OWN | PROXYCCL_COPIES_PEER,
-    .refused = copy_refused,
     .create = copy_create,
     .put = copy_transfer,
     .get = copy_transfer,

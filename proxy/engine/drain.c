@@ -201,7 +201,6 @@ static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared,
     if (result != CONTINUE) {
       if (result == PROXYCCL_EXIT_ERROR) counter_add(&route.counters->errors, 1);
       info->trigger = trigger;
-      info->ticket = ring.next;
       info->connection = route.channel->connection;
       info->channel = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
       worker->handling = result == PROXYCCL_EXIT_HANDLER;

@@ -5,7 +5,7 @@
  * workers in turn, of one service or of many. The engine does not know about Python, drivers or ranks; it moves data
  * through connections (transport.h).
  *
- * service.c has the tables, worker.c other threads' requests to a worker, schedule.c, drain.c and poll.c the work of a
+ * service.c has the tables and other threads' requests to a worker, schedule.c, drain.c and poll.c the work of a
  * worker's turn, thread.c the turns and the idling.
  */
 #ifndef PROXYCCL_ENGINE_H
@@ -36,12 +36,20 @@ typedef struct ProxycclCounters {
   uint64_t gets;
 } __attribute__((aligned(128))) ProxycclCounters;
 
+/* A service's words that kernels, streams, adapters, observers or other processes reach, by channel or memory id. */
+typedef struct ProxycclSharedWords {
+  ProxycclCounters counters[PROXYCCL_MAX_CHANNELS];
+  uint64_t flushed[PROXYCCL_MAX_CHANNELS];       /* one more than the ticket of the last completed flush */
+  uint64_t completed[PROXYCCL_MAX_CHANNELS];     /* one more than the ticket up to which all triggers are complete */
+  uint64_t memory_limits[PROXYCCL_MAX_MEMORIES]; /* bytes from the id's first byte to the memory's end; 0: unused */
+  ProxycclScheduleWords schedule;
+} ProxycclSharedWords;
+
 enum { PROXYCCL_MAX_RINGS = 64 }; /* rings of one worker */
 
 typedef struct ProxycclExitInfo {
   ProxycclWorker *worker;
   ProxycclTrigger trigger;
-  uint64_t ticket;
   uint32_t channel;
   uint32_t code;                  /* ProxycclErrorCode */
   int32_t status;                 /* status of the transport or the driver */

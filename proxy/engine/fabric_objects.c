@@ -83,7 +83,6 @@ int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, P
   const int ordered = (info->tx_attr->msg_order & FI_ORDER_WAW) != 0 && ordered_bytes >= sizeof(uint64_t);
   *offer = (ProxycclFabricOffer){
       .provider = info->fabric_attr->prov_name,
-      .fabric = info->fabric_attr->name,
       .domain = info->domain_attr->name,
       .source = info->src_addr,
       .source_bytes = (uint32_t)info->src_addrlen,

@@ -14,7 +14,7 @@ typedef struct ProxycclFabricLibrary {
 
 /* One way to make an endpoint. Strings and addresses are the offer's. */
 typedef struct ProxycclFabricOffer {
-  const char *provider, *fabric, *domain;
+  const char *provider, *domain;
   const void *source; /* the endpoint's own address, `source_bytes` of `address_format`; NULL if not known yet */
   uint32_t source_bytes, address_format;
   uint32_t ordered;       /* writes change the peer's memory in their order */

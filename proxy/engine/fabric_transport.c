@@ -25,19 +25,6 @@
 #include "operations.h"
 #include "transports.h"
 
-static const char *fabric_refused(const void *given) {
-  const ProxycclFabricOptions *options = given;
-  if (options->endpoint == 0) return "endpoint";
-  if (options->queue == 0) return "queue";
-  if (options->depth == 0 || options->depth > PROXYCCL_FABRIC_MOST_DEPTH) return "depth";
-  if (options->max_message == 0) return "max_message";
-  if (options->requests == 0 || options->requests % sizeof(uint64_t) != 0) return "requests";
-  if (options->requests_key >= PROXYCCL_FABRIC_LOCAL_KEYS) return "requests_key";
-  if (options->descriptors == NULL) return "descriptors";
-  if (options->looks == NULL) return "looks";
-  return NULL;
-}
-
 #if __has_include(<rdma/fi_rma.h>)
 
 #include "fabric_queue.h"
@@ -283,8 +270,22 @@ const char *proxyccl_fabric_error_text(const ProxycclConnection *connection) {
   return ((const FabricConnection *)connection)->text;
 }
 
-static ProxycclConnection *fabric_create(const void *given, const ProxycclRuntimeTable *runtime) {
+/* Returns the name of an option that is out of range, or NULL. */
+static const char *fabric_refused(const ProxycclFabricOptions *options) {
+  if (options->endpoint == 0) return "endpoint";
+  if (options->queue == 0) return "queue";
+  if (options->depth == 0 || options->depth > PROXYCCL_FABRIC_MOST_DEPTH) return "depth";
+  if (options->max_message == 0) return "max_message";
+  if (options->requests == 0 || options->requests % sizeof(uint64_t) != 0) return "requests";
+  if (options->requests_key >= PROXYCCL_FABRIC_LOCAL_KEYS) return "requests_key";
+  if (options->descriptors == NULL) return "descriptors";
+  if (options->looks == NULL) return "looks";
+  return NULL;
+}
+
+static ProxycclConnection *fabric_create(const void *given, const ProxycclRuntimeTable *runtime, const char **refused) {
   const ProxycclFabricOptions *options = given;
+  if ((*refused = fabric_refused(options)) != NULL) return NULL;
   FabricConnection *self = calloc(1, sizeof *self);
   (void)runtime;
   if (self == NULL) return NULL;
@@ -302,7 +303,6 @@ static ProxycclConnection *fabric_create(const void *given, const ProxycclRuntim
 const ProxycclTransport proxyccl_fabric_transport = {
     .name = "fabric",
     .copies = PROXYCCL_COPIES_OWN, /* providers over sockets reach local memory by its address, without a key */
-    .refused = fabric_refused,
     .create = fabric_create,
     .ready = queued_ready,
     .put = queued_put,
@@ -324,13 +324,13 @@ const char *proxyccl_fabric_error_text(const ProxycclConnection *connection) {
   return "";
 }
 
-static ProxycclConnection *fabric_create(const void *options, const ProxycclRuntimeTable *runtime) {
-  (void)options, (void)runtime;
+static ProxycclConnection *fabric_create(const void *options, const ProxycclRuntimeTable *runtime,
+                                         const char **refused) {
+  (void)options, (void)runtime, (void)refused;
   errno = ENOSYS;
   return NULL;
 }
 
-const ProxycclTransport proxyccl_fabric_transport = {
-    .name = "fabric", .refused = fabric_refused, .create = fabric_create};
+const ProxycclTransport proxyccl_fabric_transport = {.name = "fabric", .create = fabric_create};
 
 #endif

@@ -25,13 +25,21 @@ int queued_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64
                      uint32_t bytes) {
   QueuedConnection *self = queued_of(base);
   if (self->no_values != 0) return self->no_values;
-  operations_push_value(&self->operations, dst, dst_offset, value, bytes);
+  Operation *operation = operations_push(&self->operations, VALUE);
+  operation->destination = (uintptr_t)dst->base + dst_offset;
+  operation->bytes = bytes;
+  operation->destination_key = dst->key;
+  operation->value = value;
   return self->issue(base);
 }
 
 int queued_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous) {
   QueuedConnection *self = queued_of(base);
-  operations_push_signal(&self->operations, remote, self->signal_key, self->adds ? value - previous : value);
+  Operation *operation = operations_push(&self->operations, SIGNAL);
+  operation->destination = (uintptr_t)remote;
+  operation->destination_key = self->signal_key;
+  operation->bytes = 0;
+  operation->value = self->adds ? value - previous : value;
   return self->issue(base);
 }
 

@@ -64,23 +64,6 @@ static inline void operations_push_transfer(OperationQueue *queue, OperationKind
   operation->destination_key = dst->key;
 }
 
-static inline void operations_push_value(OperationQueue *queue, const ProxycclMemory *dst, uint64_t dst_offset,
-                                         uint64_t value, uint32_t bytes) {
-  Operation *operation = operations_push(queue, VALUE);
-  operation->destination = (uintptr_t)dst->base + dst_offset;
-  operation->bytes = bytes;
-  operation->destination_key = dst->key;
-  operation->value = value;
-}
-
-static inline void operations_push_signal(OperationQueue *queue, uint64_t *remote, uint64_t key, uint64_t value) {
-  Operation *operation = operations_push(queue, SIGNAL);
-  operation->destination = (uintptr_t)remote;
-  operation->destination_key = key;
-  operation->bytes = 0;
-  operation->value = value;
-}
-
 static inline void operations_push_flush(OperationQueue *queue, OperationKind kind, uint64_t *flushed, uint64_t value) {
   Operation *operation = operations_push(queue, kind);
   operation->flushed = flushed;

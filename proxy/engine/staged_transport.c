@@ -806,14 +806,11 @@ void proxyccl_staged_wire_set_thread(ProxycclConnection *base, ProxycclWireThrea
 
 /* -- making them --- */
 
-static const char *refused_over(const ProxycclTransport *wire, const void *given) {
-  const ProxycclStagedOptions *options = given;
+/* Returns the name of an option that is out of range, or NULL. */
+static const char *staged_refused(const ProxycclStagedOptions *options) {
   if (options->wire_count == 0 || options->wire_count > PROXYCCL_STAGED_WIRES) return "wires";
-  for (uint32_t i = 0; i < options->wire_count; ++i) {
+  for (uint32_t i = 0; i < options->wire_count; ++i)
     if (options->wires[i].options == NULL) return "wires";
-    const char *refused = wire->refused(options->wires[i].options);
-    if (refused != NULL) return refused;
-  }
   if (options->area == 0 || options->area % sizeof(Count) != 0) return "area";
   if (options->device_area == 0) return "device_area";
   if (options->ring_bytes < 2 * sizeof(Header) || options->ring_bytes % PROXYCCL_STAGED_ALIGN != 0) return "ring_bytes";
@@ -824,21 +821,22 @@ static const char *refused_over(const ProxycclTransport *wire, const void *given
 
 /* Creates a wire. Returns 0 on failure. */
 static int make_wire(StagedConnection *self, uint32_t number, const ProxycclTransport *transport,
-                     const ProxycclRuntimeTable *runtime) {
+                     const ProxycclRuntimeTable *runtime, const char **refused) {
   Wire *wire = &self->wires[number];
   wire->base.transport = &of_wires;
   wire->thread = &wire->own;
   wire->staged = self;
   wire->number = number;
   wire->resting = 1;
-  wire->link = transport->create(self->options.wires[number].options, runtime);
+  wire->link = transport->create(self->options.wires[number].options, runtime, refused);
   self->options.wires[number].options = NULL; /* valid only during this call */
   return wire->link != NULL;
 }
 
 static ProxycclConnection *create_over(const ProxycclTransport *wire, const ProxycclTransport *transport,
-                                       const void *given, const ProxycclRuntimeTable *runtime) {
-  const ProxycclStagedOptions *options = given;
+                                       const ProxycclStagedOptions *options, const ProxycclRuntimeTable *runtime,
+                                       const char **refused) {
+  if ((*refused = staged_refused(options)) != NULL) return NULL;
   const uint64_t ring = options->ring_bytes, first = sizeof(Words), second = first + ring;
   StagedConnection *self = calloc(1, sizeof *self);
   if (self == NULL) return NULL;
@@ -852,10 +850,10 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
   self->device_sending = (ProxycclMemory){(char *)options->device_area + first, ring, 0, 0, self->sending};
   self->device_receiving = (ProxycclMemory){(char *)options->device_area + second, ring, 0, 0, self->receiving};
   int made = 1;
-  for (uint32_t i = 0; i < options->wire_count && made; ++i) made = make_wire(self, i, wire, runtime);
+  for (uint32_t i = 0; i < options->wire_count && made; ++i) made = make_wire(self, i, wire, runtime, refused);
   if (made) {
-    self->out = proxyccl_copy_transport.create(&options->copy_out, runtime);
-    self->in = proxyccl_copy_transport.create(&options->copy_in, runtime);
+    self->out = proxyccl_copy_transport.create(&options->copy_out, runtime, refused);
+    self->in = proxyccl_copy_transport.create(&options->copy_in, runtime, refused);
   }
   if (!made || self->out == NULL || self->in == NULL) {
     const int error = errno;
@@ -875,28 +873,26 @@ const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *base) {
 }
 
 /* The transport over a wire. */
-#define STAGED_OVER(wire_name, own_name)                                                                       \
-  static const char *own_name##_refused(const void *options) {                                                 \
-    return refused_over(&proxyccl_##wire_name##_transport, options);                                           \
-  }                                                                                                            \
-  static ProxycclConnection *own_name##_create(const void *options, const ProxycclRuntimeTable *runtime) {     \
-    return create_over(&proxyccl_##wire_name##_transport, &proxyccl_##own_name##_transport, options, runtime); \
-  }                                                                                                            \
-  const ProxycclTransport proxyccl_##own_name##_transport = {                                                  \
-      .name = #own_name,                                                                                       \
-      .copies = PROXYCCL_COPIES_OWN,                                                                           \
-      .refused = own_name##_refused,                                                                           \
-      .create = own_name##_create,                                                                             \
-      .ready = queued_ready,                                                                                   \
-      .put = queued_put,                                                                                       \
-      .get = queued_get,                                                                                       \
-      .put_value = queued_put_value,                                                                           \
-      .signal = queued_signal,                                                                                 \
-      .flush = queued_flush,                                                                                   \
-      .release = staged_release,                                                                               \
-      .poll = staged_poll,                                                                                     \
-      .idle = staged_idle,                                                                                     \
-      .destroy = staged_destroy,                                                                               \
+#define STAGED_OVER(wire_name, own_name)                                                                      \
+  static ProxycclConnection *own_name##_create(const void *options, const ProxycclRuntimeTable *runtime,      \
+                                               const char **refused) {                                        \
+    return create_over(&proxyccl_##wire_name##_transport, &proxyccl_##own_name##_transport, options, runtime, \
+                       refused);                                                                              \
+  }                                                                                                           \
+  const ProxycclTransport proxyccl_##own_name##_transport = {                                                 \
+      .name = #own_name,                                                                                      \
+      .copies = PROXYCCL_COPIES_OWN,                                                                          \
+      .create = own_name##_create,                                                                            \
+      .ready = queued_ready,                                                                                  \
+      .put = queued_put,                                                                                      \
+      .get = queued_get,                                                                                      \
+      .put_value = queued_put_value,                                                                          \
+      .signal = queued_signal,                                                                                \
+      .flush = queued_flush,                                                                                  \
+      .release = staged_release,                                                                              \
+      .poll = staged_poll,                                                                                    \
+      .idle = staged_idle,                                                                                    \
+      .destroy = staged_destroy,                                                                              \
   };
 
 STAGED_OVER(verbs, staged)

@@ -187,12 +187,16 @@ static void end_turns(ProxycclWorker *worker) {
     counter_set(&worker->service->words->turns[worker->number].count, PROXYCCL_NO_MORE_TURNS);
 }
 
+/* The results of one round of the workers: whether anything happened, whether triggers or steps were taken, and whether
+ * work is outstanding. */
+typedef struct {
+  int progress, busy, outstanding;
+} Round;
+
 /* A worker's turn: steps of a schedule, up to POLL_INTERVAL triggers of each ring, and a poll of the connections. The
  * turn after a handler skips the rings: the handler's trigger ended the last turn before the poll, and the next trigger
- * may do the same. Returns CONTINUE, or why the thread must return. Sets *progress if anything happened, *busy if
- * triggers or steps were taken, *any_outstanding if work is outstanding. */
-static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, int *progress,
-                                 int *busy, int *any_outstanding) {
+ * may do the same. Returns CONTINUE, or why the thread must return. */
+static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, Round *round) {
   const uint32_t rings = list_count(&worker->ring_count);
   const uint32_t drain = request_asked(&worker->drain), pause = request_asked(&worker->pause);
   const int stop = flags_load(&worker->stop);
@@ -225,9 +229,9 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   worker->handled = 0;
   const ProxycclOutcome result = proxyccl_worker_poll(worker, info, &done, &outstanding);
   if (result != CONTINUE) return result;
-  *progress |= done != 0;
-  *busy |= took;
-  *any_outstanding |= outstanding | running;
+  round->progress |= done != 0;
+  round->busy |= took;
+  round->outstanding |= outstanding | running;
   if (!took && !outstanding && !held && !running) {
     request_answer(&worker->drain, drain);
     if (stop) return PROXYCCL_EXIT_STOPPED;
@@ -235,17 +239,12 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   return CONTINUE;
 }
 
-/* The results of one round of the workers; see take_turn. */
-typedef struct {
-  int progress, busy, outstanding;
-} Round;
-
 /* Gives each worker a turn, for the caller that has the thread's turn. Returns CONTINUE, or why the thread must return.
  */
 static ProxycclOutcome run_round(ProxycclThread *thread, Round *round, ProxycclExitInfo *info) {
   do {
     ProxycclWorker *worker = *thread->at;
-    const ProxycclOutcome result = take_turn(thread, worker, info, &round->progress, &round->busy, &round->outstanding);
+    const ProxycclOutcome result = take_turn(thread, worker, info, round);
     if (result != CONTINUE) {
       info->worker = worker;
       if (result != PROXYCCL_EXIT_HANDLER) {

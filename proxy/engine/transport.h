@@ -38,11 +38,10 @@ enum { PROXYCCL_MOST_PUTS = 32 }; /* most puts of one call */
 typedef struct ProxycclTransport {
   const char *name;
   uint32_t copies; /* sides where the engine refuses remote_only memory */
-  /* Returns the name of an option that is out of range, or NULL. `options` is the transport's options struct. */
-  const char *(*refused)(const void *options);
-  /* Makes a connection with options that are not refused. Objects that the options name must outlive the connection.
-   * Returns NULL on failure and sets errno: ENOMEM, or ENOSYS in a build without the transport. */
-  ProxycclConnection *(*create)(const void *options, const ProxycclRuntimeTable *runtime);
+  /* Makes a connection. `options` is the transport's options struct; objects that it names must outlive the connection.
+   * Returns NULL on failure: sets *refused to the name of an option that is out of range; or sets errno to ENOMEM, or
+   * to ENOSYS in a build without the transport. */
+  ProxycclConnection *(*create)(const void *options, const ProxycclRuntimeTable *runtime, const char **refused);
   /* Number of triggers, each with a put, a signal and a flush, for which the connection has room now; NULL: any number.
    * The engine issues at most that many. At 0 it leaves the trigger in its ring and asks again after the next poll. */
   uint32_t (*ready)(const ProxycclConnection *self);

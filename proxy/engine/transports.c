@@ -1,6 +1,5 @@
 #include "transports.h"
 
-#include <errno.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -13,18 +12,11 @@ static const ProxycclTransport *find(const char *name) {
   return NULL;
 }
 
-const char *proxyccl_transport_refused(const char *name, const void *options) {
-  const ProxycclTransport *transport = find(name);
-  return transport == NULL ? "transport" : transport->refused(options);
-}
-
 ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
-                                               const ProxycclRuntimeTable *runtime) {
-  if (proxyccl_transport_refused(name, options) != NULL) {
-    errno = EINVAL;
-    return NULL;
-  }
-  return find(name)->create(options, runtime);
+                                               const ProxycclRuntimeTable *runtime, const char **refused) {
+  const ProxycclTransport *transport = find(name);
+  *refused = transport == NULL ? "transport" : NULL;
+  return transport == NULL ? NULL : transport->create(options, runtime, refused);
 }
 
 void proxyccl_connection_destroy(ProxycclConnection *connection) { connection->transport->destroy(connection); }

@@ -11,13 +11,11 @@
 #define PROXYCCL_DECLARE_TRANSPORT(name) extern const ProxycclTransport proxyccl_##name##_transport;
 PROXYCCL_TRANSPORTS(PROXYCCL_DECLARE_TRANSPORT)
 
-/* Returns the name of an option that is out of range, or NULL. `options` is the struct of the transport's header. */
-const char *proxyccl_transport_refused(const char *name, const void *options);
-
-/* Makes a connection, which objects that `options` names must outlive. Returns NULL on failure and sets errno: EINVAL
- * for an unknown transport or refused options, ENOMEM, or ENOSYS in a build without the transport. */
+/* Makes a connection, which objects that `options`, the struct of the transport's header, names must outlive. Returns
+ * NULL on failure. Then *refused is the name of an option that is out of range; or it is NULL, and errno is ENOMEM, or
+ * ENOSYS in a build without the transport. */
 ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
-                                               const ProxycclRuntimeTable *runtime);
+                                               const ProxycclRuntimeTable *runtime, const char **refused);
 void proxyccl_connection_destroy(ProxycclConnection *connection);
 
 #endif

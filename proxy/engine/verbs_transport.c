@@ -12,18 +12,6 @@
 #include "operations.h"
 #include "transports.h"
 
-static const char *verbs_refused(const void *given) {
-  const ProxycclVerbsOptions *options = given;
-  if (options->qp == 0) return "qp";
-  if (options->send_depth == 0) return "send_depth";
-  if (options->cq_depth == 0) return "cq_depth";
-  if (options->max_message == 0) return "max_message";
-  if (options->signal != PROXYCCL_VERBS_WRITE && options->signal != PROXYCCL_VERBS_FETCH_ADD) return "signal";
-  if (options->signal == PROXYCCL_VERBS_FETCH_ADD && (options->scratch == 0 || options->scratch % 8 != 0))
-    return "scratch";
-  return NULL;
-}
-
 #if __has_include(<infiniband/verbs.h>)
 
 #include <infiniband/verbs.h>
@@ -166,8 +154,21 @@ static void verbs_destroy(ProxycclConnection *base) { free(base); }
 
 int proxyccl_verbs_built(void) { return 1; }
 
-static ProxycclConnection *verbs_create(const void *given, const ProxycclRuntimeTable *runtime) {
+/* Returns the name of an option that is out of range, or NULL. */
+static const char *verbs_refused(const ProxycclVerbsOptions *options) {
+  if (options->qp == 0) return "qp";
+  if (options->send_depth == 0) return "send_depth";
+  if (options->cq_depth == 0) return "cq_depth";
+  if (options->max_message == 0) return "max_message";
+  if (options->signal != PROXYCCL_VERBS_WRITE && options->signal != PROXYCCL_VERBS_FETCH_ADD) return "signal";
+  if (options->signal == PROXYCCL_VERBS_FETCH_ADD && (options->scratch == 0 || options->scratch % 8 != 0))
+    return "scratch";
+  return NULL;
+}
+
+static ProxycclConnection *verbs_create(const void *given, const ProxycclRuntimeTable *runtime, const char **refused) {
   const ProxycclVerbsOptions *options = given;
+  if ((*refused = verbs_refused(options)) != NULL) return NULL;
   VerbsConnection *self = calloc(1, sizeof *self);
   (void)runtime;
   if (self == NULL) return NULL;
@@ -193,7 +194,6 @@ static ProxycclConnection *verbs_create(const void *given, const ProxycclRuntime
 const ProxycclTransport proxyccl_verbs_transport = {
     .name = "verbs",
     .copies = 0,
-    .refused = verbs_refused,
     .create = verbs_create,
     .ready = queued_ready,
     .put = queued_put,
@@ -210,12 +210,13 @@ const ProxycclTransport proxyccl_verbs_transport = {
 
 int proxyccl_verbs_built(void) { return 0; }
 
-static ProxycclConnection *verbs_create(const void *options, const ProxycclRuntimeTable *runtime) {
-  (void)options, (void)runtime;
+static ProxycclConnection *verbs_create(const void *options, const ProxycclRuntimeTable *runtime,
+                                        const char **refused) {
+  (void)options, (void)runtime, (void)refused;
   errno = ENOSYS;
   return NULL;
 }
 
-const ProxycclTransport proxyccl_verbs_transport = {.name = "verbs", .refused = verbs_refused, .create = verbs_create};
+const ProxycclTransport proxyccl_verbs_transport = {.name = "verbs", .create = verbs_create};
 
 #endif

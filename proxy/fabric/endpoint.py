@@ -1,12 +1,12 @@
-"""A libfabric endpoint, the endpoint's address for peers, and registered memory."""
+"""A libfabric endpoint, the endpoint's address for peers, and registered memory; one rank's endpoints."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -16,10 +16,9 @@ from proxyccl.device.ffi_types import fill
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Codec, Message, Uint32
-from proxyccl.proxy.fabric.library import FabricOffer, Library, load
-from proxyccl.proxy.fabric.options import FabricOptions
-from proxyccl.proxy.gpu_writes import require_ordered
-from proxyccl.proxy.registration_cache import RegistrationCache
+from proxyccl.proxy.fabric.library import FabricOffer, Library, choose_offer, fabric_offers, load
+from proxyccl.proxy.registrations import Registration, RegistrationCache, RemoteDevice, require_ordered
+from proxyccl.proxy.remote_options import MOST_WIRES, FabricOptions, RemoteSetup
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -29,6 +28,8 @@ _KEY_EXISTS = 269  # FI_ENOKEY: the key is in use
 _KEY_TRIES = 8
 _OWNERS = {"cuda": lib.PROXYCCL_FABRIC_CUDA, "hip": lib.PROXYCCL_FABRIC_ROCR}
 _LOCAL_KEYS: int = lib.PROXYCCL_FABRIC_LOCAL_KEYS
+_CORES_PER_STREAM = 2
+"""A rank with several streams needs cores for its program and its proxy too, and the system for its own work."""
 
 
 class FabricAddress(Message, frozen=True):
@@ -52,37 +53,13 @@ class FabricAddress(Message, frozen=True):
 ADDRESS = Codec(FabricAddress, 2048, "endpoint's address")
 
 
-@dataclass(frozen=True)
-class FabricRegistration:
-    """A registered range of memory.
-
-    Attributes:
-        ptr: the range's address in this process.
-        nbytes: the range's size.
-        address: the address by which peers name the first byte: `ptr` or 0.
-        key: key for peers.
-        local_key: key for this rank's writes; 0 if the provider needs none.
-        region: address of the fid_mr.
-        allocation: the argument of `FabricEndpoint.register`.
-    """
-
-    ptr: int
-    nbytes: int
-    address: int
-    key: int
-    local_key: int
-    region: int
-    allocation: Hashable = None
-
-
-class FabricEndpoint:
+class FabricEndpoint(RegistrationCache):
     """An endpoint for all peers of a rank, and memory that is registered with it: a `RegistrationCache` that knows
     GPUs. Threads may share it.
 
     Args:
         offer: the provider and its interface.
         options: the endpoint's settings.
-        keep, keep_bytes: see `RegistrationCache`.
         waits: whether the completion queue has a descriptor that becomes readable, if the provider supports one.
 
     Attributes:
@@ -90,21 +67,15 @@ class FabricEndpoint:
         ordered: whether a signal is posted right after its data.
         joined: whether a signal may be a part of a write, if the peer's memory supports that.
         depth: the most outstanding writes of a connection.
+        parts: the ProxycclFabricParts.
 
     Raises:
         ResourceError: the system or the provider has no room.
         RuntimeUnavailableError: the provider can't open it; the message says why.
     """
 
-    def __init__(
-        self,
-        offer: FabricOffer,
-        options: FabricOptions,
-        *,
-        keep: int = 64,
-        keep_bytes: int = 1 << 30,
-        waits: bool = False,
-    ) -> None:
+    def __init__(self, offer: FabricOffer, options: FabricOptions, *, waits: bool = False) -> None:
+        super().__init__()
         self.offer = offer
         self.ordered = offer.ordered and options.signal != "delivered"
         self.joined = self.ordered and offer.parts >= lib.PROXYCCL_FABRIC_PARTS and options.signal == "auto"
@@ -116,17 +87,13 @@ class FabricEndpoint:
         if error:
             self._library.check(ffi.string(call[0]).decode(), str(offer), error)
         self._endpoint: Any = made[0]
-        parts = ffi.new("ProxycclFabricParts *")
-        lib.proxyccl_fabric_parts(self._endpoint, parts)
-        self._parts = parts
+        self.parts: Any = ffi.new("ProxycclFabricParts *")
+        lib.proxyccl_fabric_parts(self._endpoint, self.parts)
         self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # key 0 has no descriptor
         self._looks = ffi.new("uint64_t *")
         self._free_keys = deque(range(1, _LOCAL_KEYS))
         self._lock = threading.Lock()
         self._kept: list[Any] = []  # memory that the provider may touch until the endpoint is closed
-        self._made: RegistrationCache[FabricRegistration] = RegistrationCache(
-            self._deregister, keep=keep, keep_bytes=keep_bytes
-        )
 
     @property
     def address(self) -> bytes:
@@ -138,20 +105,8 @@ class FabricEndpoint:
         offer = self.offer
         return ADDRESS.encode(FabricAddress(offer.provider, offer.address_format, raw, offer.reads, offer.in_order))
 
-    @property
-    def parts(self) -> Any:
-        """The ProxycclFabricParts."""
-        return self._parts
-
     def insert(self, peer: bytes) -> tuple[int, FabricAddress]:
-        """Adds a peer to the address vector.
-
-        Returns:
-            The peer's fi_addr_t, and the peer's address.
-
-        Raises:
-            ArgumentError, ResourceError, RuntimeUnavailableError: see `connect`.
-        """
+        """Adds a peer to the address vector. Returns the peer's fi_addr_t and address. Raises as `connect`."""
         self._require_open()
         try:
             theirs = ADDRESS.decode(peer, "the peer")
@@ -174,11 +129,8 @@ class FabricEndpoint:
         self._check("fi_av_remove", lib.proxyccl_fabric_remove(self._endpoint, peer))
 
     def connect(self, peer: bytes, signal_key: int) -> Any:
-        """The ProxycclFabricOptions of a connection to a peer's endpoint.
-
-        Args:
-            peer: the peer's `address`.
-            signal_key: key of the memory with the peer's semaphore words.
+        """The ProxycclFabricOptions of a connection to a peer's endpoint, given the peer's `address` and the key of the
+        memory with the peer's semaphore words.
 
         Raises:
             ArgumentError: the bytes are not an address, or are another provider's.
@@ -193,8 +145,8 @@ class FabricEndpoint:
             self._kept.append(requests)
         return fill(
             ffi.new("ProxycclFabricOptions *"),
-            endpoint=self._parts.endpoint,
-            queue=self._parts.queue,
+            endpoint=self.parts.endpoint,
+            queue=self.parts.queue,
             peer=number,
             depth=self.depth,
             ordered=self.ordered,
@@ -210,39 +162,28 @@ class FabricEndpoint:
 
     def register(
         self, ptr: int, nbytes: int, *, device: tuple[str, int] | None = None, allocation: Hashable = None
-    ) -> FabricRegistration:
-        """Registers a range, or finds it registered. Each call is paired with a `release`.
-
-        Args:
-            ptr: address of the range.
-            nbytes: size of the range.
-            device: the runtime and the number of the GPU that owns the memory; None for the host.
-            allocation: identifies this allocation among all others, including earlier ones at the same address;
-                None: the range is registered only while it is used.
-
-        Raises:
-            ArgumentError: the range is empty or invalid.
-            ResourceError: the system or the provider has no room.
-            RuntimeUnavailableError: the provider can't reach this memory.
+    ) -> Registration:
+        """Registers a range, or finds it registered. Each call is paired with a `release`. `device` is the runtime and
+        the number of the GPU that owns the memory; None for the host. Raises as `register_of`.
         """
         self._require_open()
-        return self._made.acquire(ptr, nbytes, allocation, lambda: self._register(ptr, nbytes, device, allocation))
+        return self._acquire(ptr, nbytes, allocation, lambda: self._register(ptr, nbytes, device, allocation))
 
-    def descriptor(self, registration: FabricRegistration) -> int:
+    def register_of(
+        self, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
+    ) -> Registration:
+        number = None if runtime.name == "host" else runtime.pointer_device(ptr)
+        if number is None:
+            return self.register(ptr, nbytes, allocation=allocation)
+        require_ordered(runtime, gpu_writes, "PROXYCCL_FABRIC_GPU_WRITES")
+        with runtime.current():
+            return self.register(ptr, nbytes, device=(runtime.name, number), allocation=allocation)
+
+    def descriptor(self, registration: Registration) -> int:
         """The descriptor that this rank's requests pass for local memory; 0 if the provider needs none."""
         return int(self._descriptors[registration.local_key])
 
-    def release(self, registration: FabricRegistration) -> None:
-        """Ends one use of a registration. After the last use, writes must no longer name it.
-
-        Raises:
-            ArgumentError: the registration is not in use.
-        """
-        self._made.release(registration)
-
-    def _register(
-        self, ptr: int, nbytes: int, device: tuple[str, int] | None, allocation: Hashable
-    ) -> FabricRegistration:
+    def _register(self, ptr: int, nbytes: int, device: tuple[str, int] | None, allocation: Hashable) -> Registration:
         runtime, number = device or ("host", 0)
         if device is not None and (runtime not in _OWNERS or not self.offer.device_memory):
             raise RuntimeUnavailableError(f"{self.offer} does not reach memory of {runtime} GPUs")
@@ -256,7 +197,7 @@ class FabricEndpoint:
                 break
         kind = "host memory" if device is None else f"memory of a {runtime} GPU"
         self._check(f"fi_mr_regattr of {nbytes} bytes of {kind}", error)
-        return FabricRegistration(
+        return Registration(
             ptr=ptr,
             nbytes=nbytes,
             address=ptr if self.offer.virtual_keys else 0,
@@ -277,7 +218,7 @@ class FabricEndpoint:
             self._descriptors[key] = made.descriptor
             return key
 
-    def _deregister(self, registration: FabricRegistration) -> None:
+    def _deregister(self, registration: Registration) -> None:
         if registration.local_key:
             with self._lock:
                 self._descriptors[registration.local_key] = 0
@@ -295,30 +236,59 @@ class FabricEndpoint:
         """Deregisters everything and closes the endpoint. Engines must no longer use it."""
         if self._endpoint is None:
             return
-        self._made.close()
+        super().close()
         endpoint, self._endpoint = self._endpoint, None
         self._check("fi_close", lib.proxyccl_fabric_close(endpoint))
         self._kept.clear()
 
 
-def register_memory(
-    endpoint: FabricEndpoint, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
-) -> FabricRegistration:
-    """Registers memory of the host, or of a GPU that orders RDMA writes.
+class FabricContext(RemoteDevice):
+    """The rank's endpoint, with which the control segment is registered.
 
-    Args:
-        endpoint: the endpoint to register with.
-        runtime: the runtime, which knows whether the memory is a device's.
-        gpu_writes: see `FabricOptions`.
-        ptr, nbytes, allocation: see `FabricEndpoint.register`.
+    Attributes:
+        endpoint: the endpoint, which is also the first of the endpoints for staged data.
+        registered_segment: the control segment's registration.
+        staged_peers: the number of peers with rings.
 
     Raises:
-        RuntimeUnavailableError: the GPU does not order RDMA writes (`require_ordered`). Other errors are those of
-            `FabricEndpoint.register`.
+        ArgumentError: an option names something that does not exist.
+        ResourceError: the system or the provider has no room.
+        RuntimeUnavailableError: no provider can be used; the message says why.
     """
-    number = None if runtime.name == "host" else runtime.pointer_device(ptr)
-    if number is None:
-        return endpoint.register(ptr, nbytes, allocation=allocation)
-    require_ordered(runtime, gpu_writes, "PROXYCCL_FABRIC_GPU_WRITES")
-    with runtime.current():
-        return endpoint.register(ptr, nbytes, device=(runtime.name, number), allocation=allocation)
+
+    options: FabricOptions
+
+    def __init__(self, setup: RemoteSetup, options: FabricOptions) -> None:
+        super().__init__(setup)
+        self.options = options
+        self.staged_peers = 0
+        offers = fabric_offers(device_memory=setup.runtime.name != "host")
+        self.endpoint = FabricEndpoint(choose_offer(offers, options, local_rank=setup.local_rank), options)
+        self.registrations = self.endpoint
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.endpoint.close)
+            self.registered_segment = self.endpoint.register(setup.segment.host_ptr, setup.segment.nbytes)
+            undo.pop_all()
+        self._wire_endpoints = [self.endpoint]
+
+    def wire_endpoints(self) -> list[FabricEndpoint]:
+        """The endpoints for staged data: `FabricOptions.streams` of them, of one offer. The first call opens them, and
+        raises as the constructor does.
+        """
+        offer, made = self.endpoint.offer, self._wire_endpoints
+        streams = self.options.streams or (default_streams(self.setup.core_share) if offer.is_stream else 1)
+        while len(made) < streams:
+            made.append(FabricEndpoint(offer, self.options))
+        return made
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as steps:  # closes all, even if one fails
+            for endpoint in self._wire_endpoints:
+                steps.callback(endpoint.close)
+
+
+def default_streams(core_share: int) -> int:
+    """The default number of streams for staged data over sockets, given the cores that the rank's threads may keep
+    busy. Each stream has a thread, for all of a rank's peers.
+    """
+    return max(1, min(MOST_WIRES, core_share // _CORES_PER_STREAM))

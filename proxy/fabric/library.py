@@ -1,4 +1,4 @@
-"""Loads libfabric at run time, which no other module does, and lists the providers' offers."""
+"""Loads libfabric at run time, which no other module does, lists the providers' offers, and chooses one for a rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import itertools
 import platform
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from proxyccl.device.errors import ResourceError, RuntimeUnavailableError
+from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import INSTALL, library_name
+from proxyccl.proxy.remote_options import FabricOptions
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -26,6 +27,8 @@ _NO_DATA = 61  # FI_ENODATA: no provider has a matching offer
 _EXHAUSTED = (12, 24)  # FI_ENOMEM, FI_EMFILE
 _STREAMS = frozenset({"tcp", "net"})
 """Providers that carry each message in a byte stream, and store its data in the stream's order."""
+_LAST_RESORT = frozenset({"udp", "sockets", "net"})
+"""Providers for old programs or experiments, which are used only by name, or if there is no other."""
 _ORDERED_STORES = frozenset({"x86_64", "AMD64"})
 """CPUs whose stores other cores see in program order; others may show a message's end before its begin."""
 # Address formats (rdma/fabric.h) with names that users know.
@@ -86,7 +89,6 @@ class Library:
         self.version = f"{number >> 16}.{number & 0xFFFF}"
 
     def words(self, error: int) -> str:
-        """libfabric's text for an error number."""
         return str(self._strerror(error).decode())
 
     def check(self, call: str, subject: str, error: int) -> None:
@@ -101,10 +103,7 @@ class Library:
 @functools.cache
 def load() -> Library:
     """The library, which the first call loads: ``PROXYCCL_LIBFABRIC``, else the one that MPI has loaded, else the
-    system's.
-
-    Raises:
-        RuntimeUnavailableError: the library can't be loaded.
+    system's. Raises RuntimeUnavailableError.
     """
     return Library(library_name())
 
@@ -151,9 +150,8 @@ class FabricOffer:
 
     @property
     def in_order(self) -> bool:
-        """Whether the bytes of one write reach this host's memory in order.
-
-        libfabric has a flag for this order (FI_ORDER_DATA), but hardly any provider sets the flag.
+        """Whether the bytes of one write reach this host's memory in order. libfabric has a flag for this order
+        (FI_ORDER_DATA), but hardly any provider sets the flag.
         """
         return self.is_stream and platform.machine() in _ORDERED_STORES
 
@@ -182,10 +180,8 @@ class FabricOffer:
 
 
 def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
-    """The providers' offers for writes to peers' memory, and reads of it, in libfabric's order of preference.
-
-    Args:
-        device_memory: whether to reach the memory of GPUs too, where a provider can.
+    """The providers' offers for writes to peers' memory, and reads of it, in libfabric's order of preference. With
+    `device_memory` they reach the memory of GPUs too, where a provider can.
 
     Raises:
         ResourceError: out of memory.
@@ -255,3 +251,63 @@ def _ip_address(address_format: int, raw: bytes) -> ipaddress.IPv4Address | ipad
         case socket.AF_INET6:
             return ipaddress.IPv6Address(raw[_IPV6])
     return None
+
+
+def choose_offer(offers: list[FabricOffer], options: FabricOptions, *, local_rank: int = 0) -> FabricOffer:
+    """Chooses the first provider in libfabric's order that reaches other hosts, and one of its interfaces.
+
+    Of interfaces with an IP address, the loopback's and link-local ones are skipped, and IPv4 is preferred. Ranks of a
+    host are spread, by `local_rank`, over a provider's interfaces without IP addresses. Those with addresses lead to
+    separate networks.
+
+    Raises:
+        ArgumentError: an option names something that does not exist; the message lists what exists.
+        RuntimeUnavailableError: no provider reaches other hosts.
+    """
+    usable = offers
+    if options.provider is not None:
+        wanted = options.provider
+        usable = [offer for offer in usable if wanted in (offer.provider, *offer.provider.split(";"))]
+        if not usable:
+            raise ArgumentError("provider", f"no provider {wanted!r}; there is {_listed(o.provider for o in offers)}")
+    elif options.interface is None:
+        usable = [offer for offer in usable if offer.remote]
+    if options.interface is not None:
+        matches = _interface_filter(options.interface)
+        domains = _listed(offer.domain for offer in usable)
+        usable = [offer for offer in usable if matches(offer.domain)]
+        if not usable:
+            raise ArgumentError("interface", f"{options.interface!r} is not one of {domains}")
+    if options.signal == "ordered":
+        usable = [offer for offer in usable if offer.ordered]
+        if not usable:
+            raise ArgumentError("signal", "no such provider keeps the order of writes; expected 'delivered' or 'auto'")
+    usable = [offer for offer in usable if not _is_confined(offer)] or (
+        usable if options.provider is not None or options.interface is not None else []
+    )
+    if not usable:
+        raise RuntimeUnavailableError(f"no provider of libfabric reaches other hosts; there is {_listed(offers)}")
+    best = min(usable, key=_remoteness)
+    equals = [offer for offer in usable if offer.provider == best.provider and offer.address is None]
+    return equals[local_rank % len(equals)] if best.address is None else best
+
+
+def _is_confined(offer: FabricOffer) -> bool:
+    return offer.address is not None and (offer.address.is_loopback or offer.address.is_link_local)
+
+
+def _remoteness(offer: FabricOffer) -> tuple[bool, bool]:
+    return (
+        not _LAST_RESORT.isdisjoint(offer.provider.split(";")),
+        offer.address is not None and offer.address.version == 6,
+    )
+
+
+def _interface_filter(text: str) -> Callable[[str], bool]:
+    excluded, whole = text.startswith("^"), text.removeprefix("^").startswith("=")
+    names = tuple(name for name in text.lstrip("=^").split(",") if name)
+    return lambda domain: excluded != (domain in names if whole else domain.startswith(names))
+
+
+def _listed(things: Iterable[object]) -> str:
+    return ", ".join(dict.fromkeys(map(str, things))) or "none"

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.proxy.observe.bounded_server import BoundedServer
-from proxyccl.proxy.observe.local_pages import LocalPages
+from proxyccl.proxy.observe.bounded_server import BoundedServer, LocalPages
 from proxyccl.proxy.observe.reader import ChannelView, ServiceView, snapshots
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -113,14 +112,8 @@ def metrics_text(views: Iterable[ServiceView]) -> str:
 
 @contextlib.contextmanager
 def serve(port: int) -> Iterator[str]:
-    """A context that serves the metrics to this machine only. Its value is the URL, http://127.0.0.1:PORT/metrics.
-
-    Args:
-        port: the port; 0 for any free port.
-
-    Raises:
-        ArgumentError: the port is not from 0 to 65535.
-        ResourceError: the port is in use, or not permitted.
+    """A context that serves the metrics to this machine only, at a port or, for 0, at any free one. Its value is a text
+    with the URL. Raises as `BoundedServer`.
     """
 
     class Handler(LocalPages):

@@ -64,7 +64,6 @@ class Description(Message, frozen=True):
     def of_this_program(
         cls, rank: int, world_size: int, job: str, ways: Mapping[int, str] | None = None
     ) -> Description:
-        """Describes a rank in this process."""
         program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
         return cls(rank, world_size, job, program, dict(ways or {}))
 
@@ -102,7 +101,6 @@ class OfProcess(Message, frozen=True):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the publication's process is still running."""
         return start_of(self.pid) == self.started
 
 
@@ -139,7 +137,6 @@ class Publication(OfProcess, frozen=True):
 
     @classmethod
     def of_this_process(cls, description: Description, runtime: str, **places: Any) -> Publication:
-        """Makes the publication of a service of this process."""
         return cls(*this_process(), description, runtime, format=FORMAT, **places)
 
 
@@ -147,7 +144,6 @@ _PUBLICATIONS = Codec(Publication, 1 << 20)
 
 
 def publications_directory() -> Path:
-    """The directory of this user's publications."""
     return runtime_directory()
 
 
@@ -163,12 +159,7 @@ def check_directory(directory: Path) -> None:
 
 
 def publish(publication: Publication) -> Path:
-    """Writes a publication's file atomically.
-
-    Raises:
-        OSError: it can't be written.
-        ArgumentError: the directory is not this user's own.
-    """
+    """Writes a publication's file atomically. Raises as `write`."""
     return write(new_name(_SUFFIX), _PUBLICATIONS.encode(publication))
 
 
@@ -240,9 +231,7 @@ def _is_stale(path: Path) -> bool:
 
 def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
     """This user's publications of running processes, in files with this suffix. Removes files of ended processes.
-
-    Raises:
-        ArgumentError: the directory of publications is not this user's own.
+    Raises as `check_directory`.
     """
     found = []
     directory = publications_directory()
@@ -265,15 +254,8 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
 def find(
     job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None
 ) -> list[tuple[Path, Publication]]:
-    """The services of this user on this machine, ordered by job and rank. Removes files of processes that ended.
-
-    Args:
-        job: only services of this job; None for all.
-        ranks: only services of these ranks; None for all.
-        process: only services in this process, a rank or a node daemon; None for all.
-
-    Raises:
-        ArgumentError: the directory of publications is not this user's own.
+    """The services of this user on this machine, ordered by job and rank: of this job, these ranks, and in this
+    process, a rank or a node daemon; None for all. Removes files of processes that ended. Raises as `check_directory`.
     """
     wanted = [
         (path, publication)

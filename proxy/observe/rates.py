@@ -34,7 +34,6 @@ class WorkerRates(Message, frozen=True):
 
     @property
     def idle(self) -> IdlePolicy:
-        """The thread's idle policy."""
         return IdlePolicy(*self.idle_times)
 
 
@@ -129,7 +128,6 @@ class ServiceRates(Message, frozen=True):
 
 
 def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
-    """A service's activity between two snapshots."""
     seconds = max(1e-9, (after.time_ns - before.time_ns) / 1e9)
     earlier = {channel.id: channel for channel in before.channels}
     workers = []
@@ -165,51 +163,42 @@ def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
 def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None, seconds: float) -> ChannelRates:
     ring = view.rings[new.ring]
     connection = view.connection_of(new)
-    old = old or ChannelView(new.id, new.ring, new.worker, new.connection, *[0] * 9)
+    old = old or ChannelView(id=new.id, ring=new.ring, worker=new.worker, connection=new.connection)
     sends = 0 if new.triggers else new.signals - old.signals  # a channel serves kernels or schedules
     flushes = new.timed_flushes - old.timed_flushes
+    counted = ("triggers", "puts", "gets", "bytes")
     return ChannelRates(
-        new.id,
-        connection.peer if connection else None,
-        connection.transport if connection else "handler",
-        new.worker,
-        new.connection,
-        new.triggers,
-        new.signals,
-        (new.triggers - old.triggers) / seconds,
-        sends / seconds,
-        (new.puts - old.puts) / seconds,
-        (new.gets - old.gets) / seconds,
-        (new.bytes - old.bytes) / seconds,
-        new.ring,
-        ring.full,
-        ring.size,
-        connection.outstanding if connection else 0,
-        connection.completed if connection else new.triggers,
-        (new.flush_ns - old.flush_ns) / flushes / 1e3 if flushes > 0 else None,
-        flushes,
-        new.errors,
-        connection.errors if connection else 0,
+        id=new.id,
+        peer=connection.peer if connection else None,
+        transport=connection.transport if connection else "handler",
+        worker=new.worker,
+        connection=new.connection,
+        triggers=new.triggers,
+        signals=new.signals,
+        sends_per_s=sends / seconds,
+        ring=new.ring,
+        ring_full=ring.full,
+        ring_size=ring.size,
+        outstanding=connection.outstanding if connection else 0,
+        completed=connection.completed if connection else new.triggers,
+        flush_us=(new.flush_ns - old.flush_ns) / flushes / 1e3 if flushes > 0 else None,
+        timed_flushes=flushes,
+        errors=new.errors,
+        connection_errors=connection.errors if connection else 0,
+        **{f"{name}_per_s": (getattr(new, name) - getattr(old, name)) / seconds for name in counted},
     )
 
 
 class Watch:
-    """Observes the proxy services of this machine, or those of one job or process.
-
-    Args:
-        job: only services of this job; None for all.
-        process: only services in this process; None for all.
-    """
+    """Observes the proxy services of this machine, or those of one job, or of one process."""
 
     def __init__(self, job: str | None = None, process: int | None = None) -> None:
         self._of = job, process
         self._views: dict[Path, ServiceView] = {}
 
     def rates(self) -> list[ServiceRates]:
-        """The services' activity since the last call, ordered by job and rank. New services are left out.
-
-        Raises:
-            ArgumentError: the directory of publications is not this user's own.
+        """The services' activity since the last call, ordered by job and rank. New services are left out. Raises as
+        `find`.
         """
         before, self._views = self._views, snapshots(*self._of)
         return [rates_between(before[path], view) for path, view in self._views.items() if path in before]

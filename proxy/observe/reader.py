@@ -10,19 +10,19 @@ import contextlib
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Message
+from proxyccl.proxy.interface import ChannelCounters
 from proxyccl.proxy.observe.publications import Publication, find
 from proxyccl.proxy.observe.segment import ObservedSegment, open_published, peer_of
 from proxyccl.proxy.processes import cpu_time_of
-from proxyccl.proxy.ring import RingContents, RingMemory, ring_bytes
+from proxyccl.proxy.ring import Ring, RingContents, ring_bytes
 from proxyccl.proxy.schedule import ScheduleWait
-from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import MAX_CHANNELS
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -52,11 +52,6 @@ class WorkerView(Message, frozen=True):
     wakes: int
     cpu_ns: int | None
     idle_times: tuple[float, float, float]
-
-    @property
-    def idle(self) -> IdlePolicy:
-        """The thread's idle policy."""
-        return IdlePolicy(*self.idle_times)
 
 
 class RingView(Struct, frozen=True):
@@ -99,38 +94,26 @@ class ConnectionView(Message, frozen=True):
     errors: int
 
 
-class ChannelView(Message, frozen=True):
-    """A channel.
+class ChannelView(ChannelCounters, frozen=True, kw_only=True):
+    """A channel, and its counters.
 
     Attributes:
         id: the channel's id in its service.
         ring: number of the ring that the channel's triggers come through.
         worker: number of the worker that serves the channel.
         connection: number, in that worker, of the channel's connection; None for a Python handler.
-        triggers: triggers acted on, of all operations.
-        puts: triggers that put data, and sends of schedules that carried data.
-        bytes: bytes that the puts and gets moved.
-        signals: triggers that signalled, and sends of schedules, which always signal.
-        flushes: triggers that flushed.
         flush_ns: sum of the times of timed flushes, from issue to completion.
         timed_flushes: number of timed flushes: flushes that had to wait, one at a time on each connection.
         errors: triggers that failed.
-        gets: triggers that got data.
     """
 
     id: int
     ring: int
     worker: int
     connection: int | None
-    triggers: int
-    puts: int
-    bytes: int
-    signals: int
-    flushes: int
-    flush_ns: int
-    timed_flushes: int
-    errors: int
-    gets: int
+    flush_ns: int = 0
+    timed_flushes: int = 0
+    errors: int = 0
 
 
 class ServiceView(Struct, frozen=True):
@@ -166,48 +149,39 @@ def connection_of(channel: ChannelView, connections: Iterable[ConnectionView]) -
 
 
 class Observer:
-    """Observes one service. Use it as a context manager, or call `close`.
-
-    Args:
-        publication: the service's publication.
-
-    Raises:
-        ArgumentError: the service is gone, or its publication is wrong.
+    """Observes one service. Use it as a context manager, or call `close`. Raises ArgumentError if the service is gone,
+    or its publication is wrong.
     """
 
     def __init__(self, publication: Publication) -> None:
         self.publication = publication
         with contextlib.ExitStack() as opened:
 
-            def mapped(handle: str, nbytes: int) -> int:
+            def mapped(handle: str, nbytes: int) -> SharedMemory:
                 memory = open_published(handle, nbytes)
                 opened.callback(memory.close)
-                return memory.ptr
+                return memory
 
             self._observed = ObservedSegment(publication.workers, publication.observed)
             opened.callback(self._observed.close)
             counters = mapped(publication.counters, MAX_CHANNELS * ffi.sizeof("ProxycclCounters"))
-            self._counters = ffi.cast("ProxycclCounters *", counters)
+            self._counters = ffi.cast("ProxycclCounters *", counters.ptr)
             self._rings = []
             for place in publication.rings:
                 size = 1 << place.size_log2
-                self._rings.append(RingMemory(mapped(place.handle, ring_bytes(size)), size))
+                self._rings.append(Ring(mapped(place.handle, ring_bytes(size)), size))
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Unmaps the service's memory."""
         self._opened.close()
 
     def worker_stats(self, number: int) -> _engine.ProxycclWorkerStatsPointer:
-        """The ProxycclWorkerStats of a worker."""
         return self._observed.worker(number)
 
     def snapshot(self) -> ServiceView:
@@ -263,36 +237,17 @@ class Observer:
             if not place.connection or place.ring >= len(self._rings):  # a ring newer than the publication
                 continue
             of_handler = place.connection == lib.PROXYCCL_PLACE_HANDLER
-            c = self._counters[channel]
+            connection = None if of_handler else place.connection - 1
+            counters = self._counters[channel]
             channels.append(
-                ChannelView(
-                    channel,
-                    place.ring,
-                    place.worker,
-                    None if of_handler else place.connection - 1,
-                    c.triggers,
-                    c.puts,
-                    c.bytes,
-                    c.signals,
-                    c.flushes,
-                    c.flush_ns,
-                    c.timed_flushes,
-                    c.errors,
-                    c.gets,
-                )
+                ChannelView.of(counters, id=channel, ring=place.ring, worker=place.worker, connection=connection)
             )
         return channels
 
 
 def snapshots(job: str | None = None, process: int | None = None) -> dict[Path, ServiceView]:
-    """This user's services on this machine now, by the files of their publications, ordered by job and rank.
-
-    Args:
-        job: only services of this job; None for all.
-        process: only services in this process, a rank or a node daemon; None for all.
-
-    Raises:
-        ArgumentError: the directory of publications is not this user's own.
+    """This user's services on this machine now, by the files of their publications. Arguments and errors are those of
+    `find`.
     """
     views = {}
     for path, publication in find(job, process=process):

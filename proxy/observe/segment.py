@@ -23,14 +23,8 @@ def peer_of(stats: _engine.ProxycclConnectionStats) -> int | None:
 
 
 def open_published(handle: str, nbytes: int) -> SharedMemory:
-    """Maps memory that a publication names, for observers, who only read it.
-
-    Args:
-        handle: the memory's handle, in hexadecimal.
-        nbytes: the least size that the memory must have.
-
-    Raises:
-        ArgumentError: the memory can't be opened, or is shorter.
+    """Maps memory of at least `nbytes` bytes that a publication names by a handle in hexadecimal, for observers, who
+    only read it. Raises ArgumentError if it can't be opened, or is shorter.
     """
     try:
         packed = bytes.fromhex(handle)
@@ -44,11 +38,7 @@ def open_published(handle: str, nbytes: int) -> SharedMemory:
 
 
 class ObservedSegment:
-    """A service's segment.
-
-    Args:
-        workers: number of the service's workers.
-        handle: handle of the segment of a service in another process, in hexadecimal; "" to create a segment.
+    """A service's segment: of a service in another process, by its handle in hexadecimal, or a new one.
 
     Attributes:
         memory: the segment's memory.
@@ -67,7 +57,6 @@ class ObservedSegment:
         self.pointer = ffi.cast("ProxycclObserved *", self.memory.ptr)
 
     def worker(self, number: int) -> _engine.ProxycclWorkerStatsPointer:
-        """The counters of a worker."""
         return self.pointer.workers + number
 
     def add_connection(self, worker: int, number: int, peer: int | None, transport: str) -> None:
@@ -84,14 +73,10 @@ class ObservedSegment:
         place.connection = lib.PROXYCCL_PLACE_HANDLER if connection is None else connection + 1
 
     def remove_channel(self, channel: int) -> None:
-        """Records that a channel's id is not in use."""
         self.pointer.channels[channel].connection = 0
 
     def outstanding(self, channel: int) -> int | None:
-        """The number of issued triggers on a channel's connection without a known completion.
-
-        None for a handler's channel, and for an id that is not in use.
-        """
+        """See `ProxyService.outstanding`; None also for an id that is not in use."""
         place = self.pointer.channels[channel]
         if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
             return None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -107,11 +107,8 @@ class ServiceTrace:
 
 
 class TraceDecoder:
-    """Decodes the records of one worker into triggers.
-
-    Args:
-        worker: the worker's number.
-        connections: the connection of each channel, kept up to date by the caller; None for a handler's.
+    """Decodes the records of one worker into triggers. The caller keeps `connections` up to date: the connection of
+    each channel; None for a handler's.
     """
 
     def __init__(self, worker: int, connections: dict[int, int | None]) -> None:
@@ -141,7 +138,6 @@ class TraceDecoder:
         self._ring = self._ticket = self._schedule = self._begun = None
 
     def feed(self, records: list[list[int]]) -> None:
-        """Decodes records of two words each."""
         for word0, word1 in records:
             if word1 & _PARITY:
                 self._mark(word1 >> lib.PROXYCCL_MARK_SHIFT & _KIND, word1 & _NUMBER, word0)
@@ -209,10 +205,8 @@ class Allowance:
         self._left = triggers
 
     def end_of_kept(self, is_mark: npt.NDArray[np.bool_]) -> int | None:
-        """The number of records to keep of a batch; None for all. The batch's last record is a mark.
-
-        Args:
-            is_mark: for each record, whether it is a mark; otherwise it is a trigger.
+        """The number of records to keep of a batch, given which of them are marks and not triggers; None for all. The
+        batch's last record is a mark.
         """
         triggers = np.flatnonzero(~is_mark)
         if len(triggers) <= self._left:
@@ -226,13 +220,6 @@ class Allowance:
 
 
 class _Records:
-    """The records of one worker.
-
-    Args:
-        stats: the worker's ProxycclWorkerStats.
-        allowance: the allowance for the worker's triggers.
-    """
-
     def __init__(self, stats: _engine.ProxycclWorkerStatsPointer, allowance: Allowance) -> None:
         self._stats = stats
         self._allowance = allowance
@@ -250,7 +237,6 @@ class _Records:
             self._add(1, np.empty((0, 2), np.uint64))
 
     def fetch(self, buffer: _engine.Array[_engine.ProxycclTraceRecord, _engine.ProxycclTraceRecordPointer]) -> None:
-        """Fetches the new records."""
         lost = ffi.new("uint64_t *")
         count = lib.proxyccl_trace_read(self._stats, self._next, buffer, lib.PROXYCCL_TRACE_RECORDS, lost)
         if count or lost[0]:
@@ -266,7 +252,6 @@ class _Records:
             self._parts.append((lost, records[:end].copy()))
 
     def read_into(self, decoder: TraceDecoder) -> None:
-        """Passes the kept records to a decoder."""
         for lost_before, records in self._parts:
             if lost_before:
                 decoder.skip(lost_before)
@@ -274,9 +259,8 @@ class _Records:
 
 
 class Tracer:
-    """Records a service's activity until `stop`. Only one tracer can record a service at a time.
-
-    A worker begins to record with its next poll of its rings.
+    """Records a service's activity until `stop`. Only one tracer can record a service at a time. A worker begins to
+    record with its next poll of its rings.
 
     Args:
         path: the file of the service's publication.
@@ -290,19 +274,17 @@ class Tracer:
 
     def __init__(self, path: Path, publication: Publication, allowance: Allowance | None = None) -> None:
         who = publication.description
-        self._observer = Observer(publication)
-        try:
-            self._lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with contextlib.ExitStack() as opened:
+            self._observer = opened.enter_context(Observer(publication))
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                opened.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                os.close(self._lock)
                 raise ResourceError(f"rank {who.rank} of job {who.job} is being traced by another process") from None
-        except (OSError, ResourceError) as error:
-            self._observer.close()
-            if isinstance(error, OSError):
+            except OSError as error:
                 raise ResourceError(f"cannot trace rank {who.rank} of job {who.job}: {error.strerror}") from None
-            raise
+            self._opened = opened.pop_all()
         allowance = allowance or Allowance(MOST_TRIGGERS)
         stats = [self._observer.worker_stats(number) for number in range(publication.workers)]
         self._workers = [_Records(each, allowance) for each in stats]
@@ -315,9 +297,7 @@ class Tracer:
     def __enter__(self) -> Tracer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _ask_until(self, moment_ns: int) -> None:
@@ -366,5 +346,4 @@ class Tracer:
         """Ends the recording, unless `stop` has, and lets others trace the service."""
         self._ask_until(0)
         self._workers.clear()
-        os.close(self._lock)
-        self._observer.close()
+        self._opened.close()

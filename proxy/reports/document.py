@@ -38,7 +38,6 @@ class Member(Message, frozen=True, eq=False):
 
     @classmethod
     def own(cls) -> Member:
-        """This process."""
         pid = os.getpid()
         return cls(host_name(), pid, start_of(pid), proc_view())
 

@@ -31,7 +31,6 @@ def default_directory() -> Path:
 
 
 def directory() -> Path:
-    """The directory of this process's reports."""
     named = os.environ.get("PROXYCCL_REPORT_DIR")
     return Path(named) if named else default_directory()
 

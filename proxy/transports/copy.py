@@ -7,8 +7,7 @@ from typing import Any
 
 from proxyccl.device.runtime import Event, Runtime, Stream
 from proxyccl.proxy import _engine
-from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime, create
-from proxyccl.proxy.transports.transport import Transport
+from proxyccl.proxy.transports.transport import EngineConnection, EngineRuntime, Transport, create
 
 ffi = _engine.ffi
 
@@ -34,8 +33,4 @@ def _connect(engine: EngineRuntime, options: None) -> EngineConnection:
     return EngineConnection(pointer, (stream, event))
 
 
-def _status_text(status: int) -> str:
-    return ""
-
-
-TRANSPORT = Transport(name="copy", connect=_connect, status_text=_status_text, statuses=range(0))
+TRANSPORT = Transport("copy", _connect)

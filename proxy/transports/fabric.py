@@ -1,4 +1,8 @@
-"""The transport `fabric`: RMA writes through libfabric, for networks without verbs (engine/fabric_transport.h)."""
+"""The transports over libfabric, for networks without verbs.
+
+`fabric` makes RMA writes (engine/fabric_transport.h). `staged_fabric` makes them between pinned memory, with a copy on
+either side, for memory that libfabric's provider can't register (engine/staged_transport.h).
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,22 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
+from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import NEEDS, missing
-from proxyccl.proxy.gpu_writes import unsupported_reason
-from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
-from proxyccl.proxy.remote_setup import RemoteSetup
-from proxyccl.proxy.transport_options import TransportOptions
-from proxyccl.proxy.transports.engine_connection import EngineConnection, create
-from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
+from proxyccl.proxy.interface import EndpointInfo
+from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
+from proxyccl.proxy.transports.staged_connection import StagedEndpoint, Wire, staged_over
+from proxyccl.proxy.transports.transport import EngineConnection, RemoteFunctions, Transport, create, require_unstaged
 
 if TYPE_CHECKING:  # imported at run time only when the endpoint is opened
-    from proxyccl.proxy.fabric.context import FabricContext
+    from proxyccl.proxy.fabric.endpoint import FabricContext, FabricEndpoint
 
 ffi, lib = _engine.ffi, _engine.lib
 
+_LEAST_RING, _RING_PER_WIRE = 4 << 20, 2 << 20
+_FOR_FULL_RINGS = 512 << 20
+"""Pinned memory of a rank whose rings have their full size. A rank may have hundreds of peers: later ones have less."""
 _OWN_ERRORS = 256  # first error number of libfabric; lower numbers are errno values
 
 
@@ -51,32 +56,17 @@ class _Endpoint:
         self.info = EndpointInfo(device.endpoint.address, segment.address, segment.key)
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
-        if theirs.ring_bytes:
-            raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
+        require_unstaged(theirs)
         return self._device.endpoint.connect(theirs.endpoint, theirs.rkey)
 
     def close(self) -> None:
         """Does nothing, because the device owns the endpoint."""
 
 
-def open_fabric(setup: RemoteSetup, options: TransportOptions) -> FabricContext:
-    """Opens the endpoint, which `fabric` and `staged_fabric` share."""
-    from proxyccl.proxy.fabric.context import FabricContext
+def _open(setup: RemoteSetup, options: TransportOptions) -> FabricContext:
+    from proxyccl.proxy.fabric.endpoint import FabricContext
 
     return FabricContext(setup, options.fabric)
-
-
-def _unsupported_reason(device: FabricContext) -> str:
-    return unsupported_reason(device.runtime, device.register, device.endpoint.release)
-
-
-def _expose(device: FabricContext, ptr: int, nbytes: int, handle: bytes) -> ExposedMemory:
-    made = device.register(ptr, nbytes, handle or None)
-    return ExposedMemory(TRANSPORT.name, made.address, made.key, made.local_key, True, made)
-
-
-def _withdraw(device: FabricContext, memory: ExposedMemory) -> None:
-    device.endpoint.release(memory.owner)
 
 
 TRANSPORT = Transport(
@@ -87,14 +77,66 @@ TRANSPORT = Transport(
     error_text=_error_text,
     remote=RemoteFunctions(
         missing=missing,
-        open=open_fabric,
-        unsupported_reason=_unsupported_reason,
+        open=_open,
         make_endpoint=_Endpoint,
-        expose=_expose,
-        withdraw=_withdraw,
-        registers_source=True,
         refusal="rank {rank}'s memory can't be reached through libfabric: {reason}; "
         'transport="staged_fabric" takes data through pinned memory of the host',
         rehearses=False,
     ),
+)
+
+
+def _staged_error_text(connection: Any) -> str:
+    return ffi.string(lib.proxyccl_staged_fabric_error_text(connection)).decode(errors="replace")
+
+
+def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
+    """Makes a wire to one peer of an endpoint, which the device owns."""
+    return Wire(
+        endpoint.address,
+        number,
+        connect=lambda theirs, timeout, given_up: endpoint.connect(theirs.endpoint, theirs.rkey),
+        close=lambda: None,
+    )
+
+
+def default_ring(wires: int, peers: int) -> int:
+    """The bytes of a peer's ring in each direction, given the streams to the peer and the peers so far, this one
+    included.
+    """
+    return max(_LEAST_RING, min(wires * _RING_PER_WIRE, _FOR_FULL_RINGS // (2 * peers)))
+
+
+def first_wire(wires: int, peers: int) -> int:
+    """The number of a peer's first wire, given the wires to the peer and the peers so far, this one included.
+
+    Short puts use only a connection's first wires. So each later peer's first wire is as far as possible from the
+    earlier peers': 0, a half of the wires, a quarter, three quarters, …
+    """
+    place, step, left = 0.0, 0.5, peers - 1
+    while left:
+        left, odd = divmod(left, 2)
+        place, step = place + odd * step, step / 2
+    return int(place * wires)
+
+
+def _make_staged_endpoint(device: FabricContext) -> StagedEndpoint:
+    options, endpoints = device.options, device.wire_endpoints()
+    device.staged_peers += 1
+    first = first_wire(len(endpoints), device.staged_peers)
+    numbered = [*enumerate(endpoints)]
+    wires = numbered[first:] + numbered[:first]
+    ring_bytes = options.staging_bytes or default_ring(len(endpoints), device.staged_peers)
+    return StagedEndpoint(
+        device,
+        [endpoint for _, endpoint in wires],
+        lambda: [_wire(endpoint, number) for number, endpoint in wires],
+        ring_bytes=ring_bytes,
+        chunk_bytes=options.staging_chunk,
+        credits_tell=device.endpoint.offer.is_stream,
+    )
+
+
+STAGED = staged_over(
+    TRANSPORT, "staged_fabric", needs=NEEDS, make_endpoint=_make_staged_endpoint, error_text=_staged_error_text
 )

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.ffi_types import fill
-from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import EndpointInfo, EndpointWire, ExposedMemory
-from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets
+from proxyccl.proxy.interface import EndpointInfo, EndpointWire
+from proxyccl.proxy.registrations import RegistrationCache, RemoteDevice
+from proxyccl.proxy.remote_options import MOST_WIRES
 from proxyccl.proxy.transports.copy import make_copy_options
-from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime, create
-from proxyccl.proxy.transports.transport import Transport
+from proxyccl.proxy.transports.transport import EngineConnection, EngineRuntime, Transport, create
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -69,10 +68,8 @@ class StagedOptions(Struct, frozen=True):
 
     @classmethod
     def of(cls, wires: Sequence[StagedWire], ends: int, **fields: Any) -> StagedOptions:
-        """Makes options with these wires and further fields of ProxycclStagedOptions.
-
-        Raises:
-            ArgumentError: there are more than `MOST_WIRES`, or a value does not fit its field.
+        """Makes options with these wires and further fields of ProxycclStagedOptions. Raises ArgumentError if there are
+        more than `MOST_WIRES`, or a value does not fit its field.
         """
         if len(wires) > MOST_WIRES:
             raise ArgumentError("wires", f"must be at most {MOST_WIRES}, not {len(wires)}")
@@ -120,36 +117,13 @@ class Wire(Struct, frozen=True):
     close: Callable[[], None]
 
 
-class Registrar(Protocol):
-    """Registers the host's memory with a wire's device."""
-
-    def register(self, ptr: int, nbytes: int) -> Any:
-        """Registers a range."""
-        ...
-
-    def release(self, registration: Any) -> None:
-        """Ends a registration."""
-        ...
-
-
-class StagedDevice(Protocol):
-    """The members that staging needs of the wire's device: the rank's runtime, the control segment, the segment's byte
-    range of words that peers' proxies may signal, and the memory that peers' staged puts may write."""
-
-    runtime: Runtime
-    segment: PinnedMemory
-    signals: range
-    write_targets: RemoteWriteTargets
-
-
 class StagedEndpoint:
     """A `TransportEndpoint` of wires and this rank's staging area: pinned memory with two rings, and words that count
     both engines' progress.
 
     Args:
         device: the wires' device.
-        registrars: for each wire, the object that registers the area.
-        keys: returns of a registration the key for the wire's requests, the peer's key, and the address for that key.
+        registrars: for each wire, the registrations of its device.
         make_wires: makes the wires, in the order of `registrars`.
         ring_bytes: bytes of each of this side's rings.
         chunk_bytes: bytes of a put that are moved at a time.
@@ -162,9 +136,8 @@ class StagedEndpoint:
 
     def __init__(
         self,
-        device: StagedDevice,
-        registrars: Sequence[Registrar],
-        keys: Callable[[Any], tuple[int, int, int]],
+        device: RemoteDevice,
+        registrars: Sequence[RegistrationCache],
         make_wires: Callable[[], Sequence[Wire]],
         *,
         ring_bytes: int,
@@ -175,31 +148,30 @@ class StagedEndpoint:
         align = int(lib.PROXYCCL_STAGED_ALIGN)
         ring_bytes = ring_bytes // align * align
         with contextlib.ExitStack() as undo:
-            self._area = area = device.runtime.allocate_pinned(staged_area_bytes(ring_bytes))
+            self._area = area = device.setup.runtime.allocate_pinned(staged_area_bytes(ring_bytes))
             undo.callback(area.close)
             made = []
             for registrar in registrars:
                 registration = registrar.register(area.host_ptr, area.nbytes)
                 undo.callback(registrar.release, registration)
-                made.append(keys(registration))
+                made.append(registration)
             self._wires = make_wires()
             for wire in self._wires:
                 undo.callback(wire.close)
             self._close = undo.pop_all().close
-        self._keys = [key for key, _, _ in made]
+        self._keys = [registration.local_key for registration in made]
         first, *more = [
-            EndpointWire(wire.address, remote_key, address)
-            for wire, (_, remote_key, address) in zip(self._wires, made, strict=True)
+            EndpointWire(wire.address, registration.key, registration.address)
+            for wire, registration in zip(self._wires, made, strict=True)
         ]
-        self.info = EndpointInfo(
-            first.endpoint, device.segment.host_ptr, first.rkey, first.area, ring_bytes, tuple(more)
-        )
+        segment = device.setup.segment.host_ptr
+        self.info = EndpointInfo(first.endpoint, segment, first.rkey, first.area, ring_bytes, tuple(more))
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> StagedOptions:
         """See `TransportEndpoint`. Both sides use the smaller of their ring sizes, and as many wires as both have."""
         if not theirs.ring_bytes:
             raise ArgumentError("peer", "its end of the connection is not staged, but this end is")
-        ring_bytes, words = min(self.info.ring_bytes, theirs.ring_bytes), self._device.signals
+        ring_bytes, setup = min(self.info.ring_bytes, theirs.ring_bytes), self._device.setup
         wires = [
             StagedWire(wire.connect(end, timeout, given_up), key, end.area, end.rkey, wire.number)
             for wire, key, end in zip(self._wires, self._keys, theirs.wires(), strict=False)
@@ -213,8 +185,8 @@ class StagedEndpoint:
             ring_bytes=ring_bytes,
             chunk_bytes=min(self._chunk_bytes, ring_bytes // 2),
             write_targets=self._device.write_targets.table,
-            signals=self._device.segment.host_ptr + words.start,
-            signals_bytes=len(words),
+            signals=setup.segment.host_ptr + setup.signals.start,
+            signals_bytes=len(setup.signals),
         )
 
     def close(self) -> None:
@@ -227,14 +199,6 @@ def staged_area_bytes(ring_bytes: int) -> int:
     return int(lib.PROXYCCL_STAGED_WORDS_BYTES) + 2 * ring_bytes
 
 
-def _expose(transport: str, device: StagedDevice, ptr: int, nbytes: int, host_ptr: int = 0) -> ExposedMemory:
-    return ExposedMemory(transport, ptr, device.write_targets.add(ptr, nbytes, host_ptr), 0, True, None)
-
-
-def _withdraw(device: StagedDevice, memory: ExposedMemory) -> None:
-    device.write_targets.remove(memory.key)
-
-
 def staged_over(
     wire: Transport,
     name: str,
@@ -244,15 +208,8 @@ def staged_over(
     statuses: range = range(0),
     error_text: Callable[[Any], str] | None = None,
 ) -> Transport:
-    """Makes the staged transport over a wire, on the wire's device.
-
-    Args:
-        wire: the transport of the wire.
-        name: name of the staged transport.
-        needs: build requirements of the wire.
-        make_endpoint: makes an endpoint on the device.
-        statuses: see `Transport`.
-        error_text: see `Transport`; None for the wire's.
+    """Makes the staged transport over a wire, on the wire's device. `needs` are the build requirements of the wire; see
+    `Transport` for `statuses` and `error_text`, which by default is the wire's.
     """
     assert wire.remote is not None  # a wire leads to another host
     return Transport(
@@ -263,13 +220,8 @@ def staged_over(
         error_text=error_text or wire.error_text,
         remote=replace(
             wire.remote,
-            unsupported_reason=lambda device: "",  # only host memory is registered
             make_endpoint=make_endpoint,
-            expose=lambda device, ptr, nbytes, handle: _expose(name, device, ptr, nbytes),
-            expose_pinned=lambda device, pinned: _expose(name, device, pinned.ptr, pinned.nbytes, pinned.host_ptr),
-            withdraw=_withdraw,
-            registers_source=False,
             refusal="rank {rank}'s memory can't be staged: {reason}",
-            withdraws_at_once=True,
+            stages=True,
         ),
     )

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.proxy.transports import copy, fabric, staged, staged_fabric, verbs
+from proxyccl.proxy.transports import copy, fabric, verbs
 from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
 
 TRANSPORTS: dict[str, Transport] = {
-    record.name: record
-    for record in (
-        copy.TRANSPORT,
-        verbs.TRANSPORT,
-        staged.TRANSPORT,
-        fabric.TRANSPORT,
-        staged_fabric.TRANSPORT,
-    )
+    record.name: record for record in (copy.TRANSPORT, verbs.TRANSPORT, verbs.STAGED, fabric.TRANSPORT, fabric.STAGED)
 }
 """Of several that reach a peer, the first is preferred."""
 

@@ -1,4 +1,9 @@
-"""The transport `verbs`: RDMA writes on one queue pair for each peer (engine/verbs_transport.h)."""
+"""The transports over verbs.
+
+`verbs` makes RDMA writes on one queue pair for each peer (engine/verbs_transport.h). `staged` makes them between pinned
+memory of two hosts, with a copy on either side, for memory that the RDMA device can't register
+(engine/staged_transport.h).
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,15 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
-from proxyccl.proxy.remote_setup import RemoteSetup
-from proxyccl.proxy.transport_options import TransportOptions
-from proxyccl.proxy.transports.engine_connection import EngineConnection, create
-from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
+from proxyccl.proxy.interface import EndpointInfo
+from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
+from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, Wire, staged_over
+from proxyccl.proxy.transports.transport import EngineConnection, RemoteFunctions, Transport, create, require_unstaged
 from proxyccl.proxy.verbs.requirements import missing
 
 if TYPE_CHECKING:  # imported at run time only when the device is opened
-    from proxyccl.proxy.verbs.context import VerbsContext
+    from proxyccl.proxy.verbs.registrations import VerbsContext
 
 lib = _engine.lib
 
@@ -72,14 +75,13 @@ class _Endpoint:
     """See `TransportEndpoint`."""
 
     def __init__(self, device: VerbsContext) -> None:
-        segment = device.segment
+        segment = device.setup.segment
         registration = device.registrations.register(segment.host_ptr, segment.nbytes)
         self._endpoint = device.device.endpoint()
-        self.info = EndpointInfo(self._endpoint.address, segment.host_ptr, registration.rkey)
+        self.info = EndpointInfo(self._endpoint.address, segment.host_ptr, registration.key)
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
-        if theirs.ring_bytes:
-            raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
+        require_unstaged(theirs)
         self._endpoint.connect(theirs.endpoint, timeout, given_up)
         return self._endpoint.engine_options(theirs.rkey)
 
@@ -87,34 +89,10 @@ class _Endpoint:
         self._endpoint.close()
 
 
-def missing_for_verbs() -> str:
-    """The requirements of RDMA by verbs that this machine lacks, in words; empty if none."""
-    return missing() or ""
-
-
-def open_verbs(setup: RemoteSetup, options: TransportOptions) -> VerbsContext:
-    """Opens the device, which `verbs` and `staged` share."""
-    from proxyccl.proxy.verbs.context import VerbsContext
+def _open(setup: RemoteSetup, options: TransportOptions) -> VerbsContext:
+    from proxyccl.proxy.verbs.registrations import VerbsContext
 
     return VerbsContext(setup, options.rdma)
-
-
-def _unsupported_reason(device: VerbsContext) -> str:
-    from proxyccl.proxy.verbs.device_memory import unsupported_reason
-
-    return unsupported_reason(device.registrations, device.runtime, device.options.gpu_writes)
-
-
-def _expose(device: VerbsContext, ptr: int, nbytes: int, handle: bytes) -> ExposedMemory:
-    from proxyccl.proxy.verbs.device_memory import register_device_memory
-
-    gpu_writes = device.options.gpu_writes
-    made = register_device_memory(device.registrations, device.runtime, gpu_writes, ptr, nbytes, handle or None)
-    return ExposedMemory(TRANSPORT.name, made.address, made.rkey, made.lkey, made.address == ptr, made)
-
-
-def _withdraw(device: VerbsContext, memory: ExposedMemory) -> None:
-    device.registrations.release(memory.owner)
 
 
 TRANSPORT = Transport(
@@ -123,14 +101,34 @@ TRANSPORT = Transport(
     status_text=_status_text,
     statuses=range(lib.PROXYCCL_VERBS_COMPLETION, 2 * lib.PROXYCCL_VERBS_COMPLETION),
     remote=RemoteFunctions(
-        missing=missing_for_verbs,
-        open=open_verbs,
-        unsupported_reason=_unsupported_reason,
+        missing=missing,
+        open=_open,
         make_endpoint=_Endpoint,
-        expose=_expose,
-        withdraw=_withdraw,
-        registers_source=True,
         refusal="rank {rank}'s memory can't be reached by RDMA: {reason}; "
         'transport="staged" takes data through pinned memory of the host',
     ),
 )
+
+
+def _make_wire(device: VerbsContext) -> Wire:
+    endpoint = device.device.endpoint()
+
+    def connect(theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
+        endpoint.connect(theirs.endpoint, timeout, given_up)
+        return endpoint.engine_options(theirs.rkey)
+
+    return Wire(endpoint.address, 0, connect, endpoint.close)
+
+
+def _make_staged_endpoint(device: VerbsContext) -> StagedEndpoint:
+    return StagedEndpoint(
+        device,
+        [device.registrations],
+        lambda: [_make_wire(device)],
+        ring_bytes=device.options.staging_bytes,
+        chunk_bytes=device.options.staging_chunk,
+        credits_tell=False,
+    )
+
+
+STAGED = staged_over(TRANSPORT, "staged", needs=NEEDS, make_endpoint=_make_staged_endpoint, statuses=STATUSES)

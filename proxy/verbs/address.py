@@ -8,7 +8,7 @@ import zlib
 from dataclasses import dataclass
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.proxy.verbs.options import MTUS
+from proxyccl.proxy.remote_options import MTUS
 
 LINK_LAYERS = ("infiniband", "ethernet")
 GID_TYPES = ("IB", "RoCE v1", "RoCE v2")
@@ -58,7 +58,6 @@ class EndpointAddress:
         return f"queue pair {self.qp_number} at {gid.ipv4_mapped or gid} ({self.gid_type})"
 
     def encode(self) -> bytes:
-        """Encodes the address in `SIZE` bytes."""
         data = _LAYOUT.pack(
             _MAGIC,
             _VERSION,
@@ -77,11 +76,7 @@ class EndpointAddress:
 
     @classmethod
     def decode(cls, data: bytes) -> EndpointAddress:
-        """Decodes the bytes of `encode`.
-
-        Raises:
-            ArgumentError: the bytes are not an endpoint's address, or have another version's format.
-        """
+        """Decodes the bytes of `encode`. Raises ArgumentError for other bytes, or another version's."""
         if not isinstance(data, bytes) or not data.startswith(_MAGIC):
             raise ArgumentError("peer", f"not an endpoint's address; expected bytes that begin with {_MAGIC!r}")
         if data[4:5] != bytes([_VERSION]):

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.proxy.verbs.options import MTUS, RdmaOptions
-from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, load
-from proxyccl.proxy.verbs.sysfs import DEVICES, SYSFS
+from proxyccl.proxy.processes import parse_cores
+from proxyccl.proxy.remote_options import MTUS, RdmaOptions
+from proxyccl.proxy.verbs.pyverbs_api import DEVICES, SYSFS, Pyverbs, load
 
 _UsedGids = dict[int, list[tuple[int, str]]]  # by port: indices and texts
 
@@ -391,10 +391,7 @@ def process_numa_node(root: Path = SYSFS) -> int | None:
     """The NUMA node whose cores this process is bound to; None if it may run on several nodes."""
     allowed = os.sched_getaffinity(0)
     for node in _nodes(root):
-        cpus: set[int] = set()
-        for part in filter(None, _read(root / f"devices/system/node/node{node}/cpulist").split(",")):
-            first, _, last = part.partition("-")
-            cpus.update(range(int(first), int(last or first) + 1))
-        if allowed <= cpus:
+        cpus = _read(root / f"devices/system/node/node{node}/cpulist")
+        if cpus and allowed <= set(parse_cores(cpus)):
             return node
     return None

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from proxyccl.device.errors import ArgumentError, ClosedError, RuntimeUnavailableError, TransportError
 from proxyccl.device.ffi_types import fill
 from proxyccl.proxy import _engine
+from proxyccl.proxy.remote_options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import DeviceChoice
-from proxyccl.proxy.verbs.options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, error_number, load
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -116,7 +116,6 @@ class VerbsDevice:
 
     @property
     def name(self) -> str:
-        """The device's name."""
         return self.choice.device.name
 
     def describe(self) -> str:
@@ -152,7 +151,6 @@ class VerbsDevice:
         self._dependents.discard(dependent)
 
     def require_open(self) -> None:
-        """Raises ClosedError if the device is closed."""
         if self._closed:
             raise ClosedError(f"the RDMA device {self.name} is closed")
 
@@ -226,12 +224,6 @@ class Endpoint:
         return qp, signal
 
     @property
-    def qp_number(self) -> int:
-        """The queue pair's number."""
-        self._require_open()
-        return int(self._qp.qp_num)
-
-    @property
     def address(self) -> bytes:
         """The address for the peer's `connect`, as bytes."""
         self._require_open()
@@ -254,14 +246,10 @@ class Endpoint:
         )
 
     def connect(self, peer: bytes, timeout: float = 30.0, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Connects to a peer's endpoint. The peer must connect to this endpoint too.
+        """Connects to a peer's endpoint, given its `address`. The peer must connect to this endpoint too.
 
-        Does not wait for the peer, only until the network knows the peer's address.
-
-        Args:
-            peer: the peer's `address`.
-            timeout: seconds to keep trying while the network does not know the peer.
-            given_up: polled during the wait, which ends when `given_up` returns True.
+        It does not wait for the peer, only `timeout` seconds, or until `given_up` returns True, while the network does
+        not know the peer's address.
 
         Raises:
             ArgumentError: the bytes are not an address, or this port can't reach the peer.
@@ -334,10 +322,8 @@ class Endpoint:
         )
 
     def engine_options(self, signal_rkey: int) -> Any:
-        """The ProxycclVerbsOptions of a connection over this endpoint, which must outlive the connection.
-
-        Args:
-            signal_rkey: remote key of the memory with the peer's semaphore words.
+        """The ProxycclVerbsOptions of a connection over this endpoint, which must outlive the connection. `signal_rkey`
+        is the remote key of the memory with the peer's semaphore words.
 
         Raises:
             ArgumentError: the endpoint is not connected.
@@ -360,14 +346,6 @@ class Endpoint:
             return made
         scratch = self._device.scratch()
         return fill(made, signal=lib.PROXYCCL_VERBS_FETCH_ADD, scratch=scratch.buf, scratch_lkey=scratch.lkey)
-
-    def describe(self) -> str:
-        """One line on the endpoint."""
-        peer = f"connected to {self.peer}" if self.peer is not None else "not connected"
-        return (
-            f"{self._device.describe()}, MTU {self.mtu}, queue pair {self._qp.qp_num}, "
-            f"{self.send_depth} requests, signals by {self.signal}, {peer}"
-        )
 
     def _require_open(self) -> None:
         if self._closed:

@@ -29,6 +29,10 @@ ffi, lib = _engine.ffi, _engine.lib
 INSTALL = "apt install python3-pyverbs ibverbs-providers (Debian, Ubuntu), dnf install python3-pyverbs (Fedora)"
 """How to install pyverbs. PyPI has only source, which needs the machine's rdma-core in the same version."""
 
+SYSFS = Path("/sys")
+DEVICES = "class/infiniband"
+"""The directory in it where Linux lists RDMA devices."""
+
 _MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp")
 _MAPS = Path("/proc/self/maps")
 _EXHAUSTED = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
@@ -37,15 +41,8 @@ _NO_ERRNO = -1  # pyverbs' error code when it has none
 
 
 class Pyverbs:
-    """The classes and enumerators of pyverbs that this package uses, under pyverbs' names.
-
-    Args:
-        modules: pyverbs' modules, by name.
-        enums: the module with its enumerators.
-        version: pyverbs' version, for messages.
-
-    Raises:
-        RuntimeUnavailableError: a module lacks a class.
+    """The classes and enumerators of pyverbs that this package uses, under pyverbs' names. Raises
+    RuntimeUnavailableError if a module lacks a class.
     """
 
     def __init__(self, modules: Mapping[str, ModuleType], enums: ModuleType, version: str) -> None:
@@ -69,20 +66,14 @@ class Pyverbs:
             raise RuntimeUnavailableError(f"pyverbs {version} is too old or too new: {error}") from None
 
     def enumerator(self, name: str) -> int:
-        """The value of an enumerator of libibverbs.
-
-        Raises:
-            RuntimeUnavailableError: this version of pyverbs lacks it.
-        """
+        """The value of an enumerator. Raises RuntimeUnavailableError if this version of pyverbs lacks it."""
         if name not in self._enumerators:
             raise RuntimeUnavailableError(f"pyverbs {self.version} is too old or too new: it has no {name}")
         return self._enumerators[name]
 
     def queue_pair(self, qp: Any) -> int:
-        """The address of the `ibv_qp` in a pyverbs QP, checked.
-
-        Raises:
-            RuntimeUnavailableError: the address can't be found; the message says why.
+        """The address of the `ibv_qp` in a pyverbs QP, checked. Raises RuntimeUnavailableError, which says why it can't
+        be found.
         """
         found = ffi.new("ProxycclVerbsQp *")
         if hasattr(self.QP, "qp"):
@@ -105,11 +96,7 @@ class Pyverbs:
         return kind(f"{call} of {subject}: {words}")
 
     def open(self, device: str) -> Any:
-        """Opens a device by name. Returns a pyverbs Context.
-
-        Raises:
-            RuntimeUnavailableError: the device can't be opened; the message says why.
-        """
+        """Opens a device by name. Returns a pyverbs Context. Raises RuntimeUnavailableError, with the reason."""
         try:
             return self.Context(name=device)
         except self.PyverbsError as cause:
@@ -148,11 +135,7 @@ def error_number(error: Exception) -> int | None:
 
 @functools.cache
 def load() -> Pyverbs:
-    """Returns pyverbs, which the first call imports.
-
-    Raises:
-        RuntimeUnavailableError: pyverbs is missing or can't be used; the message says what to install.
-    """
+    """Returns pyverbs, which the first call imports. Raises RuntimeUnavailableError, which says what to install."""
     try:
         with _root_logger_as_it_is():
             modules = {name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES}

@@ -1,16 +1,20 @@
-"""Memory that is registered with an RDMA device."""
+"""One rank's RDMA device, and memory that is registered with it."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import os
 import resource
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import Any
 
-from proxyccl.device.errors import ClosedError, ProxyCCLError
-from proxyccl.proxy.registration_cache import RegistrationCache
+from proxyccl.device.errors import ProxyCCLError
+from proxyccl.device.runtime import Runtime
+from proxyccl.proxy.registrations import Registration, RegistrationCache, RemoteDevice, require_ordered
+from proxyccl.proxy.remote_options import RdmaOptions, RemoteSetup
+from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.pyverbs_api import error_number
 
@@ -20,84 +24,33 @@ descriptor is closed here.
 """
 
 
-@dataclass(frozen=True)
-class Registration:
-    """A registered range of memory.
+class Registrations(RegistrationCache):
+    """A `RegistrationCache` that supports DMA-BUFs. The end of the device closes it."""
 
-    Attributes:
-        ptr: the range's address in this process.
-        nbytes: the range's size.
-        address: the address by which the device and peers name its first byte. It is `ptr`, except for a DMA-BUF.
-        lkey: key for this device's own work requests.
-        rkey: key for peers' work requests.
-        how: "host", "peer memory" (the device takes the GPU's address itself) or "dma-buf".
-        allocation: the argument of `Registrations.register`.
-        region: pyverbs' memory region.
-    """
-
-    ptr: int
-    nbytes: int
-    address: int
-    lkey: int
-    rkey: int
-    how: str
-    allocation: Hashable = None
-    region: Any = field(default=None, compare=False, repr=False)
-
-
-class Registrations:
-    """The registrations of a device: a `RegistrationCache` that supports DMA-BUFs. Threads may share it.
-
-    Args:
-        device: the device to register with, whose end closes the registrations.
-        keep: see `RegistrationCache`.
-        keep_bytes: see `RegistrationCache`.
-    """
-
-    def __init__(self, device: VerbsDevice, *, keep: int = 64, keep_bytes: int = 1 << 30) -> None:
+    def __init__(self, device: VerbsDevice) -> None:
+        super().__init__()
         self._device = device
-        self._made: RegistrationCache[Registration] = RegistrationCache(
-            self._deregister, keep=keep, keep_bytes=keep_bytes
-        )
         device.adopt(self)
 
     def register(
         self, ptr: int, nbytes: int, dmabuf: DmaBuf | None = None, *, allocation: Hashable = None
     ) -> Registration:
-        """Registers a range, or finds it registered. Each call is paired with a `release`.
-
-        Args:
-            ptr: address of the range.
-            nbytes: size of the range.
-            dmabuf: exports memory of a GPU; None for memory of the host.
-            allocation: identifies this allocation among all others, including earlier ones at the same address;
-                None: the range is registered only while it is used.
-
-        Raises:
-            ArgumentError: the range is empty or invalid.
-            ResourceError: the system or the device has no room.
-            RuntimeUnavailableError: the device can't reach this memory.
+        """Registers a range, or finds it registered. Each call is paired with a `release`. `dmabuf` exports memory of a
+        GPU; None for memory of the host. Raises as `register_of`.
         """
-        self._require_open()
-        return self._made.acquire(ptr, nbytes, allocation, lambda: self._make(ptr, nbytes, dmabuf, allocation))
+        self._device.require_open()
+        return self._acquire(ptr, nbytes, allocation, lambda: self._make(ptr, nbytes, dmabuf, allocation))
 
-    def release(self, registration: Registration) -> None:
-        """Ends one use of a registration. After the last use, requests must no longer name it.
-
-        Raises:
-            ArgumentError: the registration is not in use.
-        """
-        self._made.release(registration)
+    def register_of(
+        self, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
+    ) -> Registration:
+        require_ordered(runtime, gpu_writes, "PROXYCCL_RDMA_GPU_WRITES")
+        dmabuf = None if runtime.name == "host" else functools.partial(runtime.dmabuf, ptr, nbytes)
+        return self.register(ptr, nbytes, dmabuf, allocation=allocation)
 
     def close(self) -> None:
-        """Deregisters everything. No transfers may be in flight from or to it."""
-        self._made.close()
+        super().close()
         self._device.disown(self)
-
-    def _require_open(self) -> None:
-        self._device.require_open()
-        if self._made.closed:
-            raise ClosedError("the registrations are closed")
 
     def _make(self, ptr: int, nbytes: int, dmabuf: DmaBuf | None, allocation: Hashable) -> Registration:
         api, refusal = self._device.api, ""
@@ -111,7 +64,7 @@ class Registrations:
             else:
                 if made is not None:
                     region, offset = made
-                    return self._registration(ptr, nbytes, offset, region, "dma-buf", allocation)
+                    return Registration(ptr, nbytes, offset, region.rkey, region.lkey, allocation, "dma-buf", region)
         kind = "host memory" if dmabuf is None else "a GPU's memory"
         try:
             region = api.MR(self._device.pd, nbytes, self._device.access, address=ptr)
@@ -119,7 +72,7 @@ class Registrations:
             error = self._error("ibv_reg_mr", nbytes, kind, cause)
             raise type(error)(f"{error}{refusal}") from cause
         how = "host" if dmabuf is None else "peer memory"
-        return self._registration(ptr, nbytes, ptr, region, how, allocation)
+        return Registration(ptr, nbytes, ptr, region.rkey, region.lkey, allocation, how, region)
 
     def _make_dmabuf(self, nbytes: int, dmabuf: DmaBuf) -> tuple[Any, int] | None:
         given = dmabuf()
@@ -134,10 +87,6 @@ class Registrations:
         finally:
             os.close(descriptor)
 
-    @staticmethod
-    def _registration(ptr: int, nbytes: int, address: int, region: Any, how: str, allocation: Hashable) -> Registration:
-        return Registration(ptr, nbytes, address, region.lkey, region.rkey, how, allocation, region)
-
     def _error(self, call: str, nbytes: int, kind: str, cause: Exception) -> ProxyCCLError:
         error = self._device.api.error(call, f"{nbytes} bytes of {kind} on {self._device.name}", cause)
         if error_number(cause) != errno.ENOMEM:
@@ -150,3 +99,26 @@ class Registrations:
     def _deregister(self, registration: Registration) -> None:
         with self._device.api.calling("ibv_dereg_mr", f"{registration.nbytes} bytes on {self._device.name}"):
             registration.region.close()
+
+
+class VerbsContext(RemoteDevice):
+    """An opened device with a separate protection domain, so that the device refuses the keys of other contexts.
+
+    Raises:
+        ArgumentError: an option names something that does not exist.
+        RuntimeUnavailableError: no device can be used; the message says why.
+    """
+
+    options: RdmaOptions
+
+    def __init__(self, setup: RemoteSetup, options: RdmaOptions) -> None:
+        super().__init__(setup)
+        self.options = options
+        choice = choose_device(rdma_devices(), options, setup.near, local_rank=setup.local_rank)
+        self.device = VerbsDevice.open(choice, options)
+        self.registrations: Registrations = Registrations(self.device)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as steps:  # in reverse order, even if one fails
+            steps.callback(self.device.close)
+            steps.callback(self.registrations.close)

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.proxy._engine import lib
-from proxyccl.proxy.verbs.pyverbs_api import load
-from proxyccl.proxy.verbs.sysfs import DEVICES, SYSFS
+from proxyccl.proxy.verbs.pyverbs_api import DEVICES, SYSFS, load
 
 
-def missing(root: Path = SYSFS) -> str | None:
-    """The requirements of RDMA by verbs that this machine lacks, and how to install them; None if there are none."""
+def missing(root: Path = SYSFS) -> str:
+    """The requirements of RDMA by verbs that this machine lacks, and how to install them; empty if none."""
     lacks = []
     if not any((root / DEVICES).glob("*")):
         lacks.append(f"no RDMA device in {root / DEVICES}")
@@ -30,4 +29,4 @@ def missing(root: Path = SYSFS) -> str | None:
             "the engine was built without libibverbs' headers: apt install libibverbs-dev (Debian, Ubuntu), "
             "dnf install rdma-core-devel (Fedora), and reinstall proxyccl"
         )
-    return "; ".join(lacks) or None
+    return "; ".join(lacks)

@@ -59,7 +59,8 @@ if TYPE_CHECKING:  # `X as X` exports a name to type checkers
     from proxyccl.device.runtime import Runtime as Runtime
     from proxyccl.device.runtime import Stream as Stream
     from proxyccl.device.runtimes import open_runtime as open_runtime
-    from proxyccl.proxy.fabric.options import FabricOptions as FabricOptions
+    from proxyccl.proxy.remote_options import FabricOptions as FabricOptions
+    from proxyccl.proxy.remote_options import RdmaOptions as RdmaOptions
     from proxyccl.proxy.service import ProxyService as ProxyService
     from proxyccl.proxy.trigger import Operation as Operation
     from proxyccl.proxy.trigger import Trigger as Trigger
@@ -67,7 +68,6 @@ if TYPE_CHECKING:  # `X as X` exports a name to type checkers
     from proxyccl.proxy.verbs.devices import RdmaGid as RdmaGid
     from proxyccl.proxy.verbs.devices import RdmaPort as RdmaPort
     from proxyccl.proxy.verbs.devices import rdma_devices as rdma_devices
-    from proxyccl.proxy.verbs.options import RdmaOptions as RdmaOptions
     from proxyccl.torch_tensors.bootstrap import TorchBootstrap as TorchBootstrap
 
 __version__: str
@@ -123,11 +123,10 @@ _NAMES = {
     ),
     "proxyccl.device.runtime": ("Event", "Runtime", "Stream"),
     "proxyccl.device.runtimes": ("open_runtime",),
-    "proxyccl.proxy.fabric.options": ("FabricOptions",),
     "proxyccl.proxy.service": ("ProxyService",),
     "proxyccl.proxy.trigger": ("Operation", "Trigger"),
     "proxyccl.proxy.verbs.devices": ("RdmaDevice", "RdmaGid", "RdmaPort", "rdma_devices"),
-    "proxyccl.proxy.verbs.options": ("RdmaOptions",),
+    "proxyccl.proxy.remote_options": ("FabricOptions", "RdmaOptions"),
     "proxyccl.torch_tensors.bootstrap": ("TorchBootstrap",),
 }
 """The public names by the module that defines each."""

@@ -13,7 +13,7 @@ from proxyccl import ResourceError, RuntimeUnavailableError, ThreadBootstrap
 from proxyccl.channels.joining.exchange import Exchange
 from proxyccl.channels.remote import RemoteLinks
 from proxyccl.proxy.interface import EndpointInfo
-from proxyccl.proxy.transport_options import TransportOptions
+from proxyccl.proxy.remote_options import TransportOptions
 from support.running import TIMEOUT
 
 RANKS = 4

@@ -563,7 +563,7 @@ def test_memory_that_was_freed_is_not_named_again(ranks: Ranks) -> None:
             comm.group.symmetric.update(wait=True)
             barrier(comm)
             comm.group.symmetric.update(wait=True)
-            used.append(sum(limit > 0 for limit in comm.proxy._shared.memory_limits[0:MAX_MEMORIES]))
+            used.append(sum(limit > 0 for limit in comm.proxy.words.memory_limits[0:MAX_MEMORIES]))
             barrier(comm)
         assert used[-1] <= used[0]
 

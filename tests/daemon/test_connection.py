@@ -21,8 +21,7 @@ from proxyccl.proxy.daemon.connection import DaemonConnection, NodeDaemon
 from proxyccl.proxy.daemon.protocol import LONGEST_FRAME, REPLIES, VERSION, Answer, AnyReply, Ending
 from proxyccl.proxy.daemon.session_service import SessionService
 from proxyccl.proxy.interface import Connection, ProxyFailure
-from proxyccl.proxy.shared_words import SharedWords
-from proxyccl.proxy.turns import TurnWatch
+from proxyccl.proxy.shared_words import SharedWords, TurnWatch
 from support.running import wait_for
 from support.signals import NUMBER, handled, handling
 

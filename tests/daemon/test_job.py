@@ -179,13 +179,18 @@ def test_observers_find_it_by_its_process_and_by_the_job() -> None:
 # -- before the first use ---
 
 
+def prepared(comm: Communicator) -> Any:
+    """The connection to the daemon of a communicator that has not used it."""
+    early = comm.group.links._daemon._early
+    assert early is not None
+    made = early.result(TIMEOUT)
+    assert comm.proxy_if_started is None
+    return made
+
+
 def started(comm: Communicator) -> int:
     """Waits until the daemon of a communicator that has not used it is connected to. Returns its process."""
-    daemon = comm.group.links._daemon
-    wait_for(lambda: daemon._prepared is not None, "the daemon is there")
-    assert comm.proxy_if_started is None
-    assert daemon._prepared is not None
-    return daemon._prepared.process
+    return int(prepared(comm).process)
 
 
 def test_the_ranks_start_it_before_they_use_it() -> None:
@@ -226,9 +231,7 @@ def test_one_that_is_lost_before_its_first_use_is_started_again() -> None:
         comm.all_gather_bytes(b"")
         if comm.rank == 0:
             os.kill(early, signal.SIGKILL)
-        prepared = comm.group.links._daemon._prepared
-        assert prepared is not None
-        wait_for(lambda: prepared.is_lost, "its connection ends")
+        wait_for(lambda: prepared(comm).is_lost, "its connection ends")
         assert all_reduce(comm) == 3.0
         return {early, daemon_of(comm)}
 

@@ -31,15 +31,14 @@ from proxyccl.device.host import HostRuntime
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.process.threads import Thread
 from proxyccl.device.runtime import Memory
-from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon import server, session_memories
 from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.daemon.protocol import LAYOUT, LONGEST_FRAME, VERSION, socket_path
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
-from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.interface import EndpointInfo
+from proxyccl.proxy.processes import parse_cores
+from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions
 from proxyccl.proxy.thread import IdlePolicy
-from proxyccl.proxy.verbs.options import RdmaOptions
 from support.daemons import RunningDaemon, daemon_inside, running_daemon
 from support.fakes.raw_client import DONE, DRAINED, HELLO, OFFSET, Flood, RawClient, Ringing, frame_of, opening
 from support.running import TIMEOUT, run_ranks, wait_for

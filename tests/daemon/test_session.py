@@ -217,7 +217,7 @@ def test_a_channel_may_be_freed_while_its_work_is_outstanding(
     wait_for(lambda: words.counters(freed).puts == 1, "both are issued")
     assert client.say({"do": "free_channels", "channels": [freed], "connection": used["connection"]}) == DONE
     under_way.clear()
-    wait_for(lambda: words.completed(kept) == 1, "the other one's put is known to be complete")
+    wait_for(lambda: words.completed[kept] == 1, "the other one's put is known to be complete")
     assert client.say({"do": "close", "timeout": 1}) == ENDED
 
 

@@ -80,12 +80,12 @@ def test_what_uses_the_proxy_wakes_it_and_what_does_not_lets_it_sleep(place: str
 def test_the_idle_policy_of_a_second_communicator_counts(place: str) -> None:
     def body(first: Communicator) -> None:
         assert first.proxy is not None
-        before = worker_of(first).idle
+        before = worker_of(first).idle_times
         more = IdlePolicy(yield_us=501.0, max_sleep_us=40.0)
         with Communicator(ThreadBootstrap.create(1)[0], timeout=TIMEOUT, proxy=place, idle=more) as second:
             assert second.proxy is not None
-            assert worker_of(second).idle == worker_of(first).idle == IdlePolicy(5.0, 501.0, 40.0)
-        wait_for(lambda: worker_of(first).idle == before, "the second's policy goes with it")
+            assert worker_of(second).idle_times == worker_of(first).idle_times == (5.0, 501.0, 40.0)
+        wait_for(lambda: worker_of(first).idle_times == before, "the second's policy goes with it")
 
     run_ranks(1, body, proxy=place)
 

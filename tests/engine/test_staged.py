@@ -24,8 +24,9 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import Observer
+from proxyccl.proxy.registrations import RemoteWriteTargets
+from proxyccl.proxy.remote_options import MOST_WIRES
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
-from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets
 from proxyccl.proxy.transports.table import find_transport
 from support.devices import rank_runtime
 from support.fakes.staging import COPY, EVENT_QUERY, End, Ends, LateStreams, seen_as
@@ -106,7 +107,7 @@ def test_schedules_of_two_ends_exchange_their_memories(wire: MakeWire) -> None:
         for _ in range(rounds):
             first.destination.fill(0)
             second.destination.fill(0)
-            words = [end.service._shared.schedule_words for end in ends]
+            words = [end.service.words.schedule_words for end in ends]
             for schedule_words, number in zip(words, numbers, strict=True):
                 schedule_words.done = 0
                 schedule_words.bell = number
@@ -536,7 +537,7 @@ def test_a_schedule_is_over_when_its_sources_are_staged() -> None:
         here, there = ends
         send = ScheduleSend(here.channels[0], here.source_id, 0, 1000, dst_memory=here.destination_id)
         number = here.service.add_schedule(Schedule(sends=(send,)))
-        words = here.service._shared.schedule_words
+        words = here.service.words.schedule_words
         with Stuck(there):
             words.done = 0
             words.bell = number

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator, ProxyLostError, Trigger
-from proxyccl.proxy import turns
+from proxyccl.proxy import shared_words
 from proxyccl.proxy._engine import ffi, lib
-from proxyccl.proxy.turns import TurnWatch
+from proxyccl.proxy.shared_words import TurnWatch
 from support.device_arrays import on_device, on_host
 from support.hanging import caught
 from support.running import run_ranks
@@ -37,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(turns, "time", clock)
+    monkeypatch.setattr(shared_words, "time", clock)
     return clock
 
 

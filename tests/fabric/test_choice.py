@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from proxyccl import ArgumentError, FabricOptions, RuntimeUnavailableError
-from proxyccl.proxy.fabric.library import FabricOffer, best_of
-from proxyccl.proxy.fabric.providers import choose_offer
-from proxyccl.proxy.staging import MOST_WIRES
+from proxyccl.proxy.fabric.library import FabricOffer, best_of, choose_offer
+from proxyccl.proxy.remote_options import MOST_WIRES
 
 
 def offer(provider: str, domain: str, address: str | None = None, **facts: Any) -> FabricOffer:

@@ -18,11 +18,9 @@ from proxyccl import ArgumentError, FabricOptions
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy import _engine
-from proxyccl.proxy.fabric.context import FabricContext
-from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint
-from proxyccl.proxy.fabric.library import FabricOffer, fabric_offers
-from proxyccl.proxy.fabric.providers import choose_offer
-from proxyccl.proxy.remote_setup import RemoteSetup
+from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricContext, FabricEndpoint
+from proxyccl.proxy.fabric.library import FabricOffer, choose_offer, fabric_offers
+from proxyccl.proxy.remote_options import RemoteSetup
 from support.packages.fabric import environment
 
 pytestmark = [

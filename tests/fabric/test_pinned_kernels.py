@@ -16,7 +16,7 @@ from proxyccl.channels.collectives.request import Request
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy import _engine
-from proxyccl.proxy.fabric.options import FabricOptions
+from proxyccl.proxy.remote_options import FabricOptions
 from support.cases.reference import Call
 from support.packages.fabric import this_library
 from support.running import TIMEOUT, impatient, run_ranks

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from proxyccl.proxy.observe import metrics
-from proxyccl.proxy.observe.local_pages import is_here
+from proxyccl.proxy.observe.bounded_server import is_here
 from proxyccl.tools import ras
 from proxyccl.tools.web import server
 from support.running import TIMEOUT

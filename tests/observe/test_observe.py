@@ -624,19 +624,15 @@ def test_totals_count_each_flush_and_each_failure_once() -> None:
             connections=(ConnectionView(0, 0, 1, "copy", completed=0, outstanding=5, errors=failures),),
             channels=tuple(
                 ChannelView(
-                    id,
+                    id=id,
                     ring=0,
                     worker=0,
                     connection=0,
                     triggers=9,
-                    puts=0,
-                    bytes=0,
-                    signals=0,
                     flushes=9,
                     flush_ns=flush_ns[id],
                     timed_flushes=flushes[id],
                     errors=2 * (id == 2),
-                    gets=0,
                 )
                 for id in range(3)
             ),

@@ -24,9 +24,9 @@ from proxyccl.channels.reports.find import find
 from proxyccl.channels.reports.render import render
 from proxyccl.channels.reports.report import Report
 from proxyccl.device.host import HostRuntime
-from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import ReportError
+from proxyccl.proxy.ring import Fifo
 from proxyccl.proxy.trigger import Operation
 from support.bare_loops import produce
 from support.device_arrays import on_device
@@ -164,7 +164,7 @@ def test_what_can_not_be_read_is_said_and_the_rest_is_there(reports: Path, monke
     def refuse(*_: object) -> None:
         raise RuntimeError("not today")
 
-    monkeypatch.setattr("proxyccl.proxy.ring.RingMemory.snapshot", refuse)
+    monkeypatch.setattr("proxyccl.proxy.ring.Ring.snapshot", refuse)
     errors = run_ranks(2, hang)
     assert all(isinstance(error, WaitTimeoutError) for error in errors)
     for report in written(reports).values():

@@ -95,7 +95,7 @@ def test_a_schedule_posts_then_sends_where_its_peer_posted(fetch_add: bool) -> N
     source, destination = memory(5000), np.zeros(5000, np.uint8)
     service = {"semaphores_offset": ControlSegment.semaphore_offset(0)}
     with Loop(source, destination, channels=2, fetch_add=fetch_add, service=service, send_depth=4) as loop:
-        peer, shared = loop.peers[0], loop.service._shared
+        peer, shared = loop.peers[0], loop.service.words
         words = shared.schedule_words
         posts, sends = peer.channels
         posted, signalled = (

@@ -9,8 +9,7 @@ import warnings
 import pytest
 
 from proxyccl.device import environment
-from proxyccl.proxy.fabric.options import FabricOptions
-from proxyccl.proxy.verbs.options import RdmaOptions
+from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions
 from support.paths import ROOT
 from support.running import run_ranks
 

@@ -11,23 +11,31 @@ import pytest
 from proxyccl import RuntimeUnavailableError
 from proxyccl.device.gpu import cuda, hip
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.fabric.endpoint import FabricEndpoint, register_memory
-from proxyccl.proxy.verbs.device_memory import register_device_memory, unsupported_reason
+from proxyccl.proxy.fabric.endpoint import FabricEndpoint
+from proxyccl.proxy.registrations import Registration
 from proxyccl.proxy.verbs.registrations import Registrations
 
 
-class Registrar:
-    """Counts registrations, in place of `Registrations` and of a fabric's endpoint."""
+class _Counts:
+    """Counts registrations, in place of an opened device's."""
 
     def __init__(self) -> None:
         self.registered = 0
 
-    def register(self, *arguments: Any, **options: Any) -> object:
+    def register(self, ptr: int, nbytes: int, *arguments: Any, **options: Any) -> Registration:
         self.registered += 1
-        return object()
+        return Registration(ptr, nbytes, ptr, 0, 0)
 
-    def release(self, registration: object) -> None:
+    def release(self, registration: Registration) -> None:
         """Ends a registration."""
+
+
+class VerbsRegistrar(_Counts, Registrations):  # type: ignore[misc]
+    pass
+
+
+class FabricRegistrar(_Counts, FabricEndpoint):  # type: ignore[misc]
+    pass
 
 
 def gpu(orders: bool) -> Runtime:
@@ -52,30 +60,28 @@ CASES = [(True, "auto", True), (False, "auto", False), (False, "ordered", True)]
 
 @pytest.mark.parametrize(("orders", "gpu_writes", "reached"), CASES)
 def test_verbs_register_memory_of_devices_that_order_writes(orders: bool, gpu_writes: str, reached: bool) -> None:
-    registrar = Registrar()
-    registrations, runtime = cast(Registrations, registrar), gpu(orders)
-    reason = unsupported_reason(registrations, runtime, gpu_writes)
+    registrar, runtime = VerbsRegistrar(), gpu(orders)
+    reason = registrar.unsupported_reason(runtime, gpu_writes)
     assert bool(reason) != reached
     if reached:
-        register_device_memory(registrations, runtime, gpu_writes, 4096, 64)
+        registrar.register_of(runtime, gpu_writes, 4096, 64)
         assert registrar.registered == 2
     else:
         assert "PROXYCCL_RDMA_GPU_WRITES=ordered" in reason
         with pytest.raises(RuntimeUnavailableError, match="GPU does not say that it orders RDMA writes"):
-            register_device_memory(registrations, runtime, gpu_writes, 4096, 64)
+            registrar.register_of(runtime, gpu_writes, 4096, 64)
         assert registrar.registered == 0
 
 
 @pytest.mark.parametrize(("orders", "gpu_writes", "reached"), CASES)
 def test_a_fabric_registers_memory_of_devices_that_order_writes(orders: bool, gpu_writes: str, reached: bool) -> None:
-    registrar = Registrar()
-    endpoint, runtime = cast(FabricEndpoint, registrar), gpu(orders)
+    registrar, runtime = FabricRegistrar(), gpu(orders)
     if reached:
-        register_memory(endpoint, runtime, gpu_writes, 4096, 64)
+        registrar.register_of(runtime, gpu_writes, 4096, 64)
     else:
         with pytest.raises(RuntimeUnavailableError, match=r"orders RDMA writes .* PROXYCCL_FABRIC_GPU_WRITES=ordered"):
-            register_memory(endpoint, runtime, gpu_writes, 4096, 64)
-        register_memory(endpoint, runtime, gpu_writes, 8192, 64)  # pinned memory of the host
+            registrar.register_of(runtime, gpu_writes, 4096, 64)
+        registrar.register_of(runtime, gpu_writes, 8192, 64)  # pinned memory of the host
     assert registrar.registered == 1
 
 

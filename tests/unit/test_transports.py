@@ -5,9 +5,9 @@ import runpy
 import pytest
 
 from proxyccl.device.process import cores as cores_of
-from proxyccl.proxy.fabric.context import default_streams
-from proxyccl.proxy.staging import MOST_WIRES
-from proxyccl.proxy.transports.staged_fabric import default_ring, first_wire
+from proxyccl.proxy.fabric.endpoint import default_streams
+from proxyccl.proxy.remote_options import MOST_WIRES
+from proxyccl.proxy.transports.fabric import default_ring, first_wire
 from proxyccl.proxy.transports.table import TRANSPORTS
 from support.paths import ROOT
 

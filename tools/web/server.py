@@ -22,8 +22,7 @@ from pathlib import Path
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.device.shown_text import shown_in_json
-from proxyccl.proxy.observe.bounded_server import BoundedServer, split_address
-from proxyccl.proxy.observe.local_pages import LocalPages
+from proxyccl.proxy.observe.bounded_server import BoundedServer, LocalPages, split_address
 from proxyccl.tools import trace
 from proxyccl.tools.web.state import STATES, State, States
 
@@ -32,13 +31,8 @@ _MOST_TRACE_SECONDS = 60.0
 
 @contextlib.contextmanager
 def serve(address: str, interval: float, job: str | None = None, process: int | None = None) -> Iterator[str]:
-    """Runs a server as a context, whose value is the server's URL with the token.
-
-    Args:
-        address: HOST:PORT, or a part of it; "" for any free port of localhost.
-        interval: seconds between two states.
-        job: the job to show; None for all.
-        process: the process whose proxies are shown; None for all.
+    """Runs a server as a context, whose value is the server's URL with the token, at HOST:PORT, or a part of it; "" for
+    any free port of localhost. `interval` is the seconds between two states; see `find` for `job` and `process`.
 
     Raises:
         ArgumentError: `address` is not an address.
@@ -98,7 +92,6 @@ class _Events:
         self._changed.notify_all()
 
     def close(self) -> None:
-        """Stops sending to pages."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -49,12 +49,7 @@ STATES = Codec(State, MOST_BYTES)
 
 
 class States:
-    """Makes one state after the other.
-
-    Args:
-        job: the job to observe; None for all.
-        process: the process whose proxies are observed; None for all.
-    """
+    """Makes one state after the other, of one job or all, and of the proxies in one process or all."""
 
     def __init__(self, job: str | None, process: int | None) -> None:
         self._job = job

@@ -250,7 +250,8 @@ struct ChannelScenario {
     static const ProxycclRuntimeTable runtime = {Stream::copy, Stream::write64, nullptr, Stream::record, Stream::query};
     static const ProxycclCopyOptions options = {&stream, &stream};
     if (connection != nullptr) connection->transport->destroy(connection);
-    connection = proxyccl_copy_transport.create(&options, &runtime);
+    const char* refused;
+    connection = proxyccl_copy_transport.create(&options, &runtime, &refused);
     const ProxycclFifo fifo = beginRing(1, connection, 1);
     if (WithStream) stream.begin();
     for (uint64_t& word : destination) declareData(word);

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from proxyccl import AbortedError, Array, Communicator, Runtime
-from proxyccl.proxy.verbs import device_memory
 from proxyccl.proxy.verbs.registrations import Registrations
 from support.cases.random_transfers import run_random_transfers
 from support.cases.reference import Call
@@ -100,12 +99,12 @@ def abort_a_wait(comm: Communicator) -> None:
 
 def test_ranks_that_can_not_register_memory_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks learn of it, and the reason."""
-    probe = device_memory.unsupported_reason
+    probe = Registrations.unsupported_reason
 
     def unsupported_reason(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> str:
         return "no way" if registrations._device.name == DEVICES[1] else probe(registrations, runtime, gpu_writes)
 
-    monkeypatch.setattr(device_memory, "unsupported_reason", unsupported_reason)
+    monkeypatch.setattr(Registrations, "unsupported_reason", unsupported_reason)
 
     def body(comm: Communicator) -> None:
         assert [info.unsupported["verbs"] for info in comm.topology.ranks] == ["", "no way"]

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
-from proxyccl.proxy.remote_setup import RemoteSetup
+from proxyccl.proxy.interface import EndpointInfo
+from proxyccl.proxy.registrations import Registration, RegistrationCache, RemoteDevice
+from proxyccl.proxy.remote_options import RdmaOptions, RemoteSetup
 from proxyccl.proxy.transports import table, verbs
 from proxyccl.proxy.transports.transport import RemoteFunctions
 from support.fakes.verbs import FakeDevice, verbs_options
@@ -38,11 +39,7 @@ class FakeNetwork:
         functions = RemoteFunctions(
             missing=lambda: "",
             open=lambda setup, _: _Opened(self, setup),
-            unsupported_reason=lambda _: "",
             make_endpoint=_Endpoint,
-            expose=lambda _, ptr, nbytes, handle: self._expose(ptr, nbytes),
-            withdraw=lambda device, memory: None,
-            registers_source=True,
             refusal="{rank}: {reason}",
         )
         monkeypatch.setitem(table.TRANSPORTS, "verbs", replace(verbs.TRANSPORT, remote=functions))
@@ -77,19 +74,37 @@ class FakeNetwork:
         with device:
             pass
 
-    def _expose(self, ptr: int, nbytes: int) -> ExposedMemory:
-        key = self.register(ptr, nbytes)
-        return ExposedMemory("verbs", ptr, key, key, True, None)
-
 
 def _tell(device: FakeDevice, key: int, address: int, nbytes: int) -> None:
     device.register(key, np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8))
 
 
-class _Opened:
+class _Registrations(RegistrationCache):
+    """A rank's memory on the network."""
+
+    def __init__(self, network: FakeNetwork) -> None:
+        super().__init__()
+        self._network = network
+
+    def register_of(self, runtime: Any, gpu_writes: str, ptr: int, nbytes: int, allocation: Any = None) -> Registration:
+        key = self._network.register(ptr, nbytes)
+        return Registration(ptr, nbytes, ptr, key, key)
+
+    def unsupported_reason(self, runtime: Any, gpu_writes: str) -> str:
+        return ""
+
+    def release(self, registration: Registration) -> None:
+        """Does nothing."""
+
+
+class _Opened(RemoteDevice):
     """A rank's open device."""
 
+    options = RdmaOptions()
+
     def __init__(self, network: FakeNetwork, setup: RemoteSetup) -> None:
+        super().__init__(setup)
+        self.registrations = _Registrations(network)
         self.network, self.segment = network, setup.segment.host_ptr
         self.key = network.register(self.segment, setup.segment.nbytes)
 

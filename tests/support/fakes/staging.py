@@ -20,7 +20,7 @@ from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.ffi_types import fill
 from proxyccl.device.runtime import DriverCalls, PinnedMemory
 from proxyccl.proxy.interface import ProxyFailure
-from proxyccl.proxy.staging import RemoteWriteTargets
+from proxyccl.proxy.registrations import RemoteWriteTargets
 from proxyccl.proxy.transports.staged_connection import StagedOptions, StagedWire, staged_area_bytes
 from proxyccl.proxy.trigger import Operation
 from support.devices import rank_runtime

@@ -14,8 +14,8 @@ from proxyccl import ProxyService, Trigger
 from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.device.ffi_types import fill
 from proxyccl.proxy._engine import ffi, lib
-from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.ring import Fifo
 from proxyccl.proxy.trigger import MAX_MEMORIES, Operation
 from support.bare_loops import produce
 from support.devices import rank_runtime

@@ -7,7 +7,7 @@ libfabric looks for its providers once in a process, which takes longer than all
 
 from __future__ import annotations
 
-from proxyccl.proxy.fabric import context  # noqa: F401  (a rank imports it when it reaches another host)
+from proxyccl.proxy.fabric import endpoint  # noqa: F401  (a rank imports it when it reaches another host)
 from proxyccl.proxy.fabric.library import fabric_offers, load
 from support.forked import be_the_template, import_all
 

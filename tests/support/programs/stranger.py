@@ -14,8 +14,7 @@ import numpy as np
 
 from proxyccl import FabricOptions
 from proxyccl.proxy.fabric.endpoint import FabricEndpoint
-from proxyccl.proxy.fabric.library import fabric_offers, load
-from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.fabric.library import choose_offer, fabric_offers, load
 from support.bare_loops import fabric_serve, fabric_write
 
 BYTES = 4096

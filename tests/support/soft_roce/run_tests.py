@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from proxyccl.channels.liveness.watcher import WatchThread
-from proxyccl.proxy.verbs import context, device_memory, pyverbs_api  # noqa: F401  (what ranks with a device import)
+from proxyccl.proxy.verbs import pyverbs_api, registrations  # noqa: F401  (what ranks with a device import)
 from support.forked import FORKS
 
 

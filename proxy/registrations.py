@@ -1,0 +1,194 @@
+"""Memory of a rank that peers on other hosts reach: registered with a network device, or as targets of staged writes.
+
+A signal is a word in the receiver's control segment, which is host memory. The network adapter writes the data first
+and then the word. But the two writes take different paths, and a kernel that has read the word may still read old data,
+unless the GPU orders both writes. For a GPU that does not, the staged transports move the data through pinned memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
+from proxyccl.device.memory.lease_cache import LeaseCache
+from proxyccl.device.runtime import Runtime
+from proxyccl.proxy import _engine
+from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions, RemoteSetup
+
+ffi, lib = _engine.ffi, _engine.lib
+
+_PROBE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A range of memory that is registered with a network device.
+
+    Attributes:
+        ptr: the range's address in this process.
+        nbytes: the range's size.
+        address: the address by which peers name its first byte. It is `ptr`, or for a DMA-BUF or a provider that takes
+            offsets another.
+        key: key for peers' requests.
+        local_key: key for this rank's own requests; 0 if a provider of libfabric needs none.
+        allocation: identifies the range's allocation among all others; None if the range stays registered only while in
+            use.
+        how: for RDMA "host", "peer memory" (the device takes the GPU's address itself) or "dma-buf".
+        region: pyverbs' memory region, or the address of a fid_mr.
+    """
+
+    ptr: int
+    nbytes: int
+    address: int
+    key: int
+    local_key: int
+    allocation: Hashable = None
+    how: str = ""
+    region: Any = field(default=None, compare=False, repr=False)
+
+
+class RegistrationCache:
+    """The registrations of a device. Users share a range's registration, which outlives them for a while. Threads may
+    share the object.
+
+    Unused ranges stay registered for reuse if the caller names their allocation, which tells them from a later
+    allocation at the same address: at most `KEEP` of them, of `KEEP_BYTES` in all. The least recently used ranges are
+    deregistered first. A registered range keeps its memory occupied, even freed memory of a GPU.
+    """
+
+    KEEP, KEEP_BYTES = 64, 1 << 30
+
+    def __init__(self) -> None:
+        self._made: LeaseCache[tuple[int, int, Hashable], Registration] = LeaseCache(
+            self._deregister, keep=self.KEEP, weigh=lambda made: made.nbytes, keep_weight=self.KEEP_BYTES
+        )
+
+    def register(self, ptr: int, nbytes: int) -> Registration:
+        """Registers memory of the host. Raises as `register_of`."""
+        raise NotImplementedError
+
+    def _deregister(self, registration: Registration) -> None:
+        raise NotImplementedError
+
+    def _acquire(self, ptr: int, nbytes: int, allocation: Hashable, make: Callable[[], Registration]) -> Registration:
+        """Returns the registration of a range, which `make` creates if necessary. Raises ArgumentError if the range is
+        empty or invalid.
+        """
+        if not isinstance(ptr, int) or not 0 < ptr < 1 << 64:
+            raise ArgumentError("ptr", f"must be an address, not {ptr!r}")
+        if not isinstance(nbytes, int) or nbytes <= 0:
+            raise ArgumentError("nbytes", f"must be positive, not {nbytes!r}")
+        return self._made.acquire((ptr, nbytes, allocation), make)
+
+    def release(self, registration: Registration) -> None:
+        """Ends one use of a registration. After the last use, requests must no longer name it. Raises ArgumentError if
+        it is not in use.
+        """
+        key = (registration.ptr, registration.nbytes, registration.allocation)
+        try:
+            self._made.release(key, keep=registration.allocation is not None)
+        except KeyError:
+            raise ArgumentError("registration", f"{registration} is not in use") from None
+
+    def register_of(
+        self, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
+    ) -> Registration:
+        """Registers memory of a runtime, unless it is of a GPU that does not order RDMA writes. Each call is paired
+        with a `release`. `gpu_writes` is an option: "auto" to ask the device for the order, "ordered" to trust the
+        caller.
+
+        Raises:
+            ArgumentError: the range is empty or invalid.
+            ResourceError: the system or the device has no room.
+            RuntimeUnavailableError: the device can't reach this memory, or nothing promises the order.
+        """
+        raise NotImplementedError
+
+    def unsupported_reason(self, runtime: Runtime, gpu_writes: str) -> str:
+        """Registers a few bytes of a runtime's device memory and releases them. Returns the reason for a failure as in
+        `register_of`; "" on success. Raises ResourceError.
+        """
+        memory = runtime.allocate(_PROBE_BYTES)
+        try:
+            self.release(self.register_of(runtime, gpu_writes, memory.ptr, memory.nbytes))
+        except RuntimeUnavailableError as error:
+            return str(error)
+        finally:
+            memory.close()
+        return ""
+
+    def close(self) -> None:
+        """Deregisters everything. No transfers may be in flight from or to it."""
+        self._made.close()
+
+
+def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
+    """Raises RuntimeUnavailableError if neither the GPU's driver nor the option `gpu_writes`, which `variable` sets,
+    promises the order of RDMA writes.
+    """
+    if gpu_writes == "auto" and not runtime.orders_rdma_writes:
+        raise RuntimeUnavailableError(
+            f"{runtime.device_name} does not say that it orders RDMA writes to its memory before a signal in host "
+            f"memory, so kernels could read old data; {variable}=ordered promises that the platform does"
+        )
+
+
+class RemoteWriteTargets:
+    """The ranges of this rank's memory that peers may write by staged puts and read by staged gets. Threads and engines
+    may share the object.
+
+    A peer names a range by its key. The engine refuses a key that has been removed.
+
+    Attributes:
+        table: the table for the engine, which lives as long as this object.
+    """
+
+    def __init__(self) -> None:
+        self.table: Any = ffi.new("ProxycclRemoteWriteTarget[]", lib.PROXYCCL_STAGED_WRITE_TARGETS)
+        self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # the key removed first is reused first
+        self._lock = threading.Lock()
+
+    def add(self, ptr: int, nbytes: int, host_ptr: int = 0) -> int:
+        """Adds a range, and its address for the CPU unless `host_ptr` is 0. Returns the range's key. Raises
+        ResourceError if the table is full.
+        """
+        with self._lock:
+            if not self._free:
+                raise ResourceError(
+                    f"{lib.PROXYCCL_STAGED_WRITE_TARGETS} memories are registered for staged peers already"
+                )
+            key = self._free.popleft()
+            lib.proxyccl_remote_write_target_set(self.table + key, ptr, nbytes, host_ptr)
+            return key
+
+    def remove(self, key: int) -> None:
+        """Removes the range of a key, which peers' triggers must no longer name."""
+        with self._lock:
+            lib.proxyccl_remote_write_target_set(self.table + key, 0, 0, 0)
+            self._free.append(key)
+
+
+class RemoteDevice:
+    """A network device that was opened for one rank. A transport shares it with the staged transport over it.
+
+    Attributes:
+        setup: the rank.
+        options: the device's name and settings.
+        registrations: memory that is registered with the device.
+        write_targets: memory that peers' staged puts may write.
+    """
+
+    options: RdmaOptions | FabricOptions
+    registrations: RegistrationCache
+
+    def __init__(self, setup: RemoteSetup) -> None:
+        self.setup = setup
+        self.write_targets = RemoteWriteTargets()
+
+    def close(self) -> None:
+        """Deregisters all memory and closes the device. Endpoints of queue pairs must be closed."""
+        raise NotImplementedError

@@ -1,0 +1,222 @@
+"""The rank and the options for which the devices of transports between hosts are opened."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from msgspec import Struct, field
+
+from proxyccl.device.arguments.integers import as_integer, find_integer
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.runtime import PinnedMemory, Runtime
+from proxyccl.proxy._engine import lib
+
+MTUS = (256, 512, 1024, 2048, 4096)
+"""The valid path MTUs, in bytes."""
+
+MOST_WIRES: int = lib.PROXYCCL_STAGED_WIRES
+"""The most wires of a staged connection."""
+
+_RANGES = {
+    "port": range(1, 255),
+    "gid_index": range(1 << 16),
+    "service_level": range(16),
+    "traffic_class": range(256),
+    "timeout": range(1, 32),
+    "retry_count": range(8),
+    "rnr_retry_count": range(8),
+    "send_depth": range(2, 1 << 16),
+    "depth": range(2, 4097),
+    "staging_bytes": range(4096, (64 << 20) + 1),
+    "staging_chunk": range(64, (32 << 20) + 1),
+    "streams": range(1, MOST_WIRES + 1),
+}
+
+
+@dataclass(frozen=True)
+class _FromEnvironment:
+    """Options that are checked, and that environment variables set too. A field that is neither a number nor a choice
+    is a name.
+    """
+
+    _owner: ClassVar[str]
+    _prefix: ClassVar[str]  # of the variables' names
+    _name: ClassVar[str]  # the meaning of a name, for errors
+    _choices: ClassVar[dict[str, tuple[object, ...]]]
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None or each.default is not None:
+                object.__setattr__(self, each.name, self._checked(each.name, each.name, value))
+
+    @classmethod
+    def _checked(cls, option: str, shown: str, value: object) -> object:
+        """Returns an option's value, with integers as Python's own. An error names it by `shown`."""
+        if option in _RANGES:
+            lowest, highest = _RANGES[option][0], _RANGES[option][-1]
+            return as_integer(value, shown, f"must be a whole number from {lowest} to {highest}", lowest, highest)
+        if option in cls._choices:
+            chosen = value if isinstance(value, str) else find_integer(value)
+            if chosen not in cls._choices[option]:
+                raise ArgumentError(shown, f"must be one of {', '.join(map(str, cls._choices[option]))}, not {value!r}")
+            return chosen
+        if not isinstance(value, str) or not value.strip("=^,"):
+            raise ArgumentError(shown, f"must be {cls._name}, not {value!r}")
+        return value
+
+    @classmethod
+    def from_environment(cls, **arguments: Any) -> Self:
+        """Options from environment variables: a prefix, such as ``PROXYCCL_RDMA_``, and the option's name in capitals.
+        Arguments that are not None take precedence.
+
+        Raises:
+            ArgumentError: a variable or an argument is out of range, and the error names it; or an argument is not the
+                name of an option.
+        """
+        named = {name: value for name, value in arguments.items() if value is not None}
+        known = [each.name for each in fields(cls)]
+        for name in named:
+            if name not in known:
+                raise ArgumentError(name, f"unknown option of {cls._owner}; expected one of {', '.join(known)}")
+        for name in known:
+            variable = cls._prefix + name.upper()
+            text = os.environ.get(variable)
+            if text and name not in named:
+                is_number = (name in _RANGES or name == "mtu") and text.isascii() and text.isdigit()
+                named[name] = cls._checked(name, variable, int(text) if is_number else text)
+        return cls(**named)
+
+
+@dataclass(frozen=True)
+class RdmaOptions(_FromEnvironment):
+    """The RDMA device to use, and its settings. None selects a value that suits the machine.
+
+    Attributes:
+        device: name of the RDMA device, such as "mlx5_0"; None for the nearest (`choose_device`).
+        port: number of its port; None for the nearest active one.
+        gid_index: index of the port's GID to use; None for RoCE v2 with an IPv4 address if there is one.
+        mtu: largest path MTU in bytes, one of 256, 512, 1024, 2048, 4096; None for the port's. A connection uses the
+            smaller of its two endpoints'.
+        service_level: InfiniBand's service level, or the priority of RoCE's frames, 0 to 15.
+        traffic_class: traffic class of the packets' IP header, with the DSCP in its upper six bits; 0 to 255.
+        timeout: exponent of the time after which an unacknowledged request is sent again, which is 4.096 µs ·
+            2^timeout; 1 to 31. 14 is 67 ms. A device may wait a few times longer.
+        retry_count: how often a request is sent again before the connection fails, 0 to 7; Soft-RoCE never gives up at
+            7.
+        rnr_retry_count: how often a request is sent again to a peer that has posted no receive, 0 to 7; 7 never gives
+            up. RDMA writes and atomics need no receives.
+        send_depth: work requests that a send queue holds, at least 2; fewer if the device's limit is lower.
+        signal: how to advance a peer's counter: by an inline "write", by an atomic "fetch_add", or "auto" for a write
+            if the device can, else a fetch-add.
+        gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
+            in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged".
+        staging_bytes: bytes of pinned memory per peer and direction of the transport "staged", 4 KiB to 64 MiB; two
+            ranks use the smaller of their values.
+        staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
+            `staging_bytes`.
+
+    Raises:
+        ArgumentError: a value is out of range; the error names the field.
+    """
+
+    device: str | None = None
+    port: int | None = None
+    gid_index: int | None = None
+    mtu: int | None = None
+    service_level: int = 0
+    traffic_class: int = 0
+    timeout: int = 14
+    retry_count: int = 6
+    rnr_retry_count: int = 7
+    send_depth: int = 256
+    signal: str = "auto"
+    gpu_writes: str = "auto"
+    staging_bytes: int = 2 << 20
+    staging_chunk: int = 256 << 10
+
+    _owner, _prefix, _name = "RDMA", "PROXYCCL_RDMA_", "the name of an RDMA device"
+    _choices = {  # noqa: RUF012  a ClassVar of the base
+        "mtu": MTUS,
+        "signal": ("auto", "write", "fetch_add"),
+        "gpu_writes": ("auto", "ordered"),
+    }
+
+
+@dataclass(frozen=True)
+class FabricOptions(_FromEnvironment):
+    """The libfabric provider to use, and its settings.
+
+    Attributes:
+        provider: its name, such as "efa", "cxi" or "tcp;ofi_rxm", or a part of that between semicolons, such as "tcp";
+            None for the first that libfabric prefers and that reaches other hosts (`choose_offer`).
+        interface: the interfaces, by libfabric's names of their domains, such as "eth0" or "rdmap0s6": a
+            comma-separated list of prefixes. A leading "=" gives whole names; a leading "^" or "^=" gives names to
+            exclude. None for any but the loopback.
+        depth: the most outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
+        signal: when a signal is written: "ordered", right after its data, which needs a provider that keeps the
+            order of writes; "delivered", when its data has been delivered; "auto" for the first if the provider can,
+            and in the same message where that is stored in order.
+        gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
+            in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged_fabric".
+        staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;
+            two ranks use the smaller of their values. None for 4 MiB, or 2 MiB for each of more streams; less for the
+            peers of a rank that has many.
+        staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
+            `staging_bytes`.
+        streams: the connections over which staged data goes to a peer, each with a thread of its own, 1 to 16; two
+            ranks use the smaller of their values. None for the provider's and the machine's: 1 where the provider is
+            not one over sockets, else as many as the rank's share of half of the machine's cores.
+
+    Raises:
+        ArgumentError: a value is out of range; the error names the field.
+    """
+
+    provider: str | None = None
+    interface: str | None = None
+    depth: int = 256
+    signal: str = "auto"
+    gpu_writes: str = "auto"
+    staging_bytes: int | None = None
+    staging_chunk: int = 512 << 10
+    streams: int | None = None
+
+    _owner, _prefix, _name = "the fabric", "PROXYCCL_FABRIC_", "a name"
+    _choices = {  # noqa: RUF012  a ClassVar of the base
+        "signal": ("auto", "ordered", "delivered"),
+        "gpu_writes": ("auto", "ordered"),
+    }
+
+
+class TransportOptions(Struct, frozen=True):
+    """A rank's options for the transports between hosts.
+
+    Attributes:
+        rdma: options of the RDMA device, for the transports `verbs` and `staged`.
+        fabric: options of libfabric, for the transports `fabric` and `staged_fabric`.
+    """
+
+    rdma: RdmaOptions = field(default_factory=RdmaOptions)
+    fabric: FabricOptions = field(default_factory=FabricOptions)
+
+
+class RemoteSetup(Struct, frozen=True):
+    """The rank for which a device is opened.
+
+    Attributes:
+        runtime: the runtime whose device memory peers reach.
+        segment: the rank's control segment.
+        signals: byte range, in the control segment, of the words that peers' proxies may signal.
+        near: NUMA node that the device should be near; None if all nodes are equally near.
+        local_rank: the rank's number on its host.
+        core_share: cores that the rank's threads may keep busy.
+    """
+
+    runtime: Runtime
+    segment: PinnedMemory
+    signals: range
+    near: int | None
+    local_rank: int
+    core_share: int

@@ -1,0 +1,232 @@
+"""The tables of a service, in the engine and for observers: channels, memories, schedules. The caller serialises all
+calls of a table.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.proxy import _engine
+from proxyccl.proxy.interface import Connection
+from proxyccl.proxy.observe.segment import ObservedSegment
+from proxyccl.proxy.schedule import Schedule
+from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, WINDOW_BYTES
+
+ffi, lib = _engine.ffi, _engine.lib
+
+MAX_SCHEDULES: int = lib.PROXYCCL_MAX_SCHEDULES
+
+
+class ChannelTable:
+    """The channel ids in use, and the ring, worker and connection or handler of each. Rings are assigned to workers in
+    turn.
+    """
+
+    def __init__(
+        self,
+        service: Any,
+        shared: SharedWords,
+        observed: ObservedSegment,
+        *,
+        rings: int,
+        workers: int,
+        ring_per_connection: bool,
+    ) -> None:
+        self._service = service
+        self._shared = shared
+        self._observed = observed
+        self._rings_of = [range(worker, rings, workers) for worker in range(workers)]
+        self._ring_per_connection = ring_per_connection
+        self._ring_of: dict[int, int] = {}  # by channel
+        self._free = list(reversed(range(MAX_CHANNELS)))
+        self._handlers = 0
+        self._given = 0  # ids that other services reserved
+
+    def __len__(self) -> int:
+        return len(self._ring_of)
+
+    def ring_of(self, channel: int) -> int:
+        return self._ring_of[channel]
+
+    def reserve(self, worker: int, channel: int | None = None, *, connection: int | None = None) -> int:
+        """Reserves a channel id for a worker, or takes an id that another service reserved. `connection` is the number
+        of the channel's connection; None for a handler or another service. Raises ResourceError.
+        """
+        if channel is not None:
+            turn = self._given
+            self._given += 1
+        elif self._free:
+            channel = self._free.pop()
+            turn = channel // len(self._rings_of)
+        else:
+            raise ResourceError(f"all {MAX_CHANNELS} channel ids are in use")
+        if self._ring_per_connection and connection is not None:
+            turn = connection // len(self._rings_of)
+        rings = self._rings_of[worker]
+        self._ring_of[channel] = rings[turn % len(rings)]
+        return channel
+
+    def set_connection(
+        self, channel: int, connection: Connection, pointer: _engine.ProxycclConnectionPointer, remote_semaphore: int
+    ) -> None:
+        lib.proxyccl_service_set_channel(
+            self._service,
+            channel,
+            pointer,
+            ffi.cast("uint64_t *", remote_semaphore),
+            self._shared.flushed + channel,
+            self._shared.completed + channel,
+        )
+        number = connection.number // len(self._rings_of)
+        self._observed.place_channel(channel, connection.worker, self._ring_of[channel], number)
+
+    def reserve_for_handler(self, channel: int | None) -> tuple[int, int]:
+        """Reserves an id, as `reserve` does, for a Python handler. Returns the id and its worker."""
+        worker = self._handlers % len(self._rings_of)
+        self._handlers += 1
+        return self.reserve(worker, channel), worker
+
+    def set_handler(self, channel: int, worker: int) -> None:
+        """Directs a channel's triggers to its handler, which must be added first."""
+        lib.proxyccl_service_set_handler(
+            self._service, channel, self._shared.flushed + channel, self._shared.completed + channel
+        )
+        self._observed.place_channel(channel, worker, self._ring_of[channel], None)
+
+    def free(self, channels: Iterable[int]) -> None:
+        for channel in channels:
+            lib.proxyccl_service_set_channel(self._service, channel, ffi.NULL, ffi.NULL, ffi.NULL, ffi.NULL)
+            self._observed.remove_channel(channel)
+            self._shared.clear(channel)
+            self._free.append(channel)
+
+
+def windows_of(nbytes: int) -> int:
+    """The number of memory ids for a size: one for each window of 4 GiB."""
+    return max(1, -(-nbytes // WINDOW_BYTES))
+
+
+class MemoryTable:
+    """The memory ids in use, and the entries of each in the engine's table and in the kernels' table of limits. Memory
+    that exceeds a window of 4 GiB has consecutive ids.
+    """
+
+    def __init__(self, service: Any, shared: SharedWords) -> None:
+        self._service = service
+        self._limits = shared.memory_limits
+        self._used = [False] * MAX_MEMORIES
+
+    def add(
+        self,
+        address: int,
+        nbytes: int,
+        key: int,
+        *,
+        remote_only: bool = False,
+        host: int | None = None,
+        first: int | None = None,
+    ) -> int:
+        """Registers memory under free ids, or under those that another service chose. Returns the first id. Raises
+        ResourceError. No copy may use the address of `remote_only` memory; `host` is the CPU's, or None.
+        """
+        windows = windows_of(nbytes)
+        if first is None:
+            first = self._find(windows)
+        for i in range(windows):
+            offset = i * WINDOW_BYTES
+            here = ffi.NULL if host is None else ffi.cast("char *", host + offset)
+            self._set(first + i, address + offset, nbytes - offset, key, remote_only=remote_only, host=here)
+            self._used[first + i] = True
+        return first
+
+    def remove(self, first: int, nbytes: int) -> None:
+        for i in range(windows_of(nbytes)):
+            self._set(first + i, 0, 0, 0, remote_only=False, host=ffi.NULL)
+            self._used[first + i] = False
+
+    def _set(self, memory: int, address: int, nbytes: int, key: int, *, remote_only: bool, host: Any) -> None:
+        self._limits[memory] = nbytes
+        base = ffi.cast("char *", address)
+        lib.proxyccl_service_set_memory(self._service, memory, base, nbytes, key, remote_only, host)
+
+    def _find(self, windows: int) -> int:
+        run = 0
+        for i, used in enumerate(self._used):
+            run = 0 if used else run + 1
+            if run == windows:
+                return i - windows + 1
+        raise ResourceError(
+            f"no {windows} consecutive memory ids are free of {MAX_MEMORIES}: "
+            f"{sum(self._used)} are in use; close memories that are no longer needed"
+        )
+
+
+class ScheduleTable:
+    """The schedules by number. `semaphores` is the CPU's address of this rank's words that peers signal, by channel id;
+    None for a service without schedules.
+    """
+
+    def __init__(self, service: Any, shared: SharedWords, semaphores: int | None) -> None:
+        self._service = service
+        self._numbers: set[int] = set()
+        self._next = 1
+        self._rings = semaphores is not None
+        if semaphores is not None:
+            lib.proxyccl_service_set_schedule_words(service, shared.schedule_words, ffi.cast("uint64_t *", semaphores))
+
+    def add(self, schedule: Schedule) -> int:
+        if not self._rings:
+            raise ArgumentError("schedule", "this proxy service was made without the words that peers signal")
+        number = self._free_number()
+        steps, kept = _native_steps(schedule)
+        status = lib.proxyccl_service_add_schedule(self._service, number, steps)
+        del kept
+        if status == errno.EINVAL:
+            raise ArgumentError("schedule", f"an id is out of range, or a send has no destination: {schedule}")
+        if status:
+            raise ResourceError("out of memory for a schedule")
+        self._numbers.add(number)
+        return number
+
+    def _free_number(self) -> int:
+        if len(self._numbers) == MAX_SCHEDULES - 1:
+            raise ResourceError(f"all {MAX_SCHEDULES - 1} schedules are in use; remove those that are no longer needed")
+        while self._next in self._numbers:
+            self._next = self._next % (MAX_SCHEDULES - 1) + 1
+        return self._next
+
+    def remove(self, number: int) -> None:
+        if lib.proxyccl_service_remove_schedule(self._service, number):
+            raise ResourceError(f"schedule {number} runs; wait for its stream first")
+        self._numbers.discard(number)
+
+
+def _id(value: int | None) -> int:
+    return lib.PROXYCCL_NO_ID if value is None else value
+
+
+def _native_steps(schedule: Schedule) -> tuple[Any, list[Any]]:
+    """Returns a ProxycclScheduleSteps, and the objects that must stay alive with it."""
+    posts = ffi.new("ProxycclSchedulePost[]", len(schedule.posts))
+    sends = ffi.new("ProxycclScheduleSend[]", len(schedule.sends))
+    receives = ffi.new("ProxycclScheduleReceive[]", len(schedule.receives))
+    for i, post in enumerate(schedule.posts):
+        posts[i].channel, posts[i].memory, posts[i].offset = post.channel, post.memory, post.offset
+    for i, send in enumerate(schedule.sends):
+        native = sends[i]
+        native.channel, native.post_channel = send.channel, _id(send.post_channel)
+        native.src_memory, native.dst_memory = send.src_memory, _id(send.dst_memory)
+        native.src_offset, native.dst_offset, native.bytes = send.src_offset, send.dst_offset, send.nbytes
+        native.gate, native.gate_stage, native.stage = send.gate, _id(send.gate_stage), _id(send.stage)
+    for i, receive in enumerate(schedule.receives):
+        receives[i].channel, receives[i].sends, receives[i].stage = receive.channel, receive.sends, _id(receive.stage)
+    steps = ffi.new("ProxycclScheduleSteps *")
+    steps.posts, steps.post_count = posts, len(posts)
+    steps.sends, steps.send_count = sends, len(sends)
+    steps.receives, steps.receive_count = receives, len(receives)
+    steps.joined = _id(schedule.joined)
+    return steps, [posts, sends, receives]
