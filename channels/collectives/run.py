@@ -102,7 +102,7 @@ def _readable(group: Group, given: Any, names: Sequence[str]) -> Any:
     """Returns views of an array, or of a tuple of arrays. Raises as `readable_view`."""
     if not isinstance(given, tuple):
         return readable_view(group, given, names[0])
-    return tuple(readable_view(group, each, name) for each, name in zip(given, names, strict=True))
+    return tuple(readable_view(group, each, name) for each, name in zip(given, names, strict=bool(given)))
 
 
 def preparing(collectives: Collectives, collective: Collective) -> Callable[..., Form]:
