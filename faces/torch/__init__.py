@@ -4,9 +4,10 @@ From torch 2.15 on, torch finds the backend by itself. Before, a program imports
 """
 
 from proxyccl.torch.flight_recorder import write_flight_record
+from proxyccl.torch.operators import communicator_of
 from proxyccl.torch.process_group import Options, ProcessGroupProxyCCL, register
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 
-__all__ = ["Options", "ProcessGroupProxyCCL", "StoreBootstrap", "register", "write_flight_record"]
+__all__ = ["Options", "ProcessGroupProxyCCL", "StoreBootstrap", "communicator_of", "register", "write_flight_record"]
 
 register()
