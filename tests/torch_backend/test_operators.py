@@ -35,7 +35,7 @@ def expected(ranks: int, residual: Any, weight: Any) -> tuple[Any, Any]:
 
 
 def block(x: Any, residual: Any, weight: Any, group_name: str) -> Any:
-    """What a layer does between its reduction and the next one."""
+    """The step of a layer between its products: a reduction, an addition and a norm."""
     out = torch.empty_like(x)
     torch.ops.proxyccl.all_reduce_rms_norm(x * 1, residual, weight, EPS, group_name, out=out)
     return out * 2
