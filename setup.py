@@ -33,7 +33,15 @@ def kernel_libraries() -> dict[str, str]:
             experts += [each.c_check()] + [
                 f"PROXYCCL_TYPED_KERNEL({kernel}, {kernel}_{each.name}, {each.c_name})\n" for kernel in typed[each.name]
             ]
+    norms = ""  # both files define the macro of their kernels
+    for file, kernels in (("add", ("add",)), ("all_reduce", ("one_shot", "two_shot"))):
+        norms += f'#undef PROXYCCL_TYPED_KERNEL\n#include "{file}_rms_norm.h"\n'
+        for each in types:
+            for name in (f"{kernel}_rms_norm_packets{apart}" for kernel in kernels for apart in ("", "_apart")):
+                if each.name in ("float16", "bfloat16"):
+                    norms += f"PROXYCCL_TYPED_KERNEL({name}, {name}_{each.name}, {each.c_name})\n"
     return {
+        "norms": norms,
         "moves": "".join(f'#include "{name}.h"\n' for name in moves),
         "experts": "".join(experts),
         **{

@@ -26,7 +26,7 @@ from proxyccl.device.build.compile_cache import shipped_source
 from proxyccl.device.build.kernel_names import NO_KERNEL, in_plain_text, kernel_names
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
 from proxyccl.device.ffi_types import set_functions
-from proxyccl.device.host.shipped_libraries import shipped_library
+from proxyccl.device.host.shipped_libraries import group_of, shipped_library
 from proxyccl.device.host.status import check_status
 from proxyccl.device.host.streams import HostEvent, HostStream
 from proxyccl.device.in_flight import InFlight
@@ -335,7 +335,7 @@ class HostRuntime(Runtime):
     def _load_shipped(self, name: str, kernel: Shipped, compiled_only: bool) -> Kernel:
         """Takes a kernel from the installation's library if it has one, else from the cache, else compiles it."""
         file, _, dtype, _ = kernel
-        library = shipped_library("experts" if file.startswith("experts/") else dtype or "moves")
+        library = shipped_library(group_of(file, dtype))
         if library is None or self._cxxflags:
             from proxyccl.device.host.compiler import load_shipped
 

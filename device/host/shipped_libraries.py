@@ -11,13 +11,18 @@ import importlib.util
 from pathlib import Path
 
 
+def group_of(file: str, dtype: str | None) -> str:
+    """Returns the group of a kernel in a file, for an element type or None: "experts", "norms", the element type of a
+    reduction, or "moves" for kernels that only move bytes.
+    """
+    if file.startswith("experts/"):
+        return "experts"
+    return "norms" if file.endswith("rms_norm.h") else dtype or "moves"
+
+
 @functools.cache
 def shipped_library(group: str) -> Path | None:
-    """Returns the installation's library of shipped kernels; None if it lacks one.
-
-    Args:
-        group: an element type that kernels reduce, "experts", or "moves" for those that only move bytes.
-    """
+    """Returns the installation's library of a group of shipped kernels; None if it lacks one."""
     found = importlib.util.find_spec(f"proxyccl.device._kernels_{group}")  # finds the file; does not load it
     return None if found is None or found.origin is None else Path(found.origin)
 

@@ -83,11 +83,12 @@ class PacketReduction {
       for (uint32_t k = 0; k < kCount; k += 2)
         result.at[k / 2] = E::narrowTwo(finished<T, Op>(sums_[k], ranks_), finished<T, Op>(sums_[k + 1], ranks_));
       return __builtin_bit_cast(Payload, result);
-    }
-    Values result;
+    } else {
+      Values result;
 #pragma unroll
-    for (uint32_t k = 0; k < kCount; ++k) result.values[k] = E::narrow(finished<T, Op>(sums_[k], ranks_));
-    return __builtin_bit_cast(Payload, result);
+      for (uint32_t k = 0; k < kCount; ++k) result.values[k] = E::narrow(finished<T, Op>(sums_[k], ranks_));
+      return __builtin_bit_cast(Payload, result);
+    }
   }
 
  private:

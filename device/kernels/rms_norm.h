@@ -243,18 +243,24 @@ class NormedRow {
 
   // Load and store the data of a packet in a row.
   PROXYCCL_DEVICE Payload loadFrom(const T* row, uint32_t in_row) const {
-    if constexpr (!kWhole) return Form::load(row, rows_.width, rows_.share, 0, in_row);
-    Payload payload{};
-    Form::forChunks(in_row, rows_.share, [&](uint32_t c, uint32_t chunk) {
-      Form::setChunk(payload, c, reinterpret_cast<const typename Form::Chunk*>(row)[chunk]);
-    });
-    return payload;
+    if constexpr (kWhole) {
+      Payload payload{};
+      Form::forChunks(in_row, rows_.share, [&](uint32_t c, uint32_t chunk) {
+        Form::setChunk(payload, c, reinterpret_cast<const typename Form::Chunk*>(row)[chunk]);
+      });
+      return payload;
+    } else {
+      return Form::load(row, rows_.width, rows_.share, 0, in_row);
+    }
   }
   PROXYCCL_DEVICE void storeTo(T* row, uint32_t in_row, const Payload& payload) const {
-    if constexpr (!kWhole) return Form::store(row, rows_.width, rows_.share, 0, in_row, payload);
-    Form::forChunks(in_row, rows_.share, [&](uint32_t c, uint32_t chunk) {
-      reinterpret_cast<typename Form::Chunk*>(row)[chunk] = Form::chunkOf(payload, c);
-    });
+    if constexpr (kWhole) {
+      Form::forChunks(in_row, rows_.share, [&](uint32_t c, uint32_t chunk) {
+        reinterpret_cast<typename Form::Chunk*>(row)[chunk] = Form::chunkOf(payload, c);
+      });
+    } else {
+      Form::store(row, rows_.width, rows_.share, 0, in_row, payload);
+    }
   }
 
   // Calls body(c, chunk, values) with the normed values of each chunk of a packet.
@@ -285,11 +291,11 @@ class NormedRow {
     floatsToE4M3<kEach>(elements.at, values);
     const uint32_t first = chunk * kEach;
     uint8_t* to = static_cast<uint8_t*>(rows_.out) + first_ + first;
-    if (kWhole || (first + kEach <= rows_.width && reinterpret_cast<uintptr_t>(to) % kEach == 0)) {
+    if constexpr (kWhole) {
       *reinterpret_cast<Elements*>(to) = elements;
-      return;
+    } else {
+      for (uint32_t k = 0; k < kEach && first + k < rows_.width; ++k) to[k] = elements.at[k];
     }
-    for (uint32_t k = 0; k < kEach && first + k < rows_.width; ++k) to[k] = elements.at[k];
   }
 
   const Rows<T>& rows_;

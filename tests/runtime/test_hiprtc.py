@@ -199,6 +199,13 @@ def test_dispatches_compile(hiprtc: Hiprtc, kernel: str) -> None:
     assert exports(code, f"{kernel}_{AS_BYTES}")
 
 
+def test_norms_compile(hiprtc: Hiprtc) -> None:
+    kernel = "two_shot_rms_norm_packets"
+    assert exports(
+        hiprtc.compile(shipped_source("all_reduce_rms_norm.h", kernel, "float16", None), "gfx942"), f"{kernel}_float16"
+    )
+
+
 @pytest.mark.full  # with NVRTC otherwise: its accesses are those of the kernels above
 def test_the_interpreter_of_execution_plans_compiles(hiprtc: Hiprtc) -> None:
     code = hiprtc.compile(shipped_source("execute_plan.h", "execute_plan", "bfloat16", None), "gfx942")

@@ -150,6 +150,12 @@ def test_a_dispatch_assembles(nvrtc: Nvrtc) -> None:
     assert list(symbols_in_namespace(cubin)) == ["dispatch_ids_uint8"]
 
 
+@pytest.mark.parametrize("kernel", ["one_shot_rms_norm_lines_4", "two_shot_rms_norm_packets_apart"])
+def test_norms_compile(nvrtc: Nvrtc, kernel: str) -> None:
+    cubin = nvrtc.compile(shipped_source("all_reduce_rms_norm.h", kernel, "bfloat16", None), CUBIN)
+    assert f".text.{kernel}_bfloat16\0".encode() in cubin
+
+
 def test_the_interpreter_of_execution_plans_compiles(nvrtc: Nvrtc) -> None:
     cubin = nvrtc.compile(shipped_source("execute_plan.h", "execute_plan", "bfloat16", None), CUBIN)
     assert b".text.execute_plan_bfloat16\0" in cubin
