@@ -28,7 +28,7 @@ FLOAT8 = "float8_e4m3fn"
 _DTYPES = ("bfloat16", "float16")
 _OUTPUTS = ("out", "residual_out", "scales")
 _NORMS_AT_ONCE = 4
-"""Most blocks of the kernel that norms rows which another launch has reduced, for each of a collective's."""
+"""Most blocks of the kernel that norms rows after another launch has reduced them, as a multiple of a collective's."""
 
 
 class NormedRows(NamedTuple):
@@ -79,7 +79,7 @@ class _Rows(NamedTuple):
             shape: how rows lie in packets.
             algorithm: a key of NORM_KERNELS.
             x: the address of the rows.
-            eps: the caller's.
+            eps: the caller's argument.
             blocks: blocks of the grid.
             team: the kernel's first parameter, if it communicates.
         """
@@ -96,7 +96,9 @@ class _Rows(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether rows are aligned to ALIGNMENT and multiples of it, as kernels that communicate need them."""
+        """Whether rows are aligned to ALIGNMENT and their size is a multiple of it, as kernels that communicate
+        require.
+        """
         aligned = all(
             view.ptr % ALIGNMENT == 0 for name, view in self.views.items() if name not in ("scales", "quantize")
         )
@@ -162,7 +164,7 @@ def _new(collectives: Collectives, x: Any, name: str, *, float8: bool) -> Any:
 
 
 class _Preparer:
-    """Prepares the forms of one group's calls. One object, because `Calls` compares it by identity."""
+    """Prepares the forms of one group's calls. A group has one `_Preparer`, because `Calls` compares it by identity."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -255,4 +257,4 @@ def _refuse_overlaps(views: dict[str, ArrayView]) -> None:
             a, b = views[other], views[name]
             whole = a.ptr == b.ptr and a.nbytes == b.nbytes and other in ("x", "residual")
             if overlap(a, b) and not (whole and name != "weight"):
-                raise ArgumentError(name, f"overlaps {other}; expected an array apart from it")
+                raise ArgumentError(name, f"overlaps {other}; expected an array in separate memory")

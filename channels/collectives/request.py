@@ -60,7 +60,7 @@ def requested_policy(argument: str | None) -> CtaPolicy | None:
     """Returns the policy that the caller or ``PROXYCCL_CTA_POLICY`` names; None if neither names one.
 
     Raises:
-        ArgumentError: there is no such policy.
+        ArgumentError: the named policy does not exist.
     """
     name = "cta_policy"
     if argument is None:

@@ -88,7 +88,7 @@ class TensorCalls:
         if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
             wish = "zero"
         chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
-        # All ranks make the parts of schedules together, so none has made them.
+        # All ranks make the parts of schedules together, so no rank has made them yet.
         if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:
             self._collectives.by_proxy()  # lets peers' proxies map the next output
             return "efficiency"

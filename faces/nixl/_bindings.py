@@ -47,7 +47,7 @@ for _kind in (nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_x
 _BACKENDS = ["UCX", "LIBFABRIC"]  # both are ProxyCCL: clients ask for them by name
 _UNKNOWN_COST = 1
 _HANDLES = itertools.count(16, 16)
-"""Numbers of handles. No two agents of a process have one in common, so a handle of another agent is not valid."""
+"""Numbers of handles. Two agents of a process never use the same number, so an agent refuses another agent's handle."""
 
 _YES = ("y", "yes", "1", "on", "true")
 
@@ -129,7 +129,7 @@ class nixlAgent:
         self.getPluginParams(type)
         with self._lock:
             if type in self._backends.values():
-                raise nixlInvalidParamError(f"the backend {type} exists")
+                raise nixlInvalidParamError(f"the backend {type} was already created")
             handle = next(_HANDLES)
             self._backends[handle] = type
         return handle

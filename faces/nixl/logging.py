@@ -18,7 +18,7 @@ _LEVELS = {
 
 
 class _Standard(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to `sys.stdout` as it is when a message is logged."""
+    """Writes to the object that `sys.stdout` is when a message is logged."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout

@@ -83,7 +83,7 @@ async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) ->
             except OSError:
                 if reference() is None:
                     return
-                await asyncio.sleep(_PAUSE_SECONDS)  # no descriptor is left; the peer waits
+                await asyncio.sleep(_PAUSE_SECONDS)  # the process has no file descriptor left, so the peer waits
                 continue
             if len(exchanges) >= _MOST_AT_ONCE:
                 _logger.warning("a peer's metadata request failed: too many peers have come after it")
@@ -148,7 +148,7 @@ class Sender:
                         agent = self._agent()
                         if agent is not None:
                             agent.loadRemoteMD(metadata)
-                    else:  # the peer closes it after this request, and could else serve the next one first
+                    else:  # the peer closes after this request, before the next
                         await loop.sock_recv(connection, 1)
         except Exception as error:
             text = "metadata can't be exchanged with %s port %s: %s"

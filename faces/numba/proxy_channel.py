@@ -96,7 +96,7 @@ def device_functions(architecture: str) -> bytes:
 
     Raises:
         RuntimeUnavailableError: cuda-bindings or NVRTC is not installed.
-        CompileError: NVRTC knows no such device.
+        CompileError: NVRTC does not support the architecture.
     """
     from proxyccl.device.gpu.cuda_compiler import CudaLinkCompiler
 

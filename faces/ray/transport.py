@@ -29,7 +29,7 @@ from ray.experimental import CommunicatorMetadata, TensorTransportManager, Tenso
 from ray.experimental.rdt.tensor_transport_manager import FetchRequest
 
 _MOST_KNOWN = 1024  # the most objects of a peer whose regions are kept; then the peer is removed and added again
-_MOST_PEERS = 1000  # the same as in Ray's own transport for NIXL
+_MOST_PEERS = 1000  # the limit of Ray's own transport for NIXL
 _LONG, _SHORTEST = 3600.0, 1e-6  # seconds
 
 
@@ -53,7 +53,7 @@ class ProxyCCLMetadata(TensorTransportMetadata):
 @dataclass
 class _Peer:
     generation: int
-    known: int = 0  # objects
+    known: int = 0  # how many objects of the peer are known here
 
 
 class _Reading:
@@ -303,7 +303,7 @@ class ProxyCCLTransport(TensorTransportManager):
 
     def _remove_unused(self) -> None:
         """Makes room for a further source: removes sources that have ended, because their memory would stay mapped, and
-        the least recently used ones if there are too many.
+        the least recently used sources if there are too many.
         """
         with self._lock:
             active = {reading.peer for reading in self._readings}

@@ -342,7 +342,7 @@ class IssuedCalls:
         return work if work is None else self._handed_out(work, waits=call.waits)
 
     def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
-        """Returns a Work to torch, and keeps it in versions of torch that do not."""
+        """Returns a Work for torch, and keeps the Work alive where torch's version does not."""
         if self.coalescing.works is not None:
             self.coalescing.works.append(work)
         elif not waits and not IS_BACKEND:
@@ -419,9 +419,9 @@ class IssuedCalls:
 
     def _issue_queued(self, call: _Call) -> DeviceWork:
         """Queues a transfer on its flow's stream, or an asynchronous collective on the group's stream: at once if the
-        ranks have met, else by the flow's or the group's thread. That thread waits for the peers. The program must not,
-        because a peer may wait for another of this rank's calls first. The call follows the work that is queued on the
-        program's stream when this is called.
+        ranks have met, else by the flow's or the group's thread. That thread waits for the peers. The program must not
+        wait, because a peer may wait for another of this rank's calls first. The call follows the work that is queued
+        on the program's stream when this is called.
         """
         device, flow, peer = call.device, call.flow, call.peer
         gpu = self.gpus.of(device)
@@ -434,12 +434,12 @@ class IssuedCalls:
         executor, has_met = self.threads.of(device, flow), self._endpoints.has_met(device, peer)
         is_captured = gpu.order.is_capturing(current)
         if not is_captured:
-            marks = work.marks  # without the tensors
+            marks = work.marks  # the lambda keeps the marks, but not the Work's tensors
             self.under_way.add(order, call.number, call.name, lambda: bool(marks) and marks[0].query())
         elif not has_met:
-            expected = "a transfer with that rank before, which makes what transfers need"
+            expected = "an earlier transfer with that rank, which creates the resources of transfers"
             if peer == self.rank:
-                expected = "a copy, as this is that rank itself"
+                expected = "a copy, because the peer is this rank itself"
             raise RuntimeError(f"{call.name}: a graph is being captured; expected {expected}")
 
         def run() -> None:

@@ -16,8 +16,9 @@ _T = TypeVar("_T")
 _LOOK_SECONDS = 0.1
 """How often a wait looks whether the group has ended."""
 _Offers = queue.SimpleQueue[tuple[torch.Tensor, Any, "Future[Any]"]]
-"""Tensors that are sent. With each go the event after which it may be read, and a future of the event after the copy.
-The events are None on a CPU."""
+"""Queues of tensors that are sent. An entry also has the event after which the tensor may be read, and a future of the
+event after the copy. The events are None on a CPU.
+"""
 
 
 class ToSelf:

@@ -11,7 +11,9 @@ from proxyccl.device.errors import DriverError
 from proxyccl.torch._device_calls import ADDED_BETWEEN
 
 _MOST = 1 << 14
-"""Calls in progress of a flow: more than a device queues. After a failure none counts as ended, and the oldest go."""
+"""The most calls in progress that a flow records, more than a device queues. After a failure no call counts as ended,
+and the oldest calls are dropped.
+"""
 _ENDED = 2048
 """The latest calls of a flow that have ended, whose names are kept."""
 

@@ -33,8 +33,8 @@ def _allocating(torch: Any, pool: Any, device: int) -> Iterator[Any]:
 
 
 def require_torch(runtime: str) -> Any:
-    """Returns the torch module if it can allocate a runtime's memory in pools. Raises RuntimeUnavailableError if it
-    does not.
+    """Returns the torch module if it can allocate a runtime's memory in pools. Raises RuntimeUnavailableError if torch
+    can't do so.
     """
     if runtime == "host":
         raise RuntimeUnavailableError(

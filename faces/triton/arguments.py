@@ -17,7 +17,7 @@ from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
 from proxyccl.triton.grid_barrier import GridBarrier
 
 PROXY_CHANNEL, SM_CHANNEL, GRID_BARRIER = "*u64", "*i64", "*u32"
-"""The types of handles to Triton. They differ, so that a call of the wrong kind does not compile."""
+"""Triton's types for handles. They differ, so that a call with the wrong kind of handle does not compile."""
 
 _ELEMENTS = {
     "float16": "fp16",

@@ -47,8 +47,8 @@ class GridBarrier:
 
 @jit
 def sync_grid(barrier):
-    """Waits until every program of a grid has called it. All stores of the programs before it are visible to all of
-    them after it.
+    """Waits until every program of a grid has called it. Stores of any program before the barrier are visible to all
+    programs after the barrier.
 
     The grid must be small enough that all its programs run at once.
 

@@ -20,7 +20,7 @@ from proxyccl.triton.target import SPINS_PER_CHECK, load_packets, pause, spin_fo
 from proxyccl.triton.waits import aborted, check_wait, record_error
 
 PACKET_BYTES = tl.constexpr(8)
-"""A packet's size: it carries 4 bytes and its flag, as LL8Packet of packet.h. Two are one LL16Packet."""
+"""A packet's size: a packet carries 4 bytes and a flag, like LL8Packet of packet.h. Two packets are one LL16Packet."""
 
 
 @jit

@@ -118,8 +118,8 @@ def check_wait(control, kind, peer, channel, expected, seen, started):
 
 @jit
 def wait_at_least(word, target, control, kind, peer, channel):
-    """Spins until a 64-bit word is at least `target`. After it, all threads see everything that was released before the
-    word reached the target.
+    """Spins until a 64-bit word is at least `target`. After the wait, all threads see all stores that were released
+    before the word reached the target.
 
     Returns 0 if the communicator has ended or the time-out passed, else 1.
     """

@@ -295,7 +295,7 @@ def test_tables_with_plans_are_not_written_to_files(cache: Path) -> None:
     def body(comm: Communicator) -> None:
         with_tables(comm, all_reduce=SizeTable((), BY_PACKETS))
         with pytest.raises(
-            ArgumentError, match=r"^selector: holds <ExecutionPlan packets .*; plans are not kept in files"
+            ArgumentError, match=r"^selector: holds <ExecutionPlan packets .*; plans can't be saved in files"
         ):
             tuned.save(tuned.Machine.of(comm.group), comm.collectives.selector)
 

@@ -70,7 +70,7 @@ def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
     """
     tokens, others = len(wanted), ranks - 1
     first = round(float(wanted.sum()) * ratio / (others + ratio))
-    must = wanted == ranks  # these go to all
+    must = wanted == ranks  # these tokens go to all ranks
     in_order = torch.where(must, -1.0, torch.rand(tokens, dtype=torch.float32)).argsort()
     goes = torch.zeros(tokens, ranks, dtype=torch.bool)
     goes[in_order[: max(first, int(must.sum()))], 0] = True
@@ -78,7 +78,7 @@ def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
     begin = left.cumsum(0) - left
     offset = (
         torch.arange(others).unsqueeze(0) - begin.unsqueeze(1)
-    ) % others  # from the token's first among the others
+    ) % others  # numbered from the token's first rank among the others
     goes[:, 1:] = offset < left.unsqueeze(1)
     return goes
 

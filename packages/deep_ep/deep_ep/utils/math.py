@@ -9,11 +9,11 @@ import torch
 from proxyccl.torch_tensors.flat import byte_view
 
 _ELEMENTS = 128
-_GREATEST = 448.0  # the largest float8_e4m3fn
+_GREATEST = 448.0  # the largest number in float8_e4m3fn
 
 
 def calc_diff(x: Any, y: Any) -> float:
-    """The difference of two tensors: 1 minus their cosine-like similarity; 0 if they are equal."""
+    """The difference of two tensors, 1 - 2 Σxy / Σ(x² + y²) with 1 added to each element; 0 if x = y."""
     x, y = x.double() + 1, y.double() + 1
     return float(1 - 2 * (x * y).sum() / (x.square() + y.square()).sum())
 
@@ -56,7 +56,9 @@ def per_token_cast_back(x_fp8: Any, x_scales: Any) -> Any:
 
 
 def inplace_unique(x: Any, num_slots: int) -> None:
-    """Keeps each number from 0 to num_slots - 1 once in each row of x, in some order, and fills it up with -1."""
+    """Keeps each number from 0 to num_slots - 1 once in each row of x, in some order, and fills the rest of the row
+    with -1.
+    """
     rows = len(x)
     present = torch.zeros(rows, num_slots + 1, dtype=torch.bool, device=x.device)
     present.scatter_(1, torch.where(x < 0, num_slots, x).long(), True)
