@@ -17,8 +17,8 @@ MAX_NUMBER = 2**31 - 1
 
 def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, what: str = "an integer") -> int:
     """Returns an argument as an int. Raises ArgumentError, in which `what` describes the expected value, unless it is
-    an integer from `least` to `most`. A bool is not one."""
-    if type(value) is int and least <= value <= most:  # the common case: as_integer takes longer
+    an integer from `least` to `most`. A bool does not count as an integer."""
+    if type(value) is int and least <= value <= most:  # the common case, because as_integer takes longer
         return value
     expected = f"from {least} to {most}" if most < MAX_NUMBER else f"of at least {least}, and at most {most}"
     return as_integer(value, argument, f"must be {what} {expected}", least, most)

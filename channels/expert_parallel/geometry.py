@@ -22,14 +22,15 @@ STORE_KERNEL = "dispatch_masks_store"
 AS_BYTES = "uint8"
 """The element type of dispatch kernels that don't quantize rows."""
 FEW_TOKENS = 32
-"""The most tokens per block of a small dispatch. Larger ones send counts, and on one node some of their blocks only
-send."""
+"""The most tokens per block of a small dispatch. Larger dispatches send counts, and on one node some of their blocks
+only send.
+"""
 MESSAGE_BYTES = 2 << 20
-"""Between nodes, the least bytes of rows for a message of their own: its parts then keep all wires busy."""
+"""Between nodes, the least bytes of rows that travel as a separate message, whose parts keep all wires busy."""
 BATCH_TOKENS = 1024
-"""The most tokens of a batch: each of its segments scans the tokens before its own."""
+"""The most tokens of a batch, limited because each segment of a batch scans the tokens before its own."""
 _TOKENS_PER_BLOCK = 4
-_TOKENS_PER_PACKET = 64  # of a mask's bits
+_TOKENS_PER_PACKET = 64  # each token has a bit of a mask's packet
 _LINE = 128
 _LEAST_COPY = 64 << 10  # bytes; another process's shorter copies take turns with kernels
 _PIECES = 4  # kMaxPieces of experts/expert_team.h: the weights that follow a combine's row
@@ -40,7 +41,7 @@ def aligned(nbytes: int, to: int = _LINE) -> int:
 
 
 def blocks_for(max_tokens: int, num_sm: int) -> int:
-    """Returns the number of blocks of a kernel. Blocks wait for all others, so each should have work."""
+    """Returns the number of blocks of a kernel. A block waits for all other blocks, so each block should have work."""
     return min(num_sm, -(-max_tokens // _TOKENS_PER_BLOCK))
 
 
@@ -136,7 +137,7 @@ class Geometry:
         e.output_buffers, e.output_rows = (layout.buffers, layout.buffer_rows) if nodes == 1 else (0, 0)
         e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if layout.chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
-        # Few tokens, which are sent and received in halves, then leave without a wait for any peer.
+        # With two kept calls, few tokens that are sent and received in halves leave without a wait for any peer.
         e.kept_calls = 2 if layout.padded_rows and nodes == 1 and not shape.local_combine else 1
         self._cut(config, blocks)
         self.announces = self._announce(config)
@@ -160,7 +161,7 @@ class Geometry:
         e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
         e.places_offset = routing.take(4 * e.segment_tokens)
         e.weights_offset = routing.take(e.weight_bytes * slots)
-        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # all travel as one message
+        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # all in one message
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 
@@ -194,10 +195,10 @@ class Geometry:
         """Returns how many blocks of a dispatch only send or, with output buffers, only store rows that stay on this
         rank.
 
-        A multiprocessor issues stores in order, so stores to its own memory would wait behind those that wait for a
+        A multiprocessor issues stores in order, so stores to its own memory would wait behind stores that wait for a
         link. Therefore a block either sends or receives. The blocks are divided in proportion to the bytes that each
-        side loads and stores per token, if experts are chosen evenly. A byte stored in a peer's memory counts 4/3, as
-        measured on 4 H200.
+        side loads and stores per token, if experts are chosen evenly. A byte stored in a peer's memory counts as 4/3
+        bytes, as measured on 4 H200.
         """
         ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
         arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # number of ranks at which a token has an expert

@@ -38,8 +38,8 @@ class UnderWay(Struct):
     """The calls of a layer whose first halves are queued.
 
     Attributes:
-        sent: the dispatch; None if there is none.
-        returned: the combine.
+        sent: the dispatch; None without a dispatch.
+        returned: the combine; None without a combine.
         end_dispatch, end_combine: make the second half of that dispatch or combine, when a later call finds it in
             flight. None to refuse the later call.
     """
@@ -53,9 +53,9 @@ class UnderWay(Struct):
 class EPAll2AllLayer:
     """Sends tokens to the ranks of their experts, and sums the experts' results.
 
-    Each token's row goes once to every rank of its node that has one of its experts, and once to each other node that
-    has one. The receiver copies it to the rows of its experts. All ranks construct the layer together and make the same
-    calls in the same order; their numbers of tokens may differ.
+    Each token's row goes once to every rank of its node that has one of its experts, and once to each other node with
+    such an expert. The receiver copies the row to the rows of its experts. All ranks construct the layer together and
+    make the same calls in the same order; their numbers of tokens may differ.
 
     Calls are queued on the caller's stream. Without `max_recv_tokens` (the exact mode) `dispatch` waits on the CPU for
     the number of received rows, but not for the rows. With it, `dispatch` does not wait and can be captured in a graph.
@@ -178,7 +178,7 @@ class EPAll2AllLayer:
         return layer
 
     def _open(self, members: Members, options: LayerOptions, name: str = "", compared: Any = None, *names: Any) -> None:
-        """Makes the layer with the other ranks. `names`: the names of arguments in error texts, if not the layer's."""
+        """Makes the layer with the other ranks. `names` has other names of arguments for error texts."""
         with members.closed_on_error():
             name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
             ctx = DispatchCombineContext(members, options, members.agree_on(compared or options.compared, name))
@@ -533,7 +533,7 @@ class EPAll2AllLayer:
                 return pending.receive(stream, out)
             rows, weights = pending.recorded
             return recorder.combine(self, lambda: pending.receive(stream), rows, weights, pending.desc)
-        except ArgumentError:  # the call had no effect
+        except ArgumentError:  # the caller's error: the call had no effect
             under_way.returned, under_way.end_combine = pending, end
             raise
 

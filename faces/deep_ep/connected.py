@@ -1,5 +1,5 @@
-"""The common part of DeepEP's buffers: a communicator, its layers, and a stream for asynchronous calls. Also that of an
-ElasticBuffer's calls.
+"""The common part of DeepEP's buffers: a communicator, its layers, and a stream for asynchronous calls. `ElasticBase`
+is the common part of an ElasticBuffer's calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
 
 T = TypeVar("T")
 LEAST_TIMEOUT_SECONDS = 100.0
-"""Callers compile kernels between their calls, each rank at its own pace."""
+"""The least time-out, because callers compile kernels between their calls, each rank at its own pace."""
 
 
 class Connected:
@@ -168,7 +168,7 @@ class ElasticBase(Connected):
 
         Args:
             use_comm_stream: wait for the calls on the buffer's stream too.
-            with_cpu_sync: wait on the CPU too, for all streams of the GPU, before and after it.
+            with_cpu_sync: wait on the CPU too, for all streams of the GPU, before and after the barrier.
             sequential: without effect.
         """
         self._usable()

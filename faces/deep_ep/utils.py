@@ -87,7 +87,7 @@ class EventOverlap:
             ValueError: a function is registered already.
         """
         if self._hook is not None:
-            raise ValueError("hook_after_wait: there is one already")
+            raise ValueError("hook_after_wait: a hook is registered already")
         self._hook = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
