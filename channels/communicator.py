@@ -290,7 +290,7 @@ class Communicator(CollectiveCalls):
             self._group.close()
         try:
             shrunk._collectives.start()
-        except CommunicatorError:  # a rank was lost after all had agreed
+        except CommunicatorError:  # a rank was lost after all ranks had agreed
             try:
                 return shrunk.shrink(timeout=bounded)
             finally:

@@ -10,8 +10,8 @@ typedef int (*Issue)(void* callers, void* call, void* launch, uintptr_t stream);
 
 typedef struct PreparedCall {
   Issue issue;
-  void *callers, *call, *launch; /* its arguments */
-  PyObject* kept;                /* objects that must live as long as these; see Form in _calls.pyi */
+  void *callers, *call, *launch; /* the arguments of the Issue function */
+  PyObject* kept;                /* objects that must live as long as these arguments; see Form in _calls.pyi */
 } PreparedCall;
 
 /* A word of a launch's arguments that holds an address in an array of the call. */
@@ -31,7 +31,7 @@ typedef struct CallForm {
   PreparedCall prepared; /* `launch` is NULL if nothing is to be launched */
   Relocation* relocations;
   size_t relocation_count;
-  uintptr_t* peers_words; /* by rank, for the address of the output in that rank's address space; NULL: none */
+  uintptr_t* peers_words; /* by rank, words for the output's address in that rank's address space; or NULL */
   size_t ranks, rank;
   AddressRange* ranges; /* memory whose change ends the form */
   size_t range_count;
@@ -46,8 +46,8 @@ int proxyccl_is_form(PyObject* object);
 /* Adds the type Form to the module. Returns 0, or -1 with an exception. */
 int proxyccl_add_form(PyObject* module);
 
-/* Calls a function without arguments that releases a lock, also while an exception is set, which stays. Returns
- * `result`, or -1 with an exception. */
+/* Calls a function without arguments that releases a lock. An exception that is set stays set. Returns `result`, or -1
+ * with an exception. */
 int proxyccl_leave_lock(PyObject* release, int result);
 /* Enters the context that a function returns. Returns it for `proxyccl_leave_context`, or NULL with an exception. */
 PyObject* proxyccl_enter_context(PyObject* make);

@@ -79,10 +79,10 @@ class Wish(Message, frozen=True):
 
     Attributes:
         host: the rank's host.
-        where: the requested place, or None.
-        default: the place that it would choose.
-        name: its proposal for the name of the job's own daemon.
-        view: the `proc_view` of its process, because each container has its own daemon.
+        where: the place that the caller or the environment requests, or None.
+        default: the place that the rank would choose.
+        name: the rank's proposal for the name of the job's own daemon.
+        view: the `proc_view` of the rank's process, because each container has its own daemon.
     """
 
     host: str
@@ -99,7 +99,7 @@ def requested_place(argument: str | None) -> Where | None:
     """Returns the place that the caller or ``PROXYCCL_PROXY`` names; None if neither names one.
 
     Raises:
-        ArgumentError: there is no such place.
+        ArgumentError: the named place does not exist.
     """
     name = "proxy"
     if argument is None:
@@ -132,8 +132,8 @@ def default_place(runtime: str) -> Where:
 
 
 def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
-    """Returns the place of a rank's proxy, from all ranks' messages; the same for all ranks of a host that request
-    none.
+    """Returns the place of a rank's proxy, from all ranks' messages; the same for all ranks of a host that request no
+    place.
     """
     own = wishes[rank]
     of_host = [wish for wish in wishes if wish.host == own.host]
@@ -150,7 +150,7 @@ def choose_place(where: Where | None, runtime: str, host: str, exchange: Exchang
         where: the result of `requested_place`.
         runtime: the name of the rank's runtime.
         host: the name of its host that the ranks agree on.
-        exchange: between all ranks.
+        exchange: the exchange between all ranks.
     """
     from proxyccl.proxy.daemon.job import new_name
 

@@ -64,7 +64,7 @@ def headline(report: Report) -> str:
 
 
 def where(report: Report) -> str:
-    """Where the thread that made the communicator is: the innermost call in the program's own code."""
+    """Says where the thread that made the communicator is: at the innermost call in the program's own code."""
     own = next((thread for thread in report.threads if thread.own), None)
     if own is None:
         if report.threads:

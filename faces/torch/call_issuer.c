@@ -23,7 +23,7 @@ static PyObject *is_here, *async_op, *work_call, *unwaited,
     *watched; /* names of attributes, made once for the process */
 
 /* Returns an attribute of torch's options (or of None). Returns NULL if the attribute does not exist, with an exception
- only if the program raised one. */
+ * only if the program raised one. */
 static PyObject* option(PyObject* options, PyObject* name) {
   PyObject* found = PyObject_GetAttr(options, name);
   if (found == NULL) (void)proxyccl_clear_exception();
@@ -106,7 +106,7 @@ static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyO
 }
 
 /* Records a call on the current stream as in progress. Only one in several calls has a mark; when the marked call has
-   ended, so have the earlier calls. Returns None, or NULL with an exception. */
+ * ended, so have the earlier calls. Returns None, or NULL with an exception. */
 static PyObject* log_waited(CallIssuer* self, PyObject* number, PyObject* name, uintptr_t stream) {
   PyObject* mark = ++self->waited % ADDED_BETWEEN == 0 ? proxyccl_mark(self->gpu, stream) : Py_NewRef(Py_None);
   const int failed = mark == NULL || log_call(self, number, name, mark) != 0;

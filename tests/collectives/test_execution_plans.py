@@ -790,7 +790,7 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
     [
         (6, "float32", None, "24 bytes; the plan takes multiples of 16"),
         (64, "float32", np.zeros(64, np.float32), "has 64 elements; expected 128"),
-        (64, "float32", np.zeros(128, np.int32), "element type int32; expected that of x"),
+        (64, "float32", np.zeros(128, np.int32), "element type int32; expected the type of x"),
         (1 << 12, "float32", None, "32768 bytes; the plan is for 0 to 4096"),
     ],
 )
