@@ -86,7 +86,7 @@ def require_writable(view: ArrayView, argument: str) -> None:
 
 def new_like(group: Group, source: ArrayView, shape: tuple[int, ...], dtype: DType | None = None) -> Any:
     """Allocates an array for a result: torch's for a torch argument, numpy's for arrays of the host, else one of
-    `empty`. The element type is that of `source` unless named.
+    `empty`. `dtype` None means the element type of `source`.
     """
     made, owner = dtype or source.dtype, source.owner
     require_room(shape, made)

@@ -201,8 +201,8 @@ class Communicator(CollectiveCalls):
         """Returns a communicator of some of the ranks, which call this together; the other ranks need not.
 
         The new communicator shares this one's runtime, process watches and mappings, and needs no bootstrap if the
-        ranks share a host. A `close`, failure or `abort` of this communicator ends the new one too, but not the
-        reverse.
+        ranks share a host. A `close`, failure or `abort` of this communicator ends the new communicator too, but not
+        the reverse.
 
         Args:
             ranks: numbers in this communicator, including this rank's; the same list on all members. A rank's place in
@@ -301,7 +301,7 @@ class Communicator(CollectiveCalls):
         return shrunk
 
     def grow(self, bootstrap: Any, *, timeout: float | None = None) -> Communicator:
-        """Returns a communicator of these ranks and new ones, which join over a bootstrap.
+        """Returns a communicator of these ranks and new ranks, which join over a bootstrap.
 
         The ranks of this communicator call this; new processes construct a `Communicator` with their bootstrap, and
         with the same options. A `transport` for some pairs names ranks by their new numbers, on all ranks. This
@@ -324,8 +324,8 @@ class Communicator(CollectiveCalls):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """By rank, its number in the communicator that this one was split or shrunk from; empty if there is no such
-        communicator.
+        """By rank, its number in the communicator that this communicator was split or shrunk from; empty if there is no
+        such communicator.
         """
         return self._group.members
 

@@ -141,7 +141,7 @@ class PeerLinks:
 
     def _addresses(self) -> list[DaemonAddress]:
         """Returns the addresses of daemons that may run the proxy; the first daemon that sees this rank's device runs
-        it. A launcher may confine a rank and its child processes to one device; such a rank starts its own daemon.
+        it. A launcher may confine a rank and its child processes to one device; that rank then starts its own daemon.
         """
         node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self.place.where == "daemon" else []
         if node and self.place.chosen:

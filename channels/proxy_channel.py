@@ -110,8 +110,8 @@ class ProxyChannel(_RingChannel):
         return self._service.completed(self.id)
 
     def wait_complete(self, ticket: int) -> None:
-        """Waits on the CPU until the operation with this ticket and all earlier ones on this channel are complete. The
-        kernel that pushes the operation may still run, or be launched later.
+        """Waits on the CPU until the operation with this ticket and all earlier operations on this channel are
+        complete. The kernel that pushes the operation may still run, or be launched later.
 
         Raises:
             ArgumentError: the ticket is not a number from 0 to 2**64 - 2.

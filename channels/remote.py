@@ -86,9 +86,9 @@ class RemoteLinks:
         return [theirs.unsupported_reasons for theirs in self._together(answer)]
 
     def connect_endpoints(self, peers: Collection[int]) -> None:
-        """Makes an endpoint for each of some peers on other hosts that has none yet, and pinned memory if transfers are
-        staged. All ranks call this together, each with the peers that it will use. A peer that does not name this rank
-        also makes its endpoint.
+        """Makes the missing endpoints for some peers on other hosts, and pinned memory if transfers are staged. All
+        ranks call this together, each with the peers that it will use. A peer that does not name this rank also makes
+        its endpoint.
 
         Raises:
             ArgumentError: a peer's answer is invalid.

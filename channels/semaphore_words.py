@@ -58,7 +58,7 @@ class _Part(Struct):
 
 
 class SemaphoreWords:
-    """This rank's words, and those of its peers.
+    """This rank's words, and the words of its peers.
 
     Words are reused once every rank has dropped the semaphores that they were made for; until then a peer may still
     signal them. The ranks tell each other in the offers that they exchange for new words.

@@ -51,7 +51,7 @@ class Announced(Struct):
         guard: checks that the range still lies in the allocations that held it when it was exported.
         memory: keeps the range from being freed until no peer maps it; None if the owner frees it.
         users: the number of `announce` calls that have not been withdrawn.
-        proxy_memory: the range's first id in this rank's proxy, if it has one.
+        proxy_memory: the range's first id in this rank's proxy; None without an id.
         for_proxies: whether peers' proxies were asked to add the range.
         lent: whether the library announced the range by itself (lent_memory.py); calls by proxy then do not wait for
             the peers' replies.
@@ -169,7 +169,7 @@ class SymmetricMemory:
     Attributes:
         offered: whether all ranks learn of this rank's announcements: true if the ranks share a host and are not too
             many.
-        freed: addresses of lent ranges that their owners have freed; the reader removes what it reads.
+        freed: addresses of lent ranges that their owners have freed; the reader removes the addresses that it reads.
     """
 
     def __init__(self, meeting: Meeting, mappings: HandleCache, calls: Calls) -> None:

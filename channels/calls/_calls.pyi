@@ -108,7 +108,7 @@ class Calls:
         Returns:
             False, with nothing done, if C can't read an array; `as_view` may read that array.
 
-        Raises what `prepare`, `refuse` and `turn` raise.
+        Raises the errors that `prepare`, `refuse` and `turn` raise.
         """
     def call_kept(self, x: object, out: object, options: tuple[object, ...], stream: int, /) -> bool:
         """Makes a call if its form is kept; otherwise does nothing and returns False. The caller keeps the arrays until
@@ -117,7 +117,7 @@ class Calls:
     def clear(self) -> None:
         """Forgets all forms, including those that are being prepared."""
     def forget(self, start: int, end: int, /) -> None:
-        """Forgets the forms that are bound to memory in a range, and those that are being prepared."""
+        """Forgets the forms that are bound to memory in a range, and the forms that are being prepared."""
     def set_reached(
         self,
         number: int,
@@ -225,7 +225,7 @@ class FlowCalls:
         Returns:
             False, with nothing done, if Python must handle an argument: convert it, or refuse it.
 
-        Raises what the functions raise.
+        Raises the errors that the functions raise.
         """
     def call_borrowed(self, x: Any, out: Any, options: tuple[Any, Any, Any], stream: int, /) -> bool:
         """Makes a call like `call`, with arrays that the caller keeps until the stream has passed the call."""

@@ -68,7 +68,7 @@ static uint32_t flow_of(const Move* move) { return 2 * move->peer + (move->sourc
 
 /* -- moves --- */
 
-/* 0, or -1 with an exception. */
+/* Returns 0, or -1 with an exception. */
 static int append(Moves* moves, const Move* move) {
   if (moves->room == 0) {
     moves->each = moves->few, moves->room = FEW_MOVES;
@@ -87,7 +87,7 @@ static int append(Moves* moves, const Move* move) {
   return 0;
 }
 
-/* Adds a move, unless it is empty or copies an array to itself. 0, or -1 with an exception. */
+/* Adds a move, unless it is empty or copies an array to itself. Returns 0, or -1 with an exception. */
 static int add_move(Moves* moves, const Move* move) {
   return move->bytes == 0 || move->source == move->target ? 0 : append(moves, move);
 }
@@ -260,7 +260,7 @@ static int issue_without_gil(FlowCalls* self, const Moves* moves, uint32_t event
   return status;
 }
 
-/* 0, or -1 with an exception. */
+/* Returns 0, or -1 with an exception. */
 static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named) {
   if (!is_open(self)) { /* C checks the abort word itself */
     PyObject* usable = PyObject_CallMethod(self->failure, "require_usable", NULL);

@@ -51,7 +51,7 @@ int proxyccl_add_form(PyObject* module);
 int proxyccl_leave_lock(PyObject* release, int result);
 /* Enters the context that a function returns. Returns it for `proxyccl_leave_context`, or NULL with an exception. */
 PyObject* proxyccl_enter_context(PyObject* make);
-/* 0, or -1 with an exception. */
+/* Returns 0, or -1 with an exception. */
 int proxyccl_leave_context(PyObject* context);
 
 #endif

@@ -48,7 +48,7 @@ int proxyccl_read_listed(const ArrayTypes* types, PyObject* x, ListedArray* list
   return 1;
 }
 
-/* Reads an array, or Python's view of it. Returns 1; 0 if neither the array nor the view can be read, or -1 with an
+/* Reads an array, or Python's view of it. Returns 1; 0 if neither can be read; -1 with an
  * exception. */
 static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, ListedArray* listed) {
   const ArrayTypes* const types = proxyccl_types_of(self->calls);

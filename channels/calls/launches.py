@@ -269,7 +269,7 @@ class Launches:
                 peer,
                 lambda this_rank, here: (
                     f"{this_rank} and rank {peer} make different calls: an earlier call {here} and on rank {peer}, "
-                    f"which was not compared: one of the two was more than {LOG_ENTRIES} calls ahead"
+                    f"which was not compared: one rank was more than {LOG_ENTRIES} calls ahead"
                 ),
             )
         if status:

@@ -27,8 +27,8 @@ typedef struct Reach {
   size_t count, room;
 } Reach;
 
-/* Adds a range, or replaces the one with its number. Takes over the range's references and memory. Returns 0, or -1
- * with an exception. */
+/* Adds a range, or replaces the range with the same number. Takes over the range's references and memory. Returns 0, or
+ * -1 with an exception. */
 int proxyccl_set_reached(Reach* reach, const ReachedRange* range);
 void proxyccl_unset_reached(Reach* reach, long number);
 void proxyccl_clear_reach(Reach* reach);

@@ -48,7 +48,7 @@ class ByProxy:
 
 
 def others(group: Group, members: Sequence[int] | None = None) -> list[int]:
-    """Returns all other ranks, beginning with the next one, so that ranks begin with different peers.
+    """Returns all other ranks, beginning with the next rank, so that ranks begin with different peers.
 
     Args:
         members: the ranks that take part, this rank included; None for all.

@@ -92,7 +92,7 @@ class Collectives:
         group.keep(self)
 
     def start(self) -> None:
-        """Compares the ranks' settings and links, and adopts rank 0's measured tables if it has any. All ranks call
+        """Compares the ranks' settings and links, and adopts rank 0's measured tables if rank 0 has any. All ranks call
         this together.
 
         Raises:

@@ -75,8 +75,8 @@ class _Pieces:
 
     If each link leads to one peer, all peers get the first piece, then all get the second, and so on. If the proxy
     copies to one peer after the other, each peer gets a whole share, so that all ranks go on to the next peer at about
-    the same time and no two of them share a link. Only the last peer gets values in pieces, so that one is reduced
-    while the next is in flight. Only the first peer gets results in pieces, as soon as each is ready.
+    the same time and no two of them share a link. Only the last peer gets values in pieces, so that a piece is reduced
+    while the next piece is in flight. Only the first peer gets results in pieces, as soon as each is ready.
 
     Args:
         longest: elements of the longest share.
@@ -191,7 +191,7 @@ def _one_crossing(
     sent = memories.pinned("source", slots.nbytes) or memories.found_or_staged(
         memories.source(source.ptr, nbytes), "source", nbytes
     )
-    replaced = sent.ptr == target.ptr  # the result replaces what is sent
+    replaced = sent.ptr == target.ptr  # the result replaces the elements that are sent
     schedule = Schedule(
         posts=slots.posts(links.posts),
         sends=tuple(links.send(peer, sent, nbytes, stage=0 if replaced else None) for peer in peers),

@@ -152,7 +152,7 @@ class Selector:
     with another operator, or with an array that the plan's chunks don't divide.
 
     Raises ArgumentError unless there is exactly one table for each of `CASES`, with algorithms of its collective; also
-    for a plan that can execute none of the calls that its table gives it.
+    for a plan that can't execute any of the calls that its table assigns to it.
 
     Attributes:
         tables: the table of each case.

@@ -170,7 +170,7 @@ def run_transfers(
 
 
 def _require_apart(transfers: Sequence[Transfer]) -> None:
-    """Raises ArgumentError if an array that is received shares memory with another one: no transfer waits for another.
+    """Raises ArgumentError if a received array shares memory with another array, because no transfer waits for another.
     Arrays that are sent may overlap.
     """
     ranges = [(view.ptr, view.nbytes, False) for each in transfers if (view := each.source) is not None]

@@ -1,7 +1,7 @@
 """Executes plans: makes a plan's resources on this rank, and its launches.
 
 All ranks make a plan's channels, barriers and counters together at its first execution, and its scratch memory when a
-larger size comes. All ranks do so in the same call, because the call log has compared plan and size before.
+larger size comes. All ranks make them in the same call, because the call log has compared plan and size before.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class Writer(Struct, frozen=True):
         begin = len(block.steps)
         for inner in operation.body:
             self._operation(block, inner)
-        if block.by_all is not None:  # the next iteration begins after the kind of step with which this one ends
+        if block.by_all is not None:  # the next iteration may begin with other threads
             self._sync(block, operation)
         loop.option, loop.unit, loop.iterations = len(block.steps) - begin, operation.unit, iterations
 

@@ -25,8 +25,9 @@ def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, 
 
 
 def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dtype: str) -> ArrayView:
-    """Returns a view of an argument. Raises ArgumentError if it has another shape, where -1 accepts any extent, or
-    another type, or lies in memory that the group can't use."""
+    """Returns a view of an argument. Raises ArgumentError if `x` has another shape (-1 accepts any extent) or another
+    type, or lies in memory that the group can't use.
+    """
     view = input_view(group, x, argument)
     if view.dtype.name != dtype:
         raise ArgumentError(argument, f"has element type {view.dtype}; expected {dtype}")

@@ -62,7 +62,7 @@ class LibraryArrays:
         return as_dtype(dtype)
 
     def maker(self, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Maker:
-        """Returns a function that makes a new array. Only torch supports strides other than those of C order."""
+        """Returns a function that makes a new array. Only torch supports strides that are not in C order."""
         return functools.partial(allocate, self._group, shape, native)
 
     def part(self, array: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Any:

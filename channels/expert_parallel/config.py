@@ -25,7 +25,7 @@ MOST_ADDED: int = lib.PROXYCCL_ADDED
 MAX_CHOSEN_PER_RANK: int = lib.PROXYCCL_EXPERT_COUNTERS - 2 * lib.PROXYCCL_MAX_EXPERT_RANKS
 """The most experts of a rank with layout="rank": a block counts their rows in shared memory."""
 MAX_SLOTS = MAX_NUMBER  # rows and slots are 32-bit integers in the tables
-_MAX_TOKENS = 2**24  # kernels multiply the number of tokens by that of blocks, in 32 bits
+_MAX_TOKENS = 2**24  # kernels multiply the number of tokens by the number of blocks, in 32 bits
 _MAX_HIDDEN = 2**28  # kernels count a row's 16-byte words in 32 bits
 MAX_EXPERTS = 2**20  # tables have an entry for each rank, or segment, and expert
 _MAX_BYTES = 2**44  # the limit for all rows of a layer keeps every size of its workspace far below 2**64
@@ -55,7 +55,7 @@ class EPConfig:
         offset_dtype: the type of the descriptor's tables: always int32.
 
     Raises:
-        ArgumentError: a value is out of range, or does not fit another one.
+        ArgumentError: a value is out of range, or does not fit another value.
     """
 
     max_tokens: int

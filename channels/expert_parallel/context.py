@@ -218,7 +218,7 @@ class DispatchCombineContext:
         return self.reallocate_dispatch_output_buf(0)[0]
 
     def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[Array, Array]:
-        """Makes the output buffer larger if it has fewer rows. Not collective, as peers don't access it.
+        """Makes the output buffer larger if it has fewer rows. Not collective, because peers don't access the buffer.
 
         Args:
             dispatch_recv_tokens: rows that are needed.

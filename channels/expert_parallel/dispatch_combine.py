@@ -130,7 +130,7 @@ class DispatchCombine:
 
     @property
     def rows_sent(self) -> NDArray[np.int64]:
-        """[world_size]: slots of this rank's tokens for the experts of each rank, this one included."""
+        """[world_size]: slots of this rank's tokens for the experts of each rank, including this rank."""
         own = self._require_prepared().counts[self._ctx.ep_config.rank]
         rows: NDArray[np.int64] = own.reshape(-1, self.experts_per_rank).sum(axis=1)
         return rows

@@ -147,7 +147,7 @@ class Geometry:
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
         return_bytes = blocks * e.return_segment_bytes
         e.least_message = _LEAST_COPY if copied else 0
-        # A batch's lengthened message must end before the next one's rows; batches differ by up to half.
+        # A batch's lengthened message must end before the next batch's rows; batches differ by up to half.
         shortest = -(-2 * e.least_message // row_bytes)
         e.batch_tokens = max(1, shortest, min(MESSAGE_BYTES // row_bytes, BATCH_TOKENS))
         e.partial_bytes = return_bytes + e.least_message

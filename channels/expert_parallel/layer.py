@@ -90,7 +90,7 @@ class EPAll2AllLayer:
             follows from scale_elements.
         scales_by_columns: with dispatch_dtype and layout="padded", for tensors of torch: the scales of an expert's
             consecutive rows lie side by side, in columns that begin at multiples of 16 bytes, as bulk copies (TMA) need
-            them. The shape of the scales is the same.
+            them. The shape of the scales does not change.
         grows: in the exact mode, a rank with more than max_tokens tokens makes `dispatch` raise CapacityError on all
             ranks, with the most tokens of any rank in `needed`; the layer stays usable. Otherwise only that rank
             raises ArgumentError.
@@ -101,10 +101,10 @@ class EPAll2AllLayer:
         lost_ranks: the ranks that the group has lost, by their original numbers; see `shrink`. The group's rank r is
             then the r-th of the remaining ones, and has that rank's experts. num_tot_experts counts the experts of all
             ranks, including the lost ones. A slot that chooses an expert of a lost rank is dropped, and
-            `desc.lost_slots` names those slots.
-        expert_alignment: with layout="expert", each expert's rows begin at a multiple of it, so outputs have gaps,
-            whose rows are not written; `desc.row_slots` is -1 there. In the exact mode `desc.num_tokens_per_expert`
-            then returns the rows of each expert. None for rows without gaps.
+            `desc.lost_slots` marks the dropped slots.
+        expert_alignment: with layout="expert", each expert's rows begin at a multiple of this number, so outputs have
+            gaps, whose rows are not written; `desc.row_slots` is -1 there. In the exact mode
+            `desc.num_tokens_per_expert` then returns the rows of each expert. None for rows without gaps.
         output_buffers: with layout="rank": the number of outputs for which the layer has memory. On one node whose
             ranks reach each other's memory, senders then store rows directly where the caller reads them. An output of
             `dispatch` stays valid until that many calls of `dispatch` later, and ends with `finalize`. `combine` loads
@@ -296,8 +296,8 @@ class EPAll2AllLayer:
             input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype
                 also a pair of rows in float8 and their scales, float32 [T, scales of a row].
             exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
-                is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost do the same. With
-                layout="rank" also int64, and -1 drops a slot too. See also minus_one_drops. With layout="padded" a
+                is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost drop the slot too.
+                With layout="rank" also int64, and -1 drops a slot too. See also minus_one_drops. With layout="padded" a
                 token that chooses an expert twice takes two of the expert's rows.
             weight: [T, topk] of `weight_dtype`, to send with the tokens; or None. All ranks or none pass weights.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
@@ -575,7 +575,7 @@ class EPAll2AllLayer:
         desc = self._parts.own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
         topk = self.ep_config.topk
-        # Every row gets all weights of its token; the weight of the row's slot is one of them.
+        # Every row gets all weights of its token, including the weight of the row's slot.
         spread = self.forms.spreads.call(topk_weights, desc, None, None)
         if self.layout == "rank":
             return spread.masked_fill_(desc.local_expert_ids < 0, 0)

@@ -19,14 +19,14 @@ typedef struct LayerForm {
    * exception set on failure. */
   PyObject* (*receive)(SentCall* sent, PyObject* stream, PyObject* out);
   PyObject* arguments;     /* the constructor's arguments: they own the objects that the form's fields borrow, */
-  PyObject* latest_stream; /* except this one, a CurrentStream (launches.py) that is NULL at first, */
-  PyObject *element, *make_latest; /* and these two, which combine_form.c replaces */
+  PyObject* latest_stream; /* except latest_stream, a CurrentStream (launches.py) that is NULL at first, */
+  PyObject *element, *make_latest; /* and `element` and `make_latest`, which combine_form.c replaces */
   PyObject* calls;                 /* the group's Calls */
   int on_host;                     /* whether this is the host runtime, where calls without a stream are synchronous */
   PyObject* current;     /* current(device): returns the handle of torch's current stream; None for other libraries */
   PyObject* stream_type; /* CurrentStream */
   PyObject* stream_of; /* stream_of(x, given): returns the stream of a call that does not use torch's current stream */
-  PyObject* queue;     /* queue(desc, prepared, stream, owners): issues such a call */
+  PyObject* queue;     /* queue(desc, prepared, stream, owners): issues a call on the stream of stream_of */
   PyObject* device;
   uint64_t* number;  /* the field of the call that names its dispatch */
   PyObject* address; /* address(array): returns the address of an array that the layer made; None for torch's arrays */

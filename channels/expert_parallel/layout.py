@@ -44,7 +44,7 @@ class EPAllToAllLayoutDesc(Descriptor):
             has no lost ranks. All other fields number the remaining ranks and their experts.
         chosen_rows: in the exact mode with layout="rank", or with expert_alignment: for each expert of this rank the
             number of rows that chose it. Else None.
-        output_buffer: the number, from 1, of the layer's output buffer that holds the rows; 0 if none does.
+        output_buffer: the number, from 1, of the layer's output buffer that holds the rows; 0 if no buffer does.
         stream: the dispatch's stream.
         num_input_tokens_per_rank: int32 [world_size]: tokens that each rank dispatched.
         counts: int32 [world_size, num_experts]: slots of each rank for each expert.
@@ -132,7 +132,7 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     @property
     def has_gaps(self) -> bool:
-        """Whether rows between an expert's last one and the next expert's first one may be empty."""
+        """Whether there may be empty rows between an expert's last row and the next expert's first row."""
         return bool(self.owner.tables.alignment > 1)
 
     def num_tokens_per_expert(self, alignment: int = 1) -> list[int]:

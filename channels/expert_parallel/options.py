@@ -41,7 +41,7 @@ class LayerOptions:
     Attributes:
         proxied: whether all rows go through the proxies.
         call_tokens: the most tokens of one rank in a call; None for max_tokens.
-        config: sizes and types, for the remaining ranks. Its experts are those that tokens choose.
+        config: sizes and types, for the remaining ranks. Its experts are the experts that tokens choose.
     """
 
     max_tokens: int

@@ -38,7 +38,7 @@ class Bootstrap(Protocol):
     A bootstrap that can also join some of its ranks has `subset(members, key)`, which only these members call. It
     returns the bootstrap of the members, numbered by their places in the list. `key` is a number that no other subset
     has. After a time-out the members may make the same subset again. Before that, a rank that did arrive takes back its
-    messages by the old subset's `withdraw()`, if there is such a method, so that late ranks wait for new messages.
+    messages by the old subset's `withdraw()`, if that method exists, so that late ranks wait for new messages.
     Splitting a communicator across hosts needs `subset`. Shrinking one also needs `board()`, which returns a
     `survivors.Board` that outlives each of the ranks.
     """

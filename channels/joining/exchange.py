@@ -138,7 +138,7 @@ class Exchange:
         Raises:
             WaitTimeoutError: not all ranks arrived within the time-out.
             MismatchError: a rank calls with another purpose, or has left.
-            ExchangeError: a rank's message is not such a value; the error names the rank.
+            ExchangeError: a rank's message is not a value of this type; the error names the rank.
             CommunicatorError: a rank has failed.
         """
         everyone = self.all_gather_bytes(codec.encode(value), purpose)

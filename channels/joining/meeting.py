@@ -299,7 +299,7 @@ def _naming_as_in_whole(members: Sequence[int], give_up: Callable[[], None]) -> 
     try:
         yield
     except CommunicatorError as error:
-        give_up()  # raises the whole group's failure, which uses those numbers already
+        give_up()  # raises the whole group's failure, which already has the whole group's numbers
         raise_in_place_of(error, renumbered(error, members))
 
 

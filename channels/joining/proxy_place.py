@@ -33,7 +33,7 @@ class ProxyPlace(Struct, frozen=True):
 
     Attributes:
         where: in the rank's process, in the job's own daemon, or in the node daemon.
-        job_daemon: name of the job's own daemon; empty where none of the host's ranks uses it.
+        job_daemon: name of the job's own daemon; empty if no rank of the host uses it.
         chosen: whether the caller or the environment named the place.
     """
 

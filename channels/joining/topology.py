@@ -103,7 +103,7 @@ _CHOICE = Codec[str | list[tuple[int, int, str]]](str | list[tuple[int, int, str
 
 
 class Topology(Struct, frozen=True, dict=True):
-    """The ranks of a communicator, as seen from one of them.
+    """The ranks of a communicator, as seen from one rank.
 
     Attributes:
         rank: the rank that the topology is seen from.
@@ -283,8 +283,8 @@ class Topology(Struct, frozen=True, dict=True):
         return {peer: self.transport(self.rank, peer) for peer in range(self.world_size) if peer != self.rank}
 
     def has_remote_pairs(self) -> bool:
-        """Whether any two ranks need a remote transport; the same on all ranks. Raises on all ranks if one lacks such a
-        transport.
+        """Whether any two ranks need a remote transport; the same on all ranks. Raises on all ranks if a rank lacks a
+        remote transport.
         """
         return any(TRANSPORTS[transport].is_remote for transport in self.all_transports)
 
@@ -337,7 +337,7 @@ class Topology(Struct, frozen=True, dict=True):
 
 def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
     # Some driver calls, such as loading a kernel, wait for all kernels of a context. If two ranks shared a context,
-    # such a call would never return while the other rank's kernel waits for this rank's.
+    # such a call would not return while the other rank's kernel waits for this rank's kernel.
     first: dict[tuple[str, str], int] = {}
     for rank, info in enumerate(ranks):
         other = first.setdefault((info.token, info.device_id), rank)

@@ -28,7 +28,7 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # longer than the answer: an echo is not a valid answer
 _INTERVAL_SECONDS = 0.1
 _WHILE_JOINING = 4
-"""Descriptors needed besides those of the links: for the listener, for calls, and for querying this host's addresses.
+"""Descriptors needed besides the links' own: for the listener, for calls, and for querying this host's addresses.
 """
 _CALLED_AGAIN = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, *EXHAUSTED)
 """The errors after which a call is repeated, because networks recover and other calls release descriptors."""
@@ -57,7 +57,7 @@ class _Stranger(Struct):
 
 
 class Greetings:
-    """Accepts connections, and returns those that have sent their hello. It serves all callers of a socket
+    """Accepts connections, and returns the connections that have sent their hello. It serves all callers of a socket
     concurrently, so a silent or slow caller does not hold up the others.
 
     Args:

@@ -198,7 +198,7 @@ class Watcher:
         """One turn of the thread: checks for events.
 
         Args:
-            readable: those of `descriptors` that are readable.
+            readable: the descriptors of `descriptors` that are readable.
         """
         with self._looking:
             if self._closed:

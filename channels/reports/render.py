@@ -25,7 +25,7 @@ def call_text(call: Call) -> str:
 
 
 def arguments_text(call: Call) -> str:
-    """The arguments that must agree between ranks. A barrier has none."""
+    """Returns the arguments that must agree between ranks, as text; empty for a barrier."""
     given = {} if call.fields.get("collective") == "barrier" else call.fields
     return ", ".join(f"{name} {value}" for name, value in given.items() if name != "collective")
 

@@ -63,7 +63,7 @@ class ProxyWait(Message, frozen=True):
 
 
 class Exchange(Message, frozen=True):
-    """A call of the bootstrap that was in progress. All ranks make such a call together.
+    """A call of the bootstrap that was in progress. All ranks make the bootstrap's calls together.
 
     Attributes:
         purpose: the call's purpose in words.

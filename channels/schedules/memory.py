@@ -162,7 +162,8 @@ class ScheduleMemories:
     def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
         """Returns the span that `source` or `target` found, else memory to stage this many bytes in.
 
-        Where `staged_together`, all ranks call this together, each with what it has found. Raises as `stage` does.
+        Where `staged_together`, all ranks call this together, each with the span that it has found. Raises the errors
+        of `stage`.
         """
         if found is not None and not self.staged_together:
             return found

@@ -51,7 +51,7 @@ class RingSlots:
         slots: how many sends of a rank to a neighbour may have no receive yet. The next send waits for a receive.
 
     Attributes:
-        neighbours: the ranks before and after this one; with two ranks both are the same rank.
+        neighbours: the ranks before and after this rank; with two ranks both are the same rank.
 
     Raises:
         ResourceError: the device has no room, or a proxy has no ids left for memory or channels.

@@ -1,4 +1,4 @@
-"""Control segments: the memory through which the ranks of a host tell each other that one of them has failed.
+"""Control segments: the memory through which the ranks of a host tell each other that a rank has failed.
 
 Each rank owns a segment in pinned shared memory: the control block that its kernels poll, the words that proxies
 signal, its proxy's counters, a log of its recent collective calls, its announcements, and its rendezvous. The ranks of

@@ -1,6 +1,7 @@
 """How observers find ranks: each rank of each communicator publishes a small file that names its segment.
 
-The files lie beside those of proxies, which a rank may not have. `proxyccl.tools.communicators` reads the segments.
+The files are in the same directory as the files of proxies; a rank may lack a proxy. `proxyccl.tools.communicators`
+reads the segments.
 """
 
 from __future__ import annotations

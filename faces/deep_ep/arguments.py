@@ -170,8 +170,8 @@ def refuse(what: str, reason: str) -> NotImplementedError:
 
 
 def refuse_unknown(call: str, options: Mapping[str, Any]) -> None:
-    """Refuses unknown keywords by name, except those that are None or False: callers of DeepEP's forks pass many such
-    keywords.
+    """Refuses unknown keywords by name, except keywords whose value is None or False: callers of DeepEP's forks pass
+    many such keywords.
     """
     for name, value in options.items():
         if value is not None and value is not False:

@@ -40,7 +40,7 @@ class Buffer(Connected):
 
     Attributes:
         num_sms: the most multiprocessors of a kernel, for calls without a config; `set_num_sms` sets it.
-        rank, group_size, group: of all ranks, including those that have been lost since.
+        rank, group_size, group: this rank's number, the number of ranks, and the group; lost ranks are included.
         communicator: the remaining ranks, for calls that DeepEP lacks.
 
     Raises:
@@ -193,8 +193,8 @@ class Buffer(Connected):
             topk_weights: float32 [T, topk], or None. Either all ranks pass it, or none.
             expert_alignment: each number of the list is rounded up to a multiple of this number.
             num_worst_tokens: rows of every output; 0 for outputs of the exact size, for which the CPU waits. All ranks
-                pass the same. A rank can then send at most num_worst_tokens / ranks tokens, or as many as the largest
-                rank had in the first such call. Works across nodes too.
+                pass the same. A rank can then send at most num_worst_tokens / ranks tokens, or the most that any rank
+                had in the first call with num_worst_tokens. Works across nodes too.
             config: its num_sms is the most multiprocessors; None for `Buffer.num_sms`. All ranks pass the same.
             previous_event, async_finish, allocate_on_comm_stream: as for `get_dispatch_layout`.
 

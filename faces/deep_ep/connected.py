@@ -67,7 +67,7 @@ class Connected:
 
     def _require_current(self, handle: Any, *layouts: str) -> Routing:
         """The dispatch of a handle. Raises ArgumentError unless the handle is from this buffer with its remaining
-        ranks, and has one of these layouts, if any are given.
+        ranks, and, if layouts are given, has one of these layouts.
         """
         routing, layers = routing_of(handle), self._layers
         if layers is None or routing.layer.ctx not in layers.all:

@@ -46,7 +46,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
             and rounds twice. Across nodes it must be True.
         prefer_overlap_with_compute: use 24 multiprocessors instead of 64 in calls without num_sms.
         sl_idx, num_allocated_qps: not needed.
-        num_cpu_timeout_secs, num_gpu_timeout_secs: a wait takes at most the larger one, but 100 s at least, or
+        num_cpu_timeout_secs, num_gpu_timeout_secs: a wait takes at most the larger number, but at least 100 s, or
             PROXYCCL_TIMEOUT if that is more. A `Communicator` has its own time-out.
         explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
 
@@ -321,7 +321,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         """Sends rows back and sums each token's rows, in float32.
 
         Args:
-            x: bfloat16 [rows, hidden], in the order of the dispatch's output and with as many rows.
+            x: bfloat16 [rows, hidden], in the order of the dispatch's output and with the same number of rows.
             handle: the handle of that dispatch.
             topk_weights: float32 [rows, topk], or [rows] with do_expand; or None. Either all ranks pass it, or none. It
                 is not applied to x.

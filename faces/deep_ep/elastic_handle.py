@@ -117,7 +117,8 @@ class EPHandle:
     @cached_property
     def recv_src_metadata(self) -> torch.Tensor:
         """int32 [received tokens, 2 + topk], ordered by source rank and token; waits for the dispatch. If nothing
-        waited on the CPU, there are as many rows as tokens can come, the received tokens come first, and nothing waits.
+        waited on the CPU, the tensor has a row for each token that can come, received tokens come first, and nothing
+        waits.
 
         Column 0 is the token's number among all ranks' tokens: its rank times num_max_tokens_per_rank plus its number
         on that rank. Column 1 is its scaleup rank times topk plus its last slot that came here. The other columns are

@@ -91,9 +91,7 @@ class Layers:
         return largest.narrowed(max_tokens)
 
     def turns(self, shape: Shape, max_tokens: int) -> Turns:
-        """The layers of calls with hooks, with room for this many tokens; the first layer is the one that `of_size`
-        returns.
-        """
+        """The layers of calls with hooks, with room for this many tokens; the first is the result of `of_size`."""
         self.of_size(shape, max_tokens)
         largest = self._of_size[shape]
         if shape not in self._turns or self._turns[shape].layers[0] is not largest:
@@ -113,7 +111,7 @@ class Layers:
             group = self.communicator.group
             group.launches.agree(CollectiveCall(LAYER_SIZE))  # reports a mismatch before the all_gather waits
             everyone = group.exchange.all_gather(len(topk_idx), _TOKENS, "the size of a layer")
-            room = (shape.most_rows or 0) // self.communicator.world_size  # such a layer can't grow later
+            room = (shape.most_rows or 0) // self.communicator.world_size  # a layer with most_rows can't grow
             self._growing[shape] = self._make(shape, max(_rounded(max(everyone)), room))
         while True:
             layer = self._growing[shape]

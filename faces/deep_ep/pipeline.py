@@ -65,14 +65,15 @@ class PipelineCalls(ElasticBase):
         self._slots, self._slot_bytes = RingSlots(self._pipeline.group, slot_bytes, slots), slot_bytes
 
     def pp_send(self, t: Any, dst_rank_idx: int, num_sms: int = 0) -> None:
-        """Sends a tensor to the rank before or after this one, which receives it with `pp_recv`. Sends arrive in order.
+        """Sends a tensor to the rank before or after this rank, which receives the tensor with `pp_recv`. Sends arrive
+        in order.
 
         The current stream waits for a free slot of this rank, and copies the tensor there. The proxy sends it on when
         the peer has a free slot.
 
         Args:
             t: contiguous, of at most `num_max_tensor_bytes`.
-            dst_rank_idx: the rank, cyclically before or after this one.
+            dst_rank_idx: the destination rank, cyclically before or after this rank.
             num_sms: without effect: no multiprocessor is taken.
 
         Raises:
@@ -84,7 +85,7 @@ class PipelineCalls(ElasticBase):
         slots.send(view, peer, self._current_stream())
 
     def pp_recv(self, t: Any, src_rank_idx: int, num_sms: int = 0) -> None:
-        """Receives a tensor from the rank before or after this one. The current stream waits for the tensor.
+        """Receives a tensor from the rank before or after this rank. The current stream waits for the tensor.
 
         Args:
             t: contiguous; receives as many bytes as the tensor has, which should equal the bytes that were sent.

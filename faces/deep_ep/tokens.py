@@ -81,7 +81,7 @@ class Tokens(NamedTuple):
 
     @staticmethod
     def of(x: Rows) -> Tokens:
-        """The tokens of the argument `x`. Raises ArgumentError if it has another shape, or scales of another type."""
+        """The tokens of the argument `x`. Raises ArgumentError if `x` has another shape, or scales of another type."""
         if isinstance(x, tuple) and len(x) != 2:
             raise ArgumentError("x", f"is a tuple of {len(x)}; expected a tensor, or a pair of rows and scales")
         rows, scales = x if isinstance(x, tuple) else (x, None)

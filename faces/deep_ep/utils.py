@@ -64,7 +64,7 @@ class EventOverlap:
             self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
-        """Makes the current stream wait for the event. Returns what the registered hook returns, or None.
+        """Makes the current stream wait for the event. Returns the registered hook's result, or None.
 
         Args:
             release_handle: whether to drop the event afterwards.

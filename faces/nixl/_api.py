@@ -282,8 +282,8 @@ class nixl_agent:
         Raises:
             KeyError: the operation is neither "READ" nor "WRITE".
             nixlInvalidParamError: a list or an index is wrong, or the two sides' lengths differ.
-            nixlNotFoundError: the agent was removed, even if another one has its name, or memory of a list was
-                deregistered, even if it was registered again.
+            nixlNotFoundError: the agent was removed (even if another agent has its name), or memory of a list was
+                deregistered (even if it was registered again).
         """
         op = self.nixl_ops[operation]
         handle = self.agent.makeXferReq(
@@ -360,7 +360,7 @@ class nixl_agent:
         return self.agent.getNotifs({}, self._handles(backends))
 
     def update_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
-        """Adds the new notifications to those kept in the agent, and returns all kept ones."""
+        """Adds the new notifications to the notifications kept in the agent, and returns all of them."""
         self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
         return self.notifs
 

@@ -1,7 +1,7 @@
 """The names of NIXL's module `_bindings`: its agent, its lists, enumerations and exceptions.
 
 `nixl_agent` is a thin layer over `nixlAgent`: it has handles that release themselves and names of backends, where this
-module has numbers. Its docstrings say what the calls do and raise.
+module has numbers. The docstrings of `nixl_agent` describe the calls and their errors.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ class CallIssuer:
         make_call: `Calls.call_kept` or `FlowCalls.call_borrowed`.
         process: the group's process id; a fork's child issues nothing.
         own: the group's own stream.
-        log: called as log((number, name, mark)) for a call outside graph capture. The mark is that of the call's end,
-            or None for most calls on the current stream.
+        log: called as log((number, name, mark)) for a call outside graph capture. The mark is at the call's end; None
+            for most calls on the current stream.
         forget: called once in several calls with marks, to forget the calls that have ended.
         work: makes an empty Work, whose `_unwaited` is None; its `_call` is then set to the `QueuedCall`.
         hand_out: called with a call's Work; returns the Work for torch.

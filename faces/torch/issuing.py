@@ -53,8 +53,8 @@ class _InC:
 
     Attributes:
         collectives, barriers: issue the calls that do not consist of transfers.
-        named: a call's options by its name, followed by the policy for calls that have one. The options of a reduction
-            are further keyed by the number of the operator's kind, those of a broadcast by the root.
+        named: a call's options by its name, followed by the policy for calls that have a policy. The options of a
+            reduction are further keyed by the number of the operator's kind, the options of a broadcast by the root.
     """
 
     def __init__(self, calls: TensorCalls, ranks: int, issuer: Callable[..., CallIssuer]) -> None:
@@ -528,7 +528,7 @@ class IssuedCalls:
     def joint(
         self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, name: str | None
     ) -> Any:
-        """Makes a call for each tensor, with one Work for all. The arguments from `xs` on are those of `in_c`, which is
+        """Makes a call for each tensor, with one Work for all. The arguments from `xs` on are as for `in_c`, which is
         tried only if a name is given.
         """
         issued = NotImplemented if name is None else self.in_c(xs, outs, opts, attribute, name)

@@ -1,7 +1,8 @@
 """The runtimes and streams of a rank's GPUs, which process groups share or own, and the state of one group on a GPU.
 
-torch hands out its 32 streams of a device in turn, so two callers may get the same one. Two transfers on one stream run
-in order, and ranks that issue them in different orders would deadlock. So each group and each flow has its own stream.
+torch hands out its 32 streams of a device in turn, so two callers may get the same stream. Two transfers on one stream
+run in order, and ranks that issue them in different orders would deadlock. So each group and each flow has its own
+stream.
 """
 
 from __future__ import annotations

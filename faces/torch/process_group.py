@@ -207,7 +207,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         number = next(self._barriers)
         monitored_barrier(store, number, self._rank, self._size, seconds, wait_all_ranks=wait_all_ranks)
 
-    # -- groups that are made of this one ---
+    # -- groups that are made of this group ---
 
     supports_splitting = supports_coalescing = True
     """Whether torch may call `split`, and collect calls between `start_coalescing` and `end_coalescing`."""

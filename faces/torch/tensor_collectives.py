@@ -85,7 +85,7 @@ def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def require_same_dtype(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors[1:]:
         if tensor.dtype != tensors[0].dtype:
-            raise TypeError(f"tensor: has type {tensor.dtype}; expected that of the others, {tensors[0].dtype}")
+            raise TypeError(f"tensor: has type {tensor.dtype}; expected the others' type, {tensors[0].dtype}")
 
 
 # -- reductions ---

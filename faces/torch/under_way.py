@@ -76,7 +76,7 @@ class UnderWay:
         self._flows: dict[Hashable, _Flow] = {}
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
-        """Adds a call, whose number must exceed those of earlier calls. Takes nearly always no lock, because appending
+        """Adds a call, whose number must exceed the numbers of earlier calls. Rarely takes a lock, because appending
         to a deque is atomic. `ended` returns whether the call has ended; None if `end`, or a later call of the flow,
         will show it.
         """
@@ -120,7 +120,7 @@ class UnderWay:
         return (number, name) if heads else None
 
     def recorded(self) -> dict[Hashable, Recorded]:
-        """The calls by flow: those in progress and the latest ones that have ended.
+        """The calls by flow: calls in progress and the latest calls that have ended.
 
         The ranks of a flow notice the end of a call at different times. The first reported call follows a multiple of
         1024, so that ranks nearly always report the same calls. After a failure a call counts as ended if its stream

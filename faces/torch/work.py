@@ -58,7 +58,7 @@ class Unwaited:
             works.pop(next(iter(list(works))), None)
 
     def forget(self, work: _KeptWork) -> None:
-        """Marks a Work to be dropped when the next one is added: a caller that has waited in C++ may still ask for the
+        """Marks a Work to be dropped when the next Work is added: a caller that has waited in C++ may still ask for the
         result.
         """
         if id(work) in self._works:

@@ -41,8 +41,8 @@ class TritonKernel:
         grid: the number of programs: one to three integers, or a function of the arguments by name that returns them.
         num_warps: the warps of a program.
         num_stages: the stages of software pipelining; None for Triton's default.
-        configs: ``triton.Config`` to choose from: all ranks measure them together, and take the one with which the
-            slowest rank is fastest.
+        configs: ``triton.Config`` to choose from: all ranks measure them together, and take the configuration with
+            which the slowest rank is fastest.
         key: names of arguments; the ranks choose a configuration for each combination of these arguments' values.
 
     Attributes:
@@ -238,8 +238,8 @@ class TritonKernel:
         return self.chosen[key]
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], stream: StreamLike) -> triton.Config:
-        """Measures the configurations, and returns the one with which the slowest rank is fastest, the same on all
-        ranks.
+        """Measures the configurations, and returns the configuration with which the slowest rank is fastest, the same
+        on all ranks.
         """
         self.prepare(*args, **kwargs)
         seconds = []

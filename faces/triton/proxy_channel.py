@@ -110,8 +110,8 @@ def _wait_for_room(channel, control, ticket, slots):
 
 @jit
 def _ring(channel):
-    # The handle's fields that a push reads, loaded at once: after an atomic, each load would wait for the one before
-    # it.
+    # The handle's fields that a push reads, loaded at once: after an atomic, each load would wait for the previous
+    # load.
     return (
         pointer_at(channel, c.PROXY_FIFO_HEAD_8),
         pointer_at(channel, c.PROXY_FIFO_TAIL_CACHE_8),
@@ -440,7 +440,8 @@ def wait_until(channel, value):
 
 @jit
 def poll(channel):
-    """Consumes the peer's next signal if it has arrived, and returns whether it had. One program at a time calls it.
+    """Consumes the peer's next signal if the signal has arrived, and returns whether it has. One program at a time
+    calls it.
 
     It never waits, so a loop around it must itself end when the communicator ends (`ended`).
     """

@@ -161,8 +161,8 @@ def put_packets(channel, packet_offset, values, flag, count=None):
     Args:
         packet_offset: where in the peer's memory, in bytes; a multiple of 8. Packet i lies 8 * i bytes after it.
         values: shape [BLOCK], of any type of 32 bits.
-        flag: 32 bits, not 0, and not the last flag of these packets; 0 ends the communicator with a TriggerError.
-        count: how many of the values are written, the first ones; None for all.
+        flag: 32 bits, not 0, and not the flag that these packets had last; 0 ends the communicator with a TriggerError.
+        count: how many values are written, from the first on; None for all.
     """
     _require(channel)
     i = tl.arange(0, values.shape[0])
@@ -189,7 +189,7 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
         flag: the sender's flag.
         BLOCK: how many values are returned.
         dtype: their type, of 32 bits.
-        count: how many packets are waited for, the first ones; None for BLOCK. The other values are zeros.
+        count: how many packets are waited for, from the first on; None for BLOCK. The other values are zeros.
 
     Returns:
         Shape [BLOCK]. Zeros if a wait fails; then the communicator ends or has ended.

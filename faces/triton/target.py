@@ -57,7 +57,7 @@ else:  # before Triton 3.9, and in the interpreter, where relaxed atomic loads a
 
     @jit
     def load_packets(p, mask):
-        return tl.load(p, mask=mask, other=0, volatile=True)  # on NVIDIA the same as a relaxed access at system scope
+        return tl.load(p, mask=mask, other=0, volatile=True)  # on NVIDIA equal to a relaxed access at system scope
 
     @jit
     def store_packets(p, words, mask):
@@ -126,7 +126,7 @@ if INTERPRETED:
         """A barrier of the program's threads; in the interpreter a program has one thread."""
 
     def spin_for_packets(p: Any, words: Any, flag: Any, mask: Any) -> Any:
-        """Does not spin: programs run in turn, so nothing arrives while one of them spins."""
+        """Does not spin: programs run in turn, so nothing arrives while a program spins."""
         return words
 
     def store_trigger(slot: Any, word0: Any, word1: Any) -> None:

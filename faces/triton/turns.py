@@ -1,4 +1,4 @@
-"""Programs of interpreted kernels take turns, so that a program can wait for another one, of its grid or of another
+"""Programs of interpreted kernels take turns, so that a program can wait for another program, of its grid or of another
 rank.
 
 Triton's interpreter keeps the number of the program that runs in one place for the whole process. So only one program
@@ -57,7 +57,7 @@ def pass_on(spins: Any) -> None:
 
 
 class Launch:
-    """The programs of one launch. A program begins when the ones before it have ended, or wait. `program` runs the
+    """The programs of one launch. A program begins when all programs before it have ended, or wait. `program` runs the
     program that the interpreter's state numbers.
     """
 

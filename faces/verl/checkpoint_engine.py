@@ -174,7 +174,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         """
         if self._chain is None:
             raise RuntimeError("init_process_group has not been called")
-        chain, buckets = self._chain, self._buckets  # this update's, even if the next one is prepared meanwhile
+        chain, buckets = self._chain, self._buckets  # this update's: the next may be prepared meanwhile
         number, whole = 0, torch.empty(0, dtype=torch.uint8, device=self.device)
         bucket = await chain.fetch(number)
         while True:

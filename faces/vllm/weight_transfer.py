@@ -151,9 +151,9 @@ class ProxyCCLWeightTransferEngine(
 class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTrainerInitInfo]):
     """A trainer's side of the weight transfer, on each rank of torch's default process group.
 
-    Workers read a parameter in place if its memory stays the same between rounds. Other parameters, and those whose
-    type differs from the declared one, are copied into the engine's memory. The engine never writes the trainer's
-    memory.
+    Workers read a parameter in place if its memory stays the same between rounds. Other parameters, and parameters
+    whose type differs from the declared type, are copied into the engine's memory. The engine never writes the
+    trainer's memory.
     """
 
     init_info_cls = ProxyCCLTrainerInitInfo
@@ -189,7 +189,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
             self._connect_workers()
 
     def _look(self) -> bool:
-        """Updates the memory that the workers read. Returns True if a part of it is not registered yet."""
+        """Updates the memory that the workers read. Returns True if a part of the memory is not registered yet."""
         new = False
         for name, tensor in self.source.iter_local():
             address = tensor.data_ptr()

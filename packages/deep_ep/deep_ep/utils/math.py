@@ -90,7 +90,7 @@ def hash_tensors(*tensors: Any) -> int:
 
 
 def count_bytes(*tensors: Any) -> int:
-    """The total bytes of tensors. Arguments may be those of `hash_tensors`."""
+    """The total bytes of tensors. Arguments are as for `hash_tensors`."""
     return sum(each.numel() * each.element_size() for each in _flat(tensors))
 
 

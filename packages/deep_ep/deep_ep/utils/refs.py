@@ -57,7 +57,7 @@ def generate_pre_combine_data(
     src_token_global_idx: Any, num_max_tokens_per_rank: int, num_topk: int, hidden: int
 ) -> Any:
     """bfloat16 [rows, num_topk, hidden]: values that depend on the number of each row's token, the slot and the column,
-    so that each rank can compute what the others send.
+    so that each rank can compute the values that the others send.
     """
     device = src_token_global_idx.device
     slots = src_token_global_idx.long().unsqueeze(1) * num_topk + torch.arange(num_topk, device=device)
