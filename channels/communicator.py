@@ -56,7 +56,7 @@ def _require_instance(argument: str, value: object, kind: type) -> None:
 
 
 class CallCounts(NamedTuple):
-    """How often a communicator was used.
+    """Counts of the uses of a communicator.
 
     Attributes:
         made: calls that were launched.

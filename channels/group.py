@@ -49,7 +49,7 @@ _CIRCLE_SECONDS = 0.1
 """A peer that waits this long for the end of another communicator may be waiting for this rank."""
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.25
-"""How often the watcher checks whether this rank has lost its context."""
+"""Seconds between checks of the watcher whether this rank has lost its context."""
 
 
 class Shared(Protocol):

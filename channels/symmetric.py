@@ -187,7 +187,7 @@ class SymmetricMemory:
             int, Announced
         ] = {}  # ranges for which replies of peers, or of their proxies, are missing
         self._free = list(range(ENTRIES - 1, -1, -1))
-        self._withdrawn: dict[int, object] = {}  # by entry; released when all peers have unmapped it
+        self._withdrawn: dict[int, object] = {}  # withdrawn memory, by entry; released when all peers have unmapped it
         self._ended: deque[Announced] = deque()  # ranges of arrays that were garbage-collected; needs no lock
         self._pool: MemoryPool | None = None
         self._pool_changes = -1  # the pool's change count when it was last handled
@@ -198,7 +198,7 @@ class SymmetricMemory:
         self._mapping = threading.Lock()  # guards `_seen` and `_handled`
         self._proxy: Proxy | None = None
         self._seen = dict.fromkeys(peers, 0)  # the change count of each peer's table when last handled
-        self._handled: dict[tuple[int, int], _Handled] = {}  # by peer and entry
+        self._handled: dict[tuple[int, int], _Handled] = {}  # handled entries, by peer and entry number
 
     def allocate(self, nbytes: int, *, reserved: bool = False) -> Memory:
         """Returns device memory, and announces it unless the table is full or peers can't map the memory.
@@ -583,7 +583,7 @@ class SymmetricMemory:
         return handled.mapped.ptr
 
     def memories(self) -> list[object]:
-        """Returns the memory that is kept here because peers' kernels may reach it."""
+        """Returns this rank's memory that must stay allocated because peers' kernels may reach it."""
         with self._lock:
             announced = [each.memory for each in self._announced.values()]
             return [memory for memory in (*announced, *self._withdrawn.values()) if memory is not None]

@@ -25,7 +25,7 @@ from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperat
 
 _WORD = 8
 _RELEASED = (1 << 63) - 1
-"""More than any number of signals."""
+"""Written to a word to release its waiters: more than any number of signals."""
 
 
 class Window:

@@ -57,8 +57,8 @@ typedef struct FlowCalls {
   const ProxycclControl* control;
   uintptr_t thread_stream; /* the handle that means another stream in each thread; NO_STREAM without such a handle */
   LastOfFlow* last;        /* by flow: index 2 * peer if this rank receives, 2 * peer + 1 if this rank sends */
-  uint32_t* turns;         /* by flow, while moves are ordered */
-  Event* events;           /* one more event than there are flows suffices */
+  uint32_t* turns;         /* by flow, the number of moves so far while moves are ordered */
+  Event* events;           /* as many events as flows, and one more, suffice */
   uint32_t event_count;
 } FlowCalls;
 
@@ -340,10 +340,10 @@ static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject*
 
 /* One side of a call: the arrays that this rank sends, or the arrays that this rank receives. */
 typedef struct Side {
-  PyObject* arrays; /* one, or a list or tuple of them */
+  PyObject* arrays; /* one array, or a list or tuple of arrays */
   PyObject* ranks;  /* see FlowCalls.call in _calls.pyi */
   int receives;
-  GivenArray array; /* of a single array; released except for a reference to its element type */
+  GivenArray array; /* set for a single array; released except for a reference to its element type */
   int is_split;     /* 1: the array's rows go to all ranks, or come from all ranks */
 } Side;
 
@@ -505,7 +505,7 @@ static int is_empty_list(PyObject* arrays) { return is_sequence(arrays) && size_
  * is received in arrays of its type. */
 static int sides_fit(const Side* x, const Side* out) {
   const ArrayKind *sent = &x->array.kind, *received = &out->array.kind;
-  if (sent->type == NULL || received->type == NULL) /* of lists */
+  if (sent->type == NULL || received->type == NULL) /* a side is a list of arrays */
     return !is_text(x->ranks, "all");
   if (!x->is_split && !out->is_split && !is_text(x->ranks, "all")) return 1;
   if (is_sequence(x->arrays)) return 1;

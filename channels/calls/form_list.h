@@ -12,7 +12,7 @@ enum { PROXYCCL_EMPTY = 64 };
 
 /* One array of a call. For None, `kind` and all numbers are zeros. */
 typedef struct ListedArray {
-  PyObject* object;  /* as the caller passed it: borrowed */
+  PyObject* object;  /* a borrowed reference to the caller's object */
   GivenArray array;  /* its kind omits the properties in which arrays of one form may differ */
   Py_ssize_t extent; /* the first extent */
   uintptr_t at;      /* PROXYCCL_EMPTY for an array without elements */

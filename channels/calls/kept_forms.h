@@ -18,7 +18,7 @@ typedef struct Signature {
   PyObject* options; /* a tuple */
   size_t count;      /* number of arrays */
   const GivenArray* arrays;
-  uint64_t relations; /* of all pairs of arrays, PROXYCCL_RELATION_BITS each */
+  uint64_t relations; /* the Relation of each pair of arrays, in PROXYCCL_RELATION_BITS bits */
   uint64_t hash;
 } Signature;
 

@@ -19,7 +19,9 @@ from proxyccl.device.base_runtime import LaunchDefaults
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""
 SLOT_PACKETS = 2048
-"""Most packets that a block takes from a rank in one epoch: 16 KiB of data. Fewer if SCRATCH_BYTES are not enough."""
+"""Most packets that a block takes from a rank in one epoch: 16 KiB of data. A block takes fewer if SCRATCH_BYTES are
+not enough.
+"""
 SCRATCH_BYTES = 32 * 1024 * 1024
 """Size of the scratch memory of packets, and of the scratch memory of lines."""
 
@@ -27,7 +29,7 @@ PACKET_BYTES = 16
 _PAYLOAD_BYTES = 8
 _WARP = 64  # lanes of the widest warp of any target
 _LINE_WARP = 32  # lanes of a warp on the targets that have lines
-_LINE_THREADS, _LINE_UNITS = 8, 15  # as in lines.h
+_LINE_THREADS, _LINE_UNITS = 8, 15  # the values in lines.h
 ALIGNMENT = 16
 """Bytes of a unit of lines, and of the widest access."""
 _MOST_SHARED_ROWS = 8  # measured on 2 H200: for 16 rows, one block for each row is as fast

@@ -41,7 +41,8 @@ _MOST_PIECES = 3
 """Most pieces of a share. Two pieces keep the link busy; each further piece adds a pause between copies."""
 _JOINED = _MOST_PIECES  # the stage that counts posts; earlier stages count pieces
 _MOST_AWAITED = 16 << 20
-"""Most bytes of peers' values for which the kernel waits, instead of its stream: they take some 40 µs to arrive."""
+"""Most bytes of peers' values for which the kernel waits, instead of its stream: such values take some 40 µs to arrive.
+"""
 
 
 class _Shares(Struct, frozen=True):

@@ -31,7 +31,7 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 LEAST_THREADS = 32
 _LINE = 128
-_BARRIER_BYTES = 8  # a DeviceSyncer
+_BARRIER_BYTES = 8  # the size of a DeviceSyncer
 Reached = dict[BufferName, RegisteredMemory]
 _ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
 _ARRAY_POINTERS = tuple(ffi.offsetof("ProxycclExecution", name) for name in ("input", "output"))

@@ -11,7 +11,7 @@ enum { ROWS, WEIGHTS, SLOT_WEIGHTS, ORDER, ADDED, MOST_ADDED = 2, ARRAYS = ADDED
 typedef struct {
   LayerForm form;                                     /* `element` and `format`: the element type of rows and results */
   char format[PROXYCCL_LONGEST_FORMAT];               /* the string that `form.format` points to */
-  PreparedCall after_copy;                            /* a whole call after a copy of its rows */
+  PreparedCall after_copy;                            /* launches a whole call, after a copy of its rows */
   Py_ssize_t hidden, row_bytes, experts, padded_rows; /* experts and padded_rows are 0 unless rows are padded */
   int spare_rows;                                     /* whether a call ignores rows after the last received one */
   int halves;

@@ -186,7 +186,7 @@ class Dispatch(CallForm):
         # Rows that no rank writes need a mark: rows that the caller's indices leave out, and rows in gaps.
         cleared = "first_rows" if scatters else "row_slots" if options.expert_alignment else None
         clear = [] if cleared is None else [SetBits(0, 0)]
-        at_first = self._rows is not None and self._at_once  # otherwise the first launch receives nothing
+        at_first = self._rows is not None and self._at_once  # false: the first launch receives no rows
         first = in_order(runtime, [*before, *(clear if at_first else []), launch])
         second = in_order(runtime, [*([] if at_first else clear), launch])
         clearing, step = first if at_first else second, 0

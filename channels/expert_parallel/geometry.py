@@ -182,7 +182,7 @@ class Geometry:
         e.return_rails = areas.take(nodes * places * return_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
         e.loadable = areas.take(2 * 8 * local_size * blocks)
-        e.output_scales = aligned(e.output_rows * config.hidden)  # after the float8 rows
+        e.output_scales = aligned(e.output_rows * config.hidden)  # scales follow the float8 rows
         scaled = e.output_scales + e.output_rows * shape.scale_bytes if shape.scale_bytes else 0
         e.output_bytes = output_room(max(e.output_rows * config.hidden * config.token.itemsize, scaled))
         e.outputs = areas.take(e.output_buffers * e.output_bytes)
@@ -240,7 +240,7 @@ class Geometry:
         ranks = config.world_size
         words = _TOKENS_PER_PACKET // 32 * -(-config.max_tokens // _TOKENS_PER_PACKET)
         sums = -(-words // lib.PROXYCCL_SUMMED_WORDS)
-        kept = (2 + 1) * ranks + -(-ranks * ranks // 2) + 2 * ranks * (words + sums)  # of 4 bytes
+        kept = (2 + 1) * ranks + -(-ranks * ranks // 2) + 2 * ranks * (words + sums)  # counted in words of 4 bytes
         return (
             ranks <= lib.PROXYCCL_MASKED_RANKS
             and config.max_tokens < 1 << 16

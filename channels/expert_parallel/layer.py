@@ -106,12 +106,12 @@ class EPAll2AllLayer:
             gaps, whose rows are not written; `desc.row_slots` is -1 there. In the exact mode
             `desc.num_tokens_per_expert` then returns the rows of each expert. None for rows without gaps.
         output_buffers: with layout="rank": the number of outputs for which the layer has memory. On one node whose
-            ranks reach each other's memory, senders then store rows directly where the caller reads them. An output of
-            `dispatch` stays valid until that many calls of `dispatch` later, and ends with `finalize`. `combine` loads
-            rows that lie in that memory, such as outputs and arrays of `combine_input`; others are sent. Each output
-            takes room for max_recv_tokens rows, or world_size * max_tokens. With 0, outputs are new arrays, and rows
-            pass through other memory of the layer; `dispatch_recv` and `redispatch` always work so. If torch records a
-            call, its results are copied from the output's memory to new arrays.
+            ranks reach each other's memory, senders then store rows directly where the caller reads them. With n output
+            buffers, an output of `dispatch` stays valid until the n-th next call of `dispatch`, and ends with
+            `finalize`. `combine` loads rows that lie in that memory, such as outputs and arrays of `combine_input`;
+            others are sent. Each output takes room for max_recv_tokens rows, or world_size * max_tokens. With 0,
+            outputs are new arrays, and rows pass through other memory of the layer; `dispatch_recv` and `redispatch`
+            always work so. If torch records a call, its results are copied from the output's memory to new arrays.
         keeps_outputs: with output_buffers: an output of `dispatch` stays valid as long as it is referenced, like a new
             array, also in calls that torch records. A buffer is then free again when the last array in it is gone. If
             none is free, the rows of a dispatch pass through one more buffer, and are copied to new arrays. On GPUs

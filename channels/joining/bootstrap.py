@@ -104,7 +104,7 @@ class MpiBootstrap:
         self._mpi = MPI
         self._parent = parent
         self._comm: Any = None
-        self._out_of_step = False  # an all_gather was abandoned
+        self._out_of_step = False  # whether an all_gather was abandoned
         self._post = _MpiPost(self)
         self.rank: int = parent.Get_rank()
         self.world_size: int = parent.Get_size()
@@ -182,7 +182,7 @@ class _MpiPost:
     def __init__(self, bootstrap: MpiBootstrap) -> None:
         self._bootstrap = bootstrap
         self._lock = threading.Lock()
-        self._came: dict[tuple[int, int, int], bytes] = {}  # by sender, key and round
+        self._came: dict[tuple[int, int, int], bytes] = {}  # messages that came early, by sender, key and round
         self._sent: list[Any] = []
 
     @property

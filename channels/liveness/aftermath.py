@@ -99,7 +99,7 @@ class Aftermath:
                 _logger.warning("rank %d: memory that peers reach is released at the next free: %s", self._rank, error)
 
     def _await_end(self) -> None:
-        while self.holds() or not self.over:  # after the bound no memory is held, but peers may still reach kept memory
+        while self.holds() or not self.over:  # past the bound no memory is held, but peers may still reach kept memory
             time.sleep(_LATE_POLL_SECONDS if self._late else _POLL_SECONDS)
 
     def holds(self) -> bool:

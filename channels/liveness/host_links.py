@@ -71,7 +71,7 @@ class Greetings:
         self._nbytes = nbytes
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._strangers: dict[socket.socket, _Stranger] = {}  # in order of arrival
+        self._strangers: dict[socket.socket, _Stranger] = {}  # connections in the order of arrival
 
     def wait(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
         """Returns the (non-blocking) connections that have sent a complete hello, each with its hello. The caller

@@ -195,7 +195,7 @@ class Watcher:
         return [*self._processes.watched, *self._links]
 
     def look(self, readable: Sequence[int]) -> None:
-        """One turn of the thread: checks for events.
+        """Checks for events; called at each turn of the thread.
 
         Args:
             readable: the descriptors of `descriptors` that are readable.

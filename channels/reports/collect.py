@@ -316,7 +316,7 @@ def _walks() -> Iterator[tuple[int, list[FrameType]]]:
     idents, frames = itertools.tee(itertools.chain.from_iterable(map(dict.items, innermost)))
     chains = map(itertools.chain, map(operator.itemgetter(slice(1, 2)), frames), itertools.repeat(_CALLERS))
     walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))
-    walks = map(itertools.takewhile, itertools.repeat(bool), walks)  # an outermost frame's caller is None
+    walks = map(itertools.takewhile, itertools.repeat(bool), walks)  # stops at None, the caller of an outermost frame
     return zip(map(operator.itemgetter(0), idents), map(list, walks), strict=True)
 
 

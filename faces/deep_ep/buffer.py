@@ -34,7 +34,7 @@ class Buffer(Connected):
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: not needed.
         explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
         enable_shrink: continue after ranks are lost. The call in which a rank is lost raises an error that names it, on
-            all ranks; the next dispatch is one of the remaining ranks. It drops slots of the lost ranks' experts, and
+            all ranks; the next dispatch runs on the remaining ranks. It drops slots of the lost ranks' experts, and
             keeps all shapes. See `low_latency_query_mask_buffer`.
         comm: an MPI communicator, instead of `group`.
 

@@ -35,7 +35,7 @@ class Connected:
     def __init__(self, source: Any, *, explicitly_destroy: bool, timeout: float = LEAST_TIMEOUT_SECONDS) -> None:
         self.group, self.explicitly_destroy = source, as_flag(explicitly_destroy, "explicitly_destroy")
         self._owned = not isinstance(source, Communicator)
-        if self._owned:  # on torch's current GPU
+        if self._owned:  # opened on torch's current GPU
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
             source = Communicator(source, device=device, timeout=max(timeout, timeout_from(None)))
         self.communicator: Communicator = source

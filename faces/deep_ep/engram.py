@@ -232,7 +232,7 @@ class EngramCalls(ElasticBase):
         stored.fetch(as_view(indices, "indices"), as_view(data.view(torch.uint8), "data"), self._current_stream())
         factors = None
         if self._factors is not None:
-            known = indices.view(-1).clamp(0, len(self._factors) - 1)  # for GPUs, which check no index
+            known = indices.view(-1).clamp(0, len(self._factors) - 1)  # GPUs check no index
             factors = self._factors[known].view(tokens, each * self._factors.shape[1])
             if by_columns:
                 factors = column_major(factors).copy_(factors)

@@ -35,7 +35,7 @@ _LONG, _SHORTEST = 3600.0, 1e-6  # seconds
 
 @dataclass
 class ProxyCCLMetadata(TensorTransportMetadata):
-    """Where the tensors of an object are.
+    """The places of an object's tensors.
 
     Attributes:
         agent: the name of the source's agent; "" for an object without tensors.

@@ -84,7 +84,7 @@ class Endpoints:
         self.invariant: bool | None = whole.invariant if invariant is None and whole is not None else invariant
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
-        self._meetings: Counter[str] = Counter()  # by name: the attempts that have ended, except by time-out
+        self._meetings: Counter[str] = Counter()  # by communicator: attempts that ended without a time-out
         self._made: dict[_Key, Communicator] = {}
         self._checks: tuple[Callable[[], None], ...] = ()  # failure checks of the communicators that were made
         self._closed = self._aborted = False

@@ -20,7 +20,7 @@ Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
 _Key = tuple[torch.device, Flow | int | None]
 _LOOK_SECONDS = 0.05
-"""How often `GroupThreads.await_calls` looks whether ranks have left."""
+"""Seconds between checks of `GroupThreads.await_calls` whether ranks have left."""
 
 
 class Executor:
@@ -165,7 +165,7 @@ class GroupThreads:
         """Waits for the calls that are queued in the group's threads, with the bounds that
         `ProcessGroupProxyCCL.shutdown` states.
         """
-        in_vain: dict[Any, tuple[int, float]] = {}  # if its peers left: calls ended, deadline
+        in_vain: dict[Any, tuple[int, float]] = {}  # if peers left: ended calls, deadline
         while self._endpoints.failed is None:
             busy = {key: executor for key, executor in self._all.items() if not executor.is_idle}
             now = time.monotonic()

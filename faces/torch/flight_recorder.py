@@ -131,7 +131,7 @@ def write_flight_record(prefix: str) -> Path:
             if flow is not None:
                 group, ranks, ends = _pair(of_group, flow)
             if len(ranks) == 1 and ends:
-                continue  # a rank's transfers to itself, which wait for no other rank
+                continue  # leaves out a rank's transfers to itself, which wait for no other rank
             config[group[0]] = {"name": group[0], "desc": group[1], "ranks": str(ranks)}
             for place, name in enumerate(calls.names):
                 operation = name.split()[0].removesuffix("_single") + ends

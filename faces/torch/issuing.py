@@ -168,8 +168,8 @@ class IssuedCalls:
         self.threads = GroupThreads(rank, endpoints)
         self.gpus = GroupOnGpus(endpoints.check)
         self._overlaps: dict[int, Overlaps | None] = {}  # by GPU index, added by the first long call
-        self._in_c: dict[int, _InC] = {}  # by GPU index, once its communicator exists: collectives, …
-        self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # … and transfers, by GPU and flow
+        self._in_c: dict[int, _InC] = {}  # collectives by GPU index, once its communicator exists
+        self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # transfers by GPU index and flow
         self._numbers = itertools.count(1)  # the group's calls
         self._collectives = 0  # collectives that Python issued
         self._waited = itertools.count(1)  # synchronous calls on GPUs, of which few have a mark
@@ -547,7 +547,7 @@ class IssuedCalls:
         return self._handed_out(JointWork(collected), waits=_waits(opts)) if collected else None
 
     def close(self) -> None:
-        """Returns the streams, so that other groups can use them. The communicators must be closed."""
+        """Returns the streams, so that other groups can use them. Call it after the communicators are closed."""
         self._in_c.clear()
         self._overlaps.clear()
         self._transferring.clear()

@@ -148,7 +148,7 @@ class Overlaps:
 
 
 class Choice:
-    """How a call is made on a GPU.
+    """The way in which a call is made on a GPU.
 
     Args:
         policy: the policy that the ranks chose; None for the usual policy.

@@ -117,7 +117,7 @@ _OF_BOOL = {
     _Kind.BOR: "max",
     _Kind.BXOR: "bxor",
 }
-"""The same reductions on bytes of 0 and 1: a sum is true where any rank's value is, as in torch."""
+"""The operators that reduce bools as bytes of 0 and 1: as in torch, a sum is true if any rank's value is true."""
 REDUCIBLE = frozenset(getattr(torch, name) for name in reduction_dtypes() if hasattr(torch, name))
 
 

@@ -14,7 +14,7 @@ from proxyccl.torch.tensor_collectives import as_bytes, put_back
 
 _T = TypeVar("_T")
 _LOOK_SECONDS = 0.1
-"""How often a wait looks whether the group has ended."""
+"""Seconds between checks of a wait whether the group has ended."""
 _Offers = queue.SimpleQueue[tuple[torch.Tensor, Any, "Future[Any]"]]
 """Queues of tensors that are sent. An entry also has the event after which the tensor may be read, and a future of the
 event after the copy. The events are None on a CPU.

@@ -93,7 +93,7 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
     """
     if value is None:
         return constant(None)
-    if isinstance(value, np.generic):  # a numpy scalar, which also offers the buffer protocol
+    if isinstance(value, np.generic):  # checked first, because numpy scalars also offer the buffer protocol
         value = value.item()
     if isinstance(value, bool):
         return Argument("i1", value)

@@ -34,7 +34,7 @@ def _plain(function: Any) -> Any:
 # function needs no preparation, because the kernel's launch has prepared the language.
 jit: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit
 out_of_line: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit(noinline=True)
-"""For functions that rarely run but have many callers: not inlined, to keep compilation short."""
+"""Decorates functions that rarely run but have many callers: they are not inlined, to keep compilation short."""
 
 if INTERPRETED:
     import numpy as np

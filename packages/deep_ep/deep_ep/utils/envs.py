@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from proxyccl.proxy.hosts import host_name
 
-_known: dict[str, int] = {"local_seed": 0, "global_seed": 0}  # and local_rank, from init_dist on
+_known: dict[str, int] = {"local_seed": 0, "global_seed": 0}  # init_dist adds local_rank
 
 
 def init_seed(global_seed: int) -> None:
