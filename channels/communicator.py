@@ -629,7 +629,7 @@ class Communicator(CollectiveCalls):
         self._group.failure.check()
 
     def abort(self, reason: str = "") -> None:
-        """Ends the communicator on all ranks, whose waits end with an AbortedError. Does not wait."""
+        """Ends the communicator on all ranks: their waits raise an AbortedError. Does not wait."""
         self._group.failure.abort(reason)
 
     def all_gather_bytes(self, data: bytes, purpose: str = "all_gather_bytes") -> list[bytes]:

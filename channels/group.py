@@ -427,7 +427,7 @@ class Group:
             CommunicatorError: a rank failed meanwhile.
         """
         if in_handler():  # the interrupted code will continue to use the memory that would be freed
-            self.failure.abort("a signal's handler closed it")
+            self.failure.abort("a signal handler closed the communicator")
             return
         if self.failure.closed:  # checked without the lock, which in a fork's child may be held forever
             return

@@ -28,7 +28,7 @@ class SmSemaphores:
 
     Args:
         group: the ranks.
-        count: semaphores to each peer.
+        count: the number of semaphores to each peer.
         members: the ranks that may be peers, this rank included; the same on all members. None for all ranks.
     """
 

@@ -171,7 +171,7 @@ class FlowCalls:
 
     Args:
         arrays: as for `Calls`.
-        ndarray: numpy's type of arrays.
+        ndarray: the type `numpy.ndarray`.
         current_stream: as for `Calls`.
         runtime: the group's runtime, which arrays of type `Array` must have.
         failure: the group's `FailureState`.

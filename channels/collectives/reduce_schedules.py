@@ -269,7 +269,7 @@ class _Slots:
 
         Args:
             own: this rank's elements.
-            result: where the reduced elements go.
+            result: the memory for the reduced elements.
             pieces: the offset and the most elements of each piece; piece n is stage n of the schedule.
             first: transfers of the first stage; 0 if they are complete when the kernel is launched.
             transfers: transfers of each other stage.
@@ -358,7 +358,7 @@ class _Reduction:
         waits for the first piece.
 
         Args:
-            result: where the reduced share goes.
+            result: the memory for the reduced share.
             posts: the posts that the schedule's sends wait for.
             gated: whether reduced pieces are sent on.
         """

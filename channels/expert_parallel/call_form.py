@@ -175,8 +175,9 @@ class LayerParts:
 
     @property
     def sums_ranks_in_turn(self) -> bool:
-        """Whether a token's rank sums one row or partial sum per rank, and no ranks are lost (`order_ids` needs
-        this)."""
+        """Whether no ranks are lost and a token's rank sums one row, or one partial sum, from each rank, as `order_ids`
+        needs.
+        """
         experts = self.ctx.workspace.experts
         by_rank = experts.local_combine or self.options.by_rank
         return bool(experts.nodes == 1 and by_rank and self.ctx.surviving is None)

@@ -242,8 +242,8 @@ class EPAll2AllLayer:
         `desc.lost_slots` names them. Tokens in flight in this layer when it failed must be dispatched again.
 
         Args:
-            communicator: the result of `Communicator.shrink` of this layer's communicator. None to shrink it here;
-                the new layer's `finalize` then closes the shrunk one.
+            communicator: the result of `Communicator.shrink` of this layer's communicator. None to shrink the
+                communicator here; the new layer's `finalize` then closes the shrunk communicator.
 
         Raises:
             ArgumentError: `communicator` was not shrunk from another.
@@ -596,7 +596,7 @@ class EPAll2AllLayer:
                 `combine`. `needed` is the most rows of a rank, or of an expert.
             ArgumentError: an expert id was out of range, and its slot was dropped; or full_scatter_indices were not a
                 permutation, or covered fewer tokens than the ranks have. Only ranks whose rows are affected raise the
-                latter.
+                error about full_scatter_indices.
         """
         self.ctx.require_usable()
         self._parts.check_ended()

@@ -39,8 +39,8 @@ class Board(Protocol):
         """Returns a rank's note; None if it does not exist yet."""
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """Answers a question, in at most 244 bytes, unless the question is answered already. Returns the answer that
-        stands.
+        """Answers a question, in at most 244 bytes, unless the question is answered already. Returns the first answer,
+        which all ranks get.
         """
 
     def settled(self, number: int) -> bytes | None:

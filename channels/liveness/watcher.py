@@ -381,7 +381,7 @@ class Watcher:
         """Stops watching for failures. If a rank has failed, waits until `on_abort` has returned."""
         with self._looking:
             unseen, self._passed_on = self._own.aborted and not self._passed_on, True
-        if unseen:  # the abort came after the thread's last turn
+        if unseen:  # handles an abort that came after the thread's last turn
             self.pass_on()
             self._report()
         if self._reporting is not None:

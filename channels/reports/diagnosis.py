@@ -351,7 +351,7 @@ class _WaitGraph:
         Args:
             communicator: name of the communicator.
             rank: number of the rank in it.
-            idle: whether to say that the daemon has nothing to do for the rank, if so.
+            idle: whether the statements include that the daemon has nothing to do for the rank.
         """
         own = self._reports[communicator].get(rank)
         name = f"{self._name(self._node(communicator, rank))}{self._inside(communicator)}"

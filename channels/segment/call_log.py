@@ -85,7 +85,7 @@ class CallLog:
     @property
     def shares_device(self) -> bool:
         """Whether a rank of the host has, or had, another communicator on its device, whose kernels may wait for this
-        communicator's.
+        communicator's kernels.
         """
         return bool(self._sharing.value)
 

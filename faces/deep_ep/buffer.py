@@ -120,7 +120,7 @@ class Buffer(Connected):
         """A tensor without elements, for callers that clear the whole buffer: there is no buffer of a fixed layout.
 
         Raises:
-            NotImplementedError: a part of the buffer is asked for.
+            NotImplementedError: the caller requests a part of the buffer.
         """
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError("dtype", f"must be a torch.dtype, not {type(dtype).__name__}")

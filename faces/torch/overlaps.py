@@ -29,7 +29,7 @@ _SURE = 2
 _MOST_PENDING = 16
 
 _Kind = tuple[str, int, str, int]
-"""A collective and the bit length of its size, and the same of the group's previous asynchronous call."""
+"""The name and the bit length of the size of a collective, then of the group's previous asynchronous call."""
 
 
 class Watched:

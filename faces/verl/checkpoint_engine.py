@@ -57,7 +57,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
     def prepare(self) -> dict[str, Any]:
         """Makes this update's agent, and allocates its buckets. Returns the agent's metadata.
 
-        verl does not finalize an update that failed, so this ends an earlier update, whose waits then raise
+        verl does not finalize an update that failed, so `prepare` ends an earlier update, whose waits then raise
             ClosedError.
         """
         self.finalize()
