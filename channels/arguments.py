@@ -103,7 +103,7 @@ def rows_of_all(group: Group, source: ArrayView) -> tuple[int, ...]:
 
 
 def share_shape(group: Group, source: ArrayView) -> tuple[int, ...]:
-    """Returns the shape of one rank's share of `x`. Raises ArgumentError if its first dimension does not divide
+    """Returns the shape of one rank's share of `x`. Raises ArgumentError if the first dimension of `x` does not divide
     evenly.
     """
     ranks = group.world_size

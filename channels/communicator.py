@@ -70,9 +70,9 @@ class CallCounts(NamedTuple):
 class Communicator(CollectiveCalls):
     """A group of ranks.
 
-    All ranks construct it together, and call its collectives and registrations in the same order. So only one thread of
-    a rank at a time may make these calls. Other threads may `send`, `recv` and use `transfers` meanwhile, once
-    `prepare_transfers` has returned.
+    All ranks construct a `Communicator` together, and call its collectives and registrations in the same order. So only
+    one thread of a rank at a time may make these calls. Other threads may `send`, `recv` and use `transfers` meanwhile,
+    once `prepare_transfers` has returned.
 
     Use it as a context manager, or call `close`.
 

@@ -24,7 +24,7 @@ _OFFER = Codec(_Offer, 64 << 10, "pinned memory offer")
 
 
 class PinnedRange:
-    """Pinned memory of one size on every rank. All ranks construct it together.
+    """Pinned memory of one size on every rank. All ranks construct a `PinnedRange` together.
 
     Attributes:
         ptr: the device address of this rank's memory.

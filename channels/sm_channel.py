@@ -23,8 +23,8 @@ class SmChannel(Channel):
 class SmSemaphores:
     """`DeviceSemaphores` between this rank and each mapped peer, this rank included: `count` semaphores for each peer.
 
-    All ranks construct it together. Peer p computes the address of the word that p signals here from this rank's offer,
-    so one exchange serves any number of semaphores.
+    All ranks construct an `SmSemaphores` together. Each peer p computes the address of the word that p signals here
+    from this rank's offer, so one exchange serves any number of semaphores.
 
     Args:
         group: the ranks.

@@ -33,7 +33,7 @@ typedef struct CallForm {
   size_t relocation_count;
   uintptr_t* peers_words; /* by rank, words for the output's address in that rank's address space; or NULL */
   size_t ranks, rank;
-  AddressRange* ranges; /* memory whose change ends the form */
+  AddressRange* ranges; /* the form is dropped when the memory in these ranges changes */
   size_t range_count;
   Py_ssize_t lent;  /* number of the array that peers should reach if the program uses it often; -1 for none */
   int names_memory; /* 1: the launch names memory by proxies' ids, so the form is bound to one address */
@@ -49,7 +49,8 @@ int proxyccl_add_form(PyObject* module);
 /* Calls a function without arguments that releases a lock. An exception that is set stays set. Returns `result`, or -1
  * with an exception. */
 int proxyccl_leave_lock(PyObject* release, int result);
-/* Enters the context that a function returns. Returns it for `proxyccl_leave_context`, or NULL with an exception. */
+/* Enters the context that a function returns. Returns the context for `proxyccl_leave_context`, or NULL with an
+ * exception. */
 PyObject* proxyccl_enter_context(PyObject* make);
 /* Returns 0, or -1 with an exception. */
 int proxyccl_leave_context(PyObject* context);

@@ -56,7 +56,7 @@ class Launches:
         rank, ranks: this rank's number, and the number of ranks.
 
     Attributes:
-        log: the log of its calls.
+        log: the log of this rank's calls.
         locks: held while a thread checks whether the group has failed, and launches.
         default_stream: on the host runtime, the stream of calls that name no stream.
         calls: issues every call, by the forms of earlier calls.

@@ -75,7 +75,7 @@ class Transfer(Struct, frozen=True):
 
 
 class Flows:
-    """The state of transfers between pairs of ranks. All ranks make it together.
+    """The state of transfers between pairs of ranks. All ranks construct a `Flows` together.
 
     Attributes:
         calls: issues the transfers.

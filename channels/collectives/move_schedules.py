@@ -40,8 +40,8 @@ class Exchange(Struct, frozen=True):
     """One rank's part in moving bytes.
 
     Attributes:
-        sends: from its input, at most one to each peer.
-        receives: to its output, at most one from each peer.
+        sends: transfers from the rank's input, at most one to each peer.
+        receives: transfers to the rank's output, at most one from each peer.
         kept: the bytes that stay on the rank, at their place in the output; None if none stay.
         kept_from: the offset of the kept bytes in the input.
     """

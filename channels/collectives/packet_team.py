@@ -122,7 +122,8 @@ class RowShape(Struct, frozen=True):
 
 
 class PacketTeam:
-    """The state of packet algorithms. All ranks make it together; each must have mapped every other rank's memory.
+    """The state of packet algorithms. All ranks construct a `PacketTeam` together; each rank must have mapped every
+    other rank's memory.
 
     Args:
         whole_lines: whether all ranks' links carry lines of 128 bytes in one piece, so that packets may be lines.
@@ -206,7 +207,8 @@ class PacketTeam:
 
 
 class PacketScratch:
-    """Memory for packets on each rank, and the epochs of its kernels' blocks. All ranks make it together.
+    """Memory for packets on each rank, and the epochs of its kernels' blocks. All ranks construct a `PacketScratch`
+    together.
 
     Args:
         blocks: the most blocks of a kernel.

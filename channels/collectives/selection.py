@@ -230,7 +230,7 @@ class Selector:
 
         Args:
             collective: its name.
-            dtype: of its elements.
+            dtype: the type of the elements.
             nbytes: size of the larger of a rank's input and output.
             symmetric: whether the callers promise symmetric arrays.
         """

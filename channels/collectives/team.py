@@ -45,7 +45,7 @@ _PROXIED_PARTS = 4
 
 
 class Links:
-    """A table of ProxycclLink (team.h), [lanes][members]. All ranks make it together.
+    """A table of ProxycclLink (team.h), [lanes][members]. All ranks construct a `Links` together.
 
     Args:
         memory: the scratch memory that peers write to.
@@ -104,8 +104,8 @@ class Links:
 
 
 class Team:
-    """The scratch memory and links of a team. All ranks construct it together: one team of all ranks, or disjoint teams
-    of which each rank joins one.
+    """The scratch memory and links of a team. All ranks construct a `Team` together: one team of all ranks, or disjoint
+    teams of which each rank joins one.
 
     Raises ResourceError for more members than a block of the shipped kernels has threads.
 

@@ -15,8 +15,9 @@ from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
 from proxyccl.channels.collectives.run import issue, options_of_barrier, preparing
 
 CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
-"""call(x, out, options, stream) makes a call on a stream, named by its handle, without Python. It returns False, with
-nothing done, if Python must make the call. The caller keeps the tensors until the stream has passed the call."""
+"""call(x, out, options, stream) makes a call on a stream, named by its handle, without Python. The call returns False,
+with nothing done, if Python must make the call. The caller keeps the tensors until the stream has passed the call.
+"""
 
 _LONG_BYTES = 16 << 20
 """The least size of calls that go by proxy while the program computes. DDP's buckets have 25 MiB or more."""

@@ -212,7 +212,7 @@ def load(group: Group) -> Selector | None:
 
 
 def keep(group: Group, selector: Selector) -> None:
-    """Saves measured tables; called by rank 0. Warns if they can't be saved."""
+    """Saves measured tables; called by rank 0. Warns if the tables can't be saved."""
     try:
         save(Machine.of(group), selector)
     except (OSError, UntrustedPathError) as error:

@@ -81,8 +81,8 @@ class _Trial(Struct):
 
 
 class _Arrays:
-    """Input and output for all cases: a symmetric pair, and a pair that is not symmetric. All ranks make it
-    together.
+    """Input and output for all cases: a symmetric pair, and a pair that is not symmetric. All ranks construct an
+    `_Arrays` together.
     """
 
     def __init__(self, collectives: Collectives, nbytes: int) -> None:

@@ -50,7 +50,9 @@ class IterationContext(Message, frozen=True):
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. Its fields depend on `name`; only switches use the last four."""
+    """An operation of a threadblock. The fields of an operation depend on `name`; only switches use the last four
+    fields.
+    """
 
     name: str
     channel_type: ChannelType = "none"

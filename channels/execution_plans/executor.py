@@ -121,7 +121,7 @@ _Sized = tuple[Memory, Tables]
 
 
 class _Resources:
-    """The resources of one plan on this rank. All ranks make it together."""
+    """The resources of one plan on this rank. All ranks construct a `_Resources` together."""
 
     def __init__(self, group: Group, plan: ExecutionPlan, forget: Callable[[], None]) -> None:
         self._group, self._plan, self._forget = group, plan, forget

@@ -78,7 +78,8 @@ class SurvivingExperts:
 class DispatchCombineContext:
     """The buffers of an expert-parallel layer, and the launches of its dispatch and combine.
 
-    All ranks make it together, with `create`. `EPAll2AllLayer` and `DispatchCombine` are built on it.
+    All ranks construct a `DispatchCombineContext` together, with `create`. `EPAll2AllLayer` and `DispatchCombine` are
+    built on it.
 
     Attributes:
         ep_config: sizes and types.

@@ -151,7 +151,7 @@ class DispatchCombine:
             stream: where to queue the work; None for the default stream.
 
         Returns:
-            [experts_per_rank]: rows of each of this rank's experts. Their sum is R.
+            [experts_per_rank]: rows of each of this rank's experts. The sum of these numbers is R.
 
         Raises:
             ArgumentError: an argument is wrong on this rank; or an expert id of any rank is out of range, which is

@@ -67,7 +67,7 @@ static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t ex
   return 1;
 }
 
-/* Fills in the arrays of a call. Returns whether their first extents fit. */
+/* Fills in the arrays of a call. Returns whether the arrays' first extents fit. */
 static int fill_inputs(const Form* self, const ListedArray* given) {
   const Py_ssize_t tokens = given[ROWS].extent;
   if (given[IDS].extent != tokens || (given[WEIGHTS].object != Py_None && given[WEIGHTS].extent != tokens) ||

@@ -15,8 +15,8 @@ from proxyccl.device.memory.places import own_segment_bytes
 
 class ExpertWorkspace:
     """One rank's workspace, and the addresses and channels by which kernels reach other ranks' workspaces. All ranks
-    make it together. Ranks of a node read and write each other's workspaces. Data for another node goes through the
-    proxy, to the rank with this rank's number within that node.
+    construct an `ExpertWorkspace` together. Ranks of a node read and write each other's workspaces. Data for another
+    node goes through the proxy, to the rank with this rank's number within that node.
 
     Attributes:
         experts: the ProxycclExperts, with output buffers only on one node whose ranks reach each other.

@@ -1,5 +1,6 @@
-"""Where the proxies of a communicator's ranks run, which the ranks of a host decide together, and their rings and
-threads."""
+"""The places where the proxies of a communicator's ranks run, and the proxies' rings and threads. The ranks of a host
+decide on the places together.
+"""
 
 from __future__ import annotations
 

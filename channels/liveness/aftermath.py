@@ -71,7 +71,9 @@ class Aftermath:
                 self._kept += kept
 
     def watch_processes(self) -> None:
-        """Starts noticing when peers' processes end. The watcher must still have their descriptors open."""
+        """Starts noticing when peers' processes end. The watcher must still have the descriptors of these processes
+        open.
+        """
         with self._lock:
             for peer in self._running.keys() & self._peers.keys():
                 try:

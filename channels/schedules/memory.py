@@ -90,7 +90,8 @@ class _PinnedBoxes:
 
 
 class ScheduleMemories:
-    """Finds memory that schedules can name for arrays, and stages the other arrays. All ranks make this together.
+    """Finds memory that schedules can name for arrays, and stages the other arrays. All ranks construct a
+    `ScheduleMemories` together.
 
     Attributes:
         staged_together: whether all ranks make staging memory together, including ranks that need none.

@@ -40,7 +40,8 @@ class _Flow:
 
 
 class RingSlots:
-    """Slots between the ranks of a group and their neighbours. All ranks make it together, with the same numbers.
+    """Slots between the ranks of a group and their neighbours. All ranks construct a `RingSlots` together, with the
+    same numbers.
 
     Sends and receives of one rank run one after the other, whatever their streams, in the order of the calls. A send
     holds up its stream only until its data are copied to a slot of this rank.

@@ -2,8 +2,8 @@
 
 Each rank owns a segment in pinned shared memory: the control block that its kernels poll, the words that proxies
 signal, its proxy's counters, a log of its recent collective calls, its announcements, and its rendezvous. The ranks of
-one host map each other's segments. A rank that fails raises the abort words of all the host's ranks before its own, in
-a kernel as on the CPU.
+one host map each other's segments. A rank that fails raises the abort words of the host's other ranks before its own
+word. Kernels and the CPU both do so in this order.
 """
 
 from __future__ import annotations

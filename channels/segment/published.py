@@ -40,11 +40,11 @@ class RankPublication(OfProcess, frozen=True):
 
     Attributes:
         description: the rank.
-        host: its host (`host_name`).
-        runtime: its runtime's name.
-        device: the ordinal of its device.
+        host: the rank's host (`host_name`).
+        runtime: the name of the rank's runtime.
+        device: the ordinal of the rank's device.
         neighbours: the ranks of the communicator on its host and in its PID namespace, itself among them.
-        segment: handle of its segment, in hexadecimal.
+        segment: the handle of the rank's segment, in hexadecimal.
         layout: the size of a segment of one rank. Where this size differs, the segment belongs to another version of
             ProxyCCL.
     """

@@ -50,8 +50,8 @@ _ROWS = Codec(_Rows, 64, "rows")
 
 class StoredRows:
     """Rows that each rank of a host stores in pinned memory, and that every rank reads by their numbers. All ranks
-    construct it together. There may be more rows than a device has room for. A kernel reads them, since the numbers are
-    known only on the device; no rank takes part in another rank's reads.
+    construct a `StoredRows` together. There may be more rows than a device has room for. A kernel reads them, since the
+    numbers are known only on the device; no rank takes part in another rank's reads.
 
     Args:
         group: ranks of one host.

@@ -169,8 +169,8 @@ def _ranks_as_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
 
 class _CountsUnderWay:
     """How many rows come for each expert of this rank, according to all ranks. The constructor starts to copy these
-    numbers to the CPU, so that a caller can queue its dispatch before it waits for them. All ranks make it together.
-    `ranks` is the number of ranks, including lost ranks.
+    numbers to the CPU, so that a caller can queue its dispatch before it waits for them. All ranks construct a
+    `_CountsUnderWay` together. `ranks` is the number of ranks, including lost ranks.
     """
 
     def __init__(self, layers: Layers, num_tokens_per_expert: torch.Tensor, ranks: int) -> None:

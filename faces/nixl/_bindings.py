@@ -377,7 +377,7 @@ class nixlAgent:
             raise nixlNotFoundError(f"no agent of the name {name!r} was added")
 
     def _check(self, name: str, descs: nixlXferDList) -> Side:
-        """The registered memory of an agent. Raises nixlNotFoundError unless it contains all descriptors."""
+        """The registered memory of an agent. Raises nixlNotFoundError unless that memory contains all descriptors."""
         self._require_known(name)
         if descs.isEmpty():
             raise nixlNotFoundError("the list is empty")

@@ -1,4 +1,4 @@
-"""NIXL's loggers. They have names under "nixl" and write to standard output, at the level of ``NIXL_LOG_LEVEL``."""
+"""NIXL's loggers, which are named under "nixl" and write to standard output at the level of ``NIXL_LOG_LEVEL``."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) ->
 
 
 async def _answer(connection: socket.socket, reference: weakref.ref[Exchanging]) -> None:
-    """Serves one peer. If this fails, only the peer's request is lost."""
+    """Serves one peer. A failure loses only the peer's request."""
     try:
         with connection:
             async with _bounded(connection):

@@ -92,7 +92,7 @@ __device__ int proxyccl_channel(Channel* one, Channel channels, int64_t i) {
 
 
 def device_functions(architecture: str) -> bytes:
-    """Compiles the functions to LTO-IR for an architecture such as "sm_90". It needs no device.
+    """Compiles the functions to LTO-IR for an architecture such as "sm_90". Compiling needs no device.
 
     Raises:
         RuntimeUnavailableError: cuda-bindings or NVRTC is not installed.

@@ -4,7 +4,7 @@ The interface is that of Ray 2.60, python/ray/experimental/rdt/tensor_transport_
 each process and calls it in several threads: its main thread and the "_ray_system" thread of an actor.
 
 The source registers a tensor's memory and hands out the agent's metadata and the tensor's address. The destination
-reads it; the source's program takes no part. Ray keeps a tensor alive until it calls `garbage_collect`.
+reads the tensor; the source's program takes no part. Ray keeps a tensor alive until it calls `garbage_collect`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class ProxyCCLMetadata(TensorTransportMetadata):
         agent: the name of the source's agent; "" for an object without tensors.
         agent_metadata: that agent's metadata, with the regions of this object.
         places: (address, bytes) of each tensor.
-        generation: counts deregistrations of device memory. When it changes, peers may have mapped memory that is gone.
+        generation: counts deregistrations of device memory. When the count changes, peers may have mapped memory that
+            is gone.
     """
 
     agent: str = ""

@@ -261,8 +261,8 @@ class Endpoints:
         return None if made is None or not made.group.failure.usable else made
 
     def part(self, store: Any, ranks: Sequence[int], timeout: float, invariant: bool | None = None) -> Endpoints:
-        """The endpoints of some ranks of the group, including this one. They are split from the default group's
-        endpoints, which live as long as any other group's. `invariant` is None for this group's setting.
+        """The endpoints of some ranks of the group, including this one. These endpoints are split from the default
+        group's endpoints, which live as long as any other group's. `invariant` is None for this group's setting.
         """
         if invariant is None:
             invariant = self.invariant

@@ -106,7 +106,7 @@ class Executor:
         return self._runner == threading.get_ident()
 
     def wait_until_idle(self, seconds: float) -> bool:
-        """Waits for queued and running tasks. Returns whether they ended in time. No task may call this."""
+        """Waits for queued and running tasks. Returns whether the tasks ended in time. No task may call this."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_idle, min(seconds, threading.TIMEOUT_MAX))
 

@@ -547,7 +547,7 @@ class IssuedCalls:
         return self._handed_out(JointWork(collected), waits=_waits(opts)) if collected else None
 
     def close(self) -> None:
-        """Returns the streams, so that other groups can use them. Call it after the communicators are closed."""
+        """Returns the streams, so that other groups can use them. Call `close` after the communicators are closed."""
         self._in_c.clear()
         self._overlaps.clear()
         self._transferring.clear()

@@ -1,4 +1,4 @@
-"""Transfers of a rank to itself, which torch's batches may contain. They use no communicator."""
+"""Transfers of a rank to itself, which torch's batches may contain. Such transfers use no communicator."""
 
 from __future__ import annotations
 

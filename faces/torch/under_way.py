@@ -90,8 +90,8 @@ class UnderWay:
         return self._flow(flow).calls.append
 
     def forget_ended(self, flow: Hashable) -> None:
-        """Forgets the calls of a flow that have ended. This queries the device, so it is called only once in several
-        calls.
+        """Forgets the calls of a flow that have ended. Forgetting queries the device, so `forget_ended` is called only
+        once in several calls.
         """
         with self._lock:
             self._forget_ended(self._flows[flow])

@@ -22,7 +22,7 @@ _SCRATCH_PARAMETERS = 2
 
 def target_of(architecture: str) -> GPUTarget:
     """Triton's target for an architecture: "sm_90" or "gfx942", with the features that ROCm appends. Raises
-    RuntimeUnavailableError if this version of Triton is too old for it.
+    RuntimeUnavailableError if this version of Triton is too old for the architecture.
     """
     if architecture.startswith("sm_"):
         return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)

@@ -123,7 +123,8 @@ def _ring(channel):
 
 @jit
 def _push_trigger(channel, ring, control, operation, dst_memory, dst_offset, src_memory, src_offset, size):
-    # Takes a ticket, waits for room and stores the trigger. The cached tail is loaded before the ticket: it only grows.
+    # Takes a ticket, waits for room and stores the trigger. The cached tail is loaded before the ticket, because the
+    # tail only grows.
     head, tail_cache, ring_slots, size_log2, number = ring
     known = load_relaxed_device(tail_cache)
     ticket = tl.atomic_add(head, u64(1), sem="relaxed", scope="gpu")

@@ -44,8 +44,8 @@ def _semaphore(channel):
 def remote(channel, dtype: tl.constexpr):
     """The start of the peer's memory, as a pointer to elements of `dtype`, for loads and stores.
 
-    Such loads and stores order nothing: a `sm_signal` after them tells the peer that they are done. They are for inner
-        loops, so nothing checks them against the memory's size, `remote_bytes`.
+    Such loads and stores order nothing: a `sm_signal` after them tells the peer that they are done. These loads and
+        stores are for inner loops, so nothing checks them against the memory's size, `remote_bytes`.
     """
     _require(channel)
     return long_at(channel, c.SM_DST_8).to(tl.pointer_type(dtype))

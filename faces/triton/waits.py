@@ -142,6 +142,6 @@ def wait_at_least(word, target, control, kind, peer, channel):
 
 @jit
 def aborted(control):
-    """Whether the communicator has ended; a kernel's own loop must then end too. It reads a word in host memory."""
+    """Whether the communicator has ended; a kernel's own loop must then end too. Reads a word in host memory."""
     pause(0)  # the kernel's loop may wait for another program
     return load_acquire_system(words_at(control) + c.CONTROL_ABORT_4) != 0

@@ -34,7 +34,7 @@ def align(x: int, y: int) -> int:
 
 
 def per_token_cast_to_fp8(x: Any) -> tuple[Any, Any]:
-    """Converts rows [T, n] to float8. Returns them and their scales, float32 [T, n / 128] (rounded up)."""
+    """Converts rows [T, n] to float8. Returns the float8 rows and their scales, float32 [T, n / 128] (rounded up)."""
     tokens, n = x.shape
     groups = torch.nn.functional.pad(x, (0, -n % _ELEMENTS)).float().view(tokens, -1, _ELEMENTS)
     scales = groups.abs().amax(2).clamp(min=1e-4) / _GREATEST
