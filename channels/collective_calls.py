@@ -91,11 +91,13 @@ class CollectiveCalls:
 
         The result `residual` is the sum of the ranks' `x`, with the bits of `all_reduce`, plus `residual`, rounded to
         the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) * weight``, where the mean is a
-        row's mean, computed in float32 and rounded once. Its bits do not depend on the other rows. Within a node, the
-        call is one launch.
+        row's mean, computed in float32 and rounded once. A row's bits do not depend on the other rows, unless measured
+        tables mix algorithms, which `invariant` rules out. Within a node, the call is one launch if rows are multiples
+        of 16 bytes.
 
         Args:
-            x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of the same shape on all ranks.
+            x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of at most eight dimensions and
+                a width of at most 262,144; the same shape on all ranks.
             residual: an array like `x`; None to add nothing.
             weight: an array [width] of the type of `x`; None to add without norming.
             eps: added to the mean of squares.
@@ -107,7 +109,7 @@ class CollectiveCalls:
                 `scales`; an array of one float32 for a given scale of all rows. `out` is then the normed row divided by
                 its scale, and saturates at 448. None to round to the type of `x`.
             algorithm, cta_policy: as for `all_reduce`. With "one_shot" and "two_shot_packets" the call is one launch;
-                with others an all_reduce, followed by another launch.
+                with others an all_reduce, followed by another launch, which norms rows also under the policy "zero".
             stream: as for `all_reduce`.
 
         Returns:
@@ -429,7 +431,7 @@ class CollectiveCalls:
         chosen, iterations, seconds = tuning.checked_arguments(chosen, iterations, seconds)
         measured = tuning.measure(self._collectives, chosen, iterations, seconds)
         selector = tuning.selector_from(self._collectives, measured)
-        if save and self._group.rank == 0 and measured:
+        if save and self._group.rank == 0 and measured and not self._collectives.standing.invariant:
             tuned.keep(self._group, tuning.selector_from(self._collectives, tuning.of_library(measured)))
         self._collectives.selector = selector
         return selector

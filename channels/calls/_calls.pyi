@@ -102,7 +102,7 @@ class Calls:
         Args:
             x, out: the call's arrays, which may be the same object; a tuple for several arrays or for none, at most
                 eight in all.
-            options: at most ten. Texts, integers and tuples are compared by value, other objects by identity.
+            options: at most ten. Texts, numbers and tuples are compared by value, other objects by identity.
             stream: None for the default stream.
 
         Returns:

@@ -40,7 +40,8 @@ int proxyccl_relate(Signature* signature, size_t rank) {
 
 /* Whether an option is compared by value. True and 1 differ. */
 static int has_value(PyObject* option) {
-  return PyUnicode_CheckExact(option) || PyLong_CheckExact(option) || PyTuple_CheckExact(option);
+  return PyUnicode_CheckExact(option) || PyLong_CheckExact(option) || PyFloat_CheckExact(option) ||
+         PyTuple_CheckExact(option);
 }
 
 /* Whether options of two calls are equal: the same object, or equal values of one type. */

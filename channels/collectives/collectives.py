@@ -51,6 +51,7 @@ class _Start(Message, frozen=True):
 
 WIDE_PARTS_BYTES = 64 << 20
 _NEEDS = {"hierarchical": "several nodes with equally many ranks, at least two"}
+_NEEDS_VARIANT = "invariant=False, because its order of additions differs from the communicator's"
 _START = Codec(_Start, 1 << 20, "start of collectives")
 
 
@@ -84,7 +85,7 @@ class Collectives:
         self._levels: tuple[Team, Team] | None = None
         self.made_by_proxy: ByProxy | None = None
         self.made_flows: Flows | None = None
-        self._scratch: Memory | None = None
+        self._scratch: list[Memory] = []  # the last is in use
         self._wide_parts: Memory | None = None
         self._all_mapped = self._whole_lines = False
         self.defaults = default_selector(group)
@@ -96,7 +97,7 @@ class Collectives:
         this together.
 
         Raises:
-            ArgumentError: the settings differ.
+            ArgumentError: the settings differ, or the policy contradicts an invariant communicator.
         """
         found = tuned.load(self.group) if self.group.rank == 0 else None
         reaches_all = self.group.topology.all_accessible()
@@ -110,6 +111,8 @@ class Collectives:
                     raise ArgumentError(
                         name, f"must be the same on all ranks; rank 0 has {first!r}, rank {rank} {its!r}"
                     )
+        if self.standing.cta_policy == "zero" and "proxy" not in self.algorithms():
+            raise ArgumentError("cta_policy", f"'zero' needs {_NEEDS_VARIANT}; expected another policy")
         self._all_mapped = Team.all_mapped_of(self.group.world_size, [start.reaches_all for start in starts])
         self._whole_lines = all(start.whole_lines for start in starts)
         self._selector = self.defaults = default_selector(self.group, lines=self._whole_lines)
@@ -150,12 +153,13 @@ class Collectives:
         return self.made_flows
 
     def scratch(self, nbytes: int) -> Memory:
-        """Returns at least this many bytes of this rank's scratch memory, which its next collective may overwrite."""
-        if self._scratch is None or self._scratch.nbytes < nbytes:
-            self._calls.clear()  # calls hold the address of the previous memory
-            # The previous memory is freed with the last queued call that uses it.
-            self._scratch = self.group.runtime.allocate(max(nbytes, 1))
-        return self._scratch
+        """Returns at least this many bytes of this rank's scratch memory, which its next collective may overwrite. The
+        memory lives until `close`, because forms and captured graphs have its address.
+        """
+        if not self._scratch or self._scratch[-1].nbytes < nbytes:
+            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # together at most twice the largest
+            self._scratch.append(self.group.runtime.allocate(max(nbytes, least)))
+        return self._scratch[-1]
 
     def wide_parts(self) -> Memory:
         """Returns WIDE_PARTS_BYTES of memory for an all_reduce in a wider type. The next all_reduce of this kind
@@ -225,15 +229,18 @@ class Collectives:
                 invariant communicator does not use; or they name the policy "zero" where "proxy" is not such an
                 algorithm.
         """
-        named = "proxy" if request.cta_policy == "zero" and request.algorithm is None else request.algorithm
-        works = self.algorithms(collective)
+        works, named = self.algorithms(collective), request.algorithm
         if named is not None:
             if named not in works:
                 needs = _NEEDS.get(named, "every rank's memory mapped, and some is not")
                 if named in self._working(collective):
-                    needs = "invariant=False, because its order of additions differs from the communicator's"
+                    needs = _NEEDS_VARIANT
                 raise ArgumentError("algorithm", f"{named} needs {needs}; expected one of {', '.join(works)}")
             return named
+        if request.cta_policy == "zero":
+            if "proxy" not in works:
+                raise ArgumentError("cta_policy", f"'zero' needs {_NEEDS_VARIANT}; expected another policy")
+            return "proxy"
         chosen = self._selector.choose(collective, dtype, nbytes, symmetric=request.symmetric)
         if isinstance(chosen, ExecutionPlan):  # the plan can't execute this call
             chosen = self.defaults.choose(collective, dtype, nbytes, symmetric=request.symmetric)
@@ -302,4 +309,5 @@ class Collectives:
         for part in (self._team, *(self._levels or ()), self.made_flows, self.made_by_proxy):
             if part is not None:
                 part.close()
-        self._team = self._levels = self.made_flows = self.made_by_proxy = self._scratch = self._wide_parts = None
+        self._scratch.clear()
+        self._team = self._levels = self.made_flows = self.made_by_proxy = self._wide_parts = None

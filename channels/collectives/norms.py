@@ -27,6 +27,9 @@ from proxyccl.device.runtime import Runtime, StreamLike
 FLOAT8 = "float8_e4m3fn"
 _DTYPES = ("bfloat16", "float16")
 _OUTPUTS = ("out", "residual_out", "scales")
+_MOST_EPSILON = 3e38
+_MOST_WIDTH = 1 << 18
+"""The longest row: a block's shared memory has four numbers for each group of a row's packets."""
 _NORMS_AT_ONCE = 4
 """Most blocks of the kernel that norms rows after another launch has reduced them, as a multiple of a collective's."""
 
@@ -84,9 +87,8 @@ class _Rows(NamedTuple):
             team: the kernel's first parameter, if it communicates.
         """
         kernel = NORM_KERNELS[algorithm]
-        name = "_".join(
-            (kernel.name, "lines" if shape.lines else "packets", *([str(shape.blocks)] * (shape.blocks > 1)))
-        )
+        parts = ["lines" if shape.lines else "packets", *([str(shape.blocks)] * (shape.blocks > 1))]
+        name = "_".join((kernel.name, *parts, *([] if self._whole(x) else ["apart"])))
         found = (self.views.get(each) for each in ("residual", "weight", "out", "residual_out", "scales", "quantize"))
         arrays = (x, *(None if view is None else view.ptr for view in found))
         sizes = (shape.share, shape.row_packets, shape.packets, shape.epochs, shape.keeps)
@@ -95,14 +97,13 @@ class _Rows(NamedTuple):
         return shipped.prepare(blocks, shape.threads, *arguments, shared=shape.shared_bytes)
 
     @property
-    def whole(self) -> bool:
-        """Whether rows are aligned to ALIGNMENT and their size is a multiple of it, as kernels that communicate
-        require.
-        """
-        aligned = all(
-            view.ptr % ALIGNMENT == 0 for name, view in self.views.items() if name not in ("scales", "quantize")
-        )
-        return aligned and self.width * self.views["x"].dtype.itemsize % ALIGNMENT == 0
+    def row_bytes(self) -> int:
+        return self.width * self.views["x"].dtype.itemsize
+
+    def _whole(self, x: int) -> bool:
+        """Whether all rows, `x` included, are aligned to ALIGNMENT. Ranks may differ, because packets are alike."""
+        addresses = [x, *(view.ptr for name, view in self.views.items() if name not in ("x", "scales", "quantize"))]
+        return all(number % ALIGNMENT == 0 for number in (self.row_bytes, *addresses))
 
 
 def all_reduce_rms_norm(
@@ -149,8 +150,8 @@ def _as_epsilon(eps: Any) -> float:
         value = float(eps)
     except (TypeError, ValueError):
         value = math.nan
-    if not 0 <= value < math.inf:
-        raise ArgumentError("eps", f"must be a number from 0 on, not {eps!r}")
+    if not 0 <= value <= _MOST_EPSILON:
+        raise ArgumentError("eps", f"must be a number from 0 on that a float32 can hold, not {eps!r}")
     return value
 
 
@@ -195,8 +196,8 @@ class _Preparer:
         x = views["x"]
         if x.dtype.name not in _DTYPES:
             raise ArgumentError("x", f"has element type {x.dtype}; expected one of {', '.join(_DTYPES)}")
-        if not x.shape or x.shape[-1] == 0:
-            raise ArgumentError("x", f"has shape {x.shape}; expected rows of one element or more")
+        if not x.shape or not 0 < x.shape[-1] <= _MOST_WIDTH:
+            raise ArgumentError("x", f"has shape {x.shape}; expected rows of 1 to {_MOST_WIDTH} elements")
         width = x.shape[-1]
         like, by_row = x.shape, (*x.shape[:-1], 1)
         float8, float32 = as_dtype(FLOAT8), as_dtype("float32")
@@ -225,14 +226,14 @@ class _Preparer:
     def _launch(self, rows: _Rows, request: Request, eps: float) -> Launchable:
         """Prepares a call: one launch by packets, or an all_reduce followed by a launch that norms."""
         collectives, source = self._collectives, rows.views["x"]
-        group, dtype, row_bytes = collectives.group, source.dtype, rows.width * source.dtype.itemsize
+        group, dtype, row_bytes = collectives.group, source.dtype, rows.row_bytes
         runtime, defaults = group.runtime, group.runtime.launch_defaults
         alone = group.world_size == 1
         chosen = "alone" if alone else collectives.choose("all_reduce", request, dtype, source.nbytes)
         packets = None if alone or chosen == "hierarchical" else collectives.team().packets
         if request.algorithm is None and chosen not in ("proxy", "hierarchical"):
             chosen = "one_shot" if chosen == "one_shot" or group.world_size == 2 else "two_shot_packets"
-        if packets is not None and chosen in NORM_KERNELS and rows.whole:
+        if packets is not None and chosen in NORM_KERNELS and row_bytes % ALIGNMENT == 0:
             shape = packets.row_shape(rows.rows, row_bytes)
             blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
             return rows.launch(runtime, shape, chosen, source.ptr, eps, blocks, team)

@@ -48,6 +48,11 @@ class Moving(Struct, frozen=True):
     flushes: bool = False
 
     @property
+    def combines(self) -> bool:
+        """Whether the operation combines several operands."""
+        return not self.pairs and (len(self.sources) > 1 or self.sources[0].most > 1)
+
+    @property
     def packets(self) -> bool:
         return any(operand.packets for operand in (*self.sources, *self.destinations))
 

@@ -6,14 +6,14 @@ import functools
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from proxyccl.channels.execution_plans.document import DOCUMENT, BufferName, ChannelType, Document
-from proxyccl.channels.execution_plans.operations import CHANNELLED
+from proxyccl.channels.execution_plans.document import DOCUMENT, BufferName, ChannelType, Document, Op
+from proxyccl.channels.execution_plans.operations import CHANNELLED, MOVING
 from proxyccl.channels.execution_plans.program import Operation, Place, Program, Reader, channel_ends, refuse_switches
 from proxyccl.channels.segment.calls import register_names
 from proxyccl.device.arguments.texts import require_text
@@ -29,6 +29,10 @@ COLLECTIVES = {name: name.replace("_", "") for name in ("all_reduce", "reduce_sc
 """For each collective that a plan can implement, the collective's name in plans."""
 
 
+def _combines(ops: Sequence[Op]) -> bool:
+    return any(_combines(op.ops) or (op.name in MOVING and MOVING[op.name].combines) for op in ops)
+
+
 class ExecutionPlan:
     """A program of a collective, as MSCCL++'s language writes it, for `Communicator.execute`.
 
@@ -39,7 +43,7 @@ class ExecutionPlan:
         collective: "allreduce", "allgather", …, as the author wrote it.
         world_size: the number of ranks that the plan is for.
         in_place: whether input and output are one array.
-        reduces: whether the plan's collective is a reduction.
+        reduces: whether one of the plan's operations combines values.
         digest: the digest of the plan's text. Plans of the same text are equal.
         call_name: name and digest; ranks compare the plans that they execute by this name.
     """
@@ -48,7 +52,7 @@ class ExecutionPlan:
         self.document = document
         self.name, self.collective = document.name, document.collective
         self._kind = self.collective.replace("_", "").lower()
-        self.reduces = self._kind in (COLLECTIVES["all_reduce"], COLLECTIVES["reduce_scatter"])
+        self.reduces = any(_combines(block.ops) for gpu in document.gpus for block in gpu.threadblocks)
         self.world_size = len(document.gpus)
         self.in_place = document.inplace
         self.digest = digest

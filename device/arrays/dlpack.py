@@ -110,7 +110,7 @@ def export_dlpack(array: Exportable) -> Any:
     held = array.hold()
     tensor.data, tensor.device_type, tensor.device_id = int(ffi.cast("uintptr_t", held)), device_type, device
     tensor.ndim, tensor.shape, tensor.strides, tensor.byte_offset = len(array.shape), shape, None, 0
-    tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes = (*array.dtype.dlpack, 1)
+    tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes = (*array.dtype.dlpack, array.dtype.lanes)
     managed.deleter = _deleter
     address = ctypes.addressof(managed)
     _exported[address] = (managed, shape, held)

@@ -25,7 +25,7 @@ class DType(ElementType):
         """The numpy dtype. bfloat16 and float8 need the package ml_dtypes.
 
         Raises:
-            ArgumentError: ml_dtypes is not installed.
+            ArgumentError: ml_dtypes is not installed, or lacks the type.
         """
         import numpy as np
 
@@ -35,13 +35,15 @@ class DType(ElementType):
             import ml_dtypes
         except ImportError:
             raise ArgumentError("dtype", f"numpy has no {self.name}; install the package ml_dtypes") from None
+        if not hasattr(ml_dtypes, self.name):
+            raise ArgumentError("dtype", f"numpy has no {self.name}; expected an array of another library")
         extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.name))
         return extended
 
 
 DTYPES: dict[str, DType] = {row.name: DType(**vars(row)) for row in ELEMENT_TYPES}
 _KNOWN: dict[Any, DType] = {}  # other libraries' types, whose names take microseconds
-_BY_DLPACK = {dtype.dlpack: dtype for dtype in DTYPES.values()}
+_BY_DLPACK = {(*dtype.dlpack, dtype.lanes): dtype for dtype in DTYPES.values()}
 
 
 def as_dtype(value: Any, argument: str = "dtype") -> DType:
@@ -86,7 +88,7 @@ def _find_dtype(value: Any, argument: str) -> DType:
 
 def from_dlpack_type(code: int, bits: int, lanes: int) -> DType | None:
     """Returns the `DType` of a DLPack type; None if unknown."""
-    return _BY_DLPACK.get((code, bits)) if lanes == 1 else None
+    return _BY_DLPACK.get((code, bits, lanes))
 
 
 def reduction_dtypes() -> list[str]:

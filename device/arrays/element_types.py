@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL, _E4M3FN, _E5M2 = 0, 1, 2, 4, 5, 6, 10, 12  # dlpack.h, DLDataTypeCode
+_INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL = 0, 1, 2, 4, 5, 6  # dlpack.h, DLDataTypeCode
+_E4M3FN, _E4M3FNUZ, _E5M2, _E5M2FNUZ, _E8M0FNU, _E2M1FN = 10, 11, 12, 13, 14, 17
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class ElementType:
         dlpack: DLPack's (type code, bits).
         c_name: the type in kernels (``reduce.h``), or "" if kernels only move it.
         plan_name: the type in kernels of execution plans (``float8.h``), if only those kernels reduce it.
+        lanes: DLPack's values in an element.
         accumulator: bytes of the type that reductions accumulate in; 0 for the type itself.
         tokens: whether tokens of the expert-parallel layer can have this type.
     """
@@ -35,6 +37,7 @@ class ElementType:
     accumulator: int = 0
     tokens: bool = False
     plan_name: str = ""
+    lanes: int = 1
 
     @property
     def accumulator_itemsize(self) -> int:
@@ -74,13 +77,17 @@ ELEMENT_TYPES = (
     ElementType("complex128", 16, (_COMPLEX, 128)),
     ElementType("float8_e4m3fn", 1, (_E4M3FN, 8), accumulator=4, plan_name="proxyccl::Float8E4M3"),
     ElementType("float8_e5m2", 1, (_E5M2, 8), accumulator=4, plan_name="proxyccl::Float8E5M2"),
+    ElementType("float8_e4m3fnuz", 1, (_E4M3FNUZ, 8)),
+    ElementType("float8_e5m2fnuz", 1, (_E5M2FNUZ, 8)),
+    ElementType("float8_e8m0fnu", 1, (_E8M0FNU, 8)),
+    ElementType("float4_e2m1fn_x2", 1, (_E2M1FN, 4), lanes=2),
 )
 
 
 def check_table(rows: tuple[ElementType, ...]) -> None:
     """Raises ValueError, which names the row, if a row contradicts itself or another."""
     for i, row in enumerate(rows):
-        if row.dlpack[1] != 8 * row.itemsize:
+        if row.dlpack[1] * row.lanes != 8 * row.itemsize:
             raise ValueError(f"{row.name}: {row.dlpack[1]} bits in DLPack, but {row.itemsize} bytes")
         if not row.c_name and (row.tokens or (row.accumulator and not row.plan_name)):
             raise ValueError(f"{row.name}: kernels that compute with it need its c_name")

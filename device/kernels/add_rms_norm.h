@@ -1,4 +1,5 @@
-// Adds residuals to rows and norms the rows (rms_norm.h), for rows that another launch has reduced.
+// Adds residuals to rows and norms the rows (rms_norm.h), for rows that another launch has reduced. A kernel's name
+// ends with "_apart" for arrays that are not aligned to 16 bytes, or rows that are not multiples of 16 bytes.
 #pragma once
 
 #include "instance.h"
@@ -6,9 +7,9 @@
 
 namespace proxyccl {
 
-template <class Form, class T>
+template <class Form, class T, bool kWhole>
 PROXYCCL_DEVICE void addAndNorm(const Rows<T>& rows) {
-  NormedRow<Form, T, false, 1> row(rows);
+  NormedRow<Form, T, kWhole, 1> row(rows);
   if (rows.weight != nullptr) row.forEachPacket([&](uint32_t epoch, uint32_t p) { row.keepWeights(epoch, p); });
   for (; row.exists(); row.goOn()) {
     row.forEachPacket(
@@ -19,11 +20,19 @@ PROXYCCL_DEVICE void addAndNorm(const Rows<T>& rows) {
 
 template <class T>
 PROXYCCL_DEVICE void add_rms_norm_packets(const Rows<T>& rows) {
-  addAndNorm<PacketForm>(rows);
+  addAndNorm<PacketForm, T, true>(rows);
+}
+template <class T>
+PROXYCCL_DEVICE void add_rms_norm_packets_apart(const Rows<T>& rows) {
+  addAndNorm<PacketForm, T, false>(rows);
 }
 template <class T>
 PROXYCCL_DEVICE void add_rms_norm_lines(const Rows<T>& rows) {
-  addAndNorm<LineForm>(rows);
+  addAndNorm<LineForm, T, true>(rows);
+}
+template <class T>
+PROXYCCL_DEVICE void add_rms_norm_lines_apart(const Rows<T>& rows) {
+  addAndNorm<LineForm, T, false>(rows);
 }
 
 }  // namespace proxyccl

@@ -1,5 +1,5 @@
 // all_reduce of rows, in packets or lines, then the residual's addition and RMSNorm of each row (rms_norm.h), in one
-// launch. For rows that are aligned to 16 bytes, and multiples of 16 bytes.
+// launch. For rows that are multiples of 16 bytes.
 //
 // A block has whole rows, or a part of them: on every rank the same. Rows past the last one are padding, whose packets
 // are sent too. In one shot every rank sends a row's packets to every other rank, and each reduces all of them: slot r
@@ -19,9 +19,9 @@ namespace proxyccl {
 
 // For each epoch calls send(p, own) for this thread's packets p, and then receive(p, own), which returns the ranks' sum
 // of the packet. Takes the sums, and norms each row.
-template <uint32_t kBlocks, class Form, class T, class Send, class Receive>
+template <bool kWhole, uint32_t kBlocks, class Form, class T, class Send, class Receive>
 PROXYCCL_DEVICE void reduceRows(Lanes<Form>& lanes, const Rows<T>& rows, Send send, Receive receive) {
-  NormedRow<Form, T, true, kBlocks> row(rows);
+  NormedRow<Form, T, kWhole, kBlocks> row(rows);
   uint32_t epoch = 0;
   bool is_first = true;
   lanes.forEachEpoch([&](uint64_t) {
@@ -47,22 +47,22 @@ PROXYCCL_DEVICE auto reduced(const ProxycclPacketTeam& team, Lanes<Form>& lanes,
   return reduction.finish();
 }
 
-template <class Form, class T, uint32_t kBlocks = 1>
+template <class Form, class T, bool kWhole, uint32_t kBlocks>
 PROXYCCL_DEVICE void oneShotRows(const ProxycclPacketTeam& team, const Rows<T>& rows) {
   using Payload = typename Form::Payload;
   Lanes<Form> lanes(team);
-  reduceRows<kBlocks>(
+  reduceRows<kWhole, kBlocks>(
       lanes, rows, [&](uint32_t p, const Payload& own) { lanes.sendToAll(team.rank, p, own); },
       [&](uint32_t p, const Payload& own) { return reduced<Form, T>(team, lanes, p, own); });
 }
 
-template <class Form, class T, uint32_t kBlocks = 1>
+template <class Form, class T, bool kWhole, uint32_t kBlocks>
 PROXYCCL_DEVICE void twoShotRows(const ProxycclPacketTeam& team, const Rows<T>& rows) {
   using Payload = typename Form::Payload;
   Lanes<Form> lanes(team);
   const uint32_t ranks = team.world_size;
   auto ownerOf = [&](uint32_t p) { return p / PROXYCCL_WARP_SIZE % ranks; };
-  reduceRows<kBlocks>(
+  reduceRows<kWhole, kBlocks>(
       lanes, rows,
       [&](uint32_t p, const Payload& own) {
         if (ownerOf(p) != team.rank) lanes.send(ownerOf(p), team.rank, p, own);
@@ -76,31 +76,24 @@ PROXYCCL_DEVICE void twoShotRows(const ProxycclPacketTeam& team, const Rows<T>& 
       });
 }
 
-template <class T>
-PROXYCCL_DEVICE void one_shot_rms_norm_packets(const ProxycclPacketTeam& team, const Rows<T>& rows) {
-  oneShotRows<PacketForm>(team, rows);
-}
-template <class T>
-PROXYCCL_DEVICE void two_shot_rms_norm_packets(const ProxycclPacketTeam& team, const Rows<T>& rows) {
-  twoShotRows<PacketForm>(team, rows);
-}
-template <class T>
-PROXYCCL_DEVICE void one_shot_rms_norm_lines(const ProxycclPacketTeam& team, const Rows<T>& rows) {
-  oneShotRows<LineForm>(team, rows);
-}
-template <class T>
-PROXYCCL_DEVICE void two_shot_rms_norm_lines(const ProxycclPacketTeam& team, const Rows<T>& rows) {
-  twoShotRows<LineForm>(team, rows);
-}
+// A kernel's name says the form of its packets, the blocks of a row if they are several, and "_apart" if an array of
+// this rank is not aligned to 16 bytes. The other ranks' arrays may be.
+#define PROXYCCL_ROWS_KERNEL(suffix, Form, kWhole, kBlocks)                                              \
+  template <class T>                                                                                     \
+  PROXYCCL_DEVICE void one_shot_rms_norm_##suffix(const ProxycclPacketTeam& team, const Rows<T>& rows) { \
+    oneShotRows<Form, T, kWhole, kBlocks>(team, rows);                                                   \
+  }                                                                                                      \
+  template <class T>                                                                                     \
+  PROXYCCL_DEVICE void two_shot_rms_norm_##suffix(const ProxycclPacketTeam& team, const Rows<T>& rows) { \
+    twoShotRows<Form, T, kWhole, kBlocks>(team, rows);                                                   \
+  }
+PROXYCCL_ROWS_KERNEL(packets, PacketForm, true, 1)
+PROXYCCL_ROWS_KERNEL(packets_apart, PacketForm, false, 1)
+PROXYCCL_ROWS_KERNEL(lines, LineForm, true, 1)
+PROXYCCL_ROWS_KERNEL(lines_apart, LineForm, false, 1)
 #if PROXYCCL_HAS_CLUSTERS
-template <class T>
-PROXYCCL_DEVICE void one_shot_rms_norm_lines_4(const ProxycclPacketTeam& team, const Rows<T>& rows) {
-  oneShotRows<LineForm, T, 4>(team, rows);
-}
-template <class T>
-PROXYCCL_DEVICE void two_shot_rms_norm_lines_4(const ProxycclPacketTeam& team, const Rows<T>& rows) {
-  twoShotRows<LineForm, T, 4>(team, rows);
-}
+PROXYCCL_ROWS_KERNEL(lines_4, LineForm, true, 4)
+PROXYCCL_ROWS_KERNEL(lines_4_apart, LineForm, false, 4)
 #endif
 
 }  // namespace proxyccl
@@ -108,10 +101,16 @@ PROXYCCL_DEVICE void two_shot_rms_norm_lines_4(const ProxycclPacketTeam& team, c
 // The blocks that have a row together, by kernel.
 #define PROXYCCL_CLUSTER_one_shot_rms_norm_packets
 #define PROXYCCL_CLUSTER_two_shot_rms_norm_packets
+#define PROXYCCL_CLUSTER_one_shot_rms_norm_packets_apart
+#define PROXYCCL_CLUSTER_two_shot_rms_norm_packets_apart
 #define PROXYCCL_CLUSTER_one_shot_rms_norm_lines
 #define PROXYCCL_CLUSTER_two_shot_rms_norm_lines
+#define PROXYCCL_CLUSTER_one_shot_rms_norm_lines_apart
+#define PROXYCCL_CLUSTER_two_shot_rms_norm_lines_apart
 #define PROXYCCL_CLUSTER_one_shot_rms_norm_lines_4 __cluster_dims__(4, 1, 1)
 #define PROXYCCL_CLUSTER_two_shot_rms_norm_lines_4 __cluster_dims__(4, 1, 1)
+#define PROXYCCL_CLUSTER_one_shot_rms_norm_lines_4_apart __cluster_dims__(4, 1, 1)
+#define PROXYCCL_CLUSTER_two_shot_rms_norm_lines_4_apart __cluster_dims__(4, 1, 1)
 
 #define PROXYCCL_TYPED_KERNEL(kernel, name, T)                                                     \
   extern "C" __global__ void __launch_bounds__(PROXYCCL_MAX_BLOCK_THREADS, 1)                      \

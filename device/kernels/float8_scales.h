@@ -2,7 +2,7 @@
 //
 // The format is e4m3 without infinities (OCP 8-bit floating point, E4M3), whose greatest value is 448. With m the
 // greatest magnitude of the values that share a scale, the scale is m / 448 and an element is its value times 448 / m.
-// If all values are zero, both factors are 1.
+// If all values are zero, or smaller than a float8 with a finite factor can show, both factors are 1.
 #pragma once
 
 #include "proxyccl/float8.h"
@@ -35,7 +35,9 @@ PROXYCCL_DEVICE float greaterMagnitude(float greatest, float value) {
 #endif
 }
 
-PROXYCCL_DEVICE float scaleOf(float greatest) { return greatest > 0 ? greatest / 448 : 1; }
-PROXYCCL_DEVICE float factorOf(float greatest) { return 448 / (greatest > 0 ? greatest : 448); }
+// Below the least magnitude, a factor would be infinite.
+constexpr float kLeastMagnitude = 1e-30f;
+PROXYCCL_DEVICE float scaleOf(float greatest) { return greatest > kLeastMagnitude ? greatest / 448 : 1; }
+PROXYCCL_DEVICE float factorOf(float greatest) { return 448 / (greatest > kLeastMagnitude ? greatest : 448); }
 
 }  // namespace proxyccl

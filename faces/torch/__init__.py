@@ -5,9 +5,10 @@ it uses the backend.
 """
 
 from proxyccl.torch.flight_recorder import write_flight_record
+from proxyccl.torch.operators import communicator_of
 from proxyccl.torch.process_group import Options, ProcessGroupProxyCCL, register
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 
-__all__ = ["Options", "ProcessGroupProxyCCL", "StoreBootstrap", "register", "write_flight_record"]
+__all__ = ["Options", "ProcessGroupProxyCCL", "StoreBootstrap", "communicator_of", "register", "write_flight_record"]
 
 register()

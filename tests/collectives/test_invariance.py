@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from proxyccl import ArgumentError, Communicator
 from proxyccl.channels.collectives.selection import Selector, SizeTable
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
-from support.cases.plan_documents import all_reduce_by_reads
+from support.cases.plan_documents import all_gather, all_reduce_by_reads
 from support.cases.reference import numpy_dtype
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import ON_HOST, runtime_with_blocks, runtime_with_lines, world_sizes
@@ -124,7 +124,7 @@ def test_algorithms_of_another_order_are_refused(ranks: Ranks, world: tuple[int,
             with pytest.raises(ArgumentError, match=rf"^algorithm: {name} needs invariant=False, .* expected one of "):
                 comm.all_reduce(x, algorithm=name)
         if between_nodes:
-            with pytest.raises(ArgumentError, match=r"^algorithm: proxy needs invariant=False, .* of hierarchical$"):
+            with pytest.raises(ArgumentError, match=r"^cta_policy: 'zero' needs invariant=False, "):
                 comm.all_reduce(x, cta_policy="zero")
         comm.collectives.selector = comm.collectives.selector.with_table("all_reduce", SizeTable((), "ring"))
         assert (on_host(comm.all_reduce(x)) == comm.world_size).all()  # measured tables may name it
@@ -144,6 +144,26 @@ def test_a_plan_that_reduces_is_refused() -> None:
             comm.collectives.selector = tables
 
     run_ranks(2, body, invariant=True)
+
+
+def test_a_plan_of_another_collective_that_reduces_is_refused() -> None:
+    document = {**all_reduce_by_reads(2), "collective": "custom"}
+
+    def body(comm: Communicator) -> None:
+        x = on_device(comm, np.ones(8, np.float32))
+        with pytest.raises(ArgumentError, match=r"^algorithm: .* reduces; an invariant communicator expected"):
+            comm.execute(ExecutionPlan.load(document), x, out=x)
+        moved = comm.execute(ExecutionPlan.load(all_gather(2)), x)
+        barrier(comm)
+        assert on_host(moved).tolist() == [1] * 16
+
+    run_ranks(2, body, invariant=True)
+
+
+@pytest.mark.parametrize("world", [world for world in WORLDS if 1 < world[1] < world[0]], ids=str)
+def test_the_policy_zero_contradicts_invariance_between_nodes(world: tuple[int, int]) -> None:
+    with pytest.raises(ArgumentError, match=r"^cta_policy: 'zero' needs invariant=False, .*; expected another policy$"):
+        run_ranks(world[0], lambda _: None, local_world_size=world[1], invariant=True, cta_policy="zero")
 
 
 def test_parts_of_an_invariant_communicator_are_invariant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -165,13 +166,57 @@ def test_new_arrays_of_one_kind_are_prepared_once(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         for step in range(4):
             arrays = [on_device(comm, each) for each in inputs(comm.rank, (3, 88), "bfloat16")]
-            out, sums, _ = comm.all_reduce_rms_norm(*arrays, EPS)
+            out, sums, _ = comm.all_reduce_rms_norm(*arrays, float(str(EPS)))
             barrier(comm)
             assert on_host(sums).tobytes() == summed(comm.world_size, (3, 88), "bfloat16").tobytes()
             require_normed(on_host(out), on_host(sums), on_host(arrays[2]))
             if step == 0:
                 prepared = comm.calls.prepared
         assert comm.calls.prepared == prepared
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("unaligned", ["x", "residual", "weight", "out", "residual_out"])
+def test_one_rank_may_have_arrays_that_are_not_aligned(ranks: Ranks, unaligned: str) -> None:
+    shape = (4, 64)
+
+    def body(comm: Communicator) -> None:
+        given = dict(zip(("x", "residual", "weight"), inputs(comm.rank, shape, "bfloat16"), strict=True))
+        given.update({name: np.zeros(shape, numpy_dtype("bfloat16")) for name in ("out", "residual_out")})
+        if comm.rank == 0:
+            moved = given[unaligned]
+            given[unaligned] = np.zeros(moved.size + 1, moved.dtype)[1:].reshape(moved.shape)
+            given[unaligned][...] = moved
+        arrays = {name: on_device(comm, each) for name, each in given.items()}
+        for algorithm in ALGORITHMS:
+            out, sums, _ = comm.all_reduce_rms_norm(**arrays, eps=EPS, algorithm=algorithm)
+            barrier(comm)
+            assert on_host(sums).tobytes() == summed(comm.world_size, shape, "bfloat16").tobytes(), algorithm
+            require_normed(on_host(out), on_host(sums), on_host(arrays["weight"]))
+
+    ranks.run(body)
+
+
+def test_tiny_rows_are_quantized_to_zeros() -> None:
+    def body(comm: Communicator) -> None:
+        x, weight = np.zeros((1, 64), numpy_dtype("bfloat16")), np.ones(64, numpy_dtype("bfloat16"))
+        x[0, 0] = 1e-38
+        got = comm.all_reduce_rms_norm(on_device(comm, x), None, on_device(comm, weight), 1e-3, quantize="float8")
+        barrier(comm)
+        assert not on_host(got.out).view(np.uint8).any()
+        assert on_host(got.scales).tolist() == [[1]]
+
+    run_ranks(1, body)
+
+
+def test_replaced_scratch_memory_is_kept_for_graphs(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        first = comm.collectives.scratch(100)
+        address = weakref.ref(first)
+        del first
+        assert comm.collectives.scratch(1 << 20).nbytes >= 1 << 20
+        assert address() is not None
 
     ranks.run(body)
 
@@ -201,8 +246,9 @@ def arguments(comm: Communicator, **changed: Any) -> dict[str, Any]:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"x": ("float32", (4, 32))}, "x: has element type float32; expected one of bfloat16, float16"),
-    ({"x": ("bfloat16", ())}, "x: has shape (); expected rows of one element or more"),
-    ({"x": ("bfloat16", (4, 0))}, "x: has shape (4, 0); expected rows of one element or more"),
+    ({"x": ("bfloat16", ())}, "x: has shape (); expected rows of 1 to 262144 elements"),
+    ({"x": ("bfloat16", (4, 0))}, "x: has shape (4, 0); expected rows of 1 to 262144 elements"),
+    ({"x": ("bfloat16", (1, 262145))}, "x: has shape (1, 262145); expected rows of 1 to 262144 elements"),
     ({"residual": ("bfloat16", (4, 31))}, "residual: has shape (4, 31); expected (4, 32)"),
     ({"residual": ("float16", (4, 32))}, "residual: has element type float16; expected bfloat16"),
     ({"weight": ("bfloat16", (4,))}, "weight: has shape (4,); expected (32,)"),
@@ -214,8 +260,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"quantize": "int8"}, "quantize: must be None, 'float8' or an array of one float32, not 'int8'"),
     ({"quantize": ("float32", (2,))}, "quantize: has 2 elements; expected one, the scale of all rows"),
     ({"algorithm": "some"}, "algorithm: unknown algorithm 'some'"),
-    ({"eps": "small"}, "eps: must be a number from 0 on, not 'small'"),
-    ({"eps": -1.0}, "eps: must be a number from 0 on, not -1.0"),
+    ({"eps": "small"}, "eps: must be a number from 0 on that a float32 can hold, not 'small'"),
+    ({"eps": -1.0}, "eps: must be a number from 0 on that a float32 can hold, not -1.0"),
+    ({"eps": 1e39}, "eps: must be a number from 0 on that a float32 can hold, not 1e+39"),
     ({"x": 3}, "x: "),
 ]
 

@@ -203,3 +203,16 @@ def test_a_kept_form_does_not_take_a_lazy_view_for_its_base(ranks: Ranks) -> Non
 def test_a_tensor_of_the_cpu_has_no_stream() -> None:
     """A launch asks each argument for one, also of a torch without GPUs: kernels in Triton's interpreter do."""
     assert current_stream(ones()) is None
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2], ids=str
+)
+def test_narrow_floats_are_moved(ranks: Ranks, dtype: Any) -> None:
+    def body(comm: Communicator) -> None:
+        rows = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
+        gathered = comm.all_gather((rows + comm.rank).view(dtype))
+        assert gathered.dtype is dtype
+        assert torch.equal(gathered.view(torch.uint8), torch.cat([rows + rank for rank in range(comm.world_size)]))
+
+    ranks.run(body)

@@ -31,7 +31,8 @@ from proxyccl.torch.tensor_collectives import REDUCIBLE  # noqa: E402
 from proxyccl.torch.under_way import UnderWay  # noqa: E402
 from support.torch_groups import RANKS, TIMEOUT, options, run  # noqa: E402
 
-MOVED = (*sorted(REDUCIBLE, key=str), torch.bool, torch.complex64, torch.float8_e4m3fn)
+FLOATS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
+MOVED = (*sorted(REDUCIBLE, key=str), torch.bool, torch.complex64, *FLOATS)
 
 
 def all_reduced(group: Any, tensor: Any, op: Any = dist.ReduceOp.SUM) -> Any:

@@ -249,11 +249,12 @@ def test_the_view_keeps_its_exporter_alive() -> None:
 def test_element_types_are_known_by_name_numpy_and_dlpack(name: str) -> None:
     dtype = as_dtype(name)
     assert as_dtype(dtype) is dtype
-    assert as_dtype(dtype.numpy()) is dtype
     assert str(dtype) == name
-    assert dtype.numpy().itemsize == dtype.itemsize
-    assert from_dlpack_type(*dtype.dlpack, 1) is dtype
+    assert from_dlpack_type(*dtype.dlpack, dtype.lanes) is dtype
     assert from_dlpack_type(*dtype.dlpack, 4) is None
+    if name != "float4_e2m1fn_x2":  # only torch has it
+        assert as_dtype(dtype.numpy()) is dtype
+        assert dtype.numpy().itemsize == dtype.itemsize
 
 
 def test_torchs_types_are_known_by_their_names() -> None:

@@ -1,0 +1,102 @@
+"""The communicator of a process group, and operators of torch that call it: torch.compile and graphs take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from proxyccl.channels.communicator import Communicator
+from proxyccl.device.errors import ArgumentError
+from proxyccl.torch.collectives import with_index
+from proxyccl.torch.errors import torch_errors
+from proxyccl.torch.process_group import NAME, ProcessGroupProxyCCL
+
+_library = torch.library.Library("proxyccl", "FRAGMENT")  # its operators end with this object
+_library.define(
+    "all_reduce_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, str group_name, *, Tensor(b!) out, "
+    "Tensor(c!)? scales=None, Tensor? scale=None, bool add=True) -> ()"
+)
+
+
+def communicator_of(group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> Communicator:
+    """Returns the communicator by which a process group makes its collectives on a device. The communicator's other
+    calls and the group's calls run one after the other. The group closes the communicator.
+
+    All ranks of the group call this together, because the first use makes the communicator.
+
+    Args:
+        group: a process group of the backend ``"proxyccl"``; None for the default group.
+        device: the device; None for the current GPU if torch has GPUs, else the CPU.
+
+    Raises:
+        ArgumentError: the group has another backend for the device.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = with_index(torch.device(device))
+    backend = _backend_of(dist.group.WORLD if group is None else group, where)
+    with torch_errors():
+        return backend.endpoints.of_all(where)
+
+
+def _backend_of(group: Any, device: torch.device) -> ProcessGroupProxyCCL:
+    backend = group._get_backend(device)
+    if not isinstance(backend, ProcessGroupProxyCCL):
+        raise ArgumentError("group", f"its backend for {device.type} is {backend.name()}; expected {NAME}")
+    return backend
+
+
+def _all_reduce_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    group_name: str,
+    *,
+    out: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    add: bool = True,
+) -> None:
+    """``torch.ops.proxyccl.all_reduce_rms_norm``: `Communicator.all_reduce_rms_norm` on a process group, on the current
+    stream.
+
+    Args:
+        x, weight, eps: as for the communicator's call.
+        residual: becomes the sums.
+        group_name: the process group's name.
+        out: becomes the normed rows: of the type of `x`, or of float8_e4m3fn with `scales` or `scale`.
+        scales: becomes the rows' scales; None without a scale for each row.
+        scale: one float32, the scale of all rows; None without.
+        add: whether `residual` is added. Otherwise it is only written.
+    """
+    group = torch._C._distributed_c10d._resolve_process_group(group_name)
+    options = torch._C._distributed_c10d.AllreduceOptions()
+    options.asyncOp = False
+
+    def call(comm: Communicator) -> None:
+        if scales is not None and scale is not None:
+            raise ArgumentError("scale", "expected None, because `scales` asks for a scale of each row")
+        comm.all_reduce_rms_norm(
+            x,
+            residual if add else None,
+            weight,
+            eps,
+            out=out,
+            residual_out=residual,
+            scales=scales,
+            quantize=scale if scales is None else "float8",
+        )
+
+    given = [each for each in (x, weight, scale) if each is not None]
+    made = [each for each in (residual, out, scales) if each is not None]
+    _backend_of(group, x.device).calls.collective("all_reduce_rms_norm", made, given, options, call)
+
+
+_library.impl("all_reduce_rms_norm", _all_reduce_rms_norm, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("proxyccl::all_reduce_rms_norm", lib=_library)
+def _fake(*_: Any, **__: Any) -> None:
+    """Has no results: the operator writes its arguments."""

@@ -1,0 +1,126 @@
+"""The operators of torch on a process group, and the accessor of its communicator."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+from proxyccl import ArgumentError  # noqa: E402
+from proxyccl.torch import communicator_of  # noqa: E402
+from support.torch_groups import run  # noqa: E402
+
+EPS = 1e-6
+_numbers = itertools.count()  # of groups: torch keeps their names
+
+
+def rows(rank: int, width: int = 48) -> Any:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
+
+
+def named(group: Any) -> str:
+    """The group's name, by which torch finds the group; each rank, a thread here, registers its own."""
+    name = f"{next(_numbers)} of rank {group.rank()}"
+    torch._C._distributed_c10d._register_process_group(name, group)
+    return name
+
+
+def expected(ranks: int, residual: Any, weight: Any) -> tuple[Any, Any]:
+    total = sum(rows(rank).float() for rank in range(ranks)).to(torch.bfloat16) + residual
+    return total, torch.nn.functional.rms_norm(total.float(), weight.shape, weight.float(), EPS)
+
+
+def block(x: Any, residual: Any, weight: Any, group_name: str) -> Any:
+    """The step of a layer between its products: a reduction, an addition and a norm."""
+    out = torch.empty_like(x)
+    torch.ops.proxyccl.all_reduce_rms_norm(x * 1, residual, weight, EPS, group_name, out=out)
+    return out * 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_operator_writes_the_residual_and_the_normed_rows(compiled: bool) -> None:
+    def body(group: Any) -> None:
+        name, weight = named(group), rows(100)[0]
+        call = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
+        for seed in (50, 51):
+            residual = rows(seed)
+            total, normed = expected(group.size(), residual, weight)
+            out = call(rows(group.rank()), residual, weight, name)
+            assert torch.equal(residual, total)
+            torch.testing.assert_close(out.float(), 2 * normed, rtol=2**-7, atol=1e-6)
+
+    run(body, 2)
+
+
+def test_the_operator_quantizes_rows() -> None:
+    def body(group: Any) -> None:
+        name, weight = named(group), rows(100)[0]
+        residual, given = rows(50), torch.tensor([0.125])
+        _, normed = expected(group.size(), residual, weight)
+        for scales in (None, torch.empty(4, 1)):
+            out, sums = torch.empty(4, 48, dtype=torch.float8_e4m3fn), residual.clone()
+            scale = given if scales is None else None
+            torch.ops.proxyccl.all_reduce_rms_norm(
+                rows(group.rank()), sums, weight, EPS, name, out=out, scales=scales, scale=scale
+            )
+            got = out.float() * (given if scales is None else scales)
+            torch.testing.assert_close(got, normed, rtol=1 / 15, atol=0.05)
+        with pytest.raises(ArgumentError, match="scale: expected None, because `scales` asks for a scale of each row"):
+            torch.ops.proxyccl.all_reduce_rms_norm(
+                rows(group.rank()), sums, weight, EPS, name, out=out, scales=scales, scale=given
+            )
+
+    run(body, 2)
+
+
+def test_a_residual_may_be_written_alone() -> None:
+    def body(group: Any) -> None:
+        weight, sums, out = rows(100)[0], torch.full((4, 48), 9.0, dtype=torch.bfloat16), torch.empty(4, 48).bfloat16()
+        torch.ops.proxyccl.all_reduce_rms_norm(rows(group.rank()), sums, weight, EPS, named(group), out=out, add=False)
+        assert torch.equal(sums, sum(rows(rank).float() for rank in range(group.size())).to(torch.bfloat16))
+
+    run(body, 2)
+
+
+def test_the_fake_operator_agrees_with_the_real_one() -> None:
+    def body(group: Any) -> None:
+        x, residual, weight = rows(0), rows(1), rows(2)[0]
+        arguments = (x, residual, weight, EPS, named(group))
+        torch.library.opcheck(
+            torch.ops.proxyccl.all_reduce_rms_norm, arguments, {"out": torch.empty_like(x)}, test_utils="test_schema"
+        )
+        torch.library.opcheck(
+            torch.ops.proxyccl.all_reduce_rms_norm,
+            arguments,
+            {"out": torch.empty_like(x)},
+            test_utils="test_faketensor",
+        )
+
+    run(body, 1)
+
+
+def test_a_groups_communicator_makes_its_calls() -> None:
+    def body(group: Any) -> None:
+        comm = communicator_of(group, "cpu")
+        assert comm is group.endpoints.made[0]
+        x = torch.ones(3)
+        comm.all_reduce(x)
+        assert x.tolist() == [2, 2, 2]
+
+    run(body, 2)
+
+
+def test_a_group_of_another_backend_has_no_communicator() -> None:
+    store = dist.HashStore()
+    group = dist.ProcessGroupGloo(store, 0, 1)
+
+    class Group:
+        def _get_backend(self, _: Any) -> Any:
+            return group
+
+    with pytest.raises(ArgumentError, match="group: its backend for cpu is gloo; expected proxyccl"):
+        communicator_of(Group(), "cpu")
