@@ -79,7 +79,7 @@ class SemaphoreWords:
         self._theirs: dict[bytes, Memory] = {}
         self._next = 0
         self._parts: dict[int, _Part] = {}  # words in use, by number
-        self._dropped: deque[int] = deque()  # numbers that this rank has dropped and not told the others
+        self._dropped: deque[int] = deque()  # numbers of dropped words that the other ranks don't know yet
         self._lock = threading.Lock()
 
     def make(self, nbytes: int, user: object) -> tuple[int, list[WordsOffer]]:

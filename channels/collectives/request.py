@@ -26,7 +26,7 @@ class Request(NamedTuple):
     """The request of the callers of one collective call.
 
     Attributes:
-        name: describes the rest in words; registered for the call log.
+        name: describes the other fields in words; ranks compare this name by the call log.
         algorithm: the algorithm that the callers chose, or the name of an execution plan; None for the library's
             choice.
         cta_policy: limits the library's choice.
