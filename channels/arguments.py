@@ -21,7 +21,7 @@ def input_view(group: Group, x: Any, argument: str) -> ArrayView:
     """Returns a view of an argument of a call.
 
     Raises:
-        ArgumentError: the group can't use the array: it is on another device, or not aligned to its elements.
+        ArgumentError: the group can't use the array, because it is on another device or not aligned to its elements.
     """
     group.failure.require_usable()
     runtime = group.runtime
@@ -37,8 +37,8 @@ def input_view(group: Group, x: Any, argument: str) -> ArrayView:
 
 
 def readable_view(group: Group, x: Any, argument: str) -> ArrayView:
-    """Returns a view that C can read, of an array that C can't, such as one of another library or of many dimensions.
-    Raises as `input_view`.
+    """Returns a view that C can read, for an array that C can't read, such as an array of another library or of many
+    dimensions. Raises as `input_view`.
     """
     runtime, view = group.runtime, input_view(group, x, argument)
     has_many = len(view.shape) > MOST_DIMENSIONS
@@ -73,7 +73,7 @@ def output_view(
     argument, view = ("x", source) if out is x else ("out", input_view(group, out, "out"))
     require_writable(view, argument)
     if view.dtype != source.dtype:
-        raise ArgumentError(argument, f"has element type {view.dtype}; expected that of x, {source.dtype}")
+        raise ArgumentError(argument, f"has element type {view.dtype}; expected the type of x, {source.dtype}")
     if shape not in (None, view.shape):
         raise ArgumentError(argument, f"has shape {view.shape}; expected {shape}")
     return out, view
@@ -86,7 +86,7 @@ def require_writable(view: ArrayView, argument: str) -> None:
 
 def new_like(group: Group, source: ArrayView, shape: tuple[int, ...], dtype: DType | None = None) -> Any:
     """Allocates an array for a result: torch's for a torch argument, numpy's for arrays of the host, else one of
-    `empty`. The element type is that of `source` unless named.
+    `empty`. `dtype` None means the element type of `source`.
     """
     made, owner = dtype or source.dtype, source.owner
     require_room(shape, made)
@@ -103,7 +103,7 @@ def rows_of_all(group: Group, source: ArrayView) -> tuple[int, ...]:
 
 
 def share_shape(group: Group, source: ArrayView) -> tuple[int, ...]:
-    """Returns the shape of one rank's share of `x`. Raises ArgumentError if its first dimension does not divide
+    """Returns the shape of one rank's share of `x`. Raises ArgumentError if the first dimension of `x` does not divide
     evenly.
     """
     ranks = group.world_size
@@ -125,4 +125,4 @@ def refuse_partial_overlap(rank: int, source: ArrayView, target: ArrayView) -> N
     part, whole = (target, source) if target.nbytes < source.nbytes else (source, target)
     share = rank * part.nbytes if part.nbytes < whole.nbytes else 0
     if part.ptr != whole.ptr + share and overlap(part, whole):
-        raise ArgumentError("out", "overlaps x in part; it must be apart from it or the same array")
+        raise ArgumentError("out", "overlaps x in part; expected the same array, or memory apart from x")

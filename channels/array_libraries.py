@@ -19,11 +19,11 @@ def provide(part: str, module: str) -> None:
 
 
 def load(part: str) -> Any:
-    """Returns the module of a part, imported on first use. A protocol of the caller states what it expects of the
-    module.
+    """Returns the module of a part, imported on first use. The caller defines a Protocol class for the functions that
+    it expects in the module.
 
     Raises:
-        KeyError: nobody provides the part.
+        KeyError: no module was registered for the part.
         ImportError: the array library is missing.
     """
     return importlib.import_module(_modules[part])

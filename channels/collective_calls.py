@@ -90,10 +90,10 @@ class CollectiveCalls:
         ranks call this together, with the same residual and weight.
 
         The result `residual` is the sum of the ranks' `x`, with the bits of `all_reduce`, plus `residual`, rounded to
-        the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) * weight``, where the mean is
-        that of a row, computed in float32 and rounded once. A row's bits do not depend on the other rows, unless
-        measured tables mix algorithms, which `invariant` rules out. Within a node, the call is one launch if rows are
-        multiples of 16 bytes.
+        the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) * weight``, where the mean is a
+        row's mean, computed in float32 and rounded once. A row's bits do not depend on the other rows, unless measured
+        tables mix algorithms, which `invariant` rules out. Within a node, the call is one launch if rows are multiples
+        of 16 bytes.
 
         Args:
             x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of at most eight dimensions and
@@ -359,7 +359,7 @@ class CollectiveCalls:
         side's transfer is matched with the next transfer of the pair.
 
         Args:
-            x: any contiguous array, of as many bytes as the peer receives.
+            x: any contiguous array, with the number of bytes that the peer receives.
             peer: another rank.
             stream: as for `all_reduce`. Transfers on different streams run concurrently; transfers with the same peer
                 in the same direction run in order.
@@ -407,8 +407,8 @@ class CollectiveCalls:
         together, with the same arguments, while nothing else runs.
 
         Args:
-            sizes: bytes to measure, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If
-                the last one is less than that, larger arrays keep the defaults.
+            sizes: bytes to measure, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If the
+                last size is less than that, larger arrays keep the defaults.
             iterations: calls of each algorithm at each size; the median of the slowest rank's times counts.
             seconds: the approximate limit of the total time. Larger sizes are skipped when the time is over.
             save: whether rank 0 keeps the tables on disk, next to the compiled kernels. Communicators of the same

@@ -56,7 +56,7 @@ def _require_instance(argument: str, value: object, kind: type) -> None:
 
 
 class CallCounts(NamedTuple):
-    """How often a communicator was used.
+    """Counts of the uses of a communicator.
 
     Attributes:
         made: calls that were launched.
@@ -70,9 +70,9 @@ class CallCounts(NamedTuple):
 class Communicator(CollectiveCalls):
     """A group of ranks.
 
-    All ranks construct it together, and call its collectives and registrations in the same order. So only one thread of
-    a rank at a time may make these calls. Other threads may `send`, `recv` and use `transfers` meanwhile, once
-    `prepare_transfers` has returned.
+    All ranks construct a `Communicator` together, and call its collectives and registrations in the same order. So only
+    one thread of a rank at a time may make these calls. Other threads may `send`, `recv` and use `transfers` meanwhile,
+    once `prepare_transfers` has returned.
 
     Use it as a context manager, or call `close`.
 
@@ -201,8 +201,8 @@ class Communicator(CollectiveCalls):
         """Returns a communicator of some of the ranks, which call this together; the other ranks need not.
 
         The new communicator shares this one's runtime, process watches and mappings, and needs no bootstrap if the
-        ranks share a host. A `close`, failure or `abort` of this communicator ends the new one too, but not the
-        reverse.
+        ranks share a host. A `close`, failure or `abort` of this communicator ends the new communicator too, but not
+        the reverse.
 
         Args:
             ranks: numbers in this communicator, including this rank's; the same list on all members. A rank's place in
@@ -290,7 +290,7 @@ class Communicator(CollectiveCalls):
             self._group.close()
         try:
             shrunk._collectives.start()
-        except CommunicatorError:  # a rank was lost after all had agreed
+        except CommunicatorError:  # a rank was lost after all ranks had agreed
             try:
                 return shrunk.shrink(timeout=bounded)
             finally:
@@ -301,7 +301,7 @@ class Communicator(CollectiveCalls):
         return shrunk
 
     def grow(self, bootstrap: Any, *, timeout: float | None = None) -> Communicator:
-        """Returns a communicator of these ranks and new ones, which join over a bootstrap.
+        """Returns a communicator of these ranks and new ranks, which join over a bootstrap.
 
         The ranks of this communicator call this; new processes construct a `Communicator` with their bootstrap, and
         with the same options. A `transport` for some pairs names ranks by their new numbers, on all ranks. This
@@ -324,8 +324,8 @@ class Communicator(CollectiveCalls):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """By rank, its number in the communicator that this one was split or shrunk from; empty if there is no such
-        communicator.
+        """By rank, its number in the communicator that this communicator was split or shrunk from; empty if there is no
+        such communicator.
         """
         return self._group.members
 
@@ -629,7 +629,7 @@ class Communicator(CollectiveCalls):
         self._group.failure.check()
 
     def abort(self, reason: str = "") -> None:
-        """Ends the communicator on all ranks, whose waits end with an AbortedError. Does not wait."""
+        """Ends the communicator on all ranks: their waits raise an AbortedError. Does not wait."""
         self._group.failure.abort(reason)
 
     def all_gather_bytes(self, data: bytes, purpose: str = "all_gather_bytes") -> list[bytes]:

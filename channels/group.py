@@ -49,7 +49,7 @@ _CIRCLE_SECONDS = 0.1
 """A peer that waits this long for the end of another communicator may be waiting for this rank."""
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.25
-"""How often the watcher checks whether this rank has lost its context."""
+"""Seconds between checks of the watcher whether this rank has lost its context."""
 
 
 class Shared(Protocol):
@@ -82,7 +82,7 @@ class Group:
         topology: the placement of the ranks.
         runtime, exchange, control, job, ways, members: as for `Meeting`.
         linger: how long the process waits for peers at its end, in seconds; None for the time-out.
-        parent: the group from which this one was split, and with which it ends; None if it was not split.
+        parent: the group from which this group was split, and with which it ends; None if this group was not split.
         failure: whether the group can still be used.
         launches: orders this rank's launches.
         links: this rank's proxy, and its connections.
@@ -93,7 +93,7 @@ class Group:
         semaphore_words: the words that peers' kernels signal.
         symmetric: this rank's arrays that peers' kernels reach.
         lent_memory: memory of other allocators that peers reach.
-        kept: the memory that `keep` keeps, the oldest first.
+        kept: the memory that `keep` keeps alive, the oldest first.
     """
 
     def __init__(self, meeting: Meeting, parent: Group | None = None, mapped: HandleCache | None = None) -> None:
@@ -107,7 +107,7 @@ class Group:
 
     def _begin(self, meeting: Meeting, parent: Group | None, mapped: HandleCache | None) -> None:
         self._closing = threading.RLock()
-        self._released = True  # until all fields that `discard` frees are set
+        self._released = True  # stays True until all fields that `discard` frees are set
         self._meeting = meeting
         self.parent = parent
         self._shrunk = ""  # what to do instead of another `shrink`
@@ -154,11 +154,11 @@ class Group:
         self._host_links = link_hosts(self.topology, exchange)
 
     def split(self, members: Sequence[int], timeout: float, bootstrap: Bootstrap | None) -> Group:
-        """Makes a group of some ranks of this one, numbered by their places in the list. Only these ranks call this,
+        """Makes a group of some ranks of this group, numbered by their places in the list. Only these ranks call this,
         then `open` the new group.
 
-        The new group ends with this one. Raises as `meet_apart`; and ConcurrentCallError if another thread splits the
-        same ranks, unless each has a `bootstrap` of the members.
+        The new group ends with this group. Raises the errors of `meet_apart`; and ConcurrentCallError if another thread
+        splits the same ranks, unless each has a `bootstrap` of the members.
         """
         check = self.failure.require_usable
         alone = self._one_caller.only("split", tuple(sorted(members)))
@@ -169,22 +169,22 @@ class Group:
             return Group(meeting, self, self._mapped)
 
     def shrink(self, excluded: Collection[int], timeout: float) -> Group:
-        """Makes a group of the remaining ranks. Only these call this, once, then `open` the new group, which outlives
-        this one.
+        """Makes a group of the remaining ranks. Only these ranks call this, once, then `open` the new group, which
+        outlives this group.
 
         If a rank came too late, this group ends, because it would wait for that rank again.
 
-        Raises as `meet_survivors`, and ClosedError if this rank has called it before.
+        Raises as `meet_survivors`, and ClosedError if this rank has called `shrink` before.
         """
         with self._closing:
             if self._shrunk:
                 raise ClosedError(f"the communicator was shrunk before; {self._shrunk}")
-            self._shrunk = "shrink the communicator that this gave"
+            self._shrunk = "shrink the communicator that the first call returned"
         self._stop_work()
         try:
             with naming_exhaustion("this rank's part of the communicator"):
                 meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
-        except ProxyCCLError as error:  # some ranks may have agreed, and the others' notes remain
+        except ProxyCCLError as error:  # some ranks may have agreed, and the other ranks' notes stay on the board
             self._shrunk = f"that failed ({type(error).__name__}): make a new Communicator over a bootstrap"
             raise
         for peer in set(range(self.world_size)) - {*meeting.members, *excluded}:
@@ -193,7 +193,7 @@ class Group:
         return Group(meeting, mapped=self._mapped)
 
     def grow(self, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Group:
-        """Makes a group of the ranks of a bootstrap, including this rank. The new group outlives this one. Raises as
+        """Makes a group of the ranks of a bootstrap, including this rank. The new group outlives this group. Raises as
         `meet`.
         """
         with self._one_caller.only("grow"):
@@ -231,14 +231,14 @@ class Group:
         with open_lock:
             orphan = self.parent is not None and self.parent.failure.closed
             if not orphan:
-                device = self.runtime.device_id  # where kernels of these groups may wait for peers
+                device = self.runtime.device_id  # the device on which kernels of these groups may wait for peers
                 waiting = [g for g in (*open_groups, self) if g.world_size > 1 and g.runtime.device_id == device]
                 for group in waiting if len(waiting) > 1 and self.world_size > 1 else ():
                     group.launches.log.share_device()
                 open_groups.append(self)
                 if self.parent is not None:
                     self.parent._children.append(self)
-        if self.parent is None:  # the groups split from this one find the daemon started
+        if self.parent is None:  # groups that are split from this group find the daemon started
             self.links.start_early()
         if orphan:
             self.failure.abort("the communicator that it was split from was closed")
@@ -261,7 +261,7 @@ class Group:
             return self.launches.log.count
 
         def end_waits() -> None:
-            if (proxy := self.links.proxy_if_started) is not None:  # without a proxy no stream waits for one
+            if (proxy := self.links.proxy_if_started) is not None:  # without a proxy no stream waits for a proxy
                 proxy.end_waits()
             for waits in tuple(self.stream_waits):
                 waits.release_streams()
@@ -411,7 +411,7 @@ class Group:
                 self._end_pins()
 
     def close(self, *, reason: str = "", wait: bool = True) -> None:
-        """Ends the group, and those that were split from it. Calling it twice does nothing.
+        """Ends the group, and the groups that were split from it. Calling it twice does nothing.
 
         Memory that peers reach is freed when they have closed the communicator too. The call waits for that, except for
         a peer that waits for the end of another communicator: then a thread waits instead. So ranks may close
@@ -419,15 +419,15 @@ class Group:
         interrupts a wait, it ends the group on all ranks, and leaves the rest to a later call.
 
         Args:
-            reason: the reason with which peers are told to stop, if they do not close the group too; empty if they do.
-                wait: whether to wait for the peers; otherwise a thread waits.
+            reason: the reason that peers get if they must stop without closing the group themselves; empty if they
+                close the group too. wait: whether to wait for the peers; otherwise a thread waits.
 
         Raises:
             WaitTimeoutError: a peer did not close the group within the time-out.
             CommunicatorError: a rank failed meanwhile.
         """
         if in_handler():  # the interrupted code will continue to use the memory that would be freed
-            self.failure.abort("a signal's handler closed it")
+            self.failure.abort("a signal handler closed the communicator")
             return
         if self.failure.closed:  # checked without the lock, which in a fork's child may be held forever
             return
@@ -454,7 +454,7 @@ class Group:
     def leave(self, reason: str = "") -> bool:
         """Ends this rank's work and tells the peers. Returns False if the group has failed, also during this call."""
         children = list(self._children)
-        for each in (self, *children):  # because a wait for one also waits for the others' work on the device
+        for each in (self, *children):  # all first: a wait for one waits for all work on the device
             each.vain_waits.begin()
         for child in children:
             child._leave_with_parent(reason)
@@ -477,7 +477,7 @@ class Group:
         return True
 
     def _leave_with_parent(self, reason: str) -> None:
-        """Leaves before the group that this one was split from; that group then releases this one."""
+        """Leaves before the group that this group was split from; that group then releases this group."""
         with self._closing:
             if not self.failure.closed:
                 self.leave(reason)
@@ -486,7 +486,7 @@ class Group:
     def has_left(self, peer: int | None) -> bool:
         """Whether a peer, or with None any peer, has closed the communicator, so that it makes no further calls."""
         peers = range(self.world_size) if peer is None else [peer]
-        with self._closing:  # keeps the segments that tell this from being freed meanwhile
+        with self._closing:  # keeps the peers' segments from being freed meanwhile
             if self._released:
                 return False
             return any(each != self.rank and self._watcher.presence(each) is Presence.LEFT for each in peers)
@@ -518,7 +518,7 @@ class Group:
 
     @contextlib.contextmanager
     def _announced_elsewhere(self) -> Iterator[None]:
-        """A context for a wait for the end of this group, which is announced to the peers of this thread's other
+        """A context for a wait for the end of this group. Announces the wait to the peers of this thread's other
         groups.
         """
         with open_lock:
@@ -590,7 +590,7 @@ class Group:
                         self._end_pins()
         finally:
             if self.parent is not None:
-                with open_lock, contextlib.suppress(ValueError):  # absent if it was released before
+                with open_lock, contextlib.suppress(ValueError):  # the group is absent if it was released before
                     self.parent._children.remove(self)
 
     def _free(self, *, healthy: bool) -> None:
@@ -599,7 +599,7 @@ class Group:
         self.failure.observer.close()
         if not healthy:
             self._watcher.end_waits()
-        self._end_kernels()  # those that were told to stop use the memory that is freed below until they have stopped
+        self._end_kernels()  # kernels use the memory that is freed below until they have stopped
         if not healthy:
             self._aftermath.watch_processes()
         self._watcher.close()
@@ -617,7 +617,7 @@ class Group:
         if healthy:
             self._aftermath.end()
         else:  # a peer's kernel may still write there
-            # This rank no longer reaches any memory. And ranks that shrink the communicator don't wait for it.
+            # Now that this rank reaches no memory, ranks that shrink the communicator don't wait for this rank.
             self.control.set_presence(Presence.LEFT)
             self._aftermath.follow(reached)
             self.kept.clear()

@@ -16,7 +16,7 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.device.sleepers import Sleepers
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import CData  # the stub's; cffi has no such name
+    from proxyccl.device._native import CData  # only the stub has this name; cffi lacks it
 
 
 class DeviceHandle:
@@ -39,7 +39,7 @@ class HandleArray:
     """Device handles in device memory, as a kernel's pointer argument.
 
     Attributes:
-        handle_kind: their ProxycclHandleKind, which a kernel's parameter must have.
+        handle_kind: the ProxycclHandleKind of the handles, which a kernel's parameter must have.
     """
 
     def __init__(self, runtime: Runtime, kind: int, handles: Sequence[bytes], kept: object) -> None:
@@ -66,9 +66,9 @@ class Channel:
     Attributes:
         handle_kind: the ProxycclHandleKind of `device_handle`, which a kernel's parameter must have.
         peer: the rank at the other end.
-        device_pointer: the handle's address in device memory, for kernels that take a pointer; 0 if it has no copy
-            there.
-        sleepers: sleepers of the proxy that takes the channel's triggers; None if it has no triggers.
+        device_pointer: the handle's address in device memory, for kernels that take a pointer; 0 if the handle has no
+            copy there.
+        sleepers: sleepers of the proxy that takes the channel's triggers; None if the channel has no triggers.
     """
 
     handle_kind: ClassVar[int]
@@ -109,7 +109,7 @@ C = TypeVar("C", bound=Channel)
 
 
 class NoChannelError(ArgumentError, KeyError):
-    """The set has no channel to that rank. Also a KeyError, as for any mapping."""
+    """Raised if a set has no channel to a rank. Also a KeyError, as for any mapping."""
 
     __str__ = Exception.__str__  # KeyError.__str__ would quote the message
 
@@ -186,13 +186,15 @@ class DeviceSemaphores(Protocol):
         """Returns the addresses and sizes of the words, for `decode`."""
 
     def decode(self, words: bytes) -> Sequence[tuple[int, int, int, int, int]]:
-        """Decodes the bytes of `ranges`. Returns peer, number, and the counts of signals that came in, were waited for,
+        """Decodes the bytes of `ranges`. Returns peer, number, and the counts of signals that arrived, were waited for,
         and were sent.
         """
 
 
 class Inventory:
-    """The channels and semaphores that a rank of a communicator uses, for its reports. Dropped ones are not listed."""
+    """The channels and semaphores that a rank of a communicator uses, for its reports. Dropped channels and semaphores
+    are not listed.
+    """
 
     def __init__(self) -> None:
         self._channels: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()

@@ -1,8 +1,8 @@
 """Lent memory: arrays of other allocators, such as torch's, are announced to the peers if calls use them often.
 
-The program did not register this memory. Its owner may free it at any time; then it is withdrawn (symmetric.py), and
-the peers unmap it. Until they do, the driver keeps the memory occupied. So only a part of the device's memory is lent,
-and none while memory is scarce.
+The program did not register this memory. Its owner may free the memory at any time; then it is withdrawn
+(symmetric.py), and the peers unmap it. Until all peers have unmapped it, the driver keeps the memory occupied. So only
+a part of the device's memory is lent, and nothing is lent while memory is scarce.
 
 Calls only note the arrays that peers do not reach. The watcher's thread counts the notes, announces and withdraws, and
 the peers' watchers map. Only the export happens in a call, which keeps the memory meanwhile: at any other moment the
@@ -22,12 +22,12 @@ from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.runtime import Runtime
 
 _VARIABLE = "PROXYCCL_LEND_BYTES"
-_SHARE = 16  # lent memory is at most this fraction of the device's
+_SHARE = 16  # lent memory is at most 1/16 of the device's memory
 _MOST_RANGES = 64
 _WINDOW_SECONDS = 1.0
 _OFTEN, _MOST_OFTEN = 16, 256
-"""The number of uses within the window after which an array is lent, and the maximum of that number, which doubles each
-time that the array can't be lent, or that lent memory at its address is freed.
+"""The number of uses within the window after which an array is lent, and the maximum of that number, The number doubles
+each time that the array can't be lent, or that lent memory at its address is freed.
 """
 _MOST_DOUBLED = 1024
 
@@ -39,7 +39,8 @@ class LentMemory:
     """The memory that one rank lends to the peers of a group.
 
     Attributes:
-        limit: most bytes to lend; 0: none. By default ``PROXYCCL_LEND_BYTES``, else a share of the device's memory.
+        limit: the most bytes to lend; 0 to lend nothing. By default ``PROXYCCL_LEND_BYTES``, else a share of the
+            device's memory.
     """
 
     def __init__(self, runtime: Runtime, symmetric: SymmetricMemory, calls: Calls) -> None:
@@ -71,7 +72,7 @@ class LentMemory:
         self._met.update(notes)
         for met in dict.fromkeys(notes):
             if self._calls.reach_of(*met):
-                del self._met[met]  # announced meanwhile
+                del self._met[met]  # the array was announced meanwhile
             elif self._met[met] >= self._often.get(met[0], _OFTEN):
                 del self._met[met]
                 self._calls.want(*met, self._export)
@@ -102,10 +103,12 @@ class LentMemory:
 
 
 def limit_of_environment() -> int | None:
-    """The number of bytes in ``PROXYCCL_LEND_BYTES``; None if it is not set. Raises ArgumentError for anything else."""
+    """The number of bytes in ``PROXYCCL_LEND_BYTES``; None if the variable is not set. Raises ArgumentError for any
+    other value.
+    """
     text = os.environ.get(_VARIABLE)
     if not text:
         return None
     if not text.isdecimal():
-        raise ArgumentError(_VARIABLE, f"must be a number of bytes, 0 for none, not {text!r}")
+        raise ArgumentError(_VARIABLE, f"must be a number of bytes, 0 to lend nothing, not {text!r}")
     return int(text)

@@ -33,17 +33,17 @@ from proxyccl.proxy.trigger import MAX_MEMORIES
 MOST_BYTES = 1 << 47
 """The largest array: as much as a process can address."""
 _SCHEDULE_IDS = MAX_MEMORIES * 3 // 4
-"""Most of a proxy's memory ids that peers' ranges take for schedules: some are left for channels."""
+"""The most memory ids of a proxy that peers' ranges take for schedules; the rest is for channels."""
 
 
 class _Offer(Message, frozen=True):
     """A rank's description of the memory that it registers.
 
     Attributes:
-        handle: the handle by which ranks of the same host map the memory; empty if it can't be shared.
-        unshared_reason: the reason why the memory can't be shared; empty if it can, or has no bytes.
+        handle: the handle by which ranks of the same host map the memory; empty if the memory can't be shared.
+        unshared_reason: the reason why the memory can't be shared; empty if the memory can be shared or has no bytes.
         exposed: by remote transport, the address and the key by which peers access the memory.
-        unsupported_reasons: by remote transport, the reason why it can't reach the memory.
+        unsupported_reasons: by remote transport, the reason why the transport can't reach the memory.
     """
 
     nbytes: Uint64
@@ -90,8 +90,8 @@ def register(
     """Registers an array on all ranks together, optionally as symmetric memory. See `Communicator.register`.
 
     Args:
-        symmetric: whether collectives use it in place.
-        reserved: whether it may take memory ids that are reserved for memory that schedules must have.
+        symmetric: whether collectives use the array in place.
+        reserved: whether the array may take memory ids that are reserved for memory that schedules must have.
         argument: the caller's name for the array, for messages.
     """
     group.failure.require_usable()
@@ -188,13 +188,12 @@ class RegisteredMemory:
             memory._tell_ids(reserved)
         elif symmetric:
             group.symmetric.update(wait=True)
-            group.exchange.barrier("register: all have mapped it")
+            group.exchange.barrier("register: all ranks have mapped it")
         return memory
 
     def _tell_ids(self, reserved: bool) -> None:
         """Tells the peers the ids of their ranges in this rank's proxy. All ranks call this together. A range takes an
-        id for each peer. So ranges may take only a part of a proxy's ids; schedules use other memory for further
-        ranges.
+        id for each peer. So ranges may take only a part of a proxy's ids; beyond that, schedules use other memory.
         """
         group = self._group
         peers = [peer for peer in range(group.world_size) if peer != group.rank]
@@ -226,7 +225,7 @@ class RegisteredMemory:
 
     @property
     def array(self) -> Any:
-        """The array of this rank that was registered."""
+        """This rank's registered array."""
         self._require_open()
         return self._owner
 
@@ -252,7 +251,7 @@ class RegisteredMemory:
         return self._id
 
     def require_shared(self, argument: str) -> None:
-        """Raises ArgumentError, on all ranks alike, if another process can't map the range of one of them."""
+        """Raises ArgumentError, on all ranks alike, if another process can't map the range of some rank."""
         for rank, offer in enumerate(self._offers):
             if offer.unshared_reason and len(self._offers) > 1:
                 raise ArgumentError(argument, f"rank {rank} can't share its memory: {offer.unshared_reason}")
@@ -319,7 +318,7 @@ class RegisteredMemory:
             reason = self._offers[rank].unsupported_reasons.get(transport)
             if reason:
                 raise ArgumentError("memory", remote.refusal.format(rank=rank, reason=reason))
-        address, key = offer.exposed.get(transport, (0, 0))  # empty memory has none
+        address, key = offer.exposed.get(transport, (0, 0))  # empty memory has no address and no key
         return proxy.add_remote_memory(address, offer.nbytes, key)
 
     def peer_ptr(self, peer: int) -> int:
@@ -376,7 +375,7 @@ class RegisteredMemory:
         if self._closed or self._group.failure.inherited:
             return
         self._closed = True
-        if not self._group.failure.closed:  # forms name the ids, which other memory may get
+        if not self._group.failure.closed:  # ends the forms that name the ids, which other memory may get
             self._group.launches.calls.unset_reached(self._number)
             self._group.launches.calls.forget(self.ptr, self.ptr + self.nbytes)
         self._group.links.schedule_ids -= self._schedule_ids

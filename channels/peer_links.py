@@ -48,13 +48,13 @@ class PeerLinks:
         meeting: the ranks.
         failure: notified when the proxy fails.
         description: the proxy's description for observers.
-        whole: the links of the group from which this one was split; None for a group that was not split.
+        whole: the links of the group from which this group was split; None for a group that was not split.
 
     Attributes:
         place: where the proxy runs.
         topology: the placement of the ranks; complete after `bring_up`.
         host_ranks: number of ranks of this host, including ranks that are not members of a split group.
-        container_ranks: those of `host_ranks` in this rank's container.
+        container_ranks: number of the `host_ranks` that are in this rank's container.
         remote: this rank's links to other hosts.
         schedule_ids: memory ids of the proxy that peers' registered ranges take for schedules.
     """
@@ -71,7 +71,7 @@ class PeerLinks:
         devices = {info.device_id for info in self._of_host()}
         own = self._runtime.device_id
         self._daemon = ChosenDaemon(self._addresses, self._runtime.name, own, sorted(devices - {own}))
-        self._connections: dict[tuple[int, bool], Connection] = {}  # by peer and whether for private memory
+        self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and for private memory
         self._transports: dict[int, str] = {}
         self.schedule_ids = 0
         self.host_ranks: int = len(self._of_host()) if whole is None else whole.host_ranks
@@ -141,7 +141,7 @@ class PeerLinks:
 
     def _addresses(self) -> list[DaemonAddress]:
         """Returns the addresses of daemons that may run the proxy; the first daemon that sees this rank's device runs
-        it. A launcher may confine a rank and its child processes to one device; such a rank starts its own daemon.
+        it. A launcher may confine a rank and its child processes to one device; that rank then starts its own daemon.
         """
         node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self.place.where == "daemon" else []
         if node and self.place.chosen:
@@ -189,16 +189,16 @@ class PeerLinks:
         )
 
     def _host_cores(self, of_host: Sequence[RankInfo]) -> set[int]:
-        """Returns the cores that any of the host's ranks may run on; for ranks in other PID namespaces, as of their
-        meeting.
+        """Returns the cores that any of the host's ranks may run on; for ranks in other PID namespaces, the cores at
+        the time of the meeting.
         """
         return set().union(
             *(cores_of(info.pid) if info.process.is_visible else decode_cores(info.cores) for info in of_host)
         )
 
     def _idle(self) -> IdlePolicy:
-        """Returns the idle policy of a proxy in this process: the caller's, else one chosen by the cores of the host's
-        ranks.
+        """Returns the idle policy of a proxy in this process: the caller's policy, else a policy chosen by the cores of
+        the host's ranks.
         """
         if self._options.idle is not None:
             return self._options.idle
@@ -253,8 +253,8 @@ class PeerLinks:
         return self._segments[peer].semaphore_host(channel)
 
     def semaphore_handle(self, peer: int, channel: int) -> HandleProvider:
-        """Returns the handle by which a proxy in another process maps the word of `semaphore`, if that is memory of
-        this host.
+        """Returns the handle by which a proxy in another process maps the word of `semaphore`, if the word is in memory
+        of this host.
         """
         if peer == self._exchange.rank:
             return functools.partial(self._control.semaphore_handle, channel)

@@ -13,7 +13,7 @@ class _Offer(Message, frozen=True):
 
     Attributes:
         handle: the handle by which ranks of the same host map the memory.
-        exposed: by remote transport, the address and the key by which peers access it.
+        exposed: by remote transport, the address and the key by which peers access the memory.
     """
 
     handle: bytes
@@ -24,7 +24,7 @@ _OFFER = Codec(_Offer, 64 << 10, "pinned memory offer")
 
 
 class PinnedRange:
-    """Pinned memory of one size on every rank. All ranks make it together.
+    """Pinned memory of one size on every rank. All ranks construct a `PinnedRange` together.
 
     Attributes:
         ptr: the device address of this rank's memory.

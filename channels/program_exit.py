@@ -17,8 +17,8 @@ def _close_groups(failure: str) -> None:
     """Ends the groups that the program left open, in whatever order the ranks made them.
 
     A program that ends normally ends together with its peers, which may still need this rank's memory. A program that
-    ends by an exception, or with a nonzero status, tells the peers to stop and gives the reason, `failure`; "" for a
-    normal end.
+    ends by an exception, or with a nonzero status, tells the peers to stop, with the reason `failure` ("" for a normal
+    end).
     """
     with open_lock:
         groups = [group for group in open_groups if group.parent is None]  # split groups end with their parents
@@ -41,8 +41,8 @@ def _close_groups(failure: str) -> None:
 
 
 def _await_peers(group: Group, deadline: float) -> None:
-    """Waits for the peers, then ends the group. If a peer does not come, only a report tells, because no caller can
-    catch errors.
+    """Waits for the peers, then ends the group. A report names a peer that does not come, because no caller can catch
+    an error.
     """
     while (present := group.peers_present()) and not group.failure.aborted:
         if time.monotonic() > deadline:
@@ -65,8 +65,8 @@ def _end() -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a fork's child: leaves all groups to the parent, which keeps using them. Sends, frees and waits for
-    nothing.
+    """In a fork's child: leaves all groups to the parent, which keeps using them. Does not send, free or wait for
+    anything.
     """
     for group in open_groups:
         group.failure.close()

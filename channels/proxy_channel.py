@@ -21,7 +21,7 @@ from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.interface import ChannelCounters, Handler
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclProxyChannelPointer  # a name of the stub alone; cffi lacks it
+    from proxyccl.device._native import ProxycclProxyChannelPointer  # only the stub has this name; cffi lacks it
 
 _CHANNEL_IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids")
 _LINE = 128
@@ -51,7 +51,7 @@ class ProxyChannel(_RingChannel):
 
     Attributes:
         id: channel id in this rank's proxy.
-        transport: name of its transport.
+        transport: the name of the channel's transport.
         peer_channel: id of the peer's channel that receives the signals; None if the peer has none.
         expected_pointer: where, in device memory, kernels count the signals that they have waited for.
     """
@@ -110,8 +110,8 @@ class ProxyChannel(_RingChannel):
         return self._service.completed(self.id)
 
     def wait_complete(self, ticket: int) -> None:
-        """Waits on the CPU until the operation with this ticket and all earlier ones on this channel are complete. The
-        kernel that pushes the operation may still run, or be launched later.
+        """Waits on the CPU until the operation with this ticket and all earlier operations on this channel are
+        complete. The kernel that pushes the operation may still run, or be launched later.
 
         Raises:
             ArgumentError: the ticket is not a number from 0 to 2**64 - 2.

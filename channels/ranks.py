@@ -9,7 +9,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 def as_rank(world_size: int, rank: Any, argument: str) -> int:
-    if type(rank) is int and 0 <= rank < world_size:  # cheap enough for every call
+    if type(rank) is int and 0 <= rank < world_size:  # the common case, fast enough for every call
         return rank
     return as_integer(rank, argument, f"must be a rank from 0 to {world_size - 1}", 0, world_size - 1)
 

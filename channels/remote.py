@@ -18,10 +18,11 @@ class _Answer(Message, frozen=True):
     """A rank's message to the others while remote links are brought up.
 
     Attributes:
-        failure: the reason why this rank can't continue; empty if it can.
-        unsupported_reasons: by transport, the reason why its device can't register its GPU's memory; empty if it can.
-        wanted: the peers to which it needs an endpoint and has none.
-        endpoints: this rank's new endpoints, each once, since all peers may share one.
+        failure: the reason why this rank can't continue; empty if this rank can continue.
+        unsupported_reasons: by transport, the reason why the network device can't register the GPU's memory; empty if
+            it can.
+        wanted: the peers to which this rank needs an endpoint and has none.
+        endpoints: this rank's new endpoints, each once, because several peers may share an endpoint.
         for_peers: by peer, the index in `endpoints` of the endpoint for that peer.
     """
 
@@ -41,7 +42,7 @@ _ANSWER = Codec(_Answer, 16 << 20, "remote set-up answer")
 
 class RemoteLinks:
     """Brings up remote links: `probe`, then `connect_endpoints` for the peers that are used. If any two ranks need
-    remote links, all ranks call each.
+    remote links, all ranks call both methods.
 
     Args:
         meeting: the ranks.
@@ -64,11 +65,11 @@ class RemoteLinks:
         """Opens the transports' devices, and checks whether they can register this rank's device memory.
 
         Args:
-            transports: by peer, as far as known.
+            transports: the transport to each peer, as far as known.
 
         Returns:
-            For each rank, by transport, the reason why its device can't register device memory; empty if it can or need
-            not.
+            For each rank, by transport, the reason why its device can't register device memory; empty if the device
+            can, or need not.
 
         Raises:
             ArgumentError: an option names a device that does not exist.
@@ -85,9 +86,9 @@ class RemoteLinks:
         return [theirs.unsupported_reasons for theirs in self._together(answer)]
 
     def connect_endpoints(self, peers: Collection[int]) -> None:
-        """Makes an endpoint for each of some peers on other hosts that has none yet, and pinned memory if transfers are
-        staged. All ranks call this together, each with the peers that it will use. A peer that does not name this rank
-        also makes its endpoint.
+        """Makes the missing endpoints for some peers on other hosts, and pinned memory if transfers are staged. All
+        ranks call this together, each with the peers that it will use. A peer that does not name this rank also makes
+        its endpoint.
 
         Raises:
             ArgumentError: a peer's answer is invalid.
@@ -117,7 +118,7 @@ class RemoteLinks:
 
     def _together(self, step: Callable[[], _Answer]) -> list[_Answer]:
         """Runs a step and exchanges its answers. A failure is raised after the exchange, on all ranks, so that no rank
-        waits for one that has failed.
+        waits for a failed rank.
         """
         failure: ProxyCCLError | None = None
         try:
@@ -153,7 +154,7 @@ class RemoteLinks:
 
     @property
     def context(self) -> RemoteContext:
-        """The open devices. Raises ClosedError if none are open."""
+        """The open devices. Raises ClosedError if no devices are open."""
         if self._context is None:
             raise ClosedError("no network device is open")
         return self._context

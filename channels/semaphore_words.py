@@ -1,4 +1,6 @@
-"""Words in device memory that peers' kernels signal. They are parts of few allocations, which each peer maps once."""
+"""Words in device memory that peers' kernels signal. The words are parts of few allocations, each of which a peer maps
+once.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +58,13 @@ class _Part(Struct):
 
 
 class SemaphoreWords:
-    """This rank's words, and those of its peers.
+    """This rank's words, and the words of its peers.
 
     Words are reused once every rank has dropped the semaphores that they were made for; until then a peer may still
     signal them. The ranks tell each other in the offers that they exchange for new words.
 
     Args:
-        mappings: maps the memory of peers; they stay mapped until it is closed.
+        mappings: maps the memory of peers, which stays mapped until `mappings` is closed.
         keep: keeps this rank's memory until the ranks have ended.
     """
 
@@ -73,18 +75,18 @@ class SemaphoreWords:
         self._block: _Block | None = None
         self._used = 0  # bytes of the current block
         self._exported: list[bytes] = []  # the handles of all blocks
-        self._free: dict[int, list[_Part]] = {}  # by size
+        self._free: dict[int, list[_Part]] = {}  # unused words, by size
         self._theirs: dict[bytes, Memory] = {}
         self._next = 0
-        self._parts: dict[int, _Part] = {}  # those in use, by number
-        self._dropped: deque[int] = deque()  # numbers that this rank has dropped and not told the others
+        self._parts: dict[int, _Part] = {}  # words in use, by number
+        self._dropped: deque[int] = deque()  # numbers of dropped words that the other ranks don't know yet
         self._lock = threading.Lock()
 
     def make(self, nbytes: int, user: object) -> tuple[int, list[WordsOffer]]:
         """Returns the address of zeroed words of this rank, and the offers of all ranks, which make this call together.
 
-        This rank uses its words and its peers' words until `user` is garbage. Kernels that were launched with `user`
-        must have ended then. Raises as `Exchange.all_gather`.
+        This rank uses its words and its peers' words until `user` is garbage. By then, kernels that were launched with
+        `user` must have ended. Raises as `Exchange.all_gather`.
         """
         with self._lock:
             part = self._take(nbytes)

@@ -21,15 +21,15 @@ class SmChannel(Channel):
 
 
 class SmSemaphores:
-    """`DeviceSemaphores` between this rank and each mapped peer, this rank included; `count` for each peer.
+    """`DeviceSemaphores` between this rank and each mapped peer, this rank included: `count` semaphores for each peer.
 
-    All ranks make them together. Peer p computes the address of the word that p signals here from this rank's offer, so
-    one exchange serves any number of semaphores.
+    All ranks construct an `SmSemaphores` together. Each peer p computes the address of the word that p signals here
+    from this rank's offer, so one exchange serves any number of semaphores.
 
     Args:
         group: the ranks.
-        count: semaphores to each peer.
-        members: the ranks that may be peers, this rank included; the same on all of them. None for all ranks.
+        count: the number of semaphores to each peer.
+        members: the ranks that may be peers, this rank included; the same on all members. None for all ranks.
     """
 
     def __init__(self, group: Group, count: int, members: Sequence[int] | None = None) -> None:
@@ -49,7 +49,7 @@ class SmSemaphores:
         group.inventory.add_semaphores(self)
 
     def fill(self, semaphore: object, peer: int, index: int = 0) -> None:
-        """Fills a ProxycclSemaphore: number `index` of those to `peer`."""
+        """Fills a ProxycclSemaphore: number `index` of the semaphores to `peer`."""
         mine = (index * self._ranks + self._places[peer]) * _LINE
         theirs = (index * self._ranks + self._places[self._rank]) * _LINE
 

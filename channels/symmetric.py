@@ -51,7 +51,7 @@ class Announced(Struct):
         guard: checks that the range still lies in the allocations that held it when it was exported.
         memory: keeps the range from being freed until no peer maps it; None if the owner frees it.
         users: the number of `announce` calls that have not been withdrawn.
-        proxy_memory: the range's first id in this rank's proxy, if it has one.
+        proxy_memory: the range's first id in this rank's proxy; None without an id.
         for_proxies: whether peers' proxies were asked to add the range.
         lent: whether the library announced the range by itself (lent_memory.py); calls by proxy then do not wait for
             the peers' replies.
@@ -83,7 +83,7 @@ class Announced(Struct):
 
     @property
     def has_ids(self) -> bool:
-        """Whether the range has ids in a proxy, or peers were asked to give it some."""
+        """Whether the range has ids in a proxy, or peers were asked to assign ids."""
         return self.for_proxies or self.proxy_memory is not None
 
 
@@ -109,8 +109,8 @@ class _Handled(Struct):
         version: the version that was handled.
         handle: the handle of the mapped memory; no bytes if nothing is mapped.
         mapped: the mapped memory.
-        memory: its first id in this rank's proxy; None while it has none.
-        told: whether the peer was told that id, or that there is none.
+        memory: the memory's first id in this rank's proxy; None before it has an id.
+        told: whether the peer was told the id, or that no id is available.
     """
 
     version: int = 0
@@ -126,8 +126,8 @@ def _note_end(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> 
     It does nothing else, because garbage may be collected in a thread that holds any lock, or waits for the node
     daemon.
 
-    An array does not keep its group alive: a failed group's exception may keep the array, through its traceback's
-    frames. In that case only the groups that inherited the range are notified.
+    An array does not keep its group alive, because the traceback of a failed group's exception may keep the array. If
+    the group is gone, only the groups that inherited the range are notified.
     """
     alive = symmetric()
     if alive is not None and alive.note_end(announced):
@@ -167,9 +167,9 @@ class SymmetricMemory:
         calls: the calls of the group, which learn how peers reach the memory.
 
     Attributes:
-        offered: whether all ranks learn of this rank's announcements, which holds if they share a host and are not too
+        offered: whether all ranks learn of this rank's announcements: true if the ranks share a host and are not too
             many.
-        freed: addresses of lent ranges that their owners have freed; the reader removes what it reads.
+        freed: addresses of lent ranges that their owners have freed; the reader removes the addresses that it reads.
     """
 
     def __init__(self, meeting: Meeting, mappings: HandleCache, calls: Calls) -> None:
@@ -180,25 +180,25 @@ class SymmetricMemory:
         self._numbers = {peer: number for number, peer in enumerate(sorted({*peers, self._rank}))}
         self._world_size = self._topology.world_size
         self.offered = len(self._numbers) == self._world_size and self._world_size <= MOST_RANKS
-        self._peers = peers if self.offered else {}  # otherwise none announces anything
-        self._lock = threading.RLock()  # guards the following, except the mappings
+        self._peers = peers if self.offered else {}  # otherwise no rank announces anything
+        self._lock = threading.RLock()  # guards the fields below, except the mappings
         self._announced: dict[int, Announced] = {}
         self._unsettled: dict[
             int, Announced
         ] = {}  # ranges for which replies of peers, or of their proxies, are missing
         self._free = list(range(ENTRIES - 1, -1, -1))
-        self._withdrawn: dict[int, object] = {}  # by entry; released when all peers have unmapped it
+        self._withdrawn: dict[int, object] = {}  # withdrawn memory, by entry; released when all peers have unmapped it
         self._ended: deque[Announced] = deque()  # ranges of arrays that were garbage-collected; needs no lock
         self._pool: MemoryPool | None = None
         self._pool_changes = -1  # the pool's change count when it was last handled
-        self._following = threading.Lock()  # guards the next field
+        self._following = threading.Lock()  # guards `_segments`
         self._segments: dict[int, Announced | None] = {}  # by number; None where a segment can't be announced
         self.freed: deque[int] = deque()
         self._closed = False
-        self._mapping = threading.Lock()  # guards the following
+        self._mapping = threading.Lock()  # guards `_seen` and `_handled`
         self._proxy: Proxy | None = None
         self._seen = dict.fromkeys(peers, 0)  # the change count of each peer's table when last handled
-        self._handled: dict[tuple[int, int], _Handled] = {}  # by peer and entry
+        self._handled: dict[tuple[int, int], _Handled] = {}  # handled entries, by peer and entry number
 
     def allocate(self, nbytes: int, *, reserved: bool = False) -> Memory:
         """Returns device memory, and announces it unless the table is full or peers can't map the memory.
@@ -238,7 +238,7 @@ class SymmetricMemory:
             with self._lock:
                 if known.users:
                     known.users += 1
-                    known.lent = False  # the program registered the range, so its calls may wait
+                    known.lent = False  # the program registered the range, so the program's calls may wait
                     if known.memory is None:
                         known.memory = memory
                     self._tell_calls(known)
@@ -309,7 +309,7 @@ class SymmetricMemory:
         )
 
     def withdraw(self, announced: Announced) -> None:
-        """Undoes an `announce`. At the last one, no queued work of this rank may still use the range."""
+        """Undoes an `announce`. At the last `withdraw`, no queued work of this rank may still use the range."""
         with self._lock:
             if not announced.users:  # already dropped
                 return
@@ -341,10 +341,10 @@ class SymmetricMemory:
             self.withdraw(ended)
 
     def inherit(self, other: SymmetricMemory) -> None:
-        """Announces the ranges of another group's rank, until they are withdrawn there, and follows that group's
+        """Announces the ranges of another group of this rank, until that group withdraws them, and follows that group's
         pool.
         """
-        other.withdraw_ended()  # a failed group is not updated any longer
+        other.withdraw_ended()  # needed because a failed group gets no further updates
         with other._lock:
             of_pool = {id(segment) for segment in other._segments.values()}
             ranges = [each for each in other._announced.values() if id(each) not in of_pool and not each.lent]
@@ -507,11 +507,11 @@ class SymmetricMemory:
     # -- peers' memory ---
 
     def update(self, *, wait: bool = False) -> None:
-        """Maps memory that peers have announced, unmaps memory that they have withdrawn, and replies. Releases memory
-        that they unmapped, withdraws ranges that owners have freed, and checks the pool that it follows.
+        """Maps memory that peers have announced, unmaps memory that they have withdrawn, and replies. Also releases
+        memory that peers have unmapped, withdraws ranges that owners have freed, and checks the pool that it follows.
 
         Args:
-            wait: if another thread is updating, wait for that thread; otherwise return at once.
+            wait: whether to wait for another thread that is updating; if False, returns at once in that case.
         """
         self.withdraw_ended()
         if self._withdrawn:
@@ -567,7 +567,7 @@ class SymmetricMemory:
                 handled.mapped, handled.handle = self._mappings.acquire(handle), handle
             mapped = handled.mapped
             handled.memory = proxy.add_memory(mapped.ptr, mapped.nbytes, handle=lambda: handle)
-        except ProxyCCLError:  # the owner then uses other memory
+        except ProxyCCLError:  # on NO_MEMORY the owner uses other memory
             return NO_MEMORY
         return handled.memory
 
@@ -578,18 +578,18 @@ class SymmetricMemory:
             return UNREACHED
         try:
             handled.mapped, handled.handle = self._mappings.acquire(handle), handle
-        except ProxyCCLError:  # the owner may have freed the memory, and then has withdrawn it too
+        except ProxyCCLError:  # the owner may have freed and withdrawn the memory
             return UNREACHED
         return handled.mapped.ptr
 
     def memories(self) -> list[object]:
-        """Returns the memory that is kept here because peers' kernels may reach it."""
+        """Returns this rank's memory that must stay allocated because peers' kernels may reach it."""
         with self._lock:
             announced = [each.memory for each in self._announced.values()]
             return [memory for memory in (*announced, *self._withdrawn.values()) if memory is not None]
 
     def close(self) -> None:
-        """Closes this. Kernels of this rank must no longer use the peers' memory; this rank's memory is freed with its
+        """Unmaps the peers' memory. Kernels of this rank must no longer use it; this rank's memory is freed with its
         last reference.
         """
         with self._following, self._mapping, self._lock:

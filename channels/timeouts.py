@@ -15,7 +15,7 @@ DEFAULT_TIMEOUT = 30.0
 
 
 def timeout_from(value: float | None) -> float:
-    """Returns a time-out in seconds: the value, or for None that of ``PROXYCCL_TIMEOUT``, else the default.
+    """Returns a time-out in seconds: `value`; for None the value of ``PROXYCCL_TIMEOUT``, else the default.
 
     Raises:
         ArgumentError: the value is not a positive number of seconds.
@@ -35,7 +35,7 @@ def as_seconds(value: Any, argument: str, expected: str, *, may_be_none: bool = 
     """Checks a time that a caller passes, in seconds: above 0, or at least 0 if zero is allowed.
 
     Raises:
-        ArgumentError: it is not such a number, or above `LONGEST_TIME`. `expected` describes the valid values.
+        ArgumentError: the value is not a valid number, or above `LONGEST_TIME`. `expected` describes the valid values.
     """
     known = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not known or not 0 <= value <= LONGEST_TIME or (value == 0 and not may_be_none):

@@ -17,11 +17,11 @@ _LOOK_SECONDS = 0.25
 class VainWaits:
     """Ends a group of which this rank waits in vain. The watcher's thread calls `look`.
 
-    The call log shows waits of collectives. Transfers are not logged, so their wait is bounded by `linger`, but only at
-    the group's end: a program's own work may take longer.
+    The call log shows waits of collectives. Transfers are not logged, so `linger` bounds their wait, but only at the
+    group's end, because a program's own work may take longer.
 
     Attributes:
-        makes_transfers: whether calls are made that the call log lacks.
+        makes_transfers: whether the program makes transfers, which the call log lacks.
     """
 
     def __init__(self, meeting: Meeting, failure: FailureState, launches: Launches) -> None:
@@ -33,14 +33,16 @@ class VainWaits:
         self._next_look = 0.0
 
     def begin(self) -> None:
-        """The group is at its end, and waits for its work until `end`."""
+        """Records that the group is at its end, and waits for its work until `end`."""
         self._leaving = True
 
     def end(self) -> None:
         self._leaving, self._work_ends_by = False, math.inf
 
     def bound_transfers(self, now: float) -> None:
-        """The program has ended: a transfer may wait for a peer that also waits at its end."""
+        """Bounds the wait for transfers. Called when the program has ended, because a transfer may wait for a peer that
+        also waits at its end.
+        """
         if self.makes_transfers and self._linger is not None:
             self._work_ends_by = now + self._linger
 

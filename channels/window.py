@@ -25,7 +25,7 @@ from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperat
 
 _WORD = 8
 _RELEASED = (1 << 63) - 1
-"""More than any number of signals."""
+"""Written to a word to release its waiters: more than any number of signals."""
 
 
 class Window:
@@ -39,7 +39,7 @@ class Window:
         array: this rank's array, as for `Communicator.register`.
 
     Raises:
-        ArgumentError: on all ranks, if peers can't map the array of one of them.
+        ArgumentError: peers can't map the array of some rank. Raised on all ranks.
     """
 
     def __init__(self, group: Group, array: Any) -> None:
@@ -53,8 +53,8 @@ class Window:
                 self._memory.close()
             raise
         ranks = group.world_size
-        # By rank: the count of signals that the rank has sent, which it writes; and the count that this rank's streams
-        # wait for.
+        # For each rank two words: the count of signals that the rank has sent, written by the rank, and the count that
+        # this rank's streams wait for.
         self._words = group.runtime.allocate_pinned(2 * ranks * _WORD)
         self._values = ffi.cast("uint64_t *", self._words.host_ptr)
         self._sent, self._awaited = [0] * ranks, [0] * ranks
@@ -66,7 +66,7 @@ class Window:
             if peer != group.rank and group.topology.accessible[peer]:
                 with group.mapping_of(peer):
                     self._peers[peer] = group.runtime.open_pinned(handles[peer])
-        group.exchange.barrier("window: all have mapped it")
+        group.exchange.barrier("window: all ranks have mapped it")
         group.keep(self)
         group.stream_waits.append(self)
 
@@ -79,7 +79,7 @@ class Window:
         return self._memory.array
 
     def put(self, x: Any, peer: int, *, offset: int = 0, signal: bool = False, stream: StreamLike = None) -> None:
-        """Copies an array into a peer's, on the stream.
+        """Copies an array into a peer's array, on the stream.
 
         Args:
             x: any contiguous array of this rank's device.

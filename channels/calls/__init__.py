@@ -1,1 +1,1 @@
-"""The path of every call: the call's form is found or prepared, filled in, logged and launched."""
+"""The path of every call: finds or prepares the call's form, fills it in, logs the call and launches it."""

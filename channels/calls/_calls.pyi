@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 from proxyccl.device.base_runtime import StreamLike
 
 MOST_FORMS: Final[int]
-"""The most forms that a `Calls` keeps. A further form evicts the least recently used one."""
+"""The most forms that a `Calls` keeps. A further form evicts the least recently used form."""
 
 LEAST_LENT_BYTES: Final[int]
 """`Calls.take_notes` reports arrays of at least this size."""
@@ -28,7 +28,8 @@ class Form:
 
     Args:
         prepared: addresses of the function that issues the call (proxyccl_calls_issue or one like it, calls.h), and of
-            its arguments: the callers, the encoded fields, and the launch, which is 0 if the call launches nothing.
+            that function's arguments: the callers, the encoded fields, and the launch, which is 0 if the call launches
+            nothing.
         kept: objects that must live as long as `prepared` is used; they are passed to `refuse` of `Calls`.
         relocations: the words of the launch's arguments that point into the call's arrays: address of the word, number
             of the array, offset in the array.
@@ -107,7 +108,7 @@ class Calls:
         Returns:
             False, with nothing done, if C can't read an array; `as_view` may read that array.
 
-        Raises what `prepare`, `refuse` and `turn` raise.
+        Raises the errors that `prepare`, `refuse` and `turn` raise.
         """
     def call_kept(self, x: object, out: object, options: tuple[object, ...], stream: int, /) -> bool:
         """Makes a call if its form is kept; otherwise does nothing and returns False. The caller keeps the arrays until
@@ -116,7 +117,7 @@ class Calls:
     def clear(self) -> None:
         """Forgets all forms, including those that are being prepared."""
     def forget(self, start: int, end: int, /) -> None:
-        """Forgets the forms that are bound to memory in a range, and those that are being prepared."""
+        """Forgets the forms that are bound to memory in a range, and the forms that are being prepared."""
     def set_reached(
         self,
         number: int,
@@ -134,7 +135,8 @@ class Calls:
         Args:
             number: names the range.
             start, end: its addresses.
-            bases: by rank, the address of `start` for the kernels of that rank; None unless all reach it.
+            bases: by rank, the address of `start` for the kernels of that rank; None unless all ranks' kernels reach
+                the range.
             proxies: the sum of the flags `NAMED_BY_PROXIES` and `RECEIVED_BY_PROXIES` that apply.
             holds, guard: addresses of a function, and of its first argument, that checks whether the range is still in
                 the allocations that held it (allocation_guard.h); 0 for no check.
@@ -143,8 +145,8 @@ class Calls:
     def unset_reached(self, number: int, /) -> None:
         """Forgets a range. An unknown range is ignored."""
     def reach_of(self, start: int, nbytes: int, /) -> int:
-        """Returns how peers reach an array: 1 if the kernels of all ranks do, plus the flags `NAMED_BY_PROXIES` and
-        `RECEIVED_BY_PROXIES` that apply.
+        """Returns how peers reach an array: 1 if the kernels of all ranks reach the array, plus the flags
+        `NAMED_BY_PROXIES` and `RECEIVED_BY_PROXIES` that apply.
         """
     def take_notes(self) -> list[tuple[int, int]]:
         """Returns address and size of each `lent` array of at least `LEAST_LENT_BYTES` that calls used since the last
@@ -160,7 +162,8 @@ class Calls:
         Args:
             order: address of a ProxycclStreamOrder (stream_order.h).
             event: handle of an event that nothing else uses.
-            thread_stream: the handle that means a different stream in each thread; its calls still use `turn`.
+            thread_stream: the handle that means a different stream in each thread; calls with this handle still use
+                `turn`.
         """
 
 class FlowCalls:
@@ -168,7 +171,7 @@ class FlowCalls:
 
     Args:
         arrays: as for `Calls`.
-        ndarray: numpy's type of arrays.
+        ndarray: the type `numpy.ndarray`.
         current_stream: as for `Calls`.
         runtime: the group's runtime, which arrays of type `Array` must have.
         failure: the group's `FailureState`.
@@ -222,7 +225,7 @@ class FlowCalls:
         Returns:
             False, with nothing done, if Python must handle an argument: convert it, or refuse it.
 
-        Raises what the functions raise.
+        Raises the errors that the functions raise.
         """
     def call_borrowed(self, x: Any, out: Any, options: tuple[Any, Any, Any], stream: int, /) -> bool:
         """Makes a call like `call`, with arrays that the caller keeps until the stream has passed the call."""
@@ -243,7 +246,7 @@ class Descriptor:
 
     Attributes:
         like: an array of the library and device of the tables.
-        missing: why there are no rows; None if they were received.
+        missing: why there are no rows; None if the rows were received.
         blocks: the arrays that hold tables, their addresses, and the `Tables`.
     """
 
@@ -297,7 +300,8 @@ class DispatchForm:
 
     A call is given the tokens or a pair of rows and scales, the ids, the weights, the indices, and a stream. A call by
     an earlier routing is given the tokens, that routing's descriptor, a stream and an array for the rows. A call
-    without a stream runs on torch's current stream. If that is not the stream of C's calls, `queue` issues the call.
+    without a stream runs on torch's current stream. If the current stream is not the stream of C's calls, `queue`
+    issues the call.
 
     Args:
         common: `CallForm.common`.

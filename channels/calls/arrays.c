@@ -59,7 +59,7 @@ static int is(PyObject* found, PyObject* expected) {
   return found == expected;
 }
 
-/* Reads dtype and shape, and computes the size. Returns 1, or 0, perhaps with an exception, as for symbolic shapes. */
+/* Reads dtype and shape, and computes the size. Returns 1 or 0; an exception may be set, as for symbolic shapes. */
 static int read_elements(PyObject* x, GivenArray* array) {
   ArrayKind* kind = &array->kind;
   PyObject* shape = PyObject_GetAttr(x, names[NAME_shape]);
@@ -79,8 +79,8 @@ static int read_elements(PyObject* x, GivenArray* array) {
   return itemsize > 0;
 }
 
-/* Whether a tensor's storage holds its elements. A view of a storage that was freed has its offset as address, and a
- * storage may have been shrunk. */
+/* Whether a tensor's storage holds its elements. The storage may have been shrunk, or freed: then a view's address is
+ * only its offset. */
 static int has_memory(PyObject* x, const GivenArray* array) {
   PyObject* storage = call(x, NAME_untyped_storage);
   const Py_ssize_t held = storage == NULL ? -1 : number(call(storage, NAME_nbytes));
@@ -165,7 +165,7 @@ static int read_buffer(PyObject* x, GivenArray* array) {
   ArrayKind* const kind = &array->kind;
   if (!PyObject_CheckBuffer(x)) return 0;
   if (PyObject_GetBuffer(x, buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
-    buffer->obj = NULL; /* it is not contiguous, or buffers do not support its type */
+    buffer->obj = NULL; /* the array is not contiguous, or buffers do not support its type */
     return 0;
   }
   const size_t format = buffer->format == NULL ? PROXYCCL_LONGEST_FORMAT : strlen(buffer->format);

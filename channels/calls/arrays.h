@@ -17,13 +17,13 @@ typedef struct ArrayTypes {
 /* The properties of an array on which a form depends. No padding, because kinds are compared by memcmp. */
 typedef struct ArrayKind {
   PyTypeObject* type;
-  PyObject* element; /* the dtype of an Array, an ArrayView or a tensor of small integers; NULL of others … */
-  PyObject* runtime; /* an Array's; NULL of other arrays */
+  PyObject* element; /* the dtype of an Array, an ArrayView or a tensor of small integers; or NULL */
+  PyObject* runtime; /* the runtime of an Array; NULL for other arrays */
   Py_ssize_t dimensions, shape[PROXYCCL_MOST_DIMENSIONS];
   uint32_t alignment; /* the address modulo 16 */
   uint16_t readonly;
-  uint16_t reach;                       /* how peers reach it (reach.h) */
-  char format[PROXYCCL_LONGEST_FORMAT]; /* … which have a buffer's format, or DLPack's type; padded with zeros */
+  uint16_t reach;                       /* how peers reach the array (reach.h) */
+  char format[PROXYCCL_LONGEST_FORMAT]; /* without `element`: a buffer's format or DLPack's type, and zeros */
 } ArrayKind;
 
 typedef struct GivenArray {
@@ -55,8 +55,8 @@ int proxyccl_name_array_attributes(void);
 int proxyccl_read_array_types(PyObject* given, ArrayTypes* types);
 int proxyccl_visit_array_types(const ArrayTypes* types, visitproc visit, void* arg);
 void proxyccl_clear_array_types(ArrayTypes* types);
-/* Reads an array whose memory holds its elements in order. Returns 1, with references to release; 0 if C can't read it,
- * and `as_view` reads or refuses it; -1 with an exception of the program's (python_errors.h). */
+/* Reads an array whose memory holds its elements in order. Returns 1, with references to release; 0 if C can't read the
+ * array, and `as_view` reads or refuses it; -1 with an exception that the program raised (python_errors.h). */
 int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array);
 void proxyccl_release_array(GivenArray* array);
 

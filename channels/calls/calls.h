@@ -4,16 +4,16 @@
 
 #include "form.h"
 
-/* Adds the type Calls to the module. 0, or -1 with an exception. */
+/* Adds the type Calls to the module. Returns 0, or -1 with an exception. */
 int proxyccl_add_calls(PyObject* module);
-/* Whether an object is a Calls; if not, with an exception. */
+/* Returns whether an object is a Calls; if not, sets an exception. */
 int proxyccl_require_calls(PyObject* object);
 /* Returns the types of arrays that a Calls object takes. */
 const ArrayTypes* proxyccl_types_of(PyObject* calls);
 /* Counts a call that was made without the table, or a form that was prepared for such a call. */
 void proxyccl_count(PyObject* calls, int made, int prepared);
-/* Issues a call on a stream, after the group's earlier ones; NULL: on the stream of the latest call. Returns 1 if it
- * was issued; 0, with nothing done, if Python must issue it; -1 with an exception. */
+/* Issues a call on a stream (NULL: the stream of the latest call), after the group's earlier calls. Returns 1 if the
+ * call was issued; 0, with nothing done, if Python must issue the call; -1 with an exception. */
 int proxyccl_issue_prepared(PyObject* calls, const PreparedCall* call, PyObject* stream);
 
 #endif

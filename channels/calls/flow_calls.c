@@ -2,7 +2,8 @@
  * order of launches, and each launch is filled in and issued. Only the event after a call outlives it.
  *
  A flow is one direction between a pair of ranks. A launch follows the last launch of each of its flows, by an event
- after that launch. Waiting for the whole stream would not do, because later work may wait for the peer. */
+ after that launch. A wait for the whole stream could deadlock, because later work of the stream may wait for the peer.
+ */
 #include "flow_calls.h"
 
 #include <stdlib.h>
@@ -33,13 +34,13 @@ typedef struct Moves {
 /* The latest launch of a flow. */
 typedef struct LastOfFlow {
   uint32_t event;   /* number, from 1, of the event after the launch; 0 if there was no launch */
-  uintptr_t stream; /* or NO_STREAM */
-  int captured;     /* into a graph, so that nothing outside the graph can wait for the event */
+  uintptr_t stream; /* the stream of the launch, or NO_STREAM */
+  int captured;     /* whether the launch was captured into a graph, outside of which nothing can wait for the event */
 } LastOfFlow;
 
 typedef struct Event {
   uintptr_t handle;
-  uint32_t flows; /* the flows whose latest launch it follows; 0: it can be reused */
+  uint32_t flows; /* how many flows' latest launch the event follows; 0: the event can be reused */
 } Event;
 
 typedef struct FlowCalls {
@@ -48,26 +49,26 @@ typedef struct FlowCalls {
   PyTypeObject *ndarray, *current_stream;
   PyObject *runtime, *failure, *acquire, *release;
   PyObject *refuse, *handle_of, *context, *keep, *make_event, *take_stream, *await;
-  PyObject* launchable; /* the owner of the following two */
+  PyObject* launchable; /* the owner of `launch` and `flows` */
   ProxycclLaunch* launch;
-  ProxycclFlows* flows; /* its argument */
+  ProxycclFlows* flows; /* the argument of `launch` */
   uint64_t bytes_per_lane;
   const ProxycclStreamOrder* streams;
   const ProxycclControl* control;
-  uintptr_t thread_stream; /* the handle that means another stream in each thread; NO_STREAM if none does */
-  LastOfFlow* last;        /* by flow: 2 * peer, and one more where this rank sends */
-  uint32_t* turns;         /* by flow, while moves are ordered */
-  Event* events;           /* one more event than there are flows suffices */
+  uintptr_t thread_stream; /* the handle that means another stream in each thread; NO_STREAM without such a handle */
+  LastOfFlow* last;        /* by flow: index 2 * peer if this rank receives, 2 * peer + 1 if this rank sends */
+  uint32_t* turns;         /* by flow, the number of moves so far while moves are ordered */
+  Event* events;           /* as many events as flows, and one more, suffice */
   uint32_t event_count;
 } FlowCalls;
 
-static PyObject *state_name, *open_name; /* of the process's one module */
+static PyObject *state_name, *open_name; /* made once for the process */
 
 static uint32_t flow_of(const Move* move) { return 2 * move->peer + (move->source != 0); }
 
 /* -- moves --- */
 
-/* 0, or -1 with an exception. */
+/* Returns 0, or -1 with an exception. */
 static int append(Moves* moves, const Move* move) {
   if (moves->room == 0) {
     moves->each = moves->few, moves->room = FEW_MOVES;
@@ -86,7 +87,7 @@ static int append(Moves* moves, const Move* move) {
   return 0;
 }
 
-/* Adds a move, unless it is empty or copies an array to itself. 0, or -1 with an exception. */
+/* Adds a move, unless it is empty or copies an array to itself. Returns 0, or -1 with an exception. */
 static int add_move(Moves* moves, const Move* move) {
   return move->bytes == 0 || move->source == move->target ? 0 : append(moves, move);
 }
@@ -107,8 +108,8 @@ static int compare_used(const void* a, const void* b) {
   return (first->end > second->end) - (first->end < second->end);
 }
 
-/* Whether no received array shares memory with another array: 1 or 0, or -1 with an exception. Sent arrays may overlap.
- */
+/* Returns 1 if no received array shares memory with another array, else 0; -1 with an exception. Sent arrays may
+ * overlap. */
 static int are_apart(const Moves* moves) {
   if (moves->count == 1 && (moves->each[0].source == 0 || moves->each[0].target == 0)) return 1;
   Used few[2 * FEW_MOVES];
@@ -185,8 +186,8 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
 
 /* Makes a stream wait for earlier launches of the flows on other streams. Returns the driver's status.
  *
- * A stream that is being captured into a graph can't wait for one that is not; the graph's own launches are the
- * program's to order. */
+ * A stream that is being captured into a graph can't wait for a stream that is not; the program must order the graph's
+ * own launches. */
 static int follow_earlier(const FlowCalls* self, const Moves* moves, uintptr_t stream, int captured) {
   uint32_t waited = 0;
   for (size_t i = 0; i < moves->count; ++i) {
@@ -243,7 +244,7 @@ static uint32_t take_event(FlowCalls* self) {
   return ++self->event_count;
 }
 
-/* Whether the group is open; if not, perhaps with an exception. */
+/* Whether the group is open; if not, an exception may be set. */
 static int is_open(const FlowCalls* self) {
   PyObject* state = PyObject_GetAttr(self->failure, state_name);
   const int open = state != NULL && (state == open_name || PyUnicode_Compare(state, open_name) == 0);
@@ -259,7 +260,7 @@ static int issue_without_gil(FlowCalls* self, const Moves* moves, uint32_t event
   return status;
 }
 
-/* 0, or -1 with an exception. */
+/* Returns 0, or -1 with an exception. */
 static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named) {
   if (!is_open(self)) { /* C checks the abort word itself */
     PyObject* usable = PyObject_CallMethod(self->failure, "require_usable", NULL);
@@ -315,8 +316,8 @@ static int find_handle(const FlowCalls* self, PyObject* stream, int own, uintptr
   return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-/* Issues a call's moves. `owners` are kept until the stream has passed them; NULL: the caller does so. `agree` compares
- * the call with the other ranks; NULL for no comparison. Returns 0, or -1 with an exception. */
+/* Issues a call's moves. `owners` are kept until the stream has passed the moves; NULL: the caller keeps them. `agree`
+ * compares the call with the other ranks; NULL for no comparison. Returns 0, or -1 with an exception. */
 static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject* owners, PyObject* agree) {
   const int waits = stream == Py_None && self->types.device < 0;
   uintptr_t handle = 0;
@@ -337,13 +338,13 @@ static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject*
 
 /* -- the arrays of a call --- */
 
-/* One side of a call: the arrays that this rank sends, or those that it receives. */
+/* One side of a call: the arrays that this rank sends, or the arrays that this rank receives. */
 typedef struct Side {
-  PyObject* arrays; /* one, or a list or tuple of them */
+  PyObject* arrays; /* one array, or a list or tuple of arrays */
   PyObject* ranks;  /* see FlowCalls.call in _calls.pyi */
   int receives;
-  GivenArray array; /* of a single array; released except for a reference to its element type */
-  int is_split;     /* 1: its rows go to all ranks, or come from them */
+  GivenArray array; /* set for a single array; released except for a reference to its element type */
+  int is_split;     /* 1: the array's rows go to all ranks, or come from all ranks */
 } Side;
 
 static int is_sequence(PyObject* object) { return PyTuple_Check(object) || PyList_Check(object); }
@@ -352,7 +353,7 @@ static Py_ssize_t size_of(PyObject* sequence) {
   return PyTuple_Check(sequence) ? PyTuple_Size(sequence) : PyList_Size(sequence);
 }
 
-/* A new reference; NULL with an exception. */
+/* Returns a new reference; NULL with an exception. */
 static PyObject* item_of(PyObject* sequence, Py_ssize_t i) {
   PyObject* item = PyTuple_Check(sequence) ? PyTuple_GetItem(sequence, i) : PyList_GetItem(sequence, i);
   return Py_XNewRef(item);
@@ -369,8 +370,8 @@ static int has_known_format(const ArrayKind* kind) {
   return format[0] != 0 && format[1] == 0 && strchr("?bBhHiIlLqQefd", format[0]) != NULL;
 }
 
-/* Reads an array that needs no other check. Returns 1, with a reference to its element type; 0 if C can't read it, or
- * -1 with an exception of the program's. */
+/* Reads an array that needs no other check. Returns 1, with a reference to the element type; 0 if C can't read the
+ * array, or -1 with an exception that the program raised. */
 static int read_array(const FlowCalls* self, PyObject* x, int receives, GivenArray* array) {
   const int read = proxyccl_read_array(&self->types, x, array);
   if (read <= 0) return read;
@@ -387,7 +388,7 @@ static int read_array(const FlowCalls* self, PyObject* x, int receives, GivenArr
   return usable;
 }
 
-/* Converts the number of a rank, or of rows. Returns -1, perhaps with an exception, for anything else. */
+/* Converts the number of a rank, or of rows. Returns -1 for anything else; an exception may be set. */
 static Py_ssize_t count_in(PyObject* number, Py_ssize_t end) {
   if (number == NULL || !PyLong_CheckExact(number)) return -1;
   const Py_ssize_t count = PyLong_AsSsize_t(number);
@@ -397,7 +398,7 @@ static Py_ssize_t count_in(PyObject* number, Py_ssize_t end) {
 /* The moves of a call while they are read. */
 typedef struct Reading {
   Moves moves;
-  Moves own;       /* halves of copies within this rank: first all sending halves, then all receiving ones */
+  Moves own;       /* halves of copies within this rank: first all sending halves, then all receiving halves */
   size_t sent_own; /* the number of sending halves */
 } Reading;
 
@@ -504,7 +505,7 @@ static int is_empty_list(PyObject* arrays) { return is_sequence(arrays) && size_
  * is received in arrays of its type. */
 static int sides_fit(const Side* x, const Side* out) {
   const ArrayKind *sent = &x->array.kind, *received = &out->array.kind;
-  if (sent->type == NULL || received->type == NULL) /* of lists */
+  if (sent->type == NULL || received->type == NULL) /* a side is a list of arrays */
     return !is_text(x->ranks, "all");
   if (!x->is_split && !out->is_split && !is_text(x->ranks, "all")) return 1;
   if (is_sequence(x->arrays)) return 1;
@@ -515,10 +516,10 @@ static int sides_fit(const Side* x, const Side* out) {
   for (Py_ssize_t i = 1; i < sent->dimensions; ++i)
     if (sent->shape[i] != received->shape[i]) return 0;
   return !(x->is_split && out->is_split &&
-           overlap(&x->array, &out->array)); /* in-place calls with splits are left to Python */
+           overlap(&x->array, &out->array)); /* Python handles in-place calls with splits */
 }
 
-/* Reads a call's moves. Returns 1; 0 if Python must handle them; -1 with an exception. */
+/* Reads a call's moves. Returns 1; 0 if Python must handle the arguments; -1 with an exception. */
 static int read_moves(const FlowCalls* self, Side* x, Side* out, Reading* reading) {
   int read = add_side(self, x, reading);
   if (read > 0) read = add_side(self, out, reading);
@@ -579,7 +580,7 @@ static PyObject* run(PyObject* object, PyObject* arguments) {
   FlowCalls* self = (FlowCalls*)object;
   PyObject *transfers, *stream, *owners;
   if (!PyArg_ParseTuple(arguments, "O!OO", &PyList_Type, &transfers, &stream, &owners)) return NULL;
-  if (self->acquire == NULL) Py_RETURN_NONE; /* the garbage collector has cleared it */
+  if (self->acquire == NULL) Py_RETURN_NONE; /* the garbage collector has cleared this object */
   Moves moves;
   moves.count = moves.room = 0;
   int issued = 0;

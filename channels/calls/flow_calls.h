@@ -6,7 +6,7 @@
 
 #include "form.h"
 
-/* Adds the type FlowCalls to the module. 0, or -1 with an exception. */
+/* Adds the type FlowCalls to the module. Returns 0, or -1 with an exception. */
 int proxyccl_add_flow_calls(PyObject* module);
 
 #endif

@@ -1,6 +1,6 @@
 #include "form.h"
 
-static PyTypeObject* form_type; /* of the process's one module */
+static PyTypeObject* form_type; /* made once for the process */
 
 int proxyccl_is_form(PyObject* object) { return Py_TYPE(object) == form_type; }
 
@@ -93,7 +93,7 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
 
 static int let_go(PyObject* object) {
   CallForm* self = (CallForm*)object;
-  self->prepared.launch = NULL; /* its owner may have been released */
+  self->prepared.launch = NULL; /* the launch's owner may have been released */
   self->relocation_count = 0, self->peers_words = NULL;
   Py_CLEAR(self->prepared.kept);
   return 0;

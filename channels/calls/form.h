@@ -10,8 +10,8 @@ typedef int (*Issue)(void* callers, void* call, void* launch, uintptr_t stream);
 
 typedef struct PreparedCall {
   Issue issue;
-  void *callers, *call, *launch; /* its arguments */
-  PyObject* kept;                /* objects that must live as long as these; see Form in _calls.pyi */
+  void *callers, *call, *launch; /* the arguments of the Issue function */
+  PyObject* kept;                /* objects that must live as long as these arguments; see Form in _calls.pyi */
 } PreparedCall;
 
 /* A word of a launch's arguments that holds an address in an array of the call. */
@@ -31,9 +31,9 @@ typedef struct CallForm {
   PreparedCall prepared; /* `launch` is NULL if nothing is to be launched */
   Relocation* relocations;
   size_t relocation_count;
-  uintptr_t* peers_words; /* by rank, for the address of the output in that rank's address space; NULL: none */
+  uintptr_t* peers_words; /* by rank, words for the output's address in that rank's address space; or NULL */
   size_t ranks, rank;
-  AddressRange* ranges; /* memory whose change ends the form */
+  AddressRange* ranges; /* the form is dropped when the memory in these ranges changes */
   size_t range_count;
   Py_ssize_t lent;  /* number of the array that peers should reach if the program uses it often; -1 for none */
   int names_memory; /* 1: the launch names memory by proxies' ids, so the form is bound to one address */
@@ -46,12 +46,13 @@ int proxyccl_is_form(PyObject* object);
 /* Adds the type Form to the module. Returns 0, or -1 with an exception. */
 int proxyccl_add_form(PyObject* module);
 
-/* Calls a function without arguments that releases a lock, also while an exception is set, which stays. Returns
- * `result`, or -1 with an exception. */
+/* Calls a function without arguments that releases a lock. An exception that is set stays set. Returns `result`, or -1
+ * with an exception. */
 int proxyccl_leave_lock(PyObject* release, int result);
-/* Enters the context that a function returns. Returns it for `proxyccl_leave_context`, or NULL with an exception. */
+/* Enters the context that a function returns. Returns the context for `proxyccl_leave_context`, or NULL with an
+ * exception. */
 PyObject* proxyccl_enter_context(PyObject* make);
-/* 0, or -1 with an exception. */
+/* Returns 0, or -1 with an exception. */
 int proxyccl_leave_context(PyObject* context);
 
 #endif

@@ -8,13 +8,13 @@ enum { MOST_FORMS = 16 }; /* a further form replaces the oldest */
 
 typedef struct Listed {
   PyObject* form;
-  ArrayKind kinds[PROXYCCL_MOST_GIVEN]; /* with references */
+  ArrayKind kinds[PROXYCCL_MOST_GIVEN]; /* the kinds hold references */
 } Listed;
 
 /* See FormList in _calls.pyi. */
 typedef struct FormList {
   PyObject ob_base;
-  PyObject* calls; /* of the group */
+  PyObject* calls; /* the group's Calls */
   PyObject *widths, *view, *prepare;
   Py_ssize_t further; /* arguments after the arrays */
   Py_ssize_t count;
@@ -48,7 +48,8 @@ int proxyccl_read_listed(const ArrayTypes* types, PyObject* x, ListedArray* list
   return 1;
 }
 
-/* Reads an array, or Python's view of it. Returns 1; 0 if neither can be read, or -1 with an exception. */
+/* Reads an array, or Python's view of it. Returns 1; 0 if neither can be read; -1 with an
+ * exception. */
 static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, ListedArray* listed) {
   const ArrayTypes* const types = proxyccl_types_of(self->calls);
   int read = proxyccl_read_listed(types, x, listed);
@@ -73,7 +74,7 @@ static int is_wide(PyObject* tuple, Py_ssize_t width) {
   return width < 0 ? count == -width : count <= width;
 }
 
-/* Reads the arrays, and stores their `count`. Returns 1; 0 if Python must refuse them, or -1 with an exception. */
+/* Reads the arrays, and stores their `count`. Returns 1; 0 if Python must refuse them, -1 with an exception. */
 static int read_all(const FormList* self, PyObject* const* arguments, ListedArray* given, int* count) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(self->widths); ++i) {
     const Py_ssize_t width = PyLong_AsSsize_t(PyTuple_GetItem(self->widths, i));
@@ -103,7 +104,7 @@ static PyObject* call_prepare(const FormList* self, PyObject* const* arguments, 
   return made;
 }
 
-/* The form that is listed for the kinds of a call's arrays, a new reference; NULL if there is none. */
+/* Returns the form that is listed for the kinds of a call's arrays, as a new reference; NULL if no form is listed. */
 static PyObject* find(const FormList* self, const ListedArray* given, int count) {
   for (Py_ssize_t i = 0; i < self->count; ++i) {
     int k = 0;
@@ -225,7 +226,7 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-/* The types of forms add the other slots. */
+/* Types that derive from ListedForm add the other slots. */
 static PyType_Slot form_slots[] = {{0, NULL}};
 static PyType_Spec form_spec = {
     .name = "proxyccl.channels.calls._calls.ListedForm",
@@ -237,7 +238,7 @@ static PyType_Spec form_spec = {
 PyTypeObject* proxyccl_listed_form;
 
 int proxyccl_add_form_list(PyObject* module) {
-  static PyTypeObject* list_type; /* of the process's one module */
+  static PyTypeObject* list_type; /* made once for the process */
   if (list_type == NULL) list_type = (PyTypeObject*)PyType_FromSpec(&spec);
   if (proxyccl_listed_form == NULL) proxyccl_listed_form = (PyTypeObject*)PyType_FromSpec(&form_spec);
   if (list_type == NULL || proxyccl_listed_form == NULL) return -1;

@@ -1,7 +1,7 @@
 /* The forms that a group keeps, found by the signatures of calls.
  *
- * A signature is what a form depends on: the options, the kinds of the arrays (arrays.h) and how they overlap. It has
- * no addresses, except for the rare form that is bound to them. */
+ * A signature is what a form depends on: the options, the kinds of the arrays (arrays.h) and how they overlap. A
+ * signature has no addresses, except for the rare form that is bound to addresses. */
 #ifndef PROXYCCL_KEPT_FORMS_H
 #define PROXYCCL_KEPT_FORMS_H
 
@@ -16,9 +16,9 @@ enum { PROXYCCL_RELATION_BITS = 2 };
 
 typedef struct Signature {
   PyObject* options; /* a tuple */
-  size_t count;      /* of arrays */
+  size_t count;      /* number of arrays */
   const GivenArray* arrays;
-  uint64_t relations; /* of all pairs of arrays, PROXYCCL_RELATION_BITS each */
+  uint64_t relations; /* the Relation of each pair of arrays, in PROXYCCL_RELATION_BITS bits */
   uint64_t hash;
 } Signature;
 
@@ -28,13 +28,13 @@ typedef struct KeptForms {
   Py_ssize_t count;
 } KeptForms;
 
-/* Stores how the arrays overlap, for a group's `rank`. Returns 1 if two are OVERLAPPING, else 0. */
+/* Stores how the arrays overlap, for a group's `rank`. Returns 1 if two arrays are OVERLAPPING, else 0. */
 int proxyccl_relate(Signature* signature, size_t rank);
 /* Computes `hash` from the other members. */
 void proxyccl_hash_signature(Signature* signature);
-/* Returns the form for a hashed signature as a new reference; NULL if none is kept. */
+/* Returns the form for a hashed signature as a new reference; NULL if no form is kept. */
 CallForm* proxyccl_find_form(KeptForms* forms, const Signature* signature);
-/* Keeps a form, bound to its arrays' addresses if it must be. The one that was not used for longest may go. Returns 0,
+/* Keeps a form, bound to its arrays' addresses if it must be. May drop the least recently used form. Returns 0,
  * or -1 with an exception. */
 int proxyccl_keep_form(KeptForms* forms, const Signature* signature, CallForm* form);
 /* Drops the forms that are bound to memory in a range. */

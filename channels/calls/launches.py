@@ -48,7 +48,7 @@ def array_types(runtime: Runtime) -> tuple[type, type, dict[type, object], tuple
 
 
 class Launches:
-    """Launches of one rank's collectives.
+    """Orders and issues the launches of one rank's collectives.
 
     Args:
         failure: checked before a launch, and where a call waits.
@@ -56,7 +56,7 @@ class Launches:
         rank, ranks: this rank's number, and the number of ranks.
 
     Attributes:
-        log: the log of its calls.
+        log: the log of this rank's calls.
         locks: held while a thread checks whether the group has failed, and launches.
         default_stream: on the host runtime, the stream of calls that name no stream.
         calls: issues every call, by the forms of earlier calls.
@@ -217,7 +217,7 @@ class Launches:
 
     @property
     def last_stream(self) -> int | None:
-        """Handle of a stream that is ordered after the latest launch, or None if there is none.
+        """Handle of a stream that is ordered after the latest launch; None before the first launch.
 
         A program that passes a stream by number must keep the stream until the next call.
         """
@@ -234,7 +234,9 @@ class Launches:
         return [(number, describe_call(fields)) for number, fields in self.log.recent(count)]
 
     def wait_for_launchers(self) -> None:
-        """Returns when no thread is about to launch. If the group has failed or is closed, none will launch again."""
+        """Returns when no thread is about to launch. If the group has failed or is closed, no thread launches after
+        this.
+        """
         for lock in self.locks:
             with lock:
                 pass
@@ -248,7 +250,9 @@ class Launches:
         forget(self._default_handle)
 
     def _refuse(self, status: int, kept: tuple[Any, ...]) -> None:
-        """Raises the error for a nonzero status of a call. `kept` begins with the call's fields and its launchable."""
+        """Raises the error for a nonzero status of a call. `kept` begins with the call's fields and the call's
+        launchable.
+        """
         call, launch, *_ = kept
         if status > 0:
             assert launch is not None
@@ -265,7 +269,7 @@ class Launches:
                 peer,
                 lambda this_rank, here: (
                     f"{this_rank} and rank {peer} make different calls: an earlier call {here} and on rank {peer}, "
-                    f"which was not compared: one of the two was more than {LOG_ENTRIES} calls ahead"
+                    f"which was not compared: one rank was more than {LOG_ENTRIES} calls ahead"
                 ),
             )
         if status:

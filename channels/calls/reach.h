@@ -1,24 +1,24 @@
-/* The ranges of this rank's memory that its peers reach, with their addresses there. Looked up at each call, with the
- * GIL held. */
+/* The ranges of this rank's memory that its peers reach, with the ranges' addresses for the peers. Each call looks up
+ * its arrays here, with the GIL held. */
 #ifndef PROXYCCL_REACH_H
 #define PROXYCCL_REACH_H
 
 #include "python_objects.h"
 
 enum {
-  PROXYCCL_REACHED_BY_KERNELS = 1, /* of all ranks */
-  PROXYCCL_NAMED_BY_PROXIES = 2,   /* schedules may send from it */
-  PROXYCCL_RECEIVED_BY_PROXIES = 4 /* schedules may receive in it */
+  PROXYCCL_REACHED_BY_KERNELS = 1, /* the kernels of all ranks reach the range */
+  PROXYCCL_NAMED_BY_PROXIES = 2,   /* schedules may send from the range */
+  PROXYCCL_RECEIVED_BY_PROXIES = 4 /* schedules may receive in the range */
 };
 
 typedef struct ReachedRange {
-  long number; /* by which the owner changes or removes the range */
+  long number; /* the owner changes or removes the range by this number */
   uintptr_t start, end;
   unsigned reached;
-  uintptr_t* bases; /* by rank, the address of `start` for its kernels; NULL unless all reach it */
+  uintptr_t* bases; /* by rank, the address of `start` for its kernels; NULL unless all kernels reach it */
   int (*holds)(const void*, uint64_t start,
-               uint64_t end); /* whether memory is in the allocations that were announced … */
-  const void* guard;          /* … by this; NULL if its owner keeps it */
+               uint64_t end); /* holds(guard, …): whether the range is in the announced allocations */
+  const void* guard;          /* NULL if the owner keeps the memory */
   PyObject* kept;             /* an object that must live as long as the guard */
 } ReachedRange;
 
@@ -27,14 +27,14 @@ typedef struct Reach {
   size_t count, room;
 } Reach;
 
-/* Adds a range, or replaces the one with its number. Takes over the range's references and memory. Returns 0, or -1
- * with an exception. */
+/* Adds a range, or replaces the range with the same number. Takes over the range's references and memory. Returns 0, or
+ * -1 with an exception. */
 int proxyccl_set_reached(Reach* reach, const ReachedRange* range);
 void proxyccl_unset_reached(Reach* reach, long number);
 void proxyccl_clear_reach(Reach* reach);
 int proxyccl_visit_reach(const Reach* reach, visitproc visit, void* arg);
-/* Returns how peers reach an array: the sum of the flags above. Stores the range that kernels reach, or NULL. The range
- * is valid until the next change. */
+/* Returns how peers reach an array: the sum of the flags above. Stores the range that kernels reach, or NULL. The
+ * stored range is valid until the next change. */
 unsigned proxyccl_find_reached(const Reach* reach, uintptr_t at, size_t bytes, const ReachedRange** by_kernels);
 
 #endif

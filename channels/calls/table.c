@@ -1,8 +1,8 @@
 /* Every call of a group: its form is found by the call's signature, or prepared by Python; then the addresses of the
  * call's arrays are filled in, and one call of the engine logs, compares and launches it.
  *
- * Ranks take turns on the cores, so a rank's next call runs from caches and branch predictors that others have used.
- * There the interpreter takes several times as long as in a tight loop, and so this is C.
+ * This is C because ranks take turns on the cores: a rank's next call finds caches and branch predictors that others
+ * have used, and the interpreter then takes several times as long as in a tight loop.
  *
  * This is an extension that uses CPython's limited API, not cffi, because it looks into Python objects.
  */
@@ -27,15 +27,15 @@ typedef struct Calls {
   PyTypeObject* current_stream;
   PyObject *acquire, *release, *refuse, *turn, *context, *keep;
   int direct;       /* 1: a call on `stream` needs no `turn` */
-  uintptr_t stream; /* of the latest call */
+  uintptr_t stream; /* the stream of the latest call */
   int on_host;
-  const ProxycclStreamOrder* order; /* NULL: `turn` orders streams */
+  const ProxycclStreamOrder* order; /* how to order streams; NULL: `turn` orders streams */
   uintptr_t event, thread_stream;
   Reach reach;
   KeptForms forms;
   uint64_t changes; /* counts changes of state on which forms depend */
   unsigned long long made, prepared;
-  Note notes[MOST_NOTES]; /* since the last take_notes; further notes are dropped */
+  Note notes[MOST_NOTES]; /* notes since the last take_notes; further notes are dropped */
   size_t note_count;
   Note wanted[MOST_WANTED]; /* arrays that are passed to `lend` in their next call */
   size_t wanted_count;
@@ -45,7 +45,7 @@ typedef struct Calls {
 /* -- streams --- */
 
 static int call_turn(Calls* self, PyObject* stream, uintptr_t* handle) {
-  PyObject* turned = PyObject_CallFunctionObjArgs(self->turn, stream, NULL); /* it calls set_stream */
+  PyObject* turned = PyObject_CallFunctionObjArgs(self->turn, stream, NULL); /* `turn` calls set_stream */
   *handle = turned == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(turned);
   Py_XDECREF(turned);
   return PyErr_Occurred() != NULL ? -1 : 0;
@@ -76,7 +76,8 @@ static int turn_to(Calls* self, PyObject* stream, uintptr_t* handle) {
 
 /* -- issuing --- */
 
-/* With the lock held. A call that was `logged` is only launched. Returns the driver's status, or one of calls.h. */
+/* Issues a call, with the lock held. A call that was `logged` is only launched. Returns the driver's status, or a
+ * status of calls.h. */
 static int issue(const PreparedCall* prepared, int logged, uintptr_t stream) {
   int status;
   Py_BEGIN_ALLOW_THREADS;
@@ -135,7 +136,7 @@ static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
  * Returns 0, or -1 with an exception. */
 static int prepare(Calls* self, Making* call, int reached) {
   const size_t count = call->signature.count;
-  const uint64_t changes = self->changes; /* read first: it may miss changes that happen meanwhile */
+  const uint64_t changes = self->changes; /* read first, because the preparation may miss later changes */
   PyObject* made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(call->options, 0), call->x, call->out, call->options,
                                                 reached ? Py_True : Py_False, call->logged ? Py_True : Py_False, NULL);
   if (made == NULL) return -1;
@@ -172,7 +173,7 @@ static int note_lent(Calls* self, const Making* call) {
   for (size_t i = 0; i < self->wanted_count; ++i) {
     if (self->wanted[i].at != array->at || self->wanted[i].bytes != array->bytes) continue;
     self->wanted[i] = self->wanted[--self->wanted_count];
-    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace it meanwhile */
+    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend meanwhile */
     PyObject* lent = PyObject_CallFunction(lend, "KK", (unsigned long long)array->at, (unsigned long long)array->bytes);
     Py_DECREF(lend);
     Py_XDECREF(lent);
@@ -182,8 +183,8 @@ static int note_lent(Calls* self, const Making* call) {
   return 0;
 }
 
-/* Finds or prepares the form, and issues the call. Returns 1; 0 if no form is kept and none is to be prepared; -1 with
- * an exception. */
+/* Finds or prepares the form, and issues the call. Returns 1; 0 if no form is kept and the caller wants none prepared;
+ * -1 with an exception. */
 static int find_and_issue(Calls* self, Making* call) {
   if (take_lock(self) != 0) return -1;
   if (turn_to(self, call->stream, &call->handle) != 0) return proxyccl_leave_lock(self->release, -1);
@@ -208,7 +209,7 @@ static int find_and_issue(Calls* self, Making* call) {
   return proxyccl_leave_lock(self->release, 1);
 }
 
-/* Reads an array, or the arrays of a tuple. Returns as `read_arrays`. */
+/* Reads an array, or the arrays of a tuple. Returns the same values as `read_arrays`. */
 static int read_given(const Calls* self, Making* call, PyObject* given) {
   Signature* signature = &call->signature;
   const int is_tuple = PyTuple_Check(given);
@@ -226,12 +227,12 @@ static int read_given(const Calls* self, Making* call, PyObject* given) {
   return 1;
 }
 
-/* Reads the arrays. Returns 1; 0 if an array can't be read, or -1 with an exception of the program's. */
+/* Reads the arrays. Returns 1; 0 if an array can't be read, or -1 with an exception that the program raised. */
 static int read_arrays(const Calls* self, Making* call) {
   Signature* signature = &call->signature;
   const int read = read_given(self, call, call->x);
   if (read <= 0) return read;
-  if (call->out == call->x && !PyTuple_Check(call->x)) { /* one array, read once */
+  if (call->out == call->x && !PyTuple_Check(call->x)) { /* x and out are one array, which is read once */
     signature->relations = TOGETHER;
     return 1;
   }
@@ -245,7 +246,7 @@ static int make_call(Calls* self, Making* call) {
     PyErr_Format(PyExc_TypeError, "options: expected a tuple of 1 to %d", MOST_OPTIONS);
     return -1;
   }
-  if (self->acquire == NULL) { /* the garbage collector has cleared them */
+  if (self->acquire == NULL) { /* the garbage collector has cleared these calls */
     PyErr_SetString(PyExc_RuntimeError, "the group of these calls was closed and collected");
     return -1;
   }
@@ -382,7 +383,7 @@ static PyObject* want(PyObject* object, PyObject* arguments) {
   PyObject* before = self->lend;
   self->lend = Py_NewRef(lend);
   Py_XDECREF(before);
-  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* none of them was used for long */
+  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* none was used for long: forgets all */
   self->wanted[self->wanted_count++] = (Note){(uintptr_t)at, (size_t)bytes};
   Py_RETURN_NONE;
 }
@@ -501,7 +502,7 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-static PyTypeObject* calls_type; /* of the process's one module */
+static PyTypeObject* calls_type; /* made once for the process */
 
 int proxyccl_require_calls(PyObject* object) {
   if (PyObject_TypeCheck(object, calls_type)) return 1;

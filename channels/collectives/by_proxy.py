@@ -18,13 +18,13 @@ _LONGEST_ROUND = 256 << 20
 
 
 class ByProxy:
-    """The parts from which one rank's schedules are made. All ranks make it together.
+    """The parts from which one rank's schedules are made. All ranks construct a `ByProxy` together.
 
     Attributes:
         memories: finds the memory of arrays.
         links: the channels of schedules.
         rings: gives schedules to the proxy.
-        in_turn: whether the proxy copies to one peer after the other, because a single call issues all copies.
+        in_turn: whether the proxy copies to one peer after the other; true if a single driver call issues all copies.
         awaits_data: whether the kernel of a short reduction is launched when all ranks have joined, and waits for their
             data itself. True only within a host, where data takes little longer than the launch.
         one_crossing_bytes: a reduction takes one crossing if a rank receives at most this many bytes.
@@ -48,7 +48,7 @@ class ByProxy:
 
 
 def others(group: Group, members: Sequence[int] | None = None) -> list[int]:
-    """Returns all other ranks, beginning with the next one, so that ranks begin with different peers.
+    """Returns all other ranks, beginning with the next rank, so that ranks begin with different peers.
 
     Args:
         members: the ranks that take part, this rank included; None for all.

@@ -1,5 +1,5 @@
-"""The description of a collective: its checks, the shape of its result, and its launches; also of a collective that an
-execution plan runs. `run.py` makes the calls.
+"""The description of a collective: its checks, the shape of its result, and its launches. `Planned` describes a
+collective that an execution plan runs. `run.py` makes the calls.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class Collective(ABC):
 
     @property
     def table(self) -> str:
-        """The name of the collective whose algorithms this one uses."""
+        """The name of the collective whose algorithms this collective uses."""
         return self.name
 
     def shape(self, group: Group, source: ArrayView) -> tuple[int, ...]:
-        """The shape of the result; by default that of the input. Raises ArgumentError if the input's shape is wrong."""
+        """The shape of the result; by default the input's shape. Raises ArgumentError if the input's shape is wrong."""
         return source.shape
 
     @abstractmethod

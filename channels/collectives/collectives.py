@@ -38,9 +38,9 @@ class _Start(Message, frozen=True):
 
     Attributes:
         standing: the rank's settings for all calls.
-        reaches_all: whether its kernels reach all ranks' memory.
-        whole_lines: whether its links carry lines of 128 bytes in one piece.
-        tables: rank 0's measured tables, if it has any.
+        reaches_all: whether the rank's kernels reach all ranks' memory.
+        whole_lines: whether the rank's links carry lines of 128 bytes in one piece.
+        tables: rank 0's measured tables, if rank 0 has any.
     """
 
     standing: Standing
@@ -50,7 +50,7 @@ class _Start(Message, frozen=True):
 
 
 WIDE_PARTS_BYTES = 64 << 20
-_NEEDS = {"hierarchical": "several nodes of as many ranks each, and two ranks at least"}
+_NEEDS = {"hierarchical": "several nodes with equally many ranks, at least two"}
 _NEEDS_VARIANT = "invariant=False, because its order of additions differs from the communicator's"
 _START = Codec(_Start, 1 << 20, "start of collectives")
 
@@ -93,7 +93,7 @@ class Collectives:
         group.keep(self)
 
     def start(self) -> None:
-        """Compares the ranks' settings and links, and adopts rank 0's measured tables if it has any. All ranks call
+        """Compares the ranks' settings and links, and adopts rank 0's measured tables if rank 0 has any. All ranks call
         this together.
 
         Raises:
@@ -157,21 +157,21 @@ class Collectives:
         memory lives until `close`, because forms and captured graphs have its address.
         """
         if not self._scratch or self._scratch[-1].nbytes < nbytes:
-            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # all together, twice the largest
+            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # together at most twice the largest
             self._scratch.append(self.group.runtime.allocate(max(nbytes, least)))
         return self._scratch[-1]
 
     def wide_parts(self) -> Memory:
-        """Returns WIDE_PARTS_BYTES of memory for an all_reduce in a wider type. The next such all_reduce overwrites
-        it.
+        """Returns WIDE_PARTS_BYTES of memory for an all_reduce in a wider type. The next all_reduce of this kind
+        overwrites this memory.
         """
         if self._wide_parts is None:
             self._wide_parts = self.group.runtime.allocate(WIDE_PARTS_BYTES)
         return self._wide_parts
 
     def algorithms(self, collective: str = "all_reduce") -> tuple[str, ...]:
-        """The algorithms of a collective that work between these ranks; if the communicator is invariant, those of one
-        order of additions.
+        """The algorithms of a collective that work between these ranks; if the communicator is invariant, only those
+        that share one order of additions.
         """
         names = self._working(collective)
         if collective == "all_reduce" and self.standing.invariant:
@@ -226,7 +226,8 @@ class Collectives:
 
         Raises:
             ArgumentError: the callers name an algorithm that does not work between these ranks, or one that an
-                invariant communicator does not use; or they name the policy "zero", and it does not use "proxy".
+                invariant communicator does not use; or they name the policy "zero" where "proxy" is not such an
+                algorithm.
         """
         works, named = self.algorithms(collective), request.algorithm
         if named is not None:
@@ -268,7 +269,7 @@ class Collectives:
         return chosen
 
     def refuse_plan_that_adds(self, plan: ExecutionPlan, argument: str) -> None:
-        """Raises ArgumentError, which names the argument, for a plan that reduces, if the communicator is invariant."""
+        """Raises ArgumentError for `argument` if the plan reduces and the communicator is invariant."""
         if self.standing.invariant and plan.reduces:
             reason = "an invariant communicator expected the library's algorithms, because a plan has its own order"
             raise ArgumentError(argument, f"{plan!r} reduces; {reason} of additions")

@@ -75,7 +75,7 @@ class Transfer(Struct, frozen=True):
 
 
 class Flows:
-    """The state of transfers between pairs of ranks. All ranks make it together.
+    """The state of transfers between pairs of ranks. All ranks construct a `Flows` together.
 
     Attributes:
         calls: issues the transfers.
@@ -96,7 +96,7 @@ class Flows:
         self._scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8")
         memory = register(group, self._scratch)
         self._kept = memory
-        ends = 2 * lanes  # of each peer: two flows a lane
+        ends = 2 * lanes  # links to each peer: two flows for each lane
         self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
         counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
         self._memory = self._links.on_device(runtime, counters_bytes)
@@ -154,7 +154,7 @@ class Flows:
         except KernelError:
             self._failure.check()
             raise
-        except BaseException as error:  # from a signal handler: the caller may free the arrays after it
+        except BaseException as error:  # raised by a signal handler: the caller may free the arrays after this error
             self._failure.abort(f"interrupted by {type(error).__name__}")
             with contextlib.suppress(KernelError):
                 own.synchronize()

@@ -40,8 +40,8 @@ class Exchange(Struct, frozen=True):
     """One rank's part in moving bytes.
 
     Attributes:
-        sends: from its input, at most one to each peer.
-        receives: to its output, at most one from each peer.
+        sends: transfers from the rank's input, at most one to each peer.
+        receives: transfers to the rank's output, at most one from each peer.
         kept: the bytes that stay on the rank, at their place in the output; None if none stay.
         kept_from: the offset of the kept bytes in the input.
     """
@@ -90,14 +90,14 @@ def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchan
             return None
         return memories.target(target.ptr, target.nbytes)
 
-    # The longest side of any rank: if only one side were pinned, a driver would copy between the two.
+    # All ranks decide by the longest side: if only one end of a copy were pinned, a driver would copy between the two.
     longest = max(sum({each.offset: each.nbytes for each in side}.values()) for side in (part.sends, part.receives))
 
     def places(
         side: Side, transfers: Sequence[Transfer], find: Callable[[], ScheduleSpan | None]
     ) -> list[tuple[Transfer, ScheduleSpan]]:
-        """Returns where each transfer begins: in the array, if `find` gives its memory; else staged, one after the
-        other.
+        """Returns the place where each transfer begins: in the array, if `find` returns the array's memory; otherwise
+        in the staging memory, one transfer after the other.
         """
         if not transfers and not memories.staged_together:
             return []
@@ -172,7 +172,7 @@ def prepare_all_gather(by_proxy: ByProxy, source: ArrayView, target: ArrayView, 
     )
     return by_proxy.rings.prepare(
         [
-            CopyBytes(sent.ptr, source.ptr, share),  # becomes no copy in place, like the next copies
+            CopyBytes(sent.ptr, source.ptr, share),  # dropped if the call is in place, like the next copies
             schedule,
             *memories.own_copy(target.ptr + own, source.ptr, share),
             *by_proxy.rings.end(range(len(rails))),

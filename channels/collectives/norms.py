@@ -31,7 +31,7 @@ _MOST_EPSILON = 3e38
 _MOST_WIDTH = 1 << 18
 """The longest row: a block's shared memory has four numbers for each group of a row's packets."""
 _NORMS_AT_ONCE = 4
-"""Most blocks of the kernel that norms rows which another launch has reduced, for each of a collective's."""
+"""Most blocks of the kernel that norms rows after another launch has reduced them, as a multiple of a collective's."""
 
 
 class NormedRows(NamedTuple):
@@ -82,7 +82,7 @@ class _Rows(NamedTuple):
             shape: how rows lie in packets.
             algorithm: a key of NORM_KERNELS.
             x: the address of the rows.
-            eps: the caller's.
+            eps: the caller's argument.
             blocks: blocks of the grid.
             team: the kernel's first parameter, if it communicates.
         """
@@ -101,7 +101,7 @@ class _Rows(NamedTuple):
         return self.width * self.views["x"].dtype.itemsize
 
     def _whole(self, x: int) -> bool:
-        """Whether all rows, with those at `x`, are aligned to ALIGNMENT. Ranks may differ: their packets are alike."""
+        """Whether all rows, `x` included, are aligned to ALIGNMENT. Ranks may differ, because packets are alike."""
         addresses = [x, *(view.ptr for name, view in self.views.items() if name not in ("x", "scales", "quantize"))]
         return all(number % ALIGNMENT == 0 for number in (self.row_bytes, *addresses))
 
@@ -165,7 +165,7 @@ def _new(collectives: Collectives, x: Any, name: str, *, float8: bool) -> Any:
 
 
 class _Preparer:
-    """Prepares the forms of one group's calls. One object, because `Calls` compares it by identity."""
+    """Prepares the forms of one group's calls. A group has one `_Preparer`, because `Calls` compares it by identity."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -258,4 +258,4 @@ def _refuse_overlaps(views: dict[str, ArrayView]) -> None:
             a, b = views[other], views[name]
             whole = a.ptr == b.ptr and a.nbytes == b.nbytes and other in ("x", "residual")
             if overlap(a, b) and not (whole and name != "weight"):
-                raise ArgumentError(name, f"overlaps {other}; expected an array apart from it")
+                raise ArgumentError(name, f"overlaps {other}; expected an array in separate memory")

@@ -19,20 +19,22 @@ from proxyccl.device.base_runtime import LaunchDefaults
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""
 SLOT_PACKETS = 2048
-"""Most packets that a block takes from a rank in one epoch: 16 KiB of data. Fewer if SCRATCH_BYTES are not enough."""
+"""Most packets that a block takes from a rank in one epoch: 16 KiB of data. A block takes fewer if SCRATCH_BYTES are
+not enough.
+"""
 SCRATCH_BYTES = 32 * 1024 * 1024
-"""Size of the scratch memory of packets, and likewise of lines."""
+"""Size of the scratch memory of packets, and of the scratch memory of lines."""
 
 PACKET_BYTES = 16
 _PAYLOAD_BYTES = 8
 _WARP = 64  # lanes of the widest warp of any target
 _LINE_WARP = 32  # lanes of a warp on the targets that have lines
-_LINE_THREADS, _LINE_UNITS = 8, 15  # as in lines.h
+_LINE_THREADS, _LINE_UNITS = 8, 15  # the values in lines.h
 ALIGNMENT = 16
 """Bytes of a unit of lines, and of the widest access."""
-_MOST_SHARED_ROWS = 8  # measured on 2 H200: for 16 rows, a block for each is as fast
-_MOST_SHARED_BYTES = 46 << 10  # every target's blocks have as much beside the kernel's own
-_LINE_PACKETS = 2  # packets' room that a thread's part of two lines takes
+_MOST_SHARED_ROWS = 8  # measured on 2 H200: for 16 rows, one block for each row is as fast
+_MOST_SHARED_BYTES = 46 << 10  # shared memory that a block has on every target, beside the kernel's own
+_LINE_PACKETS = 2  # a thread's part of two lines takes the room of this many packets
 
 
 def carries_whole_lines(group: Group) -> bool:
@@ -71,9 +73,9 @@ class RowShape(Struct, frozen=True):
         threads: threads of a block.
         share: chunks of a row: payloads of packets, or units of lines.
         row_packets: packets of a row.
-        packets: packets that a block has at a time.
-        epochs: how often, for its part of a row.
-        keeps: which of a block's data is in shared memory, for the kernel: 0 none, 1 sums, 2 sums and weights.
+        packets: packets that a block handles in one epoch.
+        epochs: epochs that a block needs for its part of a row.
+        keeps: which data the kernel's blocks keep in shared memory: 0 none, 1 sums, 2 sums and weights.
         shared_bytes: size of a block's dynamic shared memory.
     """
 
@@ -94,10 +96,10 @@ class RowShape(Struct, frozen=True):
         """Returns the shape of rows of a size.
 
         Args:
-            defaults: the runtime's.
+            defaults: the runtime's launch defaults.
             row_bytes: size of a row, not 0.
-            scratch: the memory through which packets go; None if they go nowhere.
-            lines: whether they are lines.
+            scratch: the memory through which packets go; None for a kernel that sends no packets.
+            lines: whether the packets are lines.
             blocks: blocks that share a row.
         """
         if lines:
@@ -120,7 +122,8 @@ class RowShape(Struct, frozen=True):
 
 
 class PacketTeam:
-    """The state of packet algorithms. All ranks make it together; each must have mapped every other rank's memory.
+    """The state of packet algorithms. All ranks construct a `PacketTeam` together; each rank must have mapped every
+    other rank's memory.
 
     Args:
         whole_lines: whether all ranks' links carry lines of 128 bytes in one piece, so that packets may be lines.
@@ -179,15 +182,17 @@ class PacketTeam:
         return PacketLaunch(True, blocks, threads, scratch.parameter(units, epochs, each))
 
     def row_shape(self, rows: int, row_bytes: int) -> RowShape:
-        """Returns how rows of a size lie in this team's packets. If rows are few, the blocks of a cluster share one, so
-        that each has less to send and to compute.
+        """Returns how rows of a size lie in this team's packets. If rows are few, the blocks of a cluster share a row,
+        so that each block has less to send and to compute.
         """
         lines = len(self.scratch) > 1
         blocks = self._defaults.row_blocks if lines and rows <= _MOST_SHARED_ROWS else 1
         return RowShape.of(self._defaults, row_bytes, self.scratch[-1], lines=lines, blocks=blocks)
 
     def of_rows(self, shape: RowShape, rows: int, policy: CtaPolicy) -> tuple[int, bytes]:
-        """Returns the blocks and the first parameter of a kernel whose blocks have rows, at least one."""
+        """Returns the number of blocks, and the first parameter, of a kernel whose blocks each have at least a part of
+        a row.
+        """
         scratch = self.scratch[-1]
         most = min(scratch.blocks, self._efficient_blocks) if policy == "efficiency" else scratch.blocks
         together = min(rows, most // shape.blocks)
@@ -202,7 +207,8 @@ class PacketTeam:
 
 
 class PacketScratch:
-    """Memory for packets on each rank, and the epochs of its kernels' blocks. All ranks make it together.
+    """Memory for packets on each rank, and the epochs of its kernels' blocks. All ranks construct a `PacketScratch`
+    together.
 
     Args:
         blocks: the most blocks of a kernel.

@@ -23,7 +23,7 @@ Range = tuple[int, int]
 
 
 class RangeGathers:
-    """Gathers in an array that all ranks have registered. All ranks make it together.
+    """Gathers in an array that all ranks have registered. All ranks construct a `RangeGathers` together.
 
     Args:
         collectives: the group's collectives.

@@ -41,7 +41,8 @@ _MOST_PIECES = 3
 """Most pieces of a share. Two pieces keep the link busy; each further piece adds a pause between copies."""
 _JOINED = _MOST_PIECES  # the stage that counts posts; earlier stages count pieces
 _MOST_AWAITED = 16 << 20
-"""Most bytes of peers' values for which the kernel waits, instead of its stream: they take some 40 µs to arrive."""
+"""Most bytes of peers' values for which the kernel waits, instead of its stream: such values take some 40 µs to arrive.
+"""
 
 
 class _Shares(Struct, frozen=True):
@@ -75,8 +76,8 @@ class _Pieces:
 
     If each link leads to one peer, all peers get the first piece, then all get the second, and so on. If the proxy
     copies to one peer after the other, each peer gets a whole share, so that all ranks go on to the next peer at about
-    the same time and no two of them share a link. Only the last peer gets values in pieces, so that one is reduced
-    while the next is in flight. Only the first peer gets results in pieces, as soon as each is ready.
+    the same time and no two of them share a link. Only the last peer gets values in pieces, so that a piece is reduced
+    while the next piece is in flight. Only the first peer gets results in pieces, as soon as each is ready.
 
     Args:
         longest: elements of the longest share.
@@ -177,7 +178,7 @@ def _all_reduce_round(
     posts = tuple(links.post(peer, output) for peer in peers)
     receives = tuple(ScheduleReceive(links.sends[peer], sends=part.pieces.results_from(peer)) for peer in peers)
     schedule = Schedule((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives), joined=_JOINED)
-    copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # none in place
+    copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # empty if the call is in place
     reduction = part.reduce(output.ptr + own, posts=2 * len(peers), gated=True)
     return [*part.copies_in, schedule, *reduction, *copies_out]
 
@@ -191,14 +192,14 @@ def _one_crossing(
     sent = memories.pinned("source", slots.nbytes) or memories.found_or_staged(
         memories.source(source.ptr, nbytes), "source", nbytes
     )
-    replaced = sent.ptr == target.ptr  # the result replaces what is sent
+    replaced = sent.ptr == target.ptr  # the result replaces the elements that are sent
     schedule = Schedule(
         posts=slots.posts(links.posts),
         sends=tuple(links.send(peer, sent, nbytes, stage=0 if replaced else None) for peer in peers),
         receives=tuple(ScheduleReceive(links.sends[peer], stage=0) for peer in peers),
         joined=_JOINED,
     )
-    copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # none in place
+    copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # empty if the call is in place
     transfers = len(peers) * (2 if replaced else 1)
     own_wait = transfers if by_proxy.awaits_data else 0
     reduction = slots.reduce(source.ptr, target.ptr, source.size, [(0, source.size)], first=own_wait)
@@ -268,7 +269,7 @@ class _Slots:
 
         Args:
             own: this rank's elements.
-            result: where the reduced elements go.
+            result: the memory for the reduced elements.
             pieces: the offset and the most elements of each piece; piece n is stage n of the schedule.
             first: transfers of the first stage; 0 if they are complete when the kernel is launched.
             transfers: transfers of each other stage.
@@ -357,7 +358,7 @@ class _Reduction:
         waits for the first piece.
 
         Args:
-            result: where the reduced share goes.
+            result: the memory for the reduced share.
             posts: the posts that the schedule's sends wait for.
             gated: whether reduced pieces are sent on.
         """

@@ -80,7 +80,7 @@ def steps_of_all_reduce(collectives: Collectives, call: Call, chosen: str) -> Se
 
 
 def launchable_of(collectives: Collectives, steps: Sequence[Step]) -> Launchable:
-    """Returns what makes a call of these steps."""
+    """Returns the launchable that makes a call of these steps."""
     if len(steps) == 1 and isinstance(steps[0], Launch):
         return steps[0]
     operations = [step for step in steps if not isinstance(step, Schedule)]
@@ -127,8 +127,8 @@ def _steps_of_hierarchy(
     collectives: Collectives, source: ArrayView, target: ArrayView, op: str, policy: CtaPolicy
 ) -> Sequence[Step]:
     group, topology, dtype = collectives.group, collectives.group.topology, source.dtype
-    # A node's sum or product of float16 may be outside its range although the whole is not. An average's parts are
-    # averages where a sum may not fit, and bfloat16 has float32's range.
+    # A node's sum or product of float16 may be outside its range although the whole is not. An average is safe, because
+    # its parts are averages where a sum may not fit; so is bfloat16, which has float32's range.
     wide = dtype.name == "float16" and op in ("sum", "prod")
     averages_parts = op == "avg" and dtype.accumulator_itemsize > dtype.itemsize
     divisor = topology.node_count if averages_parts else group.world_size
@@ -175,7 +175,8 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
     all nodes, then gathered inside the node, so a node's data crosses to the other nodes once.
 
     Data that fits one round is reduced whole by every rank, inside the node and then between nodes. That saves a
-    crossing, which such short shares are not worth. Elements that do not divide into even shares are reduced whole too.
+    crossing, which would take longer than such short data. Elements that do not divide into even shares are reduced
+    whole too.
 
     Attributes:
         partial: the operator inside a node.

@@ -13,7 +13,7 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Message
 
 CtaPolicy = Literal["default", "efficiency", "zero"]
-"""How many multiprocessors (of NCCL's blocks, the CTAs) a collective may occupy: as many as are fastest; few, with
+"""How many multiprocessors (of NCCL's blocks, the CTAs) a collective may occupy: the number that is fastest; few, with
 which the collective takes little longer; or none. These are NCCL_CTA_POLICY_DEFAULT, _EFFICIENCY and _ZERO.
 """
 CTA_POLICIES: tuple[CtaPolicy, ...] = ("default", "efficiency", "zero")
@@ -26,7 +26,7 @@ class Request(NamedTuple):
     """The request of the callers of one collective call.
 
     Attributes:
-        name: describes the rest in words; registered for the call log.
+        name: describes the other fields in words; ranks compare this name by the call log.
         algorithm: the algorithm that the callers chose, or the name of an execution plan; None for the library's
             choice.
         cta_policy: limits the library's choice.
@@ -60,7 +60,7 @@ def requested_policy(argument: str | None) -> CtaPolicy | None:
     """Returns the policy that the caller or ``PROXYCCL_CTA_POLICY`` names; None if neither names one.
 
     Raises:
-        ArgumentError: there is no such policy.
+        ArgumentError: the named policy does not exist.
     """
     name = "cta_policy"
     if argument is None:

@@ -81,8 +81,8 @@ def issue(
     stream: StreamLike,
     names: tuple[Sequence[str], Sequence[str]] = (("x",), ("out",)),
 ) -> None:
-    """Makes a call with arrays, or tuples of several arrays or none, and options for `Calls` (_calls.pyi). Errors call
-    the arrays by `names`.
+    """Makes a call. `x` and `out` are arrays, or tuples of any number of arrays; `options` are those of `Calls`
+    (_calls.pyi). Errors name the arrays by `names`.
     """
     if not collectives.on_host:
         runtime = collectives.group.runtime
@@ -90,7 +90,7 @@ def issue(
             arrays = (*x, *out) if isinstance(x, tuple) and x else (x, out)
             stream = collectives.group.launches.stream_for(None, *arrays)
         elif type(stream) is int and other_streams(runtime.device, stream):
-            runtime.stream_handle(stream)  # C does not check the number of the latest call's stream
+            runtime.stream_handle(stream)  # refuses an invalid handle, which C may not check
     if not collectives.call(x, out, options, stream):
         source = _readable(collectives.group, x, names[0])
         target = source if out is x else _readable(collectives.group, out, names[1])
@@ -106,7 +106,7 @@ def _readable(group: Group, given: Any, names: Sequence[str]) -> Any:
 
 
 def preparing(collectives: Collectives, collective: Collective) -> Callable[..., Form]:
-    """Returns the function that prepares the forms of a collective, which is the first field of its `Options`."""
+    """Returns the function that prepares a collective's forms: the first field of the collective's `Options`."""
     found = collectives.preparing.get(collective)
     if found is None:
         made = functools.partial(_prepare, collectives, collective)
@@ -162,7 +162,7 @@ def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bo
 
 
 def options_of_barrier(collectives: Collectives, *, inside: bool) -> tuple[Callable[..., Form], bool]:
-    """Returns the options of barriers for `Calls` (_calls.pyi): for a node's ranks if `inside`, else for all."""
+    """Returns the options of barriers for `Calls` (_calls.pyi): for a node's ranks if `inside`, else for all ranks."""
     found = collectives.preparing.get(barrier)
     if found is None:
         found = collectives.preparing.setdefault(barrier, functools.partial(_prepare_barrier, collectives))

@@ -88,7 +88,7 @@ CASES: tuple[Case, ...] = tuple(
 
 @dataclass(frozen=True)
 class SizeTable:
-    """Algorithms by the most bytes for which each is used, in rising order; the last is used beyond.
+    """Algorithms by message size: each limit is the most bytes for which its algorithm is used.
 
     Args:
         limits: bytes of the larger of a rank's input and output, each with an algorithm: its name, or an
@@ -152,7 +152,7 @@ class Selector:
     with another operator, or with an array that the plan's chunks don't divide.
 
     Raises ArgumentError unless there is exactly one table for each of `CASES`, with algorithms of its collective; also
-    for a plan that can execute none of the calls that its table gives it.
+    for a plan that can't execute any of the calls that its table assigns to it.
 
     Attributes:
         tables: the table of each case.
@@ -189,8 +189,8 @@ class Selector:
             runtime: "host", "cuda" or "hip".
             levels: whether there are several nodes, all with the same number of ranks, which is more than one.
             lines: whether long packets are lines (lines.h).
-            proxied_kernel_bytes: the largest share that kernels move to other nodes. Longer ones go by proxy, except
-                those of an all_reduce with levels. 0: kernels serve all.
+            proxied_kernel_bytes: the largest share that kernels move to other nodes. Longer shares go by proxy, except
+                in an all_reduce with levels. If 0, kernels move shares of any size.
         """
         longest = proxied_kernel_bytes * ranks
         beyond = "hierarchical" if levels else "proxy" if longest else "two_shot"
@@ -206,7 +206,8 @@ class Selector:
                     if lines
                     else _by_packets(ranks, runtime, symmetric=case.symmetric, short=short)
                 )
-                # GPUs' all_reduce through pinned memory sends twice its shares, or to one peer everything.
+                # An all_reduce through pinned memory sends each share twice; between two ranks, each sends the whole
+                # array.
                 reduced = longest if runtime == "host" else longest // 2
                 limits = {"two_shot": packets, "proxy": ((reduced, "two_shot"),)}.get(beyond, ())
                 tables[case] = SizeTable(limits, beyond)
@@ -229,7 +230,7 @@ class Selector:
 
         Args:
             collective: its name.
-            dtype: of its elements.
+            dtype: the type of the elements.
             nbytes: size of the larger of a rank's input and output.
             symmetric: whether the callers promise symmetric arrays.
         """
@@ -285,8 +286,8 @@ def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None)
 
 
 def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
-    """Returns the limits for all_reduce within a node whose long packets are lines; the same for all types, as no
-    partial sums travel. They come from measurements on 2, 3 and 4 H200 (benchmarks/results).
+    """Returns the limits for all_reduce within a node whose long packets are lines; the same for all types, because no
+    partial sums travel. The limits come from measurements on 2, 3 and 4 H200 (benchmarks/results).
 
     Args:
         symmetric: whether the callers promise symmetric arrays.
@@ -302,9 +303,10 @@ def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
 def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tuple[tuple[int, str], ...]:
     """Returns the limits for all_reduce within a node, up to which packets are faster than stores.
 
-    For GPUs they come from measurements on 2 and 4 H200 (benchmarks/results). The data that a one-shot sends grows with
-    the number of ranks, so its limit shrinks. Recursive doubling needs no extra steps if that is a power of two. On
-    symmetric memory a two-shot loads peers' data in place, which beats packets from a smaller size on.
+    For GPUs the limits come from measurements on 2 and 4 H200 (benchmarks/results). The data that a one-shot sends
+    grows with the number of ranks, so the one-shot's limit shrinks. Recursive doubling needs no extra steps if the
+    number of ranks is a power of two. On symmetric memory a two-shot loads peers' data in place, which beats packets
+    from a smaller size on.
 
     Args:
         symmetric: whether the callers promise symmetric arrays.
@@ -323,11 +325,11 @@ def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tu
 
 
 def invariant_algorithms(algorithms: Sequence[str], ranks: int) -> tuple[str, ...]:
-    """Returns those algorithms of all_reduce that give an element the same bits as one another, whatever its place in
-    an array and the array's size.
+    """Returns the algorithms of all_reduce that all give an element the same bits, at any place in an array of any
+    size.
 
-    Within a node they add in the order of ranks. Between nodes there is one algorithm, which adds within each node and
-    then in the order of nodes, if it is among `algorithms`.
+    Within a node these algorithms add in the order of ranks. Between nodes only one algorithm qualifies, if it is among
+    `algorithms`: it adds within each node and then in the order of nodes.
 
     Args:
         algorithms: the algorithms that work between the ranks.
@@ -335,7 +337,7 @@ def invariant_algorithms(algorithms: Sequence[str], ranks: int) -> tuple[str, ..
     """
     if "hierarchical" in algorithms:
         return ("hierarchical",)
-    pairs = ("recursive_doubling",) if ranks <= 2 else ()  # more ranks add sums of pairs
+    pairs = ("recursive_doubling",) if ranks <= 2 else ()  # with more ranks, recursive doubling adds sums of pairs
     return tuple(name for name in algorithms if name in ("one_shot", "two_shot_packets", "two_shot", "proxy", *pairs))
 
 

@@ -80,8 +80,9 @@ NORM_KERNELS = {
     "two_shot_packets": CollectiveKernel("all_reduce_rms_norm.h", "two_shot_rms_norm"),
     None: CollectiveKernel("add_rms_norm.h", "add_rms_norm"),
 }
-"""By algorithm, the kernels that also add residuals and norm rows; None: for rows that another launch has reduced. Each
-exists for each element type, and for packets and for lines, by whose name the kernel's name ends.
+"""The kernels that also add residuals and norm rows, by algorithm; None is the key for rows that another launch has
+reduced. Each kernel exists for each element type, once for packets and once for lines; "packets" or "lines" ends its
+name.
 """
 
 _REDUCED_IN_LINES = tuple(kernel for kernel in LINE_KERNELS.values() if kernel.reduces)
@@ -115,6 +116,6 @@ KERNELS_OF_STEPS: tuple[Shipped, ...] = tuple(
     for dtype in (("bfloat16", "float32") if kernel.reduces else (None,))
     for op in (("avg", "sum") if kernel.name == "reduce_scatter" else ("sum",) if kernel.reduces else (None,))
 )
-"""The kernels that training steps and forward passes use, in the order of use. FSDP2 averages, others sum."""
+"""The kernels that training steps and forward passes use, in the order of use. FSDP2 averages; other programs sum."""
 
 register_names(*OPS, *COLLECTIVES, "all_reduce_rms_norm")

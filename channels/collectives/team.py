@@ -22,7 +22,7 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.device.sleepers import ProxiedStruct
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclTeamPointer  # a name of the stub alone; cffi lacks it
+    from proxyccl.device._native import ProxycclTeamPointer  # only the stub has this name; cffi lacks it
 
 _SHORTEST_PROXIED_PIECE = 512 * 1024
 """Least bytes of a piece that the proxy sends: shorter pieces are not worth a signal, because a copy engine moves this
@@ -45,7 +45,7 @@ _PROXIED_PARTS = 4
 
 
 class Links:
-    """A table of ProxycclLink (team.h), [lanes][members]. All ranks make it together.
+    """A table of ProxycclLink (team.h), [lanes][members]. All ranks construct a `Links` together.
 
     Args:
         memory: the scratch memory that peers write to.
@@ -104,7 +104,8 @@ class Links:
 
 
 class Team:
-    """All ranks make it together: one team of all of them, or several side by side, one for each rank.
+    """The scratch memory and links of a team. All ranks construct a `Team` together: one team of all ranks, or disjoint
+    teams of which each rank joins one.
 
     Raises ResourceError for more members than a block of the shipped kernels has threads.
 
@@ -167,7 +168,7 @@ class Team:
         team.proxied = ffi.cast("char *", proxied.ptr)
         team.exchange_bytes, team.pipeline_bytes = exchange_bytes, pipeline_bytes
         most = min(_ONE_CROSSING_BYTES, exchange_bytes // ranks // 128 * 128)
-        if self.pinned:  # a rank sends as much to each peer
+        if self.pinned:  # a rank sends this many bytes to each peer
             most = min(most, defaults.pinned_kernel_bytes // max(1, ranks - 1))
         team.one_crossing_bytes = most if self.all_mapped or ranks > 2 else _NO_LIMIT
         team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes

@@ -15,8 +15,9 @@ from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
 from proxyccl.channels.collectives.run import issue, options_of_barrier, preparing
 
 CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
-"""call(x, out, options, stream) makes a call on a stream, named by its handle, without Python. It returns False, with
-nothing done, if Python must make the call. The caller keeps the tensors until the stream has passed the call."""
+"""call(x, out, options, stream) makes a call on a stream, named by its handle, without Python. The call returns False,
+with nothing done, if Python must make the call. The caller keeps the tensors until the stream has passed the call.
+"""
 
 _LONG_BYTES = 16 << 20
 """The least size of calls that go by proxy while the program computes. DDP's buckets have 25 MiB or more."""
@@ -88,7 +89,7 @@ class TensorCalls:
         if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
             wish = "zero"
         chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
-        # All ranks make the parts of schedules together, so none has made them.
+        # All ranks make the parts of schedules together, so no rank has made them yet.
         if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:
             self._collectives.by_proxy()  # lets peers' proxies map the next output
             return "efficiency"

@@ -35,7 +35,8 @@ class Transfers:
 
     None of them waits for another, so the order of sends and receives within the block does not matter, except with the
     same peer: a rank's sends to a peer match that peer's receives from it in order. An array that is received must not
-    overlap another one of the block, except where this rank sends itself an array in place: the end of the block raises
+    overlap another array of the block, except where this rank sends itself an array in place: the end of the block
+    raises
         ArgumentError, and issues nothing. An exception in the block also issues nothing. Made by
         `Communicator.transfers`.
     """
@@ -92,7 +93,7 @@ class Transfers:
         try:
             if error is None:
                 self._issue()
-        finally:  # another block starts an empty collection
+        finally:  # the next block starts with an empty collection
             for collected in (self._sent, self._received, self._to, self._of):
                 collected.clear()
 
@@ -169,12 +170,12 @@ def run_transfers(
 
 
 def _require_apart(transfers: Sequence[Transfer]) -> None:
-    """Raises ArgumentError if an array that is received shares memory with another one: no transfer waits for another.
+    """Raises ArgumentError if a received array shares memory with another array, because no transfer waits for another.
     Arrays that are sent may overlap.
     """
     ranges = [(view.ptr, view.nbytes, False) for each in transfers if (view := each.source) is not None]
     ranges += [(view.ptr, view.nbytes, True) for each in transfers if (view := each.target) is not None]
-    sent_to = received_to = 0  # where the ranges so far end
+    sent_to = received_to = 0  # the end of the ranges seen so far
     for begin, nbytes, received in sorted(ranges):
         if begin < received_to or (received and begin < sent_to):
             raise ArgumentError(

@@ -116,7 +116,7 @@ def rows_of(selector: Selector) -> tuple[TableOfCase, ...]:
         ArgumentError: the selector holds execution plans, which belong to the program that loads them.
     """
     if selector.plans:
-        raise ArgumentError("selector", f"holds {selector.plans[0]!r}; plans are not kept in files")
+        raise ArgumentError("selector", f"holds {selector.plans[0]!r}; plans can't be saved in files")
     return tuple(
         TableOfCase(case, NamedTable(tuple((limit, str(name)) for limit, name in table.limits), str(table.beyond)))
         for case, table in selector.tables.items()
@@ -152,7 +152,7 @@ def save(machine: Machine, selector: Selector) -> Path:
     """Writes the file for a kind of machine, atomically.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
         UntrustedPathError: other users can change the directory.
         ArgumentError: as `rows_of`.
     """
@@ -177,9 +177,9 @@ def read(path: Path) -> Tuned:
     """The contents of a file, if this version can use it.
 
     Raises:
-        OSError: it can't be read.
-        UntrustedPathError: other users can change it.
-        ProtocolError: it is not such a file, belongs to another version, or has another machine's name.
+        OSError: the file can't be read.
+        UntrustedPathError: other users can change the file.
+        ProtocolError: the file is invalid, belongs to another version, or has another machine's name.
     """
     with _opened(path.parent) as descriptor:
         data = read_private(descriptor, path, _CODEC.limit + 1, argument="cache")
@@ -198,10 +198,10 @@ def read(path: Path) -> Tuned:
 def load(group: Group) -> Selector | None:
     """The tables that were measured on this kind of machine, or None; called by rank 0.
 
-    It warns of a file that it can't use.
+    Warns of a file that this version can't use.
     """
     try:
-        if not files():  # the machine need not be looked at
+        if not files():  # avoids the queries of `Machine.of`
             return None
         return selector_of(read(path_of(Machine.of(group))).tables)
     except FileNotFoundError:
@@ -212,14 +212,14 @@ def load(group: Group) -> Selector | None:
 
 
 def keep(group: Group, selector: Selector) -> None:
-    """Saves measured tables; called by rank 0. It warns where that is not possible."""
+    """Saves measured tables; called by rank 0. Warns if the tables can't be saved."""
     try:
         save(Machine.of(group), selector)
     except (OSError, UntrustedPathError) as error:
-        warnings.warn(f"the measured tables are used, but not kept: {error}", stacklevel=3)
+        warnings.warn(f"the measured tables are used, but could not be saved: {error}", stacklevel=3)
 
 
 def _version() -> str:
-    from importlib.metadata import version  # which takes long to import
+    from importlib.metadata import version  # imported here, because the import takes long
 
     return version("proxyccl")

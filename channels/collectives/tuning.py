@@ -81,8 +81,8 @@ class _Trial(Struct):
 
 
 class _Arrays:
-    """Input and output for all cases: a symmetric pair, and a pair that is not symmetric. All ranks make it
-    together.
+    """Input and output for all cases: a symmetric pair, and a pair that is not symmetric. All ranks construct an
+    `_Arrays` together.
     """
 
     def __init__(self, collectives: Collectives, nbytes: int) -> None:
@@ -113,9 +113,9 @@ def measure(
 ) -> dict[Case, dict[int, dict[Algorithm, float]]]:
     """Returns the time of each algorithm for each case: the median of the slowest rank's times, in seconds.
 
-    When the time is up, it ends after the calls in progress. Sizes for which there was no time are missing, except the
-    first. All ranks call this together, and all get the same numbers. A single rank measures nothing, because all its
-    algorithms are copies.
+    When the time is up, `measure` ends after the calls in progress. The result lacks the sizes for which there was no
+    time, but always has the first size. All ranks call this together, and all get the same numbers. A single rank
+    measures nothing, because all its algorithms are copies.
 
     Args:
         collectives: the group's collectives. The plans in its tables are measured too, for the cases that have plans.
@@ -219,7 +219,7 @@ def _run(collectives: Collectives, case: Case, x: Array, out: Array, algorithm: 
 def _execution(
     collectives: Collectives, arrays: _Arrays, case: Case, plan: ExecutionPlan, size: int
 ) -> Callable[[], object] | None:
-    """Returns the call of a plan, of the nearest size below that the plan's chunks divide; None if the plan can't
+    """Returns a plan's call, at the largest size up to `size` that the plan's chunks divide; None if the plan can't
     execute the call.
     """
     ranks, dtype = collectives.group.world_size, _dtype(case)

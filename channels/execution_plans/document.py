@@ -18,14 +18,14 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class Chunks(Message, frozen=True):
-    """Consecutive chunks of a buffer: of this rank's by `type`, or of a peer's by `buffer_id`.
+    """Consecutive chunks of a buffer: `type` names a buffer of this rank, `buffer_id` a buffer of a peer.
 
     Attributes:
         index: the first chunk.
         size: the number of chunks.
         type: a buffer of this rank.
         buffer_id: index into the threadblock's references to remote buffers.
-        switch_channel_id: index into its switch channels.
+        switch_channel_id: index into the threadblock's switch channels.
     """
 
     index: Uint32
@@ -50,7 +50,9 @@ class IterationContext(Message, frozen=True):
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. Its fields depend on `name`; only switches use the last four."""
+    """An operation of a threadblock. The fields of an operation depend on `name`; only switches use the last four
+    fields.
+    """
 
     name: str
     channel_type: ChannelType = "none"
@@ -81,7 +83,7 @@ class ThreadblockChannels(Message, frozen=True):
 
 class RemoteBufferRefs(Message, frozen=True):
     """The rank's remote buffers that a threadblock uses by channels of one type. Operations name a buffer by its index
-    here.
+    in this list.
     """
 
     access_channel_type: ChannelType
@@ -103,7 +105,7 @@ class RankGroup(Message, frozen=True):
 
 
 class Channels(Message, frozen=True):
-    """Channels of a rank: one to each of `connected_to`, which may name a rank several times."""
+    """Channels of a rank: one channel to each entry of `connected_to`, which may name a rank several times."""
 
     channel_type: ChannelType
     connected_to: tuple[Uint32, ...] = ()

@@ -1,7 +1,7 @@
 """Executes plans: makes a plan's resources on this rank, and its launches.
 
 All ranks make a plan's channels, barriers and counters together at its first execution, and its scratch memory when a
-larger size comes. All ranks do so in the same call, because the call log has compared plan and size before.
+larger size comes. All ranks make them in the same call, because the call log has compared plan and size before.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 LEAST_THREADS = 32
 _LINE = 128
-_BARRIER_BYTES = 8  # a DeviceSyncer
+_BARRIER_BYTES = 8  # the size of a DeviceSyncer
 Reached = dict[BufferName, RegisteredMemory]
 _ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
 _ARRAY_POINTERS = tuple(ffi.offsetof("ProxycclExecution", name) for name in ("input", "output"))
 _Key = tuple[int, tuple[tuple[BufferName, RegisteredMemory], ...]]
-"""Bytes of the input, and the registered arrays that peers reach. Digests of the arrays would not do: two arrays that
-can't be shared may have the same digest.
+"""Bytes of the input, and the registered arrays that peers reach. Digests of the arrays can't be the key, because two
+arrays that can't be shared may have the same digest.
 """
 
 
@@ -63,7 +63,7 @@ class ExecutionPlans:
             return
         group = self._group
         if plan.world_size != group.world_size:
-            raise ArgumentError("plan", f"{plan!r}; expected one for the communicator's {group.world_size}")
+            raise ArgumentError("plan", f"{plan!r}; expected a plan for the communicator's {group.world_size}")
         for rank, peers in enumerate(plan.touched):
             for peer, place in peers.items():
                 if not group.topology.may_touch(rank, peer):
@@ -99,7 +99,7 @@ class _Buffer:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.arrays: list[Array] = []  # peers may still use the smaller ones
+        self.arrays: list[Array] = []  # peers may still use the smaller arrays
         self.memory: RegisteredMemory | None = None
 
     def reserve(self, nbytes: int) -> bool:
@@ -121,7 +121,7 @@ _Sized = tuple[Memory, Tables]
 
 
 class _Resources:
-    """The resources of one plan on this rank. All ranks make it together."""
+    """The resources of one plan on this rank. All ranks construct a `_Resources` together."""
 
     def __init__(self, group: Group, plan: ExecutionPlan, forget: Callable[[], None]) -> None:
         self._group, self._plan, self._forget = group, plan, forget
@@ -242,9 +242,9 @@ class _Resources:
         return round_up(nbytes, _LINE)
 
     def _share(self, rank: int, buffer: BufferName, source: ArrayView, target: ArrayView) -> int:
-        """Returns where a rank's input or output begins in the buffer that peers reach.
+        """Returns the offset of a rank's input or output in the buffer that peers reach.
 
-        In place the smaller of the two is the rank's share of the larger, as in MSCCL++.
+        In place, the smaller of input and output is the rank's share of the larger, as in MSCCL++.
         """
         if not self._plan.in_place or buffer == "s":
             return 0
@@ -302,7 +302,7 @@ class _Resources:
                 whole = source.ptr if source.ptr + out_share == target.ptr else self._private(source.nbytes)
             own_in, own_out = whole + in_share, whole + out_share
         before = [] if own_in == source.ptr else [CopyBytes(own_in, source.ptr, source.nbytes)]
-        # Then the copy of the input serves as the output.
+        # If the output is staged too, the copy of the input serves as the output.
         of_larger = self._plan.in_place and source.nbytes >= target.nbytes
         if own_out != target.ptr and not of_larger and not self._plan.writes_whole_outputs:
             before.insert(0, CopyBytes(own_out, target.ptr, target.nbytes))

@@ -17,7 +17,7 @@ class Operand(Struct, frozen=True):
 
     Attributes:
         remote: whether the operands are in a peer's buffer instead of this rank's.
-        packets: whether they are packets, in scratch memory.
+        packets: whether the operands are packets, in scratch memory.
         most: the most operands; at least one is required.
     """
 
@@ -33,11 +33,11 @@ class Moving(Struct, frozen=True):
     """An operation that moves data.
 
     Attributes:
-        sources, destinations: its operands, in order.
-        channels: the channel types that reach its remote buffers; () if it has no remote buffers.
+        sources, destinations: the operation's operands, in order.
+        channels: the channel types that reach the operation's remote buffers; () without remote buffers.
         pairs: source i goes to destination i. Otherwise all sources are combined, and the result goes to all
             destinations.
-        signals, flushes: whether it signals and flushes after its data, on a port channel.
+        signals, flushes: whether the operation signals and flushes after its data, on a port channel.
     """
 
     sources: tuple[Operand, ...]

@@ -21,7 +21,7 @@ from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError, ProtocolError
 
 _Times = Counter[tuple[int, int]]
-"""Counts of repetitions, by the chunks and the unit of the pipeline around them; (0, 0) outside of any."""
+"""Counts of repetitions, by the chunks and the unit of the enclosing pipeline; (0, 0) outside of pipelines."""
 
 PACKET_PAYLOAD = 8
 """Bytes of data in a packet."""
@@ -73,7 +73,7 @@ class ExecutionPlan:
                 raise ArgumentError(
                     "plan",
                     f"rank {gpu.id} has {chunks[0]} input and {chunks[1]} output chunks, rank 0 {first.input_chunks} "
-                    f"and {first.output_chunks}; expected as many on all ranks",
+                    f"and {first.output_chunks}; expected the same numbers on all ranks",
                 )
         if document.protocol == "LL" and document.buffer_alignment % PACKET_PAYLOAD:
             raise ArgumentError(
@@ -139,12 +139,12 @@ class ExecutionPlan:
         return hash(self.digest)
 
     def require_collective(self, collective: str, argument: str) -> None:
-        """Raises ArgumentError, which names the argument, if the plan is for a different collective."""
+        """Raises ArgumentError for `argument` if the plan is for a different collective."""
         expected = COLLECTIVES.get(collective)
         if expected is None:
             raise ArgumentError(argument, f"{self!r} for {collective}, which takes no plans")
         if self._kind != expected:
-            raise ArgumentError(argument, f"{self!r} is for {self.collective!r}; expected one for {expected!r}")
+            raise ArgumentError(argument, f"{self!r} is for {self.collective!r}; expected a plan for {expected!r}")
 
     def refusal(
         self, source_count: int, target_count: int, dtype: DType, op: str | None = None
@@ -210,8 +210,8 @@ class ExecutionPlan:
 
     @functools.cached_property
     def touched(self) -> list[dict[int, Place]]:
-        """Returns, by rank, the peers whose memory the rank's kernels access, each with the first operation that does
-        so.
+        """Returns, by rank, the peers whose memory the rank's kernels access, each with the first operation that
+        accesses it.
         """
         found: list[dict[int, Place]] = [{} for _ in range(self.world_size)]
         for rank in range(self.world_size):
@@ -248,7 +248,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def writes_whole_outputs(self) -> bool:
-        """Whether every chunk of every output is written; otherwise the rest keeps its contents."""
+        """Whether every chunk of every output is written; otherwise the unwritten parts keep their contents."""
         parts: dict[tuple[int, int, int], set[int]] = {}  # by rank, chunk and number of parts
         for rank in range(self.world_size):
             for operation, _ in self.operations(rank):
@@ -265,8 +265,8 @@ class ExecutionPlan:
         return [tuple(sorted(peer for one, peer in both if one == rank)) for rank in range(self.world_size)]
 
     def _check_signals(self) -> None:
-        """Requires as many signals as waits on every channel: the next execution would take a leftover signal for its
-        own. A channel that the peer's program does not name still has a counterpart, on which nobody signals or waits.
+        """Requires as many signals as waits on every channel: the next execution would consume a leftover signal. A
+        channel that the peer's program does not name still has a counterpart, on which nobody signals or waits.
         """
         sent: dict[tuple[int, int, str, int], _Times] = {}
         awaited: dict[tuple[int, int, str, int], _Times] = {}

@@ -36,7 +36,7 @@ BUFFERS: dict[BufferName, str] = {"i": "input", "o": "output", "s": "scratch mem
 
 
 class Place(Struct, frozen=True):
-    """The place of an operation. The numbering counts a pipeline first, then the operations inside."""
+    """The place of an operation. A pipeline's number precedes the numbers of the operations inside."""
 
     rank: int
     threadblock: int
@@ -71,8 +71,8 @@ class Operation(Struct, frozen=True):
 
     Attributes:
         place: the operation's place in the plan.
-        moving: how it moves data; None if it moves none.
-        channels: the channels that it uses, in order.
+        moving: how the operation moves data; None if it moves no data.
+        channels: the channels that the operation uses, in order.
         sources, destinations: the data; in pairs if `moving.pairs`.
         combination: how sources are combined.
         part, parts: this threadblock's part of the bytes.
@@ -109,7 +109,8 @@ def channel_ends(gpu: Gpu, ranks: int) -> dict[ChannelType, list[ChannelEnd]]:
         for peer in channels.connected_to:
             if peer >= ranks or peer == gpu.id:
                 raise ArgumentError(
-                    "plan", f"rank {gpu.id} has a {kind} channel to rank {peer}; expected another of {ranks} ranks"
+                    "plan",
+                    f"rank {gpu.id} has a {kind} channel to rank {peer}; expected another of {ranks} ranks",
                 )
             ends[kind].append(ChannelEnd(kind, peer, sum(end.peer == peer for end in ends[kind])))
     return ends
@@ -191,7 +192,7 @@ class Reader:
         if op.name in MOVING:
             return self._moving(block, op, place)
         if op.name not in OTHERS:
-            raise place.refuse("there is no such operation")
+            raise place.refuse("the operation is unknown")
         if op.name == "barrier":
             if op.barrier_id is None or op.num_threadblocks is None:
                 raise place.refuse("expected barrier_id and num_threadblocks")
@@ -265,7 +266,7 @@ class Reader:
         ranges: list[Range] = []
         at = 0
         for i, operand in enumerate(wanted):
-            later = len(wanted) - 1 - i  # each later operand takes at least one
+            later = len(wanted) - 1 - i  # each later operand takes at least one entry
             first = at
             while at < len(given) - later and at - first < operand.most:
                 if operand.most > 1 and at > first and (given[at].buffer_id is not None) != operand.remote:

@@ -13,7 +13,7 @@ from proxyccl.channels.execution_plans.program import ChannelEnd, Operation, Pro
 from proxyccl.device._native import ffi, lib
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclStepPointer  # the stub's; cffi has no such name
+    from proxyccl.device._native import ProxycclStepPointer  # only the stub has this name; cffi lacks it
 
 _BASES: dict[BufferName, int] = {"i": lib.PROXYCCL_BASE_INPUT, "o": lib.PROXYCCL_BASE_OUTPUT}
 _ONE_THREAD = {
@@ -75,7 +75,7 @@ class Writer(Struct, frozen=True):
     semaphore: Callable[[ChannelEnd], Any]
 
     def tables(self, program: Program) -> tuple[bytes, Tables]:
-        """Returns the tables of a program, which has at least one threadblock, and how they lie."""
+        """Returns the tables of a program, which has at least one threadblock, and the tables' layout."""
         blocks = [_Block() for _ in program]
         for block, operations in zip(blocks, program, strict=True):
             for operation in operations:
@@ -152,7 +152,7 @@ class Writer(Struct, frozen=True):
         begin = len(block.steps)
         for inner in operation.body:
             self._operation(block, inner)
-        if block.by_all is not None:  # the next iteration begins after the kind of step with which this one ends
+        if block.by_all is not None:  # the next iteration may begin with other threads
             self._sync(block, operation)
         loop.option, loop.unit, loop.iterations = len(block.steps) - begin, operation.unit, iterations
 
@@ -227,7 +227,7 @@ class Writer(Struct, frozen=True):
         return self.double_scratch and each.buffer == "s"
 
     def _part(self, operation: Operation, each: Range) -> tuple[int, int]:
-        """Returns where this threadblock's part of a range begins in its buffer, and the part's bytes of data."""
+        """Returns the offset of this threadblock's part of a range in the buffer, and the part's bytes of data."""
         units = each.size * self.chunk_bytes // self.alignment
 
         def before(part: int) -> int:

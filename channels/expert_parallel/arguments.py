@@ -17,16 +17,17 @@ MAX_NUMBER = 2**31 - 1
 
 def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, what: str = "an integer") -> int:
     """Returns an argument as an int. Raises ArgumentError, in which `what` describes the expected value, unless it is
-    an integer from `least` to `most`. A bool is not one."""
-    if type(value) is int and least <= value <= most:  # the common case: as_integer takes longer
+    an integer from `least` to `most`. A bool does not count as an integer."""
+    if type(value) is int and least <= value <= most:  # the common case, because as_integer takes longer
         return value
     expected = f"from {least} to {most}" if most < MAX_NUMBER else f"of at least {least}, and at most {most}"
     return as_integer(value, argument, f"must be {what} {expected}", least, most)
 
 
 def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dtype: str) -> ArrayView:
-    """Returns a view of an argument. Raises ArgumentError if it has another shape, where -1 accepts any extent, or
-    another type, or lies in memory that the group can't use."""
+    """Returns a view of an argument. Raises ArgumentError if `x` has another shape (-1 accepts any extent) or another
+    type, or lies in memory that the group can't use.
+    """
     view = input_view(group, x, argument)
     if view.dtype.name != dtype:
         raise ArgumentError(argument, f"has element type {view.dtype}; expected {dtype}")

@@ -41,8 +41,8 @@ class MemoryPart:
 
 
 class LibraryArrays:
-    """Makes arrays on a group's device. This class makes `Communicator.empty`'s arrays, derived classes those of
-    another library. `strides` count elements.
+    """Makes arrays on a group's device. This class makes arrays as `Communicator.empty` does; derived classes make
+    arrays of another library. `strides` count elements.
 
     Attributes:
         kind: the type of the caller's arrays.
@@ -56,11 +56,13 @@ class LibraryArrays:
         self.int32, self.int64 = self.type_of("int32"), self.type_of("int64")
 
     def type_of(self, dtype: DType | str) -> Any:
-        """Returns the library's element type, which the other methods take. Raises ArgumentError if it has none."""
+        """Returns the library's element type, which the other methods take. Raises ArgumentError if the library lacks
+        the type.
+        """
         return as_dtype(dtype)
 
     def maker(self, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Maker:
-        """Returns a function that makes a new array. Only torch supports strides other than those of C order."""
+        """Returns a function that makes a new array. Only torch supports strides that are not in C order."""
         return functools.partial(allocate, self._group, shape, native)
 
     def part(self, array: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Any:
@@ -156,7 +158,7 @@ class ExpertArrays:
 
     def like(self, x: Any) -> LibraryArrays:
         """Returns the library that makes results for a caller's array: torch for its tensors, numpy for arrays of other
-        libraries on the host, else this one.
+        libraries on the host, else this library's own arrays.
         """
         kind = type(x)
         if kind not in self._known:

@@ -86,7 +86,9 @@ class LayerParts:
         return runtime.is_capturing(stream if type(stream) is CurrentStream else runtime.stream_handle(stream))
 
     def outlives_no_graph(self, stream: StreamLike) -> bool:
-        """Whether the output's lifetime ends with its arrays. Under capture it does not: the graph may run again."""
+        """Whether the output's lifetime ends with its arrays. Under capture the output lives longer: the graph may run
+        again.
+        """
         return not self.options.keeps_outputs or not self.is_capturing(stream)
 
     def refuse_capture(self, stream: StreamLike) -> None:
@@ -119,7 +121,8 @@ class LayerParts:
 
     def _bad_expert(self) -> ArgumentError | None:
         """Returns the error for an invalid expert id, or None. Covers the dispatches whose rows became known since the
-        last call; of the latest with an invalid id, names the first."""
+        last call. The error names the first invalid id of the latest dispatch that has one.
+        """
         received, experts = self.ctx.workspace.received_rows, self.options.all_experts
         bad_rank = int(received.bad_rank)
         if bad_rank == lib.PROXYCCL_NO_PEER:
@@ -172,8 +175,9 @@ class LayerParts:
 
     @property
     def sums_ranks_in_turn(self) -> bool:
-        """Whether a token's rank sums one row or partial sum per rank, and no ranks are lost (`order_ids` needs
-        this)."""
+        """Whether no ranks are lost and a token's rank sums one row, or one partial sum, from each rank, as `order_ids`
+        needs.
+        """
         experts = self.ctx.workspace.experts
         by_rank = experts.local_combine or self.options.by_rank
         return bool(experts.nodes == 1 and by_rank and self.ctx.surviving is None)
@@ -189,8 +193,8 @@ class CallForm:
 
     Args:
         arrays: the arrays of the first call of the form. The library of the first array makes the results.
-        name, dtype, most_tokens: the parts of a call that ranks compare, beside the layer and, of each call, the number
-            of its dispatch.
+        name, dtype, most_tokens: the parts of a call that ranks compare. Ranks also compare the layer and, for each
+            call, the number of its dispatch.
     """
 
     def __init__(self, parts: LayerParts, arrays: tuple[Any, ...], name: str, dtype: str, most_tokens: int = 0) -> None:

@@ -10,9 +10,9 @@ enum { ROWS, WEIGHTS, SLOT_WEIGHTS, ORDER, ADDED, MOST_ADDED = 2, ARRAYS = ADDED
 /* See CombineForm in _calls.pyi for the order of the constructor's arguments. */
 typedef struct {
   LayerForm form;                                     /* `element` and `format`: the element type of rows and results */
-  char format[PROXYCCL_LONGEST_FORMAT];               /* see `form` */
-  PreparedCall after_copy;                            /* a whole call after a copy of its rows */
-  Py_ssize_t hidden, row_bytes, experts, padded_rows; /* the last two are 0 unless rows are padded */
+  char format[PROXYCCL_LONGEST_FORMAT];               /* the string that `form.format` points to */
+  PreparedCall after_copy;                            /* launches a whole call, after a copy of its rows */
+  Py_ssize_t hidden, row_bytes, experts, padded_rows; /* experts and padded_rows are 0 unless rows are padded */
   int spare_rows;                                     /* whether a call ignores rows after the last received one */
   int halves;
   ProxycclCombine* call;
@@ -86,7 +86,7 @@ static int number_at(const Form* self, uintptr_t at, Py_ssize_t* number) {
   return PyErr_Occurred() == NULL ? 0 : -1;
 }
 
-/* Whether an optional array is absent or has as many entries as the call needs. */
+/* Whether an optional array is absent or has exactly the number of entries that the call needs. */
 static int has_extent(const ListedArray* array, Py_ssize_t extent) {
   return array->object == Py_None || array->extent == extent;
 }
@@ -192,6 +192,6 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
 }
 
 int proxyccl_add_combine_form(PyObject* module) {
-  static PyTypeObject* type; /* the process has one module */
+  static PyTypeObject* type; /* made once for the process */
   return proxyccl_add_layer_form(module, &type, "proxyccl.channels.calls._calls.CombineForm", sizeof(Form), make, NULL);
 }

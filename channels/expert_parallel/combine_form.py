@@ -17,8 +17,8 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 
 class Combine(CallForm):
-    """A combine, which is one kernel. A copy precedes it if peers are to load rows that lie where they can't reach. C
-    makes the calls (combine_form.c).
+    """A combine, which is one kernel. A copy precedes the kernel if peers are to load rows from memory that they can't
+    reach. C makes the calls (combine_form.c).
 
     Args:
         call: "combine"; or "collect" for rows with an element for each slot, of any type, which are neither padded nor

@@ -25,11 +25,11 @@ MOST_ADDED: int = lib.PROXYCCL_ADDED
 MAX_CHOSEN_PER_RANK: int = lib.PROXYCCL_EXPERT_COUNTERS - 2 * lib.PROXYCCL_MAX_EXPERT_RANKS
 """The most experts of a rank with layout="rank": a block counts their rows in shared memory."""
 MAX_SLOTS = MAX_NUMBER  # rows and slots are 32-bit integers in the tables
-_MAX_TOKENS = 2**24  # kernels multiply the number of tokens by that of blocks, in 32 bits
+_MAX_TOKENS = 2**24  # kernels multiply the number of tokens by the number of blocks, in 32 bits
 _MAX_HIDDEN = 2**28  # kernels count a row's 16-byte words in 32 bits
 MAX_EXPERTS = 2**20  # tables have an entry for each rank, or segment, and expert
-_MAX_BYTES = 2**44  # of all rows of a layer: every size of its workspace is then far below 2**64
-_COLUMN_ALIGNMENT = 4  # scales
+_MAX_BYTES = 2**44  # the limit for all rows of a layer keeps every size of its workspace far below 2**64
+_COLUMN_ALIGNMENT = 4  # in scales, not bytes
 
 
 def column_of(rows: int) -> int:
@@ -45,8 +45,8 @@ class EPConfig:
         max_tokens: the most tokens of one rank in one dispatch.
         hidden: elements of a token's row.
         topk: experts that each token chooses, 1 to 16.
-        num_experts: experts of all ranks together; a multiple of world_size. Rank r has those from
-            r * num_experts_per_rank on.
+        num_experts: experts of all ranks together; a multiple of world_size. Rank r has the num_experts_per_rank
+            experts from r * num_experts_per_rank on.
         rank: this rank.
         world_size: number of ranks.
         local_world_size: number of ranks of a node.
@@ -55,7 +55,7 @@ class EPConfig:
         offset_dtype: the type of the descriptor's tables: always int32.
 
     Raises:
-        ArgumentError: a value is out of range, or does not fit another one.
+        ArgumentError: a value is out of range, or does not fit another value.
     """
 
     max_tokens: int
@@ -143,10 +143,10 @@ class EPConfig:
 
     @cached_property
     def token(self) -> DType:
-        """`token_dtype` as the library knows it."""
+        """The library's element type for `token_dtype`."""
         return as_dtype(self.token_dtype)
 
     @cached_property
     def weight(self) -> DType:
-        """`weight_dtype` as the library knows it."""
+        """The library's element type for `weight_dtype`."""
         return as_dtype(self.weight_dtype)

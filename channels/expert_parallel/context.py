@@ -49,11 +49,11 @@ _HOST_THREADS = 16
 
 
 class SurvivingExperts:
-    """Renumbers expert ids over the remaining ranks, and drops those of lost ranks.
+    """Renumbers expert ids over the remaining ranks, and drops the ids of lost ranks' experts.
 
     Attributes:
-        ids: int32: the new ids of the dispatch in flight, of which there is one at a time. A dropped slot keeps an id
-            that drops it; an invalid id becomes -2.
+        ids: int32: the new ids of the dispatch in flight; only one dispatch is in flight at a time. A dropped slot
+            keeps an id that drops it; an invalid id becomes -2.
     """
 
     def __init__(self, group: Group, options: LayerOptions, grid: tuple[int, int]) -> None:
@@ -78,12 +78,13 @@ class SurvivingExperts:
 class DispatchCombineContext:
     """The buffers of an expert-parallel layer, and the launches of its dispatch and combine.
 
-    All ranks make it together, with `create`. `EPAll2AllLayer` and `DispatchCombine` are built on it.
+    All ranks construct a `DispatchCombineContext` together, with `create`. `EPAll2AllLayer` and `DispatchCombine` are
+    built on it.
 
     Attributes:
         ep_config: sizes and types.
         members: the ranks.
-        number: by which the ranks compare calls of this layer.
+        number: the layer's number, by which the ranks compare its calls.
         group: the same ranks, for the library's own modules.
         arrays: makes the arrays of results.
         nodes: the placement of the ranks on nodes.
@@ -97,7 +98,7 @@ class DispatchCombineContext:
             kernel that quantizes rows before a dispatch; None if not needed.
         combines: the launches of combines, by the rows' element type, to `copy`.
         scale_bytes: bytes of the scales of a float8 row.
-        surviving: renumbers expert ids where ranks are lost; None if none are.
+        surviving: renumbers expert ids where ranks are lost; None if no rank is lost.
         numbers: numbers the dispatches.
     """
 
@@ -214,17 +215,17 @@ class DispatchCombineContext:
 
     @property
     def dispatch_output_buf(self) -> Array:
-        """[rows, hidden]: a buffer for received rows, for callers that reuse one."""
+        """[rows, hidden]: a buffer for received rows, for callers that reuse one buffer."""
         return self.reallocate_dispatch_output_buf(0)[0]
 
     def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[Array, Array]:
-        """Makes the output buffer larger if it has fewer rows. Not collective, as peers don't access it.
+        """Makes the output buffer larger if it has fewer rows. Not collective, because peers don't access the buffer.
 
         Args:
             dispatch_recv_tokens: rows that are needed.
 
         Returns:
-            The buffer, [rows, hidden] of the token type, and one for the rows' weights, [rows].
+            The buffer, [rows, hidden] of the token type, and a buffer for the rows' weights, [rows].
         """
         self.require_usable()
         dispatch_recv_tokens = whole_number("dispatch_recv_tokens", dispatch_recv_tokens, 0, MAX_SLOTS)
@@ -272,7 +273,7 @@ class DispatchCombineContext:
 
     @functools.cached_property
     def packed_rows(self) -> Array:
-        """Memory for the packed float8 rows of the dispatch in flight, of which there is one at a time."""
+        """Memory for the packed float8 rows of the dispatch in flight; only one dispatch is in flight at a time."""
         return allocate(self.group, (self.ep_config.max_tokens, self.ep_config.hidden + self.scale_bytes), "uint8")
 
     def weigh(
@@ -291,9 +292,9 @@ class DispatchCombineContext:
             values: [R, hidden] of the tokens' type.
             weights: float32 [R]; None for 1.
             stream: where to queue the kernel.
-            desc: the rows' dispatch, to set rows that it did not fill to zero; else None.
+            desc: the rows' dispatch, to set rows to zero that the dispatch did not fill; None to leave all rows.
             others: [R, hidden] of the tokens' type.
-            products: float32 [R]: each row's scalar product with that of `others`, before it is multiplied.
+            products: float32 [R]: each row's scalar product with the row of `others`, before the row is multiplied.
         """
         slots = desc.pointer("row_slots") if desc is not None and desc.has_gaps else 0
         received = desc.pointer(RECEIVED) if desc is not None and desc.counts_rows and not slots else 0
@@ -312,7 +313,9 @@ class DispatchCombineContext:
         self.queue(ffi.NULL, self._weigh, stream, desc, kept)
 
     def collected_type(self, values: ArrayView) -> str:
-        """The type in which `collect` takes values: their own if it is the tokens' or weights', else the weights'."""
+        """The type in which `collect` takes values: the values' own type if tokens or weights have it, else the
+        weights' type.
+        """
         name = values.dtype.name
         return name if name in self.combines else self.ep_config.weight.name
 
@@ -332,8 +335,9 @@ class DispatchCombineContext:
         desc: EPAllToAllLayoutDesc | None,
         owners: tuple[object, ...],
     ) -> None:
-        """Queues a launch, after its ranks' calls were compared unless `call` is NULL. `owners` and the descriptor are
-        kept until the stream has passed it, where their memory is not used again in the stream's order.
+        """Queues a launch, after the ranks' calls were compared unless `call` is NULL. Keeps `owners` and the
+        descriptor until the stream has passed the launch, unless the stream's order already protects their memory from
+        reuse.
         """
         described = () if desc is None else (desc,)
         if not isinstance(stream, CurrentStream):

@@ -1,6 +1,6 @@
 #include "descriptor.h"
 
-static PyTypeObject* descriptor_type; /* the process has one module */
+static PyTypeObject* descriptor_type; /* made once for the process */
 
 Descriptor* proxyccl_received(PyObject* object, PyObject* owner) {
   if (!PyObject_TypeCheck(object, descriptor_type)) return NULL;
@@ -38,7 +38,7 @@ static PyObject* blocks(PyObject* object, void* Py_UNUSED(closure)) {
   return blocks;
 }
 
-/* Returns a table's array, its place and its `Tables`; None if the descriptor lacks the table. */
+/* Returns a table's array, the table's address and its `Tables`; None if the descriptor lacks the table. */
 static PyObject* find(PyObject* object, PyObject* name) {
   const Descriptor* self = (const Descriptor*)object;
   for (int i = 0; i < self->count; ++i) {

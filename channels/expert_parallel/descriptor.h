@@ -29,11 +29,12 @@ typedef struct Descriptor {
 
 /* Adds the type to the module. Returns 0, or -1 with an exception set. */
 int proxyccl_add_descriptor(PyObject* module);
-/* Returns the object if it is a descriptor of this owner whose rows were received. Else NULL, without an exception. */
+/* Returns the object if it is a descriptor of this owner whose rows were received. Otherwise returns NULL, without an
+ * exception. */
 Descriptor* proxyccl_received(PyObject* object, PyObject* owner);
 /* Adds an array with tables to a descriptor. Returns 0, or -1 with an exception set. */
 int proxyccl_add_block(Descriptor* self, PyObject* array, uintptr_t at, PyObject* tables, const uint64_t* offsets);
-/* Stores the addresses of the descriptor's tables in `layout`, and NULL for tables that it lacks. */
+/* Stores the addresses of the descriptor's tables in `layout`, and NULL for tables that the descriptor lacks. */
 static inline void proxyccl_place_tables(const Descriptor* self, ProxycclExpertLayout* layout) {
   int32_t** tables = (int32_t**)layout;
   memset(layout, 0, sizeof *layout);

@@ -54,9 +54,9 @@ class DispatchCombine:
         output = moe.combine(results)               # [T, 64]: the weighted sum of each token's results
 
     Dispatch and combine are adjoint, so the same routing carries the gradients back. With dy of shape [T, hidden]
-    for the output, ``dispatch(dy, weighted=True)`` gives the gradient of the experts' results, and
-    ``combine(dx, weighted=False)`` takes that of the experts' inputs to the tokens. The gradient of the weights is
-    ``collect((results * moe.dispatch(dy)[0]).sum(-1))``.
+    for the output, ``dispatch(dy, weighted=True)`` gives the gradient of the experts' results, and ``combine(dx,
+    weighted=False)`` returns the gradient of the tokens, given the gradient of the experts' inputs. The gradient of the
+    weights is ``collect((results * moe.dispatch(dy)[0]).sum(-1))``.
 
     Args:
         communicator: the ranks.
@@ -130,7 +130,7 @@ class DispatchCombine:
 
     @property
     def rows_sent(self) -> NDArray[np.int64]:
-        """[world_size]: slots of this rank's tokens for the experts of each rank, this one included."""
+        """[world_size]: slots of this rank's tokens for the experts of each rank, including this rank."""
         own = self._require_prepared().counts[self._ctx.ep_config.rank]
         rows: NDArray[np.int64] = own.reshape(-1, self.experts_per_rank).sum(axis=1)
         return rows
@@ -140,7 +140,7 @@ class DispatchCombine:
     ) -> NDArray[np.int64]:
         """Exchanges the routing. Returns when the number of rows of every rank is known.
 
-        `dispatch` reads the tokens again: leave them unchanged until then.
+        `dispatch` reads the tokens again: leave the tokens unchanged until then.
 
         Args:
             tokens: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks.
@@ -151,7 +151,7 @@ class DispatchCombine:
             stream: where to queue the work; None for the default stream.
 
         Returns:
-            [experts_per_rank]: rows of each of this rank's experts. Their sum is R.
+            [experts_per_rank]: rows of each of this rank's experts. The sum of these numbers is R.
 
         Raises:
             ArgumentError: an argument is wrong on this rank; or an expert id of any rank is out of range, which is
@@ -178,8 +178,8 @@ class DispatchCombine:
             x: [T, hidden] of `dtype`, to send with the prepared routing; None for the prepared tokens.
             weighted: multiply each row by its slot's weight, rounded once to `dtype`.
             out: at least R rows of `hidden`, of which the first R are written; None for a new array of R rows.
-            stream: where to queue it. With None the call waits on the host runtime, and uses the default stream on a
-                GPU.
+            stream: where to queue the call. With None the call waits on the host runtime, and uses the default stream
+                on a GPU.
 
         Returns:
             The rows, ordered by local expert, then source rank, then token and k; and the number of rows of each
@@ -237,5 +237,5 @@ class DispatchCombine:
     def _require_prepared(self) -> _Prepared:
         self._ctx.require_usable()
         if self._prepared is None:
-            raise ArgumentError("prepare", "has not been called; it must come first")
+            raise ArgumentError("prepare", "has not been called; call it first")
         return self._prepared

@@ -19,15 +19,15 @@ typedef struct {
   Py_ssize_t topk, max_tokens;
   int grows; /* whether all ranks learn of more than max_tokens tokens */
   ProxycclDispatch* call;
-  int before;                  /* whether, and how, a kernel before the dispatch makes the rows to send */
-  ProxycclCombine* quantizing; /* that kernel's arguments if it quantizes tokens */
-  uint64_t* packing[2];        /* its arguments if it packs rows that are in float8 already */
+  int before;                  /* whether a kernel before the dispatch makes the rows to send, and which kernel */
+  ProxycclCombine* quantizing; /* the arguments of the kernel before, if it quantizes tokens */
+  uint64_t* packing[2];        /* the arguments of the kernel before, if it packs float8 rows */
   uint32_t* packed_tokens;
-  const char* packed;                    /* where that kernel stores the rows */
-  PyObject* new_lost;                    /* None unless ranks are lost, when a kernel before renumbers ids: */
-  uint64_t *renumbered_ids, *lost_slots; /* its arguments: the address of the ids, and of the output of lost slots */
-  uint32_t* renumbered;                  /* its argument: the number of ids */
-  const char* kept_ids;                  /* the address of its output, the new ids */
+  const char* packed;                    /* where the kernel before stores the rows */
+  PyObject* new_lost;                    /* None unless ranks are lost; then a kernel renumbers ids first: */
+  uint64_t *renumbered_ids, *lost_slots; /* that kernel's arguments: the ids, and the output of lost slots */
+  uint32_t* renumbered;                  /* that kernel's argument: the number of ids */
+  const char* kept_ids;                  /* the address of that kernel's output, the new ids */
   ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL if not needed */
   int cleared;                           /* that table's index among ProxycclExpertLayout's fields */
   uint32_t phases, send_phases, receive_phases;
@@ -67,7 +67,7 @@ static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t ex
   return 1;
 }
 
-/* Fills in the arrays of a call. Returns whether their first extents fit. */
+/* Fills in the arrays of a call. Returns whether the arrays' first extents fit. */
 static int fill_inputs(const Form* self, const ListedArray* given) {
   const Py_ssize_t tokens = given[ROWS].extent;
   if (given[IDS].extent != tokens || (given[WEIGHTS].object != Py_None && given[WEIGHTS].extent != tokens) ||
@@ -98,7 +98,7 @@ static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
   return set;
 }
 
-/* Returns a descriptor with its tables, without a number yet. NULL with an exception set on failure. */
+/* Returns a descriptor with its tables, without a number yet. Returns NULL with an exception set on failure. */
 static Descriptor* new_descriptor(const Form* self, const ListedArray* given, PyObject* stream) {
   uintptr_t at = 0;
   PyObject* tables = proxyccl_new_array(&self->form, self->new_tables, 0, &at);
@@ -152,7 +152,7 @@ static void fill_output(const Form* self, const Descriptor* desc, uint32_t phase
   }
 }
 
-/* Makes a new array and finds its address; None and 0 without a maker. NULL with an exception set on failure. */
+/* Makes a new array and finds its address. Returns None and 0 without a maker, NULL with an exception on failure. */
 static PyObject* new_array(const Form* self, PyObject* maker, uintptr_t* at) {
   *at = 0;
   return maker == Py_None ? Py_NewRef(Py_None) : proxyccl_new_array(&self->form, maker, 0, at);
@@ -198,8 +198,8 @@ static PyObject* issue_first(Form* self, Descriptor* desc, CallArrays* arrays) {
   return PyTuple_Pack(3, arrays->rows, arrays->weights, (PyObject*)desc);
 }
 
-/* Makes a whole call whose rows go to an output buffer, by one launch. Python then waits for the number of rows, if it
- * is not known, and makes arrays in the buffer. */
+/* Makes a whole call whose rows go to an output buffer, by one launch. Python then waits for the number of rows, if
+ * that number is not known, and makes arrays in the buffer. */
 static PyObject* issue_stored(Form* self, Descriptor* desc, PyObject* taken, CallArrays* arrays) {
   uintptr_t at[3];
   arrays->rows = Py_NewRef(taken), arrays->weights = new_array(self, self->new_weights, &at[2]);
@@ -325,7 +325,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 int proxyccl_add_dispatch_form(PyObject* module) {
-  static PyTypeObject* type; /* the process has one module */
+  static PyTypeObject* type; /* made once for the process */
   return proxyccl_add_layer_form(module, &type, "proxyccl.channels.calls._calls.DispatchForm", sizeof(Form), make,
                                  methods);
 }

@@ -1,7 +1,7 @@
 """The forms of a dispatch, whole or in two halves, and of a dispatch by an earlier dispatch's routing.
 
-C makes the calls whose number of rows is known (dispatch_form.c). It only begins those that wait on the CPU for that
-number or whose rows go to output buffers.
+C makes the calls whose number of rows is known (dispatch_form.c). For calls that wait on the CPU for that number, or
+whose rows go to output buffers, C only makes the first launch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Rows:
     ) -> None:
         self._arrays, self._leading, self._tail, self._type = arrays, parts.leading, tail, arrays.type_of(dtype)
         self._strides = strides_of(parts.leading(1) + tail)
-        if column:  # of each expert's rows
+        if column:  # each expert's rows have their own columns
             self._strides = tail[0] * column, 1, column
 
     def maker(self, rows: int) -> Maker:
@@ -98,8 +98,10 @@ class _Outputs:
         return tuple(None if each is None else each.maker(rows) for each in (self.rows, self.scales, self.weights))
 
     def make(self, rows: int, *, of_rows: bool = True) -> tuple[Any, Any, tuple[int, int, int]]:
-        """Returns new arrays for this many rows, as a dispatch returns them, for their weights, or None; and the
-        addresses of rows, scales and weights, 0 where there are none. Without `of_rows`, makes only the weights."""
+        """Returns new arrays for this many rows, as a dispatch returns them; new arrays for their weights, or None; and
+        the addresses of rows, scales and weights, 0 for those that are missing. Without `of_rows`, makes only the
+        weights.
+        """
         values, rows_at = self.rows.new(rows) if of_rows else (None, 0)
         scales, scales_at = self.scales.new(rows) if of_rows and self.scales is not None else (None, 0)
         weights, weights_at = self.weights.new(rows) if self.weights is not None else (None, 0)
@@ -120,7 +122,8 @@ class Dispatch(CallForm):
     Args:
         x, ids, weight, scatter: the arguments of the first call of the form, which are checked.
         halves: whether calls are made in two halves.
-        buffered: whether the rows of a whole call may stay in an output buffer. Otherwise they are copied from there.
+        buffered: whether the rows of a whole call may stay in an output buffer. Otherwise the rows are copied from
+            there.
         prepares: whether calls only exchange the routing, as `DispatchCombine.prepare` does.
 
     Attributes:
@@ -183,7 +186,7 @@ class Dispatch(CallForm):
         # Rows that no rank writes need a mark: rows that the caller's indices leave out, and rows in gaps.
         cleared = "first_rows" if scatters else "row_slots" if options.expert_alignment else None
         clear = [] if cleared is None else [SetBits(0, 0)]
-        at_first = self._rows is not None and self._at_once  # otherwise the first launch receives nothing
+        at_first = self._rows is not None and self._at_once  # false: the first launch receives no rows
         first = in_order(runtime, [*before, *(clear if at_first else []), launch])
         second = in_order(runtime, [*([] if at_first else clear), launch])
         clearing, step = first if at_first else second, 0
@@ -229,15 +232,15 @@ class Dispatch(CallForm):
 
     def _receive_exact(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> Dispatched:
         """Counts the rows by one launch, and moves them by another when their number is known. After `prepare` the
-        second launch only finds the rows' places, as `Redispatch` sends them later.
+        second launch only finds the rows' places, because `Redispatch` sends the rows later.
         """
         self.form.issue(desc, desc.stream, owners, True, ROUTE | GATHER | TELL, 0, _NOWHERE)
         return self._receive_counted(desc, owners, desc.stream, LAYOUT if self._prepares else SEND | RECEIVE, LAYOUT)
 
     def _take(self, _x: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer:
-        """Returns the output buffer of a whole call on a stream. A layer with output buffers needs one for each call,
-        as peers store the call's rows there. Raises ArgumentError if the call must wait and its stream is being
-        captured. `given` is the caller's stream, or None.
+        """Returns the output buffer of a whole call on a stream. A layer with output buffers needs a buffer for each
+        call, because peers store the call's rows there. Raises ArgumentError if the call must wait and its stream is
+        being captured. `given` is the caller's stream, or None.
         """
         self._parts.refuse_capture(stream)
         if self._buffers is None:
@@ -311,7 +314,7 @@ class Redispatch(CallForm):
     Args:
         argument: the name of `x` in errors.
         x, desc: the arguments of the first call of the form, which are checked.
-        width, dtype: elements of a row, and their type; None for a token's.
+        width, dtype: elements of a row, and their type; None for the width or type of a token.
 
     Attributes:
         form: makes the calls.

@@ -22,14 +22,15 @@ STORE_KERNEL = "dispatch_masks_store"
 AS_BYTES = "uint8"
 """The element type of dispatch kernels that don't quantize rows."""
 FEW_TOKENS = 32
-"""The most tokens per block of a small dispatch. Larger ones send counts, and on one node some of their blocks only
-send."""
+"""The most tokens per block of a small dispatch. Larger dispatches send counts, and on one node some of their blocks
+only send.
+"""
 MESSAGE_BYTES = 2 << 20
-"""Between nodes, the least bytes of rows for a message of their own: its parts then keep all wires busy."""
+"""Between nodes, the least bytes of rows that travel as a separate message, whose parts keep all wires busy."""
 BATCH_TOKENS = 1024
-"""The most tokens of a batch: each of its segments scans the tokens before its own."""
+"""The most tokens of a batch, limited because each segment of a batch scans the tokens before its own."""
 _TOKENS_PER_BLOCK = 4
-_TOKENS_PER_PACKET = 64  # of a mask's bits
+_TOKENS_PER_PACKET = 64  # each token has a bit of a mask's packet
 _LINE = 128
 _LEAST_COPY = 64 << 10  # bytes; another process's shorter copies take turns with kernels
 _PIECES = 4  # kMaxPieces of experts/expert_team.h: the weights that follow a combine's row
@@ -40,7 +41,7 @@ def aligned(nbytes: int, to: int = _LINE) -> int:
 
 
 def blocks_for(max_tokens: int, num_sm: int) -> int:
-    """Returns the number of blocks of a kernel. Blocks wait for all others, so each should have work."""
+    """Returns the number of blocks of a kernel. A block waits for all other blocks, so each block should have work."""
     return min(num_sm, -(-max_tokens // _TOKENS_PER_BLOCK))
 
 
@@ -136,7 +137,7 @@ class Geometry:
         e.output_buffers, e.output_rows = (layout.buffers, layout.buffer_rows) if nodes == 1 else (0, 0)
         e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if layout.chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
-        # Few tokens, which are sent and received in halves, then leave without a wait for any peer.
+        # With two kept calls, few tokens that are sent and received in halves leave without a wait for any peer.
         e.kept_calls = 2 if layout.padded_rows and nodes == 1 and not shape.local_combine else 1
         self._cut(config, blocks)
         self.announces = self._announce(config)
@@ -146,7 +147,7 @@ class Geometry:
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
         return_bytes = blocks * e.return_segment_bytes
         e.least_message = _LEAST_COPY if copied else 0
-        # A batch's lengthened message must end before the next one's rows; batches differ by up to half.
+        # A batch's lengthened message must end before the next batch's rows; batches differ by up to half.
         shortest = -(-2 * e.least_message // row_bytes)
         e.batch_tokens = max(1, shortest, min(MESSAGE_BYTES // row_bytes, BATCH_TOKENS))
         e.partial_bytes = return_bytes + e.least_message
@@ -160,7 +161,7 @@ class Geometry:
         e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
         e.places_offset = routing.take(4 * e.segment_tokens)
         e.weights_offset = routing.take(e.weight_bytes * slots)
-        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # all travel as one message
+        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # sent as one message
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 
@@ -181,7 +182,7 @@ class Geometry:
         e.return_rails = areas.take(nodes * places * return_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
         e.loadable = areas.take(2 * 8 * local_size * blocks)
-        e.output_scales = aligned(e.output_rows * config.hidden)  # after the float8 rows
+        e.output_scales = aligned(e.output_rows * config.hidden)  # scales follow the float8 rows
         scaled = e.output_scales + e.output_rows * shape.scale_bytes if shape.scale_bytes else 0
         e.output_bytes = output_room(max(e.output_rows * config.hidden * config.token.itemsize, scaled))
         e.outputs = areas.take(e.output_buffers * e.output_bytes)
@@ -194,10 +195,10 @@ class Geometry:
         """Returns how many blocks of a dispatch only send or, with output buffers, only store rows that stay on this
         rank.
 
-        A multiprocessor issues stores in order, so stores to its own memory would wait behind those that wait for a
+        A multiprocessor issues stores in order, so stores to its own memory would wait behind stores that wait for a
         link. Therefore a block either sends or receives. The blocks are divided in proportion to the bytes that each
-        side loads and stores per token, if experts are chosen evenly. A byte stored in a peer's memory counts 4/3, as
-        measured on 4 H200.
+        side loads and stores per token, if experts are chosen evenly. A byte stored in a peer's memory counts as 4/3
+        bytes, as measured on 4 H200.
         """
         ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
         arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # number of ranks at which a token has an expert
@@ -239,7 +240,7 @@ class Geometry:
         ranks = config.world_size
         words = _TOKENS_PER_PACKET // 32 * -(-config.max_tokens // _TOKENS_PER_PACKET)
         sums = -(-words // lib.PROXYCCL_SUMMED_WORDS)
-        kept = (2 + 1) * ranks + -(-ranks * ranks // 2) + 2 * ranks * (words + sums)  # of 4 bytes
+        kept = (2 + 1) * ranks + -(-ranks * ranks // 2) + 2 * ranks * (words + sums)  # counted in words of 4 bytes
         return (
             ranks <= lib.PROXYCCL_MASKED_RANKS
             and config.max_tokens < 1 << 16

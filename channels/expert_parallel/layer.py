@@ -38,8 +38,8 @@ class UnderWay(Struct):
     """The calls of a layer whose first halves are queued.
 
     Attributes:
-        sent: the dispatch; None if there is none.
-        returned: the combine.
+        sent: the dispatch; None without a dispatch.
+        returned: the combine; None without a combine.
         end_dispatch, end_combine: make the second half of that dispatch or combine, when a later call finds it in
             flight. None to refuse the later call.
     """
@@ -53,9 +53,9 @@ class UnderWay(Struct):
 class EPAll2AllLayer:
     """Sends tokens to the ranks of their experts, and sums the experts' results.
 
-    Each token's row goes once to every rank of its node that has one of its experts, and once to each other node that
-    has one. The receiver copies it to the rows of its experts. All ranks construct the layer together and make the same
-    calls in the same order; their numbers of tokens may differ.
+    Each token's row goes once to every rank of its node that has one of its experts, and once to each other node with
+    such an expert. The receiver copies the row to the rows of its experts. All ranks construct the layer together and
+    make the same calls in the same order; their numbers of tokens may differ.
 
     Calls are queued on the caller's stream. Without `max_recv_tokens` (the exact mode) `dispatch` waits on the CPU for
     the number of received rows, but not for the rows. With it, `dispatch` does not wait and can be captured in a graph.
@@ -90,7 +90,7 @@ class EPAll2AllLayer:
             follows from scale_elements.
         scales_by_columns: with dispatch_dtype and layout="padded", for tensors of torch: the scales of an expert's
             consecutive rows lie side by side, in columns that begin at multiples of 16 bytes, as bulk copies (TMA) need
-            them. The shape of the scales is the same.
+            them. The shape of the scales does not change.
         grows: in the exact mode, a rank with more than max_tokens tokens makes `dispatch` raise CapacityError on all
             ranks, with the most tokens of any rank in `needed`; the layer stays usable. Otherwise only that rank
             raises ArgumentError.
@@ -101,17 +101,17 @@ class EPAll2AllLayer:
         lost_ranks: the ranks that the group has lost, by their original numbers; see `shrink`. The group's rank r is
             then the r-th of the remaining ones, and has that rank's experts. num_tot_experts counts the experts of all
             ranks, including the lost ones. A slot that chooses an expert of a lost rank is dropped, and
-            `desc.lost_slots` names those slots.
-        expert_alignment: with layout="expert", each expert's rows begin at a multiple of it, so outputs have gaps,
-            whose rows are not written; `desc.row_slots` is -1 there. In the exact mode `desc.num_tokens_per_expert`
-            then returns the rows of each expert. None for rows without gaps.
+            `desc.lost_slots` marks the dropped slots.
+        expert_alignment: with layout="expert", each expert's rows begin at a multiple of this number, so outputs have
+            gaps, whose rows are not written; `desc.row_slots` is -1 there. In the exact mode
+            `desc.num_tokens_per_expert` then returns the rows of each expert. None for rows without gaps.
         output_buffers: with layout="rank": the number of outputs for which the layer has memory. On one node whose
-            ranks reach each other's memory, senders then store rows directly where the caller reads them. An output of
-            `dispatch` stays valid until that many calls of `dispatch` later, and ends with `finalize`. `combine` loads
-            rows that lie in that memory, such as outputs and arrays of `combine_input`; others are sent. Each output
-            takes room for max_recv_tokens rows, or world_size * max_tokens. With 0, outputs are new arrays, and rows
-            pass through other memory of the layer; `dispatch_recv` and `redispatch` always work so. If torch records a
-            call, its results are copied from the output's memory to new arrays.
+            ranks reach each other's memory, senders then store rows directly where the caller reads them. With n output
+            buffers, an output of `dispatch` stays valid until the n-th next call of `dispatch`, and ends with
+            `finalize`. `combine` loads rows that lie in that memory, such as outputs and arrays of `combine_input`;
+            others are sent. Each output takes room for max_recv_tokens rows, or world_size * max_tokens. With 0,
+            outputs are new arrays, and rows pass through other memory of the layer; `dispatch_recv` and `redispatch`
+            always work so. If torch records a call, its results are copied from the output's memory to new arrays.
         keeps_outputs: with output_buffers: an output of `dispatch` stays valid as long as it is referenced, like a new
             array, also in calls that torch records. A buffer is then free again when the last array in it is gone. If
             none is free, the rows of a dispatch pass through one more buffer, and are copied to new arrays. On GPUs
@@ -178,7 +178,7 @@ class EPAll2AllLayer:
         return layer
 
     def _open(self, members: Members, options: LayerOptions, name: str = "", compared: Any = None, *names: Any) -> None:
-        """Makes the layer with the other ranks. `names`: the names of arguments in error texts, if not the layer's."""
+        """Makes the layer with the other ranks. `names` has other names of arguments for error texts."""
         with members.closed_on_error():
             name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
             ctx = DispatchCombineContext(members, options, members.agree_on(compared or options.compared, name))
@@ -242,8 +242,8 @@ class EPAll2AllLayer:
         `desc.lost_slots` names them. Tokens in flight in this layer when it failed must be dispatched again.
 
         Args:
-            communicator: the result of `Communicator.shrink` of this layer's communicator. None to shrink it here;
-                the new layer's `finalize` then closes the shrunk one.
+            communicator: the result of `Communicator.shrink` of this layer's communicator. None to shrink the
+                communicator here; the new layer's `finalize` then closes the shrunk communicator.
 
         Raises:
             ArgumentError: `communicator` was not shrunk from another.
@@ -296,8 +296,8 @@ class EPAll2AllLayer:
             input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype
                 also a pair of rows in float8 and their scales, float32 [T, scales of a row].
             exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
-                is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost do the same. With
-                layout="rank" also int64, and -1 drops a slot too. See also minus_one_drops. With layout="padded" a
+                is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost drop the slot too.
+                With layout="rank" also int64, and -1 drops a slot too. See also minus_one_drops. With layout="padded" a
                 token that chooses an expert twice takes two of the expert's rows.
             weight: [T, topk] of `weight_dtype`, to send with the tokens; or None. All ranks or none pass weights.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
@@ -533,7 +533,7 @@ class EPAll2AllLayer:
                 return pending.receive(stream, out)
             rows, weights = pending.recorded
             return recorder.combine(self, lambda: pending.receive(stream), rows, weights, pending.desc)
-        except ArgumentError:  # the call had no effect
+        except ArgumentError:  # the caller's error: the call had no effect
             under_way.returned, under_way.end_combine = pending, end
             raise
 
@@ -575,7 +575,7 @@ class EPAll2AllLayer:
         desc = self._parts.own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
         topk = self.ep_config.topk
-        # Every row gets all weights of its token; the weight of the row's slot is one of them.
+        # Every row gets all weights of its token, including the weight of the row's slot.
         spread = self.forms.spreads.call(topk_weights, desc, None, None)
         if self.layout == "rank":
             return spread.masked_fill_(desc.local_expert_ids < 0, 0)
@@ -596,7 +596,7 @@ class EPAll2AllLayer:
                 `combine`. `needed` is the most rows of a rank, or of an expert.
             ArgumentError: an expert id was out of range, and its slot was dropped; or full_scatter_indices were not a
                 permutation, or covered fewer tokens than the ranks have. Only ranks whose rows are affected raise the
-                latter.
+                error about full_scatter_indices.
         """
         self.ctx.require_usable()
         self._parts.check_ended()

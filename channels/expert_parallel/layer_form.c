@@ -32,7 +32,7 @@ PyObject* proxyccl_new_form(PyTypeObject* type, PyObject* arguments) {
 
 #define REFERENCES(apply) apply(arguments) apply(latest_stream) apply(element) apply(make_latest)
 
-/* Forms, like tuples, lack tp_clear: every reference cycle through a form also has an object that can be cleared. */
+/* Forms lack tp_clear, as tuples do: every reference cycle through a form also has an object that can be cleared. */
 static int visit_form(PyObject* object, visitproc visit, void* arg) {
   LayerForm* self = (LayerForm*)object;
   Py_VISIT(Py_TYPE(object));
@@ -89,8 +89,8 @@ PyObject* proxyccl_stream(LayerForm* form, PyObject* x, PyObject* given) {
   return PyErr_Occurred() != NULL ? NULL : Py_NewRef(form->latest_stream);
 }
 
-/* Whether a stream is torch's current one and also the dispatch's: then torch reuses memory in the order of this
- * stream. Returns -1 with an exception set on failure. */
+/* Whether a stream is torch's current stream and also the dispatch's stream, in whose order torch reuses memory.
+ * Returns -1 with an exception set on failure. */
 static int is_in_order(const LayerForm* form, const Descriptor* desc, PyObject* stream) {
   PyObject* const kind = form->stream_type;
   if (desc->stream == NULL || (PyObject*)Py_TYPE(stream) != kind || (PyObject*)Py_TYPE(desc->stream) != kind) return 0;
@@ -131,7 +131,7 @@ PyObject* proxyccl_new_array(const LayerForm* form, PyObject* maker, int may_be_
 
 /* -- calls whose first half is queued --- */
 
-static PyTypeObject* sent_type; /* the process has one module */
+static PyTypeObject* sent_type; /* made once for the process */
 
 PyObject* proxyccl_sent_call(LayerForm* form, const Descriptor* desc, PyObject* stream, PyObject* rows,
                              PyObject* weights, PyObject* owners, const uintptr_t* at) {

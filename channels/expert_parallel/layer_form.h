@@ -19,21 +19,21 @@ typedef struct LayerForm {
    * exception set on failure. */
   PyObject* (*receive)(SentCall* sent, PyObject* stream, PyObject* out);
   PyObject* arguments;     /* the constructor's arguments: they own the objects that the form's fields borrow, */
-  PyObject* latest_stream; /* except this one, a CurrentStream (launches.py) that is NULL at first, */
-  PyObject *element, *make_latest; /* and these two, which combine_form.c replaces */
+  PyObject* latest_stream; /* except latest_stream, a CurrentStream (launches.py) that is NULL at first, */
+  PyObject *element, *make_latest; /* and `element` and `make_latest`, which combine_form.c replaces */
   PyObject* calls;                 /* the group's Calls */
   int on_host;                     /* whether this is the host runtime, where calls without a stream are synchronous */
   PyObject* current;     /* current(device): returns the handle of torch's current stream; None for other libraries */
   PyObject* stream_type; /* CurrentStream */
-  PyObject* stream_of;   /* stream_of(x, given): returns the stream of a call that does not use torch's current one */
-  PyObject* queue;       /* queue(desc, prepared, stream, owners): issues such a call */
+  PyObject* stream_of; /* stream_of(x, given): returns the stream of a call that does not use torch's current stream */
+  PyObject* queue;     /* queue(desc, prepared, stream, owners): issues a call on the stream of stream_of */
   PyObject* device;
   uint64_t* number;  /* the field of the call that names its dispatch */
   PyObject* address; /* address(array): returns the address of an array that the layer made; None for torch's arrays */
   PreparedCall first, second; /* first: a whole call or its first half; second: its other parts */
 } LayerForm;
 
-/* The arrays of one part of a call: the caller's arrays, and the result's, which are NULL if there are none. */
+/* The arrays of one part of a call: the caller's arrays, and the result's arrays, or NULL for missing arrays. */
 typedef struct CallArrays {
   const ListedArray* given;
   int count;
@@ -60,10 +60,10 @@ int proxyccl_as_prepared(PyObject* given, void* call);
  * exception set. */
 PyObject* proxyccl_sent_call(LayerForm* form, const Descriptor* desc, PyObject* stream, PyObject* rows,
                              PyObject* weights, PyObject* owners, const uintptr_t* at);
-/* Returns the stream of a call: the caller's, or torch's current one; None on the host runtime. NULL with an exception
- * set on failure. */
+/* Returns the stream of a call: the caller's, or torch's current stream; None on the host runtime. Returns NULL with an
+ * exception set on failure. */
 PyObject* proxyccl_stream(LayerForm* form, PyObject* x, PyObject* given);
-/* Issues one part of a call on a stream. On a stream other than torch's current one, keeps `arrays` until the launch
+/* Issues one part of a call on a stream. On a stream other than torch's current stream, keeps `arrays` until the launch
  * has run. Returns 0, or -1 with an exception set. */
 int proxyccl_issue(const LayerForm* form, const PreparedCall* call, const Descriptor* desc, PyObject* stream,
                    const CallArrays* arrays);

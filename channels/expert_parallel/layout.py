@@ -41,10 +41,10 @@ class EPAllToAllLayoutDesc(Descriptor):
         num_dispatch_token_cur_rank: T, the tokens that this rank dispatched.
         counts_rows: whether kernels count the received rows in `num_recv_tokens`.
         lost_slots: bool [T, topk]: the slots that were dropped because their experts' ranks are lost; None if the layer
-            has no lost ranks. In all other fields, experts and ranks have the numbers of the remaining ones.
+            has no lost ranks. All other fields number the remaining ranks and their experts.
         chosen_rows: in the exact mode with layout="rank", or with expert_alignment: for each expert of this rank the
             number of rows that chose it. Else None.
-        output_buffer: the number, from 1, of the layer's output buffer that holds the rows; 0 if none does.
+        output_buffer: the number, from 1, of the layer's output buffer that holds the rows; 0 if no buffer does.
         stream: the dispatch's stream.
         num_input_tokens_per_rank: int32 [world_size]: tokens that each rank dispatched.
         counts: int32 [world_size, num_experts]: slots of each rank for each expert.
@@ -58,8 +58,8 @@ class EPAllToAllLayoutDesc(Descriptor):
             filled. Else None.
         source_tokens: With layout="rank" or "padded", int32 [R]: each row's token, by its number on the source rank.
             Else None.
-        row_slots: int32 [R]: the slot, of its token, that each row is for. With expert_alignment, rows in gaps have -1
-            here, and undefined entries in the other tables.
+        row_slots: int32 [R]: the slot, among its token's topk slots, that each row is for. With expert_alignment, rows
+            in gaps have -1 here, and undefined entries in the other tables.
         slot_rows: int32 [world_size, max_tokens, topk]: this rank's row of each slot of each rank's tokens; negative if
             the slot is dropped, belongs to another rank, or its row did not fit. Entries past a rank's tokens are
             undefined.
@@ -92,7 +92,7 @@ class EPAllToAllLayoutDesc(Descriptor):
             raise ArgumentError(argument, self.missing)
 
     def mark_received(self, *, refused: bool = False) -> None:
-        """Records that the kernels that fill the tables are queued; with `refused`, that none ever will be."""
+        """Records that the kernels that fill the tables are queued; with `refused`, that they never will be."""
         self.missing = _REFUSED if refused else None
 
     def table(self, name: str) -> Any:
@@ -132,7 +132,7 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     @property
     def has_gaps(self) -> bool:
-        """Whether rows between an expert's last one and the next expert's first one may be empty."""
+        """Whether there may be empty rows between an expert's last row and the next expert's first row."""
         return bool(self.owner.tables.alignment > 1)
 
     def num_tokens_per_expert(self, alignment: int = 1) -> list[int]:
@@ -152,8 +152,9 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     @cached_property
     def topk_indices_tensor(self) -> Any:
-        """int32 [T, topk] on one node: the expert ids. Across nodes [nnodes, max_tokens, topk]: entry a has those of
-        the counterpart on node a, and -1 past its tokens. With layout="rank" the ids are ranks, each once for a token.
+        """int32 [T, topk] on one node: the expert ids. Across nodes [nnodes, max_tokens, topk]: entry a has the ids of
+        the counterpart on node a, and -1 past the counterpart's tokens. With layout="rank" the ids are ranks, each once
+        for a token.
         """
         ids = self._expert_ids()
         if self.owner.ep_config.is_intra_node:
@@ -165,8 +166,8 @@ class EPAllToAllLayoutDesc(Descriptor):
     @cached_property
     def token_dst_scatter_idx(self) -> Any:
         """int32 [nnodes, max_tokens, topk]: the row of each slot in the output of its expert's rank. Entry a is for the
-        tokens of the counterpart on node a: on this rank's node for all slots, on others for slots of this node's
-        experts. All other entries are -1.
+        tokens of the counterpart on node a: for this rank's node it has all slots, for other nodes the slots of this
+        node's experts. All other entries are -1.
         """
         self._require_rows("ep_a2a_layout_desc")
         config = self.owner.ep_config

@@ -30,7 +30,7 @@ _ARGUMENTS = Codec[dict[str, int | float | bool | str | None]](
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a layer. An `owned` communicator was made for the layer, and closes with the layer."""
+    """The ranks of a layer. An `owned` communicator was made for the layer and is closed with it."""
 
     communicator: Communicator
     owned: bool = False
@@ -110,7 +110,7 @@ def _open(ep_group: Any, local_world_size: int) -> Communicator:
 @dataclass(frozen=True)
 class Nodes:
     """The nodes of a layer. `counterpart` uses the configuration's nodes; everything else uses the kernels' nodes,
-    where each rank may count as a node. `members` are the ranks of each of the latter."""
+    where each rank may count as a node. `members` lists the ranks of each of the kernels' nodes."""
 
     config: EPConfig
     topology: Topology
@@ -120,7 +120,7 @@ class Nodes:
     def of_group(cls, group: Group, config: EPConfig, *, proxied: bool) -> Nodes:
         """Returns the nodes of a group. All its ranks call this together.
 
-        Every rank counts as a node of its own if ranks of a node can't access each other's memory, if nodes have
+        Every rank counts as a separate node if ranks of a node can't access each other's memory, if nodes have
         different numbers of ranks, or with `proxied`.
         """
         topology = group.topology

@@ -27,7 +27,7 @@ from proxyccl.device.errors import ArgumentError
 FLOAT8 = "float8_e4m3fn"
 MOST_BUFFERS = 64
 """The most output buffers of a layer."""
-_SCALES_ALIGNMENT = 16  # bytes; a row's scales begin at a multiple
+_SCALES_ALIGNMENT = 16  # bytes; a row's scales begin at a multiple of this number
 _LAYOUTS = ("expert", "rank", "padded")
 _FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
@@ -41,7 +41,7 @@ class LayerOptions:
     Attributes:
         proxied: whether all rows go through the proxies.
         call_tokens: the most tokens of one rank in a call; None for max_tokens.
-        config: sizes and types, for the remaining ranks. Its experts are those that tokens choose.
+        config: sizes and types, for the remaining ranks. Its experts are the experts that tokens choose.
     """
 
     max_tokens: int
@@ -99,7 +99,7 @@ class LayerOptions:
             if experts % self.all_ranks:
                 raise ArgumentError(
                     "num_tot_experts",
-                    f"must be a multiple of {self.all_ranks}, the ranks with those that are lost, not {experts}",
+                    f"must be a multiple of {self.all_ranks}, the ranks including lost ones, not {experts}",
                 )
             experts = experts // self.all_ranks * self.world_size
         sizes = self.max_tokens, self.hidden, self.topk, experts, self.rank, self.world_size, self.local_world_size
@@ -222,7 +222,7 @@ class LayerOptions:
 
     @cached_property
     def scale_column(self) -> int:
-        """With scales_by_columns: elements of a column, whose beginnings are aligned to 16 bytes; else 0."""
+        """With scales_by_columns, the number of scales from one column to the next, a multiple of 16 bytes; else 0."""
         return column_of(self.padded_rows) if self.scales_by_columns else 0
 
     @cached_property
@@ -263,7 +263,7 @@ class LayerOptions:
             chosen_per_rank=self.config.num_experts_per_rank if self.by_rank else 0,
             padded_rows=self.padded_rows,
             expert_alignment=self.expert_alignment or 0,
-            # One more buffer, for combine_input or to pass rows through.
+            # One buffer more than the caller asks for: combine_input uses it, or rows pass through it.
             buffers=self.output_buffers + 1 if self.output_buffers else 0,
             buffer_rows=self.fixed_rows or self.most_tokens,
             stays=self.keeps_outputs,

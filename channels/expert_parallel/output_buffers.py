@@ -33,7 +33,7 @@ NO_BUFFER = TakenBuffer()
 
 
 class OutputBuffers:
-    """Consecutive buffers of equal size in a workspace's memory. The last one is for the rows of a combine.
+    """Consecutive buffers of equal size in a workspace's memory. The last buffer is for the rows of a combine.
 
     Attributes:
         nbytes: bytes of each buffer.
@@ -52,8 +52,9 @@ class OutputBuffers:
         self._whole: dict[tuple[int, LibraryArrays], Any] = {}
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """Returns the buffer for the next output: each in turn, except the last. `whole` may have the type `dtype`.
-        `on_current_stream` says that the output is made on the library's current stream, which captures no graph.
+        """Returns the buffer for the next output: all buffers in turn, except the last. `whole` may have the type
+        `dtype`. `on_current_stream` says that the output is made on the library's current stream, which captures no
+        graph.
         """
         number = self._next
         self._next = (number + 1) % (self._count - 1)
@@ -83,7 +84,7 @@ KEPT_OUTPUTS = 2
 
 def _lease_of(nbytes: int) -> Any:
     """Returns a ctypes array type over a buffer's bytes. A library's arrays over such an object keep it alive. DLPack
-    capsules would do the same in ten times as long.
+    capsules would also do so, but take ten times as long.
     """
 
     class Lease(ctypes.c_ubyte * nbytes):  # type: ignore[misc]
@@ -100,9 +101,9 @@ class KeptOutputs(OutputBuffers):
     several streams may still have queued work on an array when it is freed. torch's caching allocator knows these
     streams (`record_stream`), so it allocates the buffers, as places of a pool.
 
-    Rows pass through the last buffer, and are copied, if no other is free, or if the end of the arrays can't be
-    observed. The latter holds on a GPU for libraries other than torch and for a torch without pools, in a graph, which
-    may run after the arrays are gone, and on streams other than the current one.
+    Rows pass through the last buffer, and are copied, if no other buffer is free, or if the end of the arrays can't be
+    observed: on a GPU for libraries other than torch and for a torch without pools, in a graph (which may run after the
+    arrays are gone), and on streams other than the current stream.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, experts: Any) -> None:
@@ -110,11 +111,11 @@ class KeptOutputs(OutputBuffers):
         self._memory, self._at, self.passing = memory, int(experts.outputs), self._count
         self._free = set(range(1, self._count))  # used on the host runtime
         self._lease = _lease_of(self.nbytes)
-        self._places: Any = None  # of torch's allocator (torch_tensors/places.py)
+        self._places: Any = None  # used on GPUs: places of torch's allocator (torch_tensors/places.py)
         self._was_opened = False
 
     def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """Returns a free buffer; else the last one, which rows only pass through."""
+        """Returns a free buffer; if none is free, the last buffer, which rows only pass through."""
         if self._runtime.name != "host":
             places = on_current_stream and arrays.is_torch
             return self._take_place(arrays.type_of(dtype)) if places else self._passed()

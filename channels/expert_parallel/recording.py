@@ -28,8 +28,9 @@ class Recorder(Protocol):
 
 
 def recorder_of_dispatch(options: LayerOptions, *inputs: Any) -> Recorder | None:
-    """Returns the recorder of a dispatch; None if it is not recorded, as with float8 rows. Raises ArgumentError if the
-    layout can't be recorded. `recorder_of_combine` does the same for a combine."""
+    """Returns the recorder of a dispatch; None if the dispatch is not recorded, as with float8 rows. Raises
+    ArgumentError if the layout can't be recorded. `recorder_of_combine` does the same for a combine.
+    """
     recorder = None if options.quantized else recorder_of(*inputs)
     if recorder is not None and options.layout == "padded":
         raise ArgumentError("input", 'requires a gradient, which is not recorded with layout="padded"')

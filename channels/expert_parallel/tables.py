@@ -56,8 +56,8 @@ class Tables(Struct, frozen=True):
         return Tables(end, places, offsets, int(ffi.cast("uintptr_t", offsets)), wide_ids)
 
     def maker(self, arrays: LibraryArrays) -> Maker:
-        """Returns a function that makes the array. Its type is int64 if a table has int64 elements, so that programs
-        get that table without a conversion.
+        """Returns a function that makes the array. The array's type is int64 if a table has int64 elements, so that
+        programs get that table without a conversion.
         """
         has_wide = self.wide_ids and _OF_IDS & self.places.keys()
         native, itemsize = (arrays.int64, 8) if has_wide else (arrays.int32, 4)
@@ -69,7 +69,7 @@ def number_of(table: str | None) -> int:
 
 
 def _rounded(rows: int) -> int:
-    """Rounds a number up to one with at most four significant bits."""
+    """Rounds a number up to a number with at most four significant bits."""
     unit = 1 << max(0, rows.bit_length() - _LEADING_BITS)
     return -(-rows // unit) * unit
 
@@ -106,8 +106,8 @@ class TableLayouts:
         return self._kept[key]
 
     def of_rows(self, rows: int, *, wide_ids: bool) -> Tables:
-        """Returns the tables with an entry for each row, for a number of rows that became known later. They may have
-        room for a few more rows, so that few layouts serve all numbers.
+        """Returns the tables with an entry for each row, for a number of rows that became known later. The tables may
+        have room for a few more rows, so that few layouts serve all numbers of rows.
         """
         key = _rounded(rows), wide_ids
         if key not in self._kept_of_rows:

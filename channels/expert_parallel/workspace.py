@@ -14,9 +14,9 @@ from proxyccl.device.memory.places import own_segment_bytes
 
 
 class ExpertWorkspace:
-    """One rank's workspace, and the addresses and channels by which kernels reach other ranks'. All ranks make it
-    together. Ranks of a node read and write each other's workspaces. Data for another node goes through the proxy, to
-    the rank with the same number there.
+    """One rank's workspace, and the addresses and channels by which kernels reach other ranks' workspaces. All ranks
+    construct an `ExpertWorkspace` together. Ranks of a node read and write each other's workspaces. Data for another
+    node goes through the proxy, to the rank with this rank's number within that node.
 
     Attributes:
         experts: the ProxycclExperts, with output buffers only on one node whose ranks reach each other.
@@ -113,8 +113,8 @@ class ExpertWorkspace:
 
     @property
     def chosen_rows(self) -> list[int]:
-        """Returns how many slots chose each of this rank's experts, in the dispatch that was counted last. Only with a
-        row for each rank, or with expert_alignment.
+        """Returns how many slots chose each of this rank's experts, in the dispatch that was counted last. Valid only
+        with a row for each rank, or with expert_alignment.
         """
         numbers = ffi.cast("char *", self._received_rows.host_ptr + self._chosen_at)
         return memoryview(ffi.buffer(numbers, 4 * self._told_experts)).cast("I").tolist()
@@ -126,7 +126,7 @@ class ExpertWorkspace:
         self._memory.close()
         if self.outputs is None:
             self._workspace.free()
-        else:  # the caller may still hold outputs: the last of them frees the memory
+        else:  # the caller may still hold outputs: the last output frees the memory
             self.outputs.close()
             del self._workspace, self.outputs
         self._tables.close()

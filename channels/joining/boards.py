@@ -18,16 +18,16 @@ from proxyccl.device.errors import ExchangeError
 
 COLLECTED_FROM = 16
 BUNDLE = "all"
-"""In place of a rank's number: the bundle of the first rank."""
+"""The name of the first rank's bundle, in place of a rank's number."""
 
 
 class BoardBootstrap:
-    """A `Bootstrap` over a board, where ranks leave messages, each under the number of its round and its rank's number,
-    or `BUNDLE`. A subclass says how.
+    """A `Bootstrap` over a board, where a rank leaves each message under the number of the round and the rank's number
+    or `BUNDLE`. Subclasses implement the board.
 
     Attributes:
         where: the board in words; "" to omit it in errors.
-        is_shared: whether each rank can get any message; otherwise only messages addressed to it.
+        is_shared: whether each rank can get any message; otherwise a rank gets only messages addressed to it.
         longest_pause: most seconds between two polls of a waiting rank.
     """
 
@@ -46,11 +46,11 @@ class BoardBootstrap:
         raise NotImplementedError
 
     def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        """Returns messages of a round that are there; perhaps none of them while one is missing."""
+        """Returns messages of a round that have arrived; may return no messages while one is missing."""
         raise NotImplementedError
 
     def _remove(self, number: int, of: str) -> None:
-        """Removes a message of this rank, if it is there."""
+        """Removes a message of this rank, if the message exists."""
         raise NotImplementedError
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
@@ -87,7 +87,7 @@ class BoardBootstrap:
             sought = self._others if self.is_shared or BUNDLE not in names else [0]
             missing = [r for r in sought if str(r) not in found and not self._get(number, [str(r)])]
             over = f" over {self.where}" if self.where else ""
-            # If no message is missing, the bundle of the first rank is.
+            # If no rank's message is missing, the first rank's bundle is missing.
             raise ranks_missing(f"the bootstrap's all_gather{over}", missing or [0], self.rank)
         return found
 
@@ -112,11 +112,11 @@ def unbundle(data: bytes, world_size: int, where: str, rank: int) -> list[bytes]
     Args:
         data: the bundle.
         world_size: the number of ranks.
-        where: where it was found, for errors.
+        where: where the bundle was found, for errors.
         rank: this rank, for errors.
 
     Raises:
-        ExchangeError: it is not such a bundle.
+        ExchangeError: the data is not a bundle of this many messages.
     """
     begin = 8 * world_size
     lengths = struct.unpack_from(f"<{world_size}Q", data) if len(data) >= begin else ()

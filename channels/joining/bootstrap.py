@@ -38,7 +38,7 @@ class Bootstrap(Protocol):
     A bootstrap that can also join some of its ranks has `subset(members, key)`, which only these members call. It
     returns the bootstrap of the members, numbered by their places in the list. `key` is a number that no other subset
     has. After a time-out the members may make the same subset again. Before that, a rank that did arrive takes back its
-    messages by the old subset's `withdraw()`, if there is such a method, so that late ranks wait for new messages.
+    messages by the old subset's `withdraw()`, if that method exists, so that late ranks wait for new messages.
     Splitting a communicator across hosts needs `subset`. Shrinking one also needs `board()`, which returns a
     `survivors.Board` that outlives each of the ranks.
     """
@@ -71,8 +71,8 @@ def require_place(rank: object, world_size: object) -> tuple[int, int]:
     """Returns a rank's number and the number of ranks as plain integers; numpy's integers are accepted.
 
     Raises:
-        ArgumentError: one is not an integer, `world_size` is not from 1 to `MOST_RANKS`, or there is no rank of that
-            number.
+        ArgumentError: an argument is not an integer, `world_size` is not from 1 to `MOST_RANKS`, or `rank` is not below
+            it.
     """
     expected = f"must be an integer from 1 to {MOST_RANKS}"
     size = as_integer(world_size, "world_size", expected, 1, MOST_RANKS)
@@ -90,8 +90,8 @@ def require_mpi(comm: Any) -> None:
 class MpiBootstrap:
     """Ranks of an MPI communicator, by default all of them.
 
-    It uses a duplicate of the communicator, so its messages never mix with the program's. The first `all_gather` makes
-    the duplicate, within that call's time-out.
+    It uses a duplicate of the communicator, so its messages never mix with the program's messages. The first
+    `all_gather` makes the duplicate, within that call's time-out.
     """
 
     def __init__(self, comm: Any = None) -> None:
@@ -104,7 +104,7 @@ class MpiBootstrap:
         self._mpi = MPI
         self._parent = parent
         self._comm: Any = None
-        self._out_of_step = False  # an all_gather was abandoned
+        self._out_of_step = False  # whether an all_gather was abandoned
         self._post = _MpiPost(self)
         self.rank: int = parent.Get_rank()
         self.world_size: int = parent.Get_size()
@@ -177,12 +177,12 @@ class _MpiPost:
     HEADER = struct.Struct("<QQ")
     _TAG = 1
     _WITHDRAWN = 2**64 - 1
-    """In place of a round's number: the sender takes back its messages to the subset."""
+    """Sent in place of a round's number when the sender takes back its messages to the subset."""
 
     def __init__(self, bootstrap: MpiBootstrap) -> None:
         self._bootstrap = bootstrap
         self._lock = threading.Lock()
-        self._came: dict[tuple[int, int, int], bytes] = {}  # by sender, key and round
+        self._came: dict[tuple[int, int, int], bytes] = {}  # messages that came early, by sender, key and round
         self._sent: list[Any] = []
 
     @property
@@ -234,7 +234,7 @@ class MpiSubset(BoardBootstrap):
         return {name: data for name, data in taken.items() if data is not None}
 
     def _remove(self, number: int, of: str) -> None:
-        """Nothing to remove: a reader takes its message."""
+        """Does nothing, because a reader takes its message."""
 
     def withdraw(self) -> None:
         for peer in self._others:
@@ -286,7 +286,7 @@ def _traces_of_others() -> str:
         size = os.environ.get(name, "")
         if size.isdecimal() and int(size) > 1:
             return f"{launcher} started {size} processes ({name})"
-    # Processes that multiprocessing starts have imported it.
+    # Processes that multiprocessing starts have imported multiprocessing.
     multiprocessing = sys.modules.get("multiprocessing.process")
     if multiprocessing is not None and multiprocessing.parent_process() is not None:
         return "multiprocessing started this process"

@@ -1,7 +1,7 @@
 """Exchanges: all-gathers of values, over the bootstrap, or over mailboxes if all ranks share a host.
 
-Exchanges set things up; no collective and no transfer waits for one. Each message names its purpose, so ranks whose
-programs differ notice at once. A received message is checked before use.
+Exchanges only set things up; no collective and no transfer waits for an exchange. Each message names its purpose, so
+ranks whose programs differ notice at once. A received message is checked before use.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _FAILED = b"\0failed\0"
 _LONGEST_REASON = 2000
 _TELLING_SECONDS = 10.0
 _TELLING_OPEN_SECONDS = 1.0
-"""Seconds to wait in `telling` once the group is open, when a failure also reaches all ranks by other ways."""
+"""Seconds to wait in `telling` once the group is open, because a failure then also reaches all ranks by other ways."""
 _LOOK_SECONDS = 0.02
 """A waiting rank checks this often whether another has left: a check costs as much as a letter to each rank."""
 _RAN_OUT = (ResourceError, OSError, MemoryError)
 
 
 class Exchange:
-    """The exchanges of one rank. All ranks make the same ones in the same order.
+    """The exchanges of one rank. All ranks make the same exchanges in the same order.
 
     Args:
         bootstrap: carries the exchanges.
@@ -83,8 +83,8 @@ class Exchange:
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """A context for this rank's work between exchanges: if the work fails, the peers' next exchange ends with the
-        reason. An exchange's own failure is not told, since all ranks know it. Once the group is open, only exhausted
-        resources are told, and the group continues only if all ranks tell such an error.
+        reason. An exchange's own failure is not sent, because all ranks know it. Once the group is open, only an error
+        about exhausted resources is sent, and the group continues only if all ranks send such an error.
 
         Raises:
             ResourceError: there are too few descriptors.
@@ -107,7 +107,7 @@ class Exchange:
         self._ended = True
 
     def _tell(self, error: Exception) -> None:
-        # Peers have learned of the failure by the group's end.
+        # The group's end has already told the peers of the failure.
         if self._ended or (self._guard is not None and self._guard[0].inherited):
             return
         reason = f"{type(error).__name__}: {error}"
@@ -138,7 +138,7 @@ class Exchange:
         Raises:
             WaitTimeoutError: not all ranks arrived within the time-out.
             MismatchError: a rank calls with another purpose, or has left.
-            ExchangeError: a rank's message is not such a value; the error names the rank.
+            ExchangeError: a rank's message is not a value of this type; the error names the rank.
             CommunicatorError: a rank has failed.
         """
         everyone = self.all_gather_bytes(codec.encode(value), purpose)

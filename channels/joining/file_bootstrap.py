@@ -102,8 +102,8 @@ def _close_all(descriptors: list[int]) -> None:
 class _Directory:
     """A directory that only this user can access, held open: nobody can replace it.
 
-    It holds a spare descriptor, and gives that up while a file is open. So a rank that has run out of descriptors can
-    still say so.
+    It holds a spare descriptor, which it closes while a file is open. So a rank that has run out of descriptors can
+    still report that to its peers.
 
     Raises:
         ArgumentError: the directory can't be used.
@@ -131,7 +131,7 @@ class _Directory:
         return str(self.path)
 
     def read(self, name: str) -> bytes | None:
-        """Returns a file's contents; None if there is no such file. Raises OSError and UntrustedPathError."""
+        """Returns a file's contents; None if the file does not exist. Raises OSError and UntrustedPathError."""
         with self._room(), contextlib.suppress(FileNotFoundError):
             return read_private(self._descriptor, self.path / name, secret=True)
         return None

@@ -82,12 +82,12 @@ class Meeting(Struct, frozen=True):
         topology: the placement of the ranks.
         job: the group's name, the same on all ranks.
         place: where this rank's proxy runs.
-        options: the caller's.
+        options: the caller's options.
         bootstrap: the bootstrap over which the ranks met.
-        owns_bootstrap: whether it is closed with the group.
-        ways: by rank of the host, the kind of socket over which that rank and this one pass descriptors of memory; only
-            ranks whose descriptors this rank can't open in /proc.
-        crosses_namespaces: whether there are such ranks, or this rank's daemon is in another PID namespace.
+        owns_bootstrap: whether the bootstrap is closed with the group.
+        ways: by rank of the host, the kind of socket over which that rank and this rank pass descriptors of memory.
+            Only for ranks whose descriptors this rank can't open in /proc.
+        crosses_namespaces: whether `ways` has ranks, or this rank's daemon is in another PID namespace.
         members: for a group made from another group, its ranks' numbers in that group.
     """
 
@@ -210,7 +210,7 @@ def meet_apart(
         whole: the meeting of all ranks.
         topology: the topology of all ranks.
         members: the ranks, including this one; the same list on all members.
-        meetings: by list of members, how often these have met without `own`; this call counts one more.
+        meetings: by list of members, how often these ranks have met without `own`; this call counts one more meeting.
         timeout: bound of every wait of the new group, in seconds.
         give_up: called while waiting; it raises to end the wait early.
         mapping_of: a context for mapping a rank's memory, which raises the cause of a failure (`Group.mapping_of`).
@@ -299,7 +299,7 @@ def _naming_as_in_whole(members: Sequence[int], give_up: Callable[[], None]) -> 
     try:
         yield
     except CommunicatorError as error:
-        give_up()  # raises the whole group's failure, which uses those numbers already
+        give_up()  # raises the whole group's failure, which already has the whole group's numbers
         raise_in_place_of(error, renumbered(error, members))
 
 
@@ -310,7 +310,7 @@ def _counted(meetings: Counter[tuple[int, ...]], ranks: tuple[int, ...], bootstr
 
     Args:
         meetings, ranks: the counter and the meeting's place in it.
-        bootstrap: over which the ranks meet; None on one host.
+        bootstrap: the bootstrap over which the ranks meet; None on one host.
     """
     try:
         yield
@@ -331,8 +331,8 @@ def meet_survivors(
     """Lets the remaining ranks of a group form a group, in their order. Only these ranks call this, once.
 
     Args:
-        whole: the meeting of all.
-        topology: of all.
+        whole: the meeting of all ranks.
+        topology: the topology of all ranks.
         excluded: ranks to leave out, whether or not they remain; the same on all callers.
         has_ended: whether a rank can no longer take part.
         timeout: bound of each wait for the others, after which they continue without a rank, and of the new group's
@@ -343,7 +343,7 @@ def meet_survivors(
         ExcludedError: the others continue without this rank.
         MismatchError: a rank excludes different ranks.
         PeerLostError: ranks were lost in every attempt.
-        ResourceError: there are too few descriptors. The others go on when they find that this rank has left.
+        ResourceError: there are too few descriptors. The other ranks continue when they notice that this rank has left.
         RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board.
     """
     whole.runtime.activate()
@@ -419,8 +419,8 @@ def _board(whole: Meeting, topology: Topology) -> Board:
 
 
 class _Refusals:
-    """Tells members of a part on one host that a member can't take part. That member leaves the reason in its
-    rendezvous, which the others check while they wait.
+    """Tells members of a part on one host that a member can't take part. The failing member leaves the reason in its
+    rendezvous, which the other members check while they wait.
 
     Args:
         whole, members, number, give_up: as for `meet_apart`.
@@ -433,8 +433,7 @@ class _Refusals:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """A context for this rank's part: if it fails, the other members are told the reason, unless they know it
-        already.
+        """A context for this rank's part: if it fails, the other members get the reason, unless they know it already.
 
         Raises:
             ResourceError: there are too few descriptors.

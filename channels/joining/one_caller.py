@@ -12,11 +12,11 @@ from proxyccl.device.errors import ConcurrentCallError
 
 
 class OneCaller:
-    """Refuses a call while another thread is in such a call."""
+    """Refuses a call while another thread is in a call about the same subject."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._callers: dict[Hashable, str] = {}  # names of threads
+        self._callers: dict[Hashable, str] = {}  # by subject, the name of the thread in a call
 
     @contextlib.contextmanager
     def only(self, call: str, about: Hashable = None) -> Iterator[None]:
@@ -33,7 +33,7 @@ class OneCaller:
             caller = self._callers.get(about)
             if caller is not None:
                 raise ConcurrentCallError(
-                    f"{call}: thread {caller} of this rank is in such a call; expected one thread at a time"
+                    f"{call}: thread {caller} of this rank is in such a call; make these calls in one thread at a time"
                 )
             self._callers[about] = threading.current_thread().name
         try:

@@ -1,5 +1,6 @@
-"""Where the proxies of a communicator's ranks run, which the ranks of a host decide together, and their rings and
-threads."""
+"""The places where the proxies of a communicator's ranks run, and the proxies' rings and threads. The ranks of a host
+decide on the places together.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class ProxyPlace(Struct, frozen=True):
 
     Attributes:
         where: in the rank's process, in the job's own daemon, or in the node daemon.
-        job_daemon: name of the job's own daemon; empty where none of the host's ranks uses it.
+        job_daemon: name of the job's own daemon; empty if no rank of the host uses it.
         chosen: whether the caller or the environment named the place.
     """
 
@@ -79,10 +80,10 @@ class Wish(Message, frozen=True):
 
     Attributes:
         host: the rank's host.
-        where: the requested place, or None.
-        default: the place that it would choose.
-        name: its proposal for the name of the job's own daemon.
-        view: the `proc_view` of its process, because each container has its own daemon.
+        where: the place that the caller or the environment requests, or None.
+        default: the place that the rank would choose.
+        name: the rank's proposal for the name of the job's own daemon.
+        view: the `proc_view` of the rank's process, because each container has its own daemon.
     """
 
     host: str
@@ -99,7 +100,7 @@ def requested_place(argument: str | None) -> Where | None:
     """Returns the place that the caller or ``PROXYCCL_PROXY`` names; None if neither names one.
 
     Raises:
-        ArgumentError: there is no such place.
+        ArgumentError: the named place does not exist.
     """
     name = "proxy"
     if argument is None:
@@ -132,8 +133,8 @@ def default_place(runtime: str) -> Where:
 
 
 def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
-    """Returns the place of a rank's proxy, from all ranks' messages; the same for all ranks of a host that request
-    none.
+    """Returns the place of a rank's proxy, from all ranks' messages; the same for all ranks of a host that request no
+    place.
     """
     own = wishes[rank]
     of_host = [wish for wish in wishes if wish.host == own.host]
@@ -150,7 +151,7 @@ def choose_place(where: Where | None, runtime: str, host: str, exchange: Exchang
         where: the result of `requested_place`.
         runtime: the name of the rank's runtime.
         host: the name of its host that the ranks agree on.
-        exchange: between all ranks.
+        exchange: the exchange between all ranks.
     """
     from proxyccl.proxy.daemon.job import new_name
 

@@ -2,12 +2,12 @@
 
 They can't use exchanges, which need every rank. They leave notes on a board that outlives them, and settle questions on
 the board: the first answer to a question stands for all ranks. So all ranks that get an answer get the same answer, and
-all of them agree on whether a rank is a survivor. tests/models/protocols/survivors.pml is the model.
+all these ranks agree on whether a rank is a survivor. tests/models/protocols/survivors.pml is the model.
 
-In each attempt a rank posts that it has arrived, and waits until each of the others has, or has ended, or is late.
-The first rank that has finished waiting decides the members. Each member maps the others' segments, posts that it has,
-and waits until all members have, or one has ended. The first member that has finished waiting decides whether the
-attempt succeeded. If the attempt failed, the remaining members try again.
+In each attempt a rank posts that it has arrived, and waits until each other rank has arrived, has ended, or is late.
+The first rank that has finished waiting decides the members. Each member maps the others' segments, posts that it has
+done so, and waits until all members have posted or a member has ended. The first member that has finished waiting
+decides whether the attempt succeeded. If the attempt failed, the remaining members try again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from proxyccl.channels.segment.rendezvous import MOST_DECISIONS, Rendezvous, key
 from proxyccl.device.errors import ExcludedError, MismatchError
 
 MOST_ATTEMPTS = 12
-"""The most attempts, for which the board in the segments has room. Each attempt but the last has lost a rank."""
+"""The most attempts, for which the board in the segments has room. Every attempt except the last loses a rank."""
 _TOKEN_BYTES = 4
 _SUCCEEDED, _FAILED = b"succeeded", b"failed"
 
@@ -36,25 +36,25 @@ class Board(Protocol):
         """Leaves a permanent note of this rank, of at most 244 bytes."""
 
     def read(self, rank: int, number: int) -> bytes | None:
-        """Returns a rank's note; None if there is none yet."""
+        """Returns a rank's note; None if it does not exist yet."""
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """Answers a question, in at most 244 bytes, unless the question is answered already. Returns the answer that
-        stands.
+        """Answers a question, in at most 244 bytes, unless the question is answered already. Returns the first answer,
+        which all ranks get.
         """
 
     def settled(self, number: int) -> bytes | None:
-        """Returns the answer to a question; None if there is none yet."""
+        """Returns the answer to a question; None if it does not exist yet."""
 
 
 class NotePlace(Protocol):
-    """A place for small texts by name, which outlives each of the ranks."""
+    """A store of small texts by name, which outlives each of the ranks."""
 
     def write_once(self, name: str, data: bytes) -> object:
         """Stores a text, unless that name has a text."""
 
     def read(self, name: str) -> bytes | None:
-        """Returns the text of a name; None if there is none."""
+        """Returns the text of a name; None if the name has no text."""
 
 
 class NoteBoard:
@@ -72,7 +72,7 @@ class NoteBoard:
     def settle(self, number: int, answer: bytes) -> bytes:
         self._place.write_once(f"answer-{number}", answer)
         settled = self.settled(number)
-        assert settled is not None  # nobody removes it
+        assert settled is not None  # answers are permanent
         return settled
 
     def settled(self, number: int) -> bytes | None:
@@ -99,7 +99,7 @@ class SegmentBoard:
         return self._rendezvous[rank].find(key_of("survivors", "note", number))
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """See `Board`. The ranks decide whose answer stands; the answers are in the ranks' own segments."""
+        """See `Board`. The ranks decide whose answer counts; each rank's answer is in its own segment."""
         self._own.invite(key_of("survivors", "answer", number), answer)
         return self._answer(self._first.decide(number, self._rank + 1), number)
 
@@ -207,7 +207,7 @@ class Survivors:
         self._candidates = [peer for peer in members if peer != self._rank]
         if self._rank not in members:
             raise ExcludedError(
-                f"rank {self._rank} came too late: ranks {list(members)} go on without it", rank=self._rank
+                f"rank {self._rank} came too late: ranks {list(members)} continue without it", rank=self._rank
             )
         notes = {peer: board.read(peer, _Subject.ARRIVED.of(attempt)) or b"" for peer in members}
         return Assembly(attempt, members, notes, answer[:_TOKEN_BYTES].hex())

@@ -39,16 +39,17 @@ class RankInfo(Message, frozen=True):
     """A rank's description of itself for the others.
 
     Attributes:
-        started: start time of its process (`proxyccl.proxy.processes.start_of`).
-        view: the `proc_view` of its process, in which `pid` is the process's number.
-        token: the token of its process (`proxyccl.device.process.forks.Process`), in hexadecimal.
-        cores: the cores that it may run on (`encode_cores`).
-        missing: by remote transport, the missing requirements, in words; empty if there are none.
-        transport: the transports that its caller chose, in canonical form (`encode_choice`).
-        local_world_size: the number of consecutive ranks that its caller counts as a node; None for real hosts.
-        unsupported: by remote transport, the reason why its network device can't register its device's memory;
-            empty if it can, or was not tested.
-        daemon_missing: the reason why it can't use the node daemon; empty if it can, or did not ask for it.
+        started: start time of the rank's process (`proxyccl.proxy.processes.start_of`).
+        view: the `proc_view` of the rank's process, in which `pid` is the process's number.
+        token: the token of the rank's process (`proxyccl.device.process.forks.Process`), in hexadecimal.
+        cores: the cores that the rank may run on (`encode_cores`).
+        missing: by remote transport, the missing requirements, in words; empty if nothing is missing.
+        transport: the transports that the rank's caller chose, in canonical form (`encode_choice`).
+        local_world_size: the number of consecutive ranks that the rank's caller counts as a node; None for real hosts.
+        unsupported: by remote transport, the reason why the rank's network device can't register its device's memory;
+            empty if registration works or was not tested.
+        daemon_missing: the reason why the rank can't use the node daemon; empty if the rank can, or did not ask for the
+            daemon.
     """
 
     host: str
@@ -86,7 +87,7 @@ class RankInfo(Message, frozen=True):
         return PeerProcess(self.pid, self.view, bytes.fromhex(self.token), self.started)
 
     def missing_for(self, transport: str) -> str:
-        """Returns the rank's missing requirements for a remote transport; empty if there are none."""
+        """Returns the rank's missing requirements for a remote transport; empty if nothing is missing."""
         return self.missing.get(transport, "not asked for")
 
     @property
@@ -102,17 +103,17 @@ _CHOICE = Codec[str | list[tuple[int, int, str]]](str | list[tuple[int, int, str
 
 
 class Topology(Struct, frozen=True, dict=True):
-    """The ranks of a communicator, as seen from one of them.
+    """The ranks of a communicator, as seen from one rank.
 
     Attributes:
         rank: the rank that the topology is seen from.
         ranks: all ranks.
         nodes: for each rank the number of its node. Nodes are hosts, or groups of consecutive ranks where
-            ``PROXYCCL_LOCAL_WORLD_SIZE`` rehearses several on one machine.
-        accessible: for each rank whether this rank's kernels can access its memory: both are on one node, and the
-            devices are peers.
+            ``PROXYCCL_LOCAL_WORLD_SIZE`` rehearses several nodes on one machine.
+        accessible: for each rank, whether this rank's kernels can access that rank's memory: both ranks are on one
+            node, and their devices are peers.
         forced: transports that the caller chose for pairs of ranks, the lower rank first.
-        forced_for_all: the transport that the caller chose for all pairs; empty if there is none.
+        forced_for_all: the transport that the caller chose for all pairs; empty without such a choice.
     """
 
     rank: int
@@ -241,7 +242,9 @@ class Topology(Struct, frozen=True, dict=True):
         return self.nodes[first] == self.nodes[second] and self.ranks[first].host == self.ranks[second].host
 
     def same_host(self, peer: int) -> bool:
-        """Whether the peer runs under the same operating system kernel, even if it counts to another node."""
+        """Whether the peer runs under the same operating system kernel, even if the peer counts as part of another
+        node.
+        """
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:
@@ -280,8 +283,8 @@ class Topology(Struct, frozen=True, dict=True):
         return {peer: self.transport(self.rank, peer) for peer in range(self.world_size) if peer != self.rank}
 
     def has_remote_pairs(self) -> bool:
-        """Whether any two ranks need a remote transport; the same on all ranks. Raises on all ranks if one lacks such a
-        transport.
+        """Whether any two ranks need a remote transport; the same on all ranks. Raises on all ranks if a rank lacks a
+        remote transport.
         """
         return any(TRANSPORTS[transport].is_remote for transport in self.all_transports)
 
@@ -298,23 +301,23 @@ class Topology(Struct, frozen=True, dict=True):
         return frozenset(self.transport(a, b) for a, b in self._pairs_of_each_kind())
 
     def _pairs_of_each_kind(self) -> Iterator[tuple[int, int]]:
-        """Yields pairs of ranks among which each transport occurs that any pair has. If the caller chose transports for
-        some pairs, these are all pairs. Otherwise few suffice, because a pair's transport depends only on the two
-        ranks' hosts, nodes and abilities.
+        """Yields pairs of ranks that together use every transport that any pair uses. If the caller chose transports
+        for some pairs, these are all pairs. Otherwise few pairs suffice, because a pair's transport depends only on the
+        two ranks' hosts, nodes and abilities.
         """
         if self.forced:
             yield from ((a, b) for a in range(self.world_size) for b in range(a))
             return
         first_of_node: dict[int, int] = {}
         beside: tuple[int, int] | None = None
-        on_host: dict[str, dict[object, dict[int, int]]] = {}  # the first rank by host, abilities and node
+        on_host: dict[str, dict[object, dict[int, int]]] = {}  # the first rank, by host, abilities and node
         for rank, (info, node) in enumerate(zip(self.ranks, self.nodes, strict=True)):
             first = first_of_node.setdefault(node, rank)
             beside = (rank, first) if beside is None and rank != first else beside
             _keep_two(on_host.setdefault(info.host, {}).setdefault(info.abilities, {}), node, rank)
         if beside is not None:
             yield beside
-        on_hosts: dict[object, dict[str, dict[int, int]]] = {}  # by abilities and host
+        on_hosts: dict[object, dict[str, dict[int, int]]] = {}  # the first rank, by abilities, host and node
         for host, by_abilities in on_host.items():
             yield from _pairs_of(by_abilities.values())
             for abilities, ranks in by_abilities.items():
@@ -334,7 +337,7 @@ class Topology(Struct, frozen=True, dict=True):
 
 def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
     # Some driver calls, such as loading a kernel, wait for all kernels of a context. If two ranks shared a context,
-    # such a call would never return while the other rank's kernel waits for this rank's.
+    # such a call would not return while the other rank's kernel waits for this rank's kernel.
     first: dict[tuple[str, str], int] = {}
     for rank, info in enumerate(ranks):
         other = first.setdefault((info.token, info.device_id), rank)
@@ -351,15 +354,15 @@ V = TypeVar("V")
 
 
 def _keep_two(kept: dict[P, V], place: P, value: V) -> None:
-    """Keeps the first value of each key, for at most two keys: of two different keys, one differs from any other
-    key.
+    """Keeps the first value of each key, for at most two keys. Two keys suffice, because at least one differs from any
+    third key.
     """
     if len(kept) < 2:
         kept.setdefault(place, value)
 
 
 def _pairs_of(ranks: Iterable[Mapping[int, int]]) -> Iterator[tuple[int, int]]:
-    """Returns the pairs of the ranks that are the values, the higher rank first."""
+    """Returns the pairs of the ranks that `ranks` has as values, the higher rank first."""
     yield from itertools.combinations(sorted((rank for each in ranks for rank in each.values()), reverse=True), 2)
 
 

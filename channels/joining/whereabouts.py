@@ -29,7 +29,7 @@ class Whereabouts(Message, frozen=True):
     Attributes:
         host: `host_name`.
         view: `proc_view`.
-        process: the token of its process, in hexadecimal.
+        process: the token of the rank's process, in hexadecimal.
         sockets: by kind of socket, the best first, a mark that is equal on ranks that see the same sockets.
         lacking: why the rank offers no socket of the other kinds, in words.
     """
@@ -55,8 +55,8 @@ class Whereabouts(Message, frozen=True):
         return self.view == other.view if self.view else bool(self.process) and self.process == other.process
 
     def way(self, other: Whereabouts) -> str | None:
-        """Returns how descriptors get from one rank to the other: "" for /proc, else the kind of socket; None if they
-        can't.
+        """Returns how descriptors get from one rank to the other: "" for /proc, else the kind of socket; None if the
+        two ranks can't pass descriptors.
         """
         if self.sees(other):
             return ""
@@ -69,8 +69,8 @@ _DAEMON_SECONDS = 1.0
 
 
 def _daemon() -> tuple[str, str]:
-    """Returns the mark of processes that use the same node daemon, and the reason why this process uses none; one of
-    the two is "".
+    """Returns the mark of processes that use the same node daemon, and the reason why this process uses no daemon;
+    either the mark or the reason is "".
     """
     try:
         path = socket_path()
@@ -88,9 +88,9 @@ def find_hosts(ranks: Sequence[Whereabouts]) -> list[str]:
     """Returns, by rank, the name of its host, which is the host name of the first rank there.
 
     Raises:
-        ArgumentError: ``PROXYCCL_HOSTS`` differs between ranks; on all ranks alike.
-        RuntimeUnavailableError: ranks of one host share neither /proc nor a socket; on all ranks alike. The error names
-            these ranks, and says how to start them.
+        ArgumentError: ``PROXYCCL_HOSTS`` differs between ranks. Raised on all ranks.
+        RuntimeUnavailableError: ranks of one host share neither /proc nor a socket. Raised on all ranks. The error
+            names these ranks, and says how to start them.
     """
     _require_one_choice([told_apart_by(place.host) for place in ranks])
     first: dict[str, str] = {}
@@ -112,12 +112,12 @@ def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int, tim
 
     Args:
         ranks: all ranks.
-        hosts: their hosts (`find_hosts`).
+        hosts: the ranks' hosts (`find_hosts`).
         rank: this rank.
         timeout: bound of each answer of the node daemon, in seconds.
 
     Returns:
-        By rank, the kind of socket over which the two pass each other descriptors.
+        By rank, the kind of socket over which that rank and this rank pass each other descriptors.
 
     Raises:
         ResourceError: there are too few descriptors or threads.
@@ -162,7 +162,7 @@ def _apart(members: Sequence[int], one: Whereabouts, others: Sequence[int], othe
         f"share no {proc}, network namespace or directory of sockets{f' ({lacking})' if lacking else ''}. "
         "Mount one directory into all containers and name it by PROXYCCL_SOCKETS (or mount the node daemon's socket, "
         "PROXYCCL_DAEMON_SOCKET), or start them with --network=host or --pid=host (hostNetwork, hostPID). "
-        "PROXYCCL_HOSTS=name makes each container a host of its own, for RDMA or libfabric"
+        "PROXYCCL_HOSTS=name makes each container a separate host, for RDMA or libfabric"
     )
 
 

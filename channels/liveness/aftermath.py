@@ -1,8 +1,8 @@
 """The time after a failure in which kernels of other ranks may still run, and use memory of this rank.
 
 A rank that closes a failed communicator waits for its own kernels and its proxy, and records their end in its control
-segment. Until all ranks of the host have done so, or their processes have ended, no allocation of this process is freed
-(device/gpu/unused_memory.py), and memory that peers reach is kept even if nothing else refers to it.
+segment. Until all ranks of the host have recorded their end, or their processes have ended, no allocation of this
+process is freed (device/gpu/unused_memory.py), and memory that peers reach is kept even if nothing else refers to it.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Aftermath:
         patience: Callable[[], float],
     ) -> None:
         self._rank = rank
-        self._own: ControlSegment | None = own  # until this rank has ended
+        self._own: ControlSegment | None = own  # None once this rank has ended
         self._running = dict(segments)
         self._peers = {peer: process for peer, process in processes.items() if not process.is_here}
         self._patience = patience
-        self._processes: dict[int, int] = {}  # descriptors, by peer
+        self._processes: dict[int, int] = {}  # a descriptor of each peer's process
         self._kept: list[object] = []
         self._since: float | None = None
         self._late = self.over = False
-        self._lock = threading.RLock()  # garbage may be collected, and memory freed, anywhere
+        self._lock = threading.RLock()  # reentrant: garbage collection may free memory anywhere
 
     def begin(self) -> None:
         """Starts watching: from now on a failure of the group holds memory."""
@@ -71,7 +71,9 @@ class Aftermath:
                 self._kept += kept
 
     def watch_processes(self) -> None:
-        """Starts noticing when peers' processes end. The watcher must still have their descriptors open."""
+        """Starts noticing when peers' processes end. The watcher must still have the descriptors of these processes
+        open.
+        """
         with self._lock:
             for peer in self._running.keys() & self._peers.keys():
                 try:
@@ -82,7 +84,8 @@ class Aftermath:
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:
-        """Follows a failure's aftermath, after this rank's kernels and proxy have ended and the rank has recorded that.
+        """Waits for the end of a failure's aftermath. This rank's kernels and proxy must have ended, and the rank must
+        have recorded that.
 
         Args:
             kept: memory that peers reach; released when the peers have ended too.
@@ -98,7 +101,7 @@ class Aftermath:
                 _logger.warning("rank %d: memory that peers reach is released at the next free: %s", self._rank, error)
 
     def _await_end(self) -> None:
-        while self.holds() or not self.over:  # after the bound no memory is held, but peers may still reach kept memory
+        while self.holds() or not self.over:  # past the bound no memory is held, but peers may still reach kept memory
             time.sleep(_LATE_POLL_SECONDS if self._late else _POLL_SECONDS)
 
     def holds(self) -> bool:

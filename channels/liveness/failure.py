@@ -33,7 +33,7 @@ class Observer:
         """Adds the report's path to a failure's exception."""
 
     def exchanging(self, purpose: str) -> AbstractContextManager[None]:
-        """A context for an exchange of the bootstrap. A failed exchange remains visible."""
+        """A context for an exchange of the bootstrap. A failed exchange stays recorded, so that a report shows it."""
         return nullcontext()
 
     def close(self) -> None:
@@ -54,8 +54,8 @@ class FailureState:
     """The state of a rank's group: opening, open, then closed; and failed, from the first failure of any rank on.
 
     Args:
-        control: the rank's control segment, whose abort word tells that a rank has failed.
-        parent: the failure state of the communicator that this one was split from.
+        control: the rank's control segment, whose abort word is set if a rank has failed.
+        parent: the failure state of the communicator that this communicator was split from.
 
     Attributes:
         state: "opening", "open" or "closed".
@@ -95,7 +95,7 @@ class FailureState:
         self.state = "closed"
 
     def require_own_process(self) -> None:
-        """Raises ClosedError, which names the fork, in a fork's child."""
+        """In a fork's child, raises a ClosedError that names the fork."""
         self._process.require(_OWNED)
 
     @property
@@ -197,8 +197,8 @@ class FailureState:
     def note_mismatch(
         self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
     ) -> None:
-        """Does the same as `file_mismatch`, for the watcher's thread, which writes the report that `exception` waits
-        for.
+        """Does what `file_mismatch` does, without returning the exception: `exception` would wait for a report that the
+        calling thread, the watcher's, writes.
         """
         name = f"rank {self._rank}"
         self.cause, elsewhere = cause("this rank", "here"), bounded(cause(name, f"on {name}"))

@@ -1,5 +1,5 @@
-"""Sockets between ranks of different hosts, which tell that a communicator was ended, or that a process is gone. The
-ranks of one host learn this from shared memory (control.py).
+"""Sockets between ranks of different hosts, by which a rank learns that a communicator was ended, or that a process is
+gone. The ranks of one host learn this from shared memory (control.py).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from proxyccl.proxy.codec import Codec, Message, ProtocolError
 from proxyccl.proxy.hosts import host_addresses
 
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # an echo of the hello is not a valid answer, which is the token alone
+_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # longer than the answer: an echo is not a valid answer
 _INTERVAL_SECONDS = 0.1
 _WHILE_JOINING = 4
-"""Descriptors needed besides those of the links: for the listener, for calls, and for querying this host's addresses.
+"""Descriptors needed besides the links' own: for the listener, for calls, and for querying this host's addresses.
 """
 _CALLED_AGAIN = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, *EXHAUSTED)
 """The errors after which a call is repeated, because networks recover and other calls release descriptors."""
@@ -40,10 +40,10 @@ _KEEP_ALIVE = {
 }
 
 GREETING_SECONDS = 2.0
-"""Seconds that a connection may take to send its hello. Ranks send it at once."""
+"""Seconds that a connection may take to send its hello. Ranks send their hello at once."""
 MOST_GREETED = 256
-"""The most connections whose hello is awaited at once; a further connection replaces the one that has been silent for
-longest.
+"""The most connections whose hello is awaited at once; a further connection replaces the connection that has been
+silent for longest.
 """
 _MOST_ACCEPTED = 64  # connections accepted in one turn, so that deadlines are checked even under a flood
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -57,7 +57,7 @@ class _Stranger(Struct):
 
 
 class Greetings:
-    """Accepts connections, and returns those that have sent their hello. It serves all callers of a socket
+    """Accepts connections, and returns the connections that have sent their hello. It serves all callers of a socket
     concurrently, so a silent or slow caller does not hold up the others.
 
     Args:
@@ -71,7 +71,7 @@ class Greetings:
         self._nbytes = nbytes
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._strangers: dict[socket.socket, _Stranger] = {}  # in order of arrival
+        self._strangers: dict[socket.socket, _Stranger] = {}  # connections in the order of arrival
 
     def wait(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
         """Returns the (non-blocking) connections that have sent a complete hello, each with its hello. The caller
@@ -186,7 +186,7 @@ class HostLink:
             self._socket.send(_MESSAGE.encode(message) + b"\n")
 
     def receive(self) -> ErrorRecord | Presence | str | None:
-        """Returns the peer's next message, "lost" if there can be none, or None if there is none yet.
+        """Returns the peer's next message, "lost" if no message can come, or None if no message has come yet.
 
         A peer that sends an invalid message is lost.
         """
@@ -268,7 +268,7 @@ class Listener:
         return links
 
     def _call(self, peer: int, offer: Offer, deadline: float) -> HostLink:
-        # All addresses at once: some may be unreachable, or lead to another host with the same address.
+        # Calls all addresses at once, because some may be unreachable, or lead to another host with the same address.
         failures = dict.fromkeys(offer.addresses, "no answer")
         to_call, next_calls = list(offer.addresses), 0.0
         with selectors.DefaultSelector() as calls, contextlib.ExitStack() as undo:
@@ -282,7 +282,7 @@ class Listener:
                 for key, _ in calls.select(_INTERVAL_SECONDS):
                     connection, address = key.data
                     try:
-                        if key.events == selectors.EVENT_WRITE:  # connected or failed, which sending will show
+                        if key.events == selectors.EVENT_WRITE:  # connected, or failed: the send shows which
                             connection.send(_HELLO.pack(self._rank, offer.token))
                             calls.modify(connection, selectors.EVENT_READ, key.data)
                             continue
@@ -305,7 +305,7 @@ class Listener:
         )
 
     def _answered(self, connection: socket.socket, hello: bytes, awaited: set[int]) -> int | None:
-        """Returns the calling rank, and answers it if this rank waits for it; None for a stranger."""
+        """Returns the calling rank, and answers the call if this rank waits for that rank; None for a stranger."""
         caller, token = _HELLO.unpack(hello)
         if caller not in awaited or not compare_digest(token, self._token):
             return None
@@ -320,7 +320,7 @@ class Listener:
 
 
 def _begin_call(calls: selectors.BaseSelector, address: str, port: int) -> int:
-    """Begins a non-blocking call. Returns 0, or the error of a call that can't begin."""
+    """Begins a non-blocking connect. Returns 0, or the error if the connect can't begin."""
     try:
         connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:

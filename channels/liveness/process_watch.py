@@ -1,8 +1,8 @@
 """Notices when processes of a host's other ranks end. Each rank watches only a few processes.
 
-A rank that notices an end tells all ranks of the host through their segments. So it suffices that a few ranks watch
-each process, and the number of a rank's descriptors grows only logarithmically. A rank watches the ranks that are 1, 2,
-4, 8, … places on, so that a process is still watched if one watcher's thread is held up.
+A rank that notices an end tells all ranks of the host through their segments. So a few watchers of each process
+suffice, and a rank's number of descriptors grows only logarithmically. A rank watches the ranks that are 1, 2, 4, 8, …
+places on, so that a process is still watched if one watcher's thread is held up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class ProcessWatch:
 
     Args:
         processes: the processes of the host's other ranks, by rank.
-        has_left: returns whether a rank has left; its process then may end in any way, and no longer watches others.
+        has_left: returns whether a rank has left. The process of a rank that left may end in any way, and no longer
+            watches others.
 
     Attributes:
         watched: the ranks whose processes are watched, by descriptor, which becomes readable when the process ends.
@@ -32,11 +33,11 @@ class ProcessWatch:
         self.processes = processes
         self._has_left = has_left
         self.watched: dict[int, int] = {}
-        self._asked: dict[int, int] = {}  # descriptors, by rank
+        self._asked: dict[int, int] = {}  # the descriptors that `descriptor_of` returned, by rank
         self._lock = threading.Lock()  # guards `_asked`
 
     def follow(self) -> tuple[list[int], list[int], list[int]]:
-        """Watches other processes in place of those whose ranks have left.
+        """Watches other processes in place of processes whose ranks have left.
 
         Returns:
             The descriptors to watch from now on; the descriptors no longer watched, for `release`; and the ranks whose
@@ -67,7 +68,7 @@ class ProcessWatch:
         return list(new), old, lost
 
     def _wanted(self) -> set[int]:
-        """Returns, for each of the places 1, 2, 4, … after this rank's, the first rank from there on that has not
+        """Returns, for each of the places 1, 2, 4, … after this rank's, the first rank from that place on that has not
         left.
         """
         present = [peer for peer in self._order if not self._has_left(peer)]
@@ -86,7 +87,7 @@ class ProcessWatch:
         """A descriptor of a rank's process, watched or not, until `close`. Any thread may call this.
 
         Raises:
-            ProcessLookupError: it has ended.
+            ProcessLookupError: the process has ended.
             ResourceError: as for `follow`.
         """
         with self._lock:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from proxyccl.channels.segment.error_record import raised
 
-_CODE: Any = SystemExit.__dict__["code"]  # the descriptor of a field of the C struct
+_CODE: Any = SystemExit.__dict__["code"]  # Python's descriptor of the C struct's field `code`
 _status = 0
 
 
@@ -28,7 +28,7 @@ def failure() -> str:
 
 
 def _note(code: object) -> None:
-    """Notes how the program ended: `code` is as for `sys.exit`."""
+    """Records how the program ended: `code` is as for `sys.exit`."""
     global _status  # noqa: PLW0603  a program ends once
     _status = code if isinstance(code, int) else int(code is not None)
 
@@ -50,7 +50,7 @@ class _ProgramExit(SystemExit):
 
 def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
     """Wraps a function that raises SystemExit, so that the exception notes the program's end. In threads other than the
-    main thread it only ends the thread, as usual.
+    main thread, the exception only ends the thread, as usual.
     """
 
     @functools.wraps(leave)

@@ -2,9 +2,9 @@
 and passes failures on.
 
 It also maps memory that peers announce: within INTERVAL_MS while this rank makes calls, and within IDLE_INTERVAL_MS
-otherwise, so that a rank without work costs no measurable CPU time. A communicator and those that were split from it
-share the thread. After a failure the thread releases streams that wait for the proxy. Failures are handled in this
-existing thread, because no other can be started once memory has run out.
+otherwise, so that a rank without work costs no measurable CPU time. A communicator and the communicators that were
+split from it share the thread. After a failure the thread releases streams that wait for the proxy. Failures are
+handled in this existing thread, because no other thread can be started once memory has run out.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _logger = logging.getLogger("proxyccl")
 
 
 class WatchThread:
-    """The thread of a communicator and of those that were split from it. It runs each of their watchers in turn, and
-    otherwise sleeps in poll().
+    """The thread of a communicator and of the communicators that were split from it. The thread runs each of their
+    watchers in turn, and otherwise sleeps in poll().
 
     Raises:
         ResourceError: there is no memory for a thread.
@@ -133,14 +133,14 @@ class Watcher:
     Args:
         segments: the segments of the host's other ranks.
         processes: the processes of these ranks, except this process; empty with a parent, which watches the processes.
-        links: to the ranks of other hosts; the watcher closes them.
+        links: the links to the ranks of other hosts; the watcher closes the links.
         on_abort: called in a separate thread after the abort was passed on.
         each_turn: called in the thread at each turn, until the abort. Returns the number of calls that this rank made.
         on_error: called once, in the thread, with an error that prevents watching; ends the communicator.
         end_waits: releases streams that wait for the proxy. Called in the thread every RELEASING_MS once the abort was
             passed on, so that a caller that checks after a stream's wait sees the failure.
-        parent: the watcher of the communicator that this one was split from, whose abort also ends this communicator,
-            and whose thread is used.
+        parent: the watcher of the communicator that this communicator was split from, whose abort also ends this
+            communicator, and whose thread is used.
         members: the ranks' numbers in the parent's communicator.
     """
 
@@ -195,10 +195,10 @@ class Watcher:
         return [*self._processes.watched, *self._links]
 
     def look(self, readable: Sequence[int]) -> None:
-        """One turn of the thread: checks for events.
+        """Checks for events; called at each turn of the thread.
 
         Args:
-            readable: the readable ones of `descriptors`.
+            readable: the descriptors of `descriptors` that are readable.
         """
         with self._looking:
             if self._closed:
@@ -288,7 +288,7 @@ class Watcher:
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
 
     def check_for_end(self, peer: int) -> None:
-        """Files that a peer is lost if its process or its link from another host ends, or begins to end, within
+        """Files the loss of a peer if the peer's process or its link from another host ends, or begins to end, within
         ENDING_MS.
 
         Called by a rank that could not reach that peer: the operating system tears down a dying process's files, verbs
@@ -333,8 +333,8 @@ class Watcher:
         return self._parent is not None and self._parent.has_ended(self._members[peer])
 
     def _process_ends(self, peer: int, milliseconds: int = 0) -> bool:
-        """Whether a peer's process has ended; with a time, whether it ends within that time or begins to end. False if
-        this rank can't tell: ranks that watch the peer will notice.
+        """Whether a peer's process has ended; with a time, whether the process ends or begins to end within that time.
+        False if this rank can't tell: ranks that watch the peer will notice.
         """
         try:
             ended = _is_readable(self._processes.descriptor_of(peer), milliseconds)
@@ -346,7 +346,7 @@ class Watcher:
 
     def pass_on(self) -> None:
         """Sends the record of this rank's failure to all other ranks. Ranks of its host are told too, because the rank
-        that told this one may have been killed before it told the others.
+        that told this rank may have been killed before it told the others.
         """
         record = self._own.record()
         self._own.raise_abort(record)
@@ -367,7 +367,7 @@ class Watcher:
         return self._remote_presence[peer]
 
     def left_before(self, exchange: int) -> int | None:
-        """Returns a peer of this host that left before the exchange with this number, from 1; None if there is none."""
+        """Returns a peer of this host that left before this exchange (numbered from 1); None without such a peer."""
         for peer, segment in self._segments.items():
             if segment.presence is Presence.LEFT and segment.exchanges < exchange:
                 return peer
@@ -381,7 +381,7 @@ class Watcher:
         """Stops watching for failures. If a rank has failed, waits until `on_abort` has returned."""
         with self._looking:
             unseen, self._passed_on = self._own.aborted and not self._passed_on, True
-        if unseen:  # the abort came after the thread's last turn
+        if unseen:  # handles an abort that came after the thread's last turn
             self.pass_on()
             self._report()
         if self._reporting is not None:

@@ -1,1 +1,1 @@
-"""Reports: a rank writes one when it hangs, and the doctor reads those of all ranks together."""
+"""Reports: a rank writes a report when it hangs, and the doctor reads the reports of all ranks together."""

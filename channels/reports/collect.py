@@ -1,4 +1,4 @@
-"""Makes a rank's report. It must never block, whatever hangs, nor disturb the program.
+"""Makes a rank's report. This code must never block, whatever hangs, and must not disturb the program.
 
 The report leaves out values that cannot be read, and says why.
 """
@@ -178,7 +178,7 @@ def collect(
 
 @contextlib.contextmanager
 def _asking(group: Group, question: int) -> Iterator[Callable[[], list[KernelWait]]]:
-    """Asks this rank's kernels for their waits, or, after a failure, for those that failed. Yields a function that
+    """Asks this rank's kernels for their waits or, after a failure, for the waits that failed. Yields a function that
     waits for their answers.
     """
     control = group.control
@@ -275,7 +275,7 @@ def _channels(
                 **asdict(proxy.counters(channel.id)),
                 outstanding=proxy.outstanding(channel.id),
                 signals_in=signals,
-                # A thread claims a signal before it arrives.
+                # A thread claims a signal before the signal arrives.
                 signals_used=None if taken is None else min(taken, signals),
                 completed=proxy.completed(channel.id),
                 flushed=proxy.flushed(channel.id),
@@ -312,11 +312,11 @@ _CALLERS = ("f_back",) * (FRAMES - 1)
 
 
 def _walks() -> Iterator[tuple[int, list[FrameType]]]:
-    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # evaluated when first iterated
+    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # reads the frames when first iterated
     idents, frames = itertools.tee(itertools.chain.from_iterable(map(dict.items, innermost)))
     chains = map(itertools.chain, map(operator.itemgetter(slice(1, 2)), frames), itertools.repeat(_CALLERS))
     walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))
-    walks = map(itertools.takewhile, itertools.repeat(bool), walks)  # an outermost frame's caller is None
+    walks = map(itertools.takewhile, itertools.repeat(bool), walks)  # stops at None, the caller of an outermost frame
     return zip(map(operator.itemgetter(0), idents), map(list, walks), strict=True)
 
 
@@ -337,7 +337,8 @@ def _frames() -> dict[int, list[FrameType]]:
         finally:
             if collects:
                 gc.enable()
-    # This thread's variables hold its own frames, which hold them: a cycle that keeps all threads' arrays.
+    # This thread's variables hold its own frames, and the frames hold the variables: a reference cycle that would keep
+    # all threads' arrays alive.
     del walks, found[threading.get_ident()]
     return found
 

@@ -22,7 +22,7 @@ def _thread_text(thread: EngineThread) -> str:
 def of_jobs(
     daemons: Iterable[DaemonReport], jobs: Collection[str], named: Collection[Member], moment: datetime
 ) -> list[DaemonReport]:
-    """The reports of daemons that serve some jobs: for each daemon the one that was written nearest to a moment.
+    """The reports of daemons that serve some jobs: for each daemon the report that was written nearest to a moment.
 
     Args:
         daemons: all reports; one daemon may have written several.
@@ -48,9 +48,9 @@ def remarks(report: DaemonReport, client: Client, *, rings: bool) -> list[str]:
     """Possible reasons why a rank's proxy is held up in its daemon; empty if there are none.
 
     Args:
-        report: the daemon's.
+        report: the daemon's report.
         client: the rank.
-        rings: whether to say how many triggers its rings hold; the rank's own report says that too.
+        rings: whether to say how many triggers the rank's rings hold, which the rank's own report says too.
     """
     found = [] if client.failure is None else [f"its proxy failed: {client.failure}"]
     threads = {thread.name: thread for thread in report.threads}

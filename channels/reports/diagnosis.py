@@ -37,7 +37,7 @@ SCHEDULE_PEER_WAITS = (lib.PROXYCCL_WAIT_SCHEDULE_POST, lib.PROXYCCL_WAIT_SCHEDU
 _SHOWN = 8
 """The most waits for one rank that are shown."""
 _LONG_APART = 10.0
-"""Reports written further apart than this, in seconds, may not show the same moment."""
+"""Reports that were written more than this many seconds apart may not show the same moment."""
 
 Node = tuple[str, int, int | str]
 """The executor of a rank: host, process, and the thread if ranks are threads of one process."""
@@ -49,7 +49,7 @@ class Finding(Message, frozen=True):
     Attributes:
         kind: "lost", "missing", "mismatch", "waits_for", "circle", "proxy" or "failed".
         about: names of the ranks concerned.
-        waiting: names of the ranks that wait for them.
+        waiting: names of the ranks that wait for the ranks in `about`.
         text: the conclusion, a sentence.
         reasons: the evidence, a sentence each.
     """
@@ -260,9 +260,9 @@ class _WaitGraph:
         return findings
 
     def _failures(self, findings: Sequence[Finding]) -> list[Finding]:
-        """The errors that say by themselves why a communicator ended: one report of any of its ranks is enough.
+        """Returns the errors that explain by themselves why a communicator ended: one report of any rank is enough.
 
-        A time-out does not say why, and a lost process is a finding of its own.
+        A time-out does not explain that, and a lost process is a separate finding.
         """
         explained = {"WaitTimeoutError", "PeerLostError", "AbortedError"}
         if any(finding.kind == "mismatch" for finding in findings):
@@ -324,7 +324,7 @@ class _WaitGraph:
         return findings
 
     def _explain(self, node: Node, edges: Sequence[_Edge]) -> list[str]:
-        """Returns reasons why others wait for a rank that does not wait itself."""
+        """Returns reasons why other ranks wait for a rank that does not wait itself."""
         name = self._name(node)
         reasons: list[str] = []
         for communicator in dict.fromkeys(edge.communicator for edge in edges):
@@ -339,7 +339,7 @@ class _WaitGraph:
             reasons += self._at_daemon(communicator, rank)
             for edge in edges:
                 reasons += self._signals(report, edge)
-            # A kernel that waits for a stage waits for whatever its proxy waits for.
+            # A kernel that waits for a schedule's stage waits for the same peer as its proxy.
             explained = *OWN_PROXY_WAITS, lib.PROXYCCL_WAIT_STAGE, lib.PROXYCCL_WAIT_GRID
             if not any(wait.kind in explained for wait in report.waits):
                 reasons.append(f"no kernel of {name}{self._inside(communicator)} waits; {where(report)}")
@@ -351,7 +351,7 @@ class _WaitGraph:
         Args:
             communicator: name of the communicator.
             rank: number of the rank in it.
-            idle: whether to say that the daemon has nothing to do for the rank, if so.
+            idle: whether the statements include that the daemon has nothing to do for the rank.
         """
         own = self._reports[communicator].get(rank)
         name = f"{self._name(self._node(communicator, rank))}{self._inside(communicator)}"

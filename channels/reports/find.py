@@ -23,7 +23,7 @@ class Found:
     Attributes:
         ranks: reports of ranks.
         daemon_files: reports of node daemons, by file.
-        problems: for files of a directory that could not be read, the reason.
+        problems: for each file of a directory that could not be read, the reason.
     """
 
     ranks: list[Report] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Found:
         """Reads the report in a file.
 
         Raises:
-            ReportError: it is not a valid report, or cannot be read; the message names the file.
+            ReportError: the file is not a valid report, or cannot be read; the message names the file.
         """
         data = read(path)
         try:
@@ -58,7 +58,7 @@ def find(paths: Iterable[Path]) -> Found:
     """Reads report files, given by path or by their directories.
 
     Raises:
-        ReportError: one of the files is not a report, or a directory has none.
+        ReportError: one of the files is not a report, or a directory has no reports.
     """
     found = Found()
     for path in paths:

@@ -1,7 +1,7 @@
 """Waits briefly at a program's end for the reports of failed communicators' peers.
 
-The end of one rank's process may end the whole job: mpi4py's runner aborts it, and launchers end the other ranks. A
-rank that sleeps meanwhile would not have written its report, which says where it is.
+The end of one rank's process may end the whole job: mpi4py's runner aborts it, and launchers end the other ranks.
+Without this wait, a sleeping rank would end before it wrote the report that says where it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from proxyccl.proxy.reports.document import Member
 _SECONDS = 3.0
 """How long after a failure a program's end waits: reports are written within a second, on a busy machine later."""
 _ELSEWHERE_SECONDS = 1.0
-"""How long it waits for reports of processes that this one can't see, on other hosts or in other PID namespaces."""
+"""How long a program's end waits for reports of processes that this process can't see, on other hosts or in other PID
+namespaces.
+"""
 _POLL_SECONDS = 0.02
 
 
@@ -46,7 +48,7 @@ _lock = threading.Lock()
 
 
 def expect(group: Group) -> None:
-    """Makes the program's end wait for the reports of a group's other processes, which were asked to write one."""
+    """Makes the program's end wait for the reports of a group's other processes, which were asked to write reports."""
     now, own = time.monotonic(), group.topology.ranks[group.rank]
     with _lock:
         _awaited[:] = [awaited for awaited in _awaited if awaited.deadline > now]
@@ -58,7 +60,7 @@ def expect(group: Group) -> None:
 
 
 def await_reports() -> None:
-    """At the program's end: waits until each expected report is written or its time is over."""
+    """At the program's end, waits until each expected report is written or its time is over."""
     with _lock:
         awaited = list(_awaited)
     for report in awaited:

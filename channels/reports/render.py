@@ -25,7 +25,7 @@ def call_text(call: Call) -> str:
 
 
 def arguments_text(call: Call) -> str:
-    """The arguments that must agree between ranks. A barrier has none."""
+    """Returns the arguments that must agree between ranks, as text; empty for a barrier."""
     given = {} if call.fields.get("collective") == "barrier" else call.fields
     return ", ".join(f"{name} {value}" for name, value in given.items() if name != "collective")
 
@@ -64,7 +64,7 @@ def headline(report: Report) -> str:
 
 
 def where(report: Report) -> str:
-    """Where the thread that made the communicator is: the innermost call in the program's own code."""
+    """Says where the thread that made the communicator is: at the innermost call in the program's own code."""
     own = next((thread for thread in report.threads if thread.own), None)
     if own is None:
         if report.threads:

@@ -13,8 +13,8 @@ class Failure(Message, frozen=True):
     """The error that ended the communicator: its record (control.h) and the exception made of it.
 
     Attributes:
-        kind: name of the exception.
-        message: its text.
+        kind: the name of the exception's class.
+        message: the exception's text.
         rank: the rank that noticed the error.
         peer: the rank that the error concerns, or None.
     """
@@ -63,7 +63,7 @@ class ProxyWait(Message, frozen=True):
 
 
 class Exchange(Message, frozen=True):
-    """A call of the bootstrap that was in progress. All ranks make such a call together.
+    """A call of the bootstrap that was in progress. All ranks make the bootstrap's calls together.
 
     Attributes:
         purpose: the call's purpose in words.
@@ -92,9 +92,9 @@ class ProxiedChannel(Message, frozen=True):
     Attributes:
         id: channel id.
         peer: the rank at the other end; for a handler's channel this rank.
-        peer_channel: the peer's channel that receives this one's signals; None if there is none.
-        transport: its transport; "handler" if a Python function gets the triggers.
-        ring: number of the ring that its triggers go through.
+        peer_channel: the peer's channel that receives this channel's signals; None if the peer has none.
+        transport: the channel's transport; "handler" if a Python function gets the triggers.
+        ring: number of the ring that the channel's triggers go through.
         triggers, puts, gets, bytes, signals, flushes: the proxy's counters of this channel.
         outstanding: triggers of all channels to this peer, and sends of schedules, that are issued but not known to be
             complete; None for a handler, and if the node daemon's memory cannot be opened.
@@ -125,7 +125,7 @@ class ProxiedChannel(Message, frozen=True):
 
 
 class Handling(Message, frozen=True):
-    """A Python handler that was running: its channel, and for how many seconds."""
+    """A Python handler that was running: its channel, and the seconds since its start."""
 
     channel: int
     seconds: float
@@ -136,7 +136,7 @@ class Semaphore(Message, frozen=True):
 
     Attributes:
         peer: the rank at the other end.
-        lane: the semaphore's number among those to the peer.
+        lane: the semaphore's number among the semaphores to the peer.
         signals_in: signals received.
         signals_used: received signals that kernels have waited for.
         signals_out: signals sent to the peer.
@@ -153,10 +153,10 @@ class Thread(Message, frozen=True):
     """A thread that runs Python code of the program.
 
     Attributes:
-        name: its name.
-        own: whether the thread made the communicator, which it mostly also uses.
+        name: the thread's name.
+        own: whether the thread made the communicator; that thread mostly uses it too.
         stack: "file:line in function", the outermost call first.
-        program: the innermost call of `stack` in the program's own code, else in another package than this one.
+        program: the innermost call of `stack` in the program's own code, else in a package other than ProxyCCL.
     """
 
     name: str
@@ -169,16 +169,16 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
     """One rank of one communicator at one moment.
 
     Attributes:
-        version: of this format.
-        communicator: its name, which its ranks share with no other communicator.
+        version: the version of this format.
+        communicator: the communicator's name, which no other communicator has.
         beside: names of the other communicators that the process had open.
         rank: this rank.
         members: where each rank runs, by rank.
-        transports: the transport of ProxyChannels, by the peer's rank, and how its memory is reached in another PID
-            namespace; empty for this rank.
+        transports: the transport of ProxyChannels, by the peer's rank, and how the peer's memory is reached in another
+            PID namespace; empty for this rank.
         process: this rank's process.
         thread: number of the thread that made the communicator.
-        daemon: the node daemon that runs its proxy; None if the proxy is in this process or not started.
+        daemon: the node daemon that runs the rank's proxy; None if the proxy is in this process or not started.
         command: the process's command line.
         runtime: the device.
         timeout: bound of the communicator's waits, in seconds.

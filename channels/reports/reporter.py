@@ -39,7 +39,9 @@ machine with more work than cores, seconds."""
 
 
 class Reporter(Observer):
-    """Writes the reports of one rank of one communicator, from now until `close`: when it fails, and on a signal."""
+    """Writes the reports of one rank of one communicator, from now until `close`: when the communicator fails, and on a
+    signal.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -119,7 +121,7 @@ class Reporter(Observer):
     def asked(self) -> None:
         """Reports this process's communicators, in a separate thread, because a peer has asked for reports."""
         if self._enabled and _requests.take():
-            with contextlib.suppress(ResourceError, MemoryError):  # then no report is written
+            with contextlib.suppress(ResourceError, MemoryError):  # without a thread, no report
                 Thread(report_all, "proxyccl-report", "another communicator of a peer failed").start()
 
     def annotate(self, error: BaseException) -> None:
@@ -132,7 +134,7 @@ class Reporter(Observer):
     def write(self, cause: str) -> Path | None:
         """Writes a report and says so on stderr; the node daemon writes one too, if it runs the proxy.
 
-        Returns the report's path; None if this is closed, or the file can't be written.
+        Returns the report's path; None if the reporter is closed, or the file can't be written.
         """
         with self._lock:
             if self._device is None:
@@ -160,7 +162,7 @@ class _Requests:
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Takes a request. Returns whether it is a new one."""
+        """Takes a request. Returns whether the request is new."""
         with self._lock:
             now = time.monotonic()
             if now < self._last + _ASKED_SECONDS:

@@ -1,4 +1,4 @@
-"""The channels that schedules use. Collectives have three to each peer, because posts and sends need separate
+"""The channels that schedules use. Collectives have three channels to each peer, because posts and sends need separate
 semaphores.
 """
 
@@ -19,9 +19,9 @@ class ScheduleLinks:
     """Channels of this rank's proxy for schedules. All ranks make them together.
 
     Attributes:
-        posts: by peer, the channel on which both post to each other where their outputs lie.
-        scratch_posts: the same for scratch memory.
-        sends: by peer, the channel on which both send data to each other.
+        posts: by peer, the channel on which both ranks post to each other the places of their outputs.
+        scratch_posts: by peer, the channel for posts of places in scratch memory.
+        sends: by peer, the channel on which both ranks send data to each other.
 
     Raises:
         ResourceError: channel ids ran out.

@@ -35,8 +35,8 @@ _BOX_IDS = Codec[dict[int, int]](dict[int, int], 1 << 20, name="memory ids of pi
 _BOX_BYTES = 256 << 10
 _BOX_OFFSETS: dict[Side, int] = {"source": 0, "target": _BOX_BYTES, "scratch": _BOX_BYTES}
 CHUNKS_DONE, HERE, TAKEN, BLOCKS_DONE, OPENED = 0, STAGES, 2 * STAGES, 2 * STAGES + 1, 2 * STAGES + 2
-"""Offsets of the words by which the blocks of a reduction synchronize (ProxycclArrived). The first two are one word a
-stage.
+"""Offsets of the words by which the blocks of a reduction synchronize (ProxycclArrived). The first two offsets begin
+arrays with one word for each stage.
 """
 
 
@@ -51,7 +51,7 @@ class ScheduleMemory(Protocol):
 
 
 class ScheduleSpan(Struct, frozen=True):
-    """The bytes of a `ScheduleMemory` from `offset` on; `ptr` is the address of the first."""
+    """The bytes of a `ScheduleMemory` from `offset` on; `ptr` is the address of the first byte."""
 
     memory: ScheduleMemory
     offset: int
@@ -74,8 +74,8 @@ class _AnnouncedMemory(Struct, frozen=True):
 
 class _PinnedBoxes:
     """Pinned memory of each rank through which its schedules send and receive short data, which the proxies' CPUs copy.
-    One box is to send from and one to receive in, since only one side of a schedule receives. All ranks make them
-    together.
+    One box is to send from and one box to receive in, since only one side of a schedule receives. All ranks make the
+    boxes together.
     """
 
     def __init__(self, group: Group) -> None:
@@ -90,7 +90,8 @@ class _PinnedBoxes:
 
 
 class ScheduleMemories:
-    """Finds memory that schedules can name for arrays, and stages the other arrays. All ranks make this together.
+    """Finds memory that schedules can name for arrays, and stages the other arrays. All ranks construct a
+    `ScheduleMemories` together.
 
     Attributes:
         staged_together: whether all ranks make staging memory together, including ranks that need none.
@@ -106,9 +107,10 @@ class ScheduleMemories:
         defaults = group.runtime.launch_defaults
         staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
-        own_box = group.world_size > 1 and not self.staged_together  # one host: all ranks have the same driver
+        own_box = group.world_size > 1 and not self.staged_together  # on one host all have one driver
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
-        # Opened here because its first use may be in a capture. This rank's own box serves the rank before.
+        # The next rank's box is opened now, because its first use may be in a capture. The rank before uses this rank's
+        # box.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
@@ -131,7 +133,7 @@ class ScheduleMemories:
 
         Raises:
             CommunicatorError: the group ended before a peer's proxy had the memory.
-            WaitTimeoutError: a peer's proxy did not have it within the time-out.
+            WaitTimeoutError: a peer's proxy did not have the memory within the time-out.
         """
         if self.staged_together:
             return self._registered(ptr, nbytes)
@@ -142,17 +144,17 @@ class ScheduleMemories:
         """Returns pinned memory for data so short that the CPU moves it sooner than the driver; None for longer data.
 
         Args:
-            side: its purpose.
-            nbytes: the longest side of any rank, so that all ranks find pinned memory or none does.
+            side: the memory's purpose.
+            nbytes: the longest side of any rank, so that either all ranks find pinned memory or no rank does.
         """
         if self._boxes is None or nbytes > min(self.pinned_bytes, _BOX_BYTES):
             return None
         return ScheduleSpan(self._boxes, _BOX_OFFSETS[side], self._boxes.ptr + _BOX_OFFSETS[side])
 
     def own_copy(self, dst: int, src: int, nbytes: int) -> list[CopyBytes]:
-        """Returns a stream's copies within the device. Short ones go to the next rank's device and back, by copy
+        """Returns a stream's copies within the device. Short copies go to the next rank's device and back, by copy
         engines, because a direct copy would be a kernel that waits for a multiprocessor. One stream at a time may use
-        these.
+        such copies.
         """
         if self._own_box is None or dst == src or not 0 < nbytes <= self.own_box_bytes:
             return [CopyBytes(dst, src, nbytes)]
@@ -161,7 +163,8 @@ class ScheduleMemories:
     def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
         """Returns the span that `source` or `target` found, else memory to stage this many bytes in.
 
-        Where `staged_together`, all ranks call this together, each with what it has found. Raises as `stage` does.
+        Where `staged_together`, all ranks call this together, each with the span that it has found. Raises the errors
+        of `stage`.
         """
         if found is not None and not self.staged_together:
             return found
@@ -257,7 +260,7 @@ class ScheduleMemories:
                         operation="map for schedules",
                     )
                 )
-            symmetric.update()  # peers may be waiting for this rank's replies
+            symmetric.update()  # sends this rank's replies, for which peers may be waiting
             time.sleep(_POLL_SECONDS)
         return found
 

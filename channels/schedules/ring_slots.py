@@ -20,7 +20,7 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations, WaitV
 from proxyccl.proxy.schedule import Schedule, ScheduleReceive, ScheduleSend
 
 _MOST_PREPARED = 1024
-_COPY = 1  # of a receive's steps: words, the copy, words
+_COPY = 1  # index of the copy among a receive's steps: words, the copy, words
 
 
 class _Flow:
@@ -40,7 +40,8 @@ class _Flow:
 
 
 class RingSlots:
-    """Slots between the ranks of a group and their neighbours. All ranks make it together, with the same numbers.
+    """Slots between the ranks of a group and their neighbours. All ranks construct a `RingSlots` together, with the
+    same numbers.
 
     Sends and receives of one rank run one after the other, whatever their streams, in the order of the calls. A send
     holds up its stream only until its data are copied to a slot of this rank.
@@ -48,10 +49,10 @@ class RingSlots:
     Args:
         group: at least two ranks, and used for nothing else. The slots live until the group ends.
         slot_bytes: most bytes of a send.
-        slots: how many sends of a rank to a neighbour may have no receive yet. The next one waits for a receive.
+        slots: how many sends of a rank to a neighbour may have no receive yet. The next send waits for a receive.
 
     Attributes:
-        neighbours: the ranks before and after this one; with two ranks both are the same rank.
+        neighbours: the ranks before and after this rank; with two ranks both are the same rank.
 
     Raises:
         ResourceError: the device has no room, or a proxy has no ids left for memory or channels.
@@ -61,7 +62,7 @@ class RingSlots:
     def __init__(self, group: Group, slot_bytes: int, slots: int) -> None:
         self._group, self._slot_bytes, self._slots = group, slot_bytes, slots
         self.neighbours = _neighbours(group.rank, group.world_size)
-        up, down = schedule_channels(group, self.neighbours, 2)  # to ranks with higher numbers, and with lower ones
+        up, down = schedule_channels(group, self.neighbours, 2)  # to higher ranks, and to lower ranks
         self._array = allocate(group, 2 * len(self.neighbours) * slots * slot_bytes, "uint8", symmetric=True)
         self._memory = register(group, self._array)
         self._rings = ScheduleRings(group)
@@ -75,9 +76,9 @@ class RingSlots:
             self._receives[peer] = _Flow(back[peer], self._begin(number))
             self._sends[peer] = _Flow(to[peer], self._begin(len(self.neighbours) + number))
             self._memory.source_id(peer)
-            self._memory.peer_id(peer)  # maps it now, as a driver may wait for streams, and these for a peer
+            self._memory.peer_id(peer)  # maps it before any stream waits for a peer
         group.keep(self)
-        group.exchange.barrier("slots: all have made them")
+        group.exchange.barrier("slots: all ranks have made their slots")
 
     def send(self, view: ArrayView, peer: int, stream: StreamLike) -> None:
         """Sends an array to a neighbour. Later work of the stream may change the array.
@@ -122,7 +123,7 @@ class RingSlots:
             flow.count += 1
 
     def close(self) -> None:
-        """Destroys its stream and events. The group calls it when it ends."""
+        """Destroys the stream and the events. The group calls this when the group ends."""
         self._prepared.clear()
         for event in (event for flow in self._sends.values() for event in flow.sent.values()):
             event.close()
@@ -133,7 +134,7 @@ class RingSlots:
         return number * self._slots * self._slot_bytes
 
     def _ring(self, peer: int, slot: int, nbytes: int, *, sends: bool) -> StreamOperations:
-        """Returns a stream's operations for a send or a receive, from a cache if an equal one was made before."""
+        """Returns a stream's operations for a send or a receive, from a cache if equal operations were made before."""
         waits = sends and self._sends[peer].count >= self._slots
         key = peer, sends, slot, nbytes << 1 | waits
         if key not in self._prepared:
@@ -174,7 +175,7 @@ class RingSlots:
         )
         came = ScheduleReceive(flow.channel, stage=0)
         source = self._array.ptr + flow.begin + slot * self._slot_bytes
-        copy = CopyBytes(source + 1, source, nbytes)  # each receive sets its own
+        copy = CopyBytes(source + 1, source, nbytes)  # a placeholder: each receive sets the addresses
         came_in, opens = self._turn()
         return [
             Schedule(sends=(frees,), receives=(came,)),

@@ -18,7 +18,7 @@ _MOST_DROPPED = 1024
 
 
 class ScheduleRings:
-    """Gives schedules to the proxy, and takes back those that streams can no longer ring.
+    """Adds schedules to the proxy, and removes schedules that streams can no longer ring.
 
     A captured graph may ring its schedules as long as the graph lives, which the library can't know: these schedules
     stay.
@@ -30,7 +30,7 @@ class ScheduleRings:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.words = group.links.proxy.schedule_pointers
-        self._dropped: list[tuple[Any, list[int]]] = []  # what was issued in C, and its schedules
+        self._dropped: list[tuple[Any, list[int]]] = []  # operations that C issued, and the numbers of their schedules
 
     def stage(self, number: int, least: int) -> Operation:
         """Returns an operation that waits, within a schedule, until the word of a stage is at least the value."""
@@ -41,8 +41,9 @@ class ScheduleRings:
         stream wrote.
 
         Args:
-            stages: numbers of the stages that no kernel resets. Each costs a write by the stream, which takes time.
-            gated: whether the gate was used.
+            stages: numbers of the stages that no kernel resets. Each such stage costs a write by the stream, which
+                takes time.
+            gated: whether the schedule's gate was used.
         """
         words = self.words
         used = [words.done, *(words.stages[stage] for stage in stages), *([words.gate] if gated else [])]
@@ -75,7 +76,7 @@ class ScheduleRings:
         if len(self._dropped) < _MOST_DROPPED or last is None or self._group.runtime.is_capturing(last):
             return
         dropped = self._dropped[:_MOST_DROPPED]
-        del self._dropped[:_MOST_DROPPED]  # others may be dropped meanwhile
+        del self._dropped[:_MOST_DROPPED]  # further schedules may be dropped meanwhile
         event: Event = self._group.runtime.create_event()
         event.record(last)
         event.synchronize()

@@ -85,14 +85,14 @@ class Announcements:
         self._handled = ffi.new("uint64_t[]", ENTRIES)
 
     def reply(self, entry: int, peer: int, version: int, address: int) -> None:
-        """For the peer with this number on the host: replies with the address at which it reaches a version, or 0 if
-        that was withdrawn.
+        """For the peer with this number on the host: replies with the address at which the peer reaches a version, or 0
+        if the version was withdrawn.
         """
         lib.proxyccl_announcement_reply(self._table, entry, peer, version, address)
 
     def reply_memory(self, entry: int, peer: int, version: int, memory: int) -> None:
-        """For the peer with this number on the host: replies with the memory id that its proxy assigned to a version,
-        or NO_MEMORY.
+        """For the peer with this number on the host: replies with the memory id that the peer's proxy assigned to a
+        version, or NO_MEMORY.
         """
         lib.proxyccl_announcement_reply_memory(self._table, entry, peer, version, memory)
 

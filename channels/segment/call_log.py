@@ -17,7 +17,7 @@ from proxyccl.channels.segment.control import (
 from proxyccl.proxy._engine import ffi, lib
 
 if TYPE_CHECKING:
-    from proxyccl.proxy._engine import (  # the stub's; cffi has no such names
+    from proxyccl.proxy._engine import (  # only the stub has these names; cffi lacks them
         Pointer,
         ProxycclCallEntryPointer,
         ProxycclCallPointer,
@@ -52,16 +52,17 @@ class CallLog:
         self.issue: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_issue, self._callers
         )
-        """issue(call, launch, stream): `agree`, then a prepared launch, and the wait for it if it is on the stream of
-        `wait_on`; the driver's status, or the result of `agree`."""
+        """issue(call, launch, stream): `agree`, then a prepared launch, and the wait for it on the stream of `wait_on`.
+        Returns the driver's status, or the result of `agree`.
+        """
         self.ring: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_ring, self._callers
         )
-        """ring(call, operations, stream): the same with prepared operations of the stream."""
+        """ring(call, operations, stream): does what `issue` does, with a stream's prepared operations as the launch."""
 
     def addresses(self, *, operations: bool) -> tuple[int, int]:
-        """Returns two addresses for C: of the function of `ring` if `operations`, else of `issue`, and of the
-        function's first argument.
+        """Returns two addresses for C: the address of the function of `ring` if `operations`, else of `issue`, and the
+        address of the function's first argument.
         """
         function = ffi.addressof(lib, "proxyccl_calls_ring" if operations else "proxyccl_calls_issue")
         return int(ffi.cast("uintptr_t", function)), int(ffi.cast("uintptr_t", self._callers))
@@ -77,19 +78,21 @@ class CallLog:
 
     def choose(self, wish: int) -> int:
         """Returns the agreed choice for this rank's next call, from 0 to 3, which is the wish of the first rank of the
-        host to reach the call. The program's other threads must make no call meanwhile.
+        host to reach the call. The program's other threads must not make a call meanwhile.
         """
         return int(lib.proxyccl_calls_choose(self._callers, wish))
 
     @property
     def shares_device(self) -> bool:
         """Whether a rank of the host has, or had, another communicator on its device, whose kernels may wait for this
-        communicator's.
+        communicator's kernels.
         """
         return bool(self._sharing.value)
 
     def share_device(self) -> None:
-        """Records that this rank makes another communicator on its device; called before that makes a call."""
+        """Records that this rank makes another communicator on its device; called before the other communicator makes a
+        call.
+        """
         self._sharing.value = 1
 
     def agree(self, call: ProxycclCallPointer) -> int:
@@ -111,7 +114,7 @@ class CallLog:
 
 
 def calls_in(segment: ControlSegment, count: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns the last calls of a segment's rank, like `recent`. Some may be missing, because the rank continues
+    """Returns the last calls of a segment's rank, like `recent`. Some calls may be missing, because the rank continues
     meanwhile.
     """
     last = sum(counts_in(segment).values())
@@ -121,7 +124,7 @@ def calls_in(segment: ControlSegment, count: int) -> list[tuple[int, tuple[int, 
 
 
 def counts_in(segment: ControlSegment) -> dict[int, int]:
-    """Returns the numbers of calls of a segment's rank by collective (a call's first field); 0 collects the rest. A
+    """Returns the numbers of calls of a segment's rank by collective (a call's first field); key 0 collects the rest. A
     graph's calls count when they are captured, and not on replays.
     """
     counts = ffi.cast("ProxycclCallCount *", segment.host_address(COUNTS_OFFSET))

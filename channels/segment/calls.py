@@ -69,7 +69,7 @@ class CollectiveCall(Struct, frozen=True):
         algorithm: the callers' request, as a registered name.
         root: rank, or 0.
         count: elements that each rank contributes, or that each gets.
-        shape: of the array that all ranks pass or get; for `SHAPED` collectives the same on all ranks.
+        shape: the shape of the array that all ranks pass or get; for `SHAPED` collectives the same on all ranks.
         registered: numbers of the registered arrays that peers reach directly; the same on all ranks.
         of: number of the object that the call belongs to, by `Launches.number_object`; 0 for calls of the communicator.
             Calls of objects have neither shape nor registered arrays.
@@ -91,7 +91,7 @@ class CollectiveCall(Struct, frozen=True):
         digests = [_digest(name) for name in names]
         for digest in digests:
             _texts[digest]
-        # The count determines a vector's shape.
+        # For a vector, the count already determines the shape.
         shape = self.shape if self.collective in SHAPED and len(self.shape) > 1 else ()
         return (*digests, self.root, self.count, self.of or _arrays_digest(shape, self.registered))
 

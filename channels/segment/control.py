@@ -1,9 +1,9 @@
-"""Control segments: the memory through which the ranks of a host tell each other that one of them has failed.
+"""Control segments: the memory through which the ranks of a host tell each other that a rank has failed.
 
 Each rank owns a segment in pinned shared memory: the control block that its kernels poll, the words that proxies
 signal, its proxy's counters, a log of its recent collective calls, its announcements, and its rendezvous. The ranks of
-one host map each other's segments. A rank that fails raises the abort words of all of them before its own, in a kernel
-as on the CPU.
+one host map each other's segments. A rank that fails raises the abort words of the host's other ranks before its own
+word. Kernels and the CPU both do so in this order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.trigger import MAX_CHANNELS
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclErrorRecordPointer  # the stub's; cffi has no such name
+    from proxyccl.device._native import ProxycclErrorRecordPointer  # only the stub has this name; cffi lacks it
 
 LAST_QUESTION: int = lib.PROXYCCL_LAST_QUESTION
 
@@ -110,7 +110,7 @@ class ControlSegment:
         self._control.timeout_ns = int(seconds * 1e9)
 
     def introduce(self, peers: Mapping[int, ControlSegment]) -> None:
-        """Sets the ranks of this host, by rank, which are told of this rank's failure. No kernel may run yet."""
+        """Sets the ranks of this host, by rank, that this rank tells of its failure. No kernel may run yet."""
         self._peers = peers
         self._peer_controls = ffi.new("ProxycclControl *[]", [segment._control for segment in peers.values()])
         table = (ctypes.c_uint64 * len(peers)).from_address(self.memory.host_ptr + _PEERS_OFFSET)
@@ -153,8 +153,8 @@ class ControlSegment:
         return bool(lib.proxyccl_control_abort(self._control) or lib.proxyccl_control_failed_rank(self._control))
 
     def raise_abort(self, record: ErrorRecord) -> None:
-        """Files the record, unless one is filed, and raises the abort words of the ranks of this host, this rank's
-        last. Abort words end every wait of kernels.
+        """Files the record, unless a record is filed already, and raises the abort words of the ranks of this host,
+        this rank's word last. Abort words end every wait of kernels.
         """
         filed = ffi.new("ProxycclErrorRecord *")
         filed.code, filed.rank, filed.wait, filed.operation = record.code, record.rank, record.wait, record.operation
@@ -176,7 +176,7 @@ class ControlSegment:
         return self.memory.host_ptr + _CAUSE_OFFSET
 
     def record(self) -> ErrorRecord:
-        """Returns the error record. A rank that was told of another rank's failure takes that rank's record.
+        """Returns the error record. If another rank's failure ended the group, takes that rank's record.
 
         Waits only briefly for a record that is still being written, because its writer may be gone.
         """
@@ -251,7 +251,9 @@ class ControlSegment:
         lib.proxyccl_control_ask(self._control, question)
 
     def waits(self, question: int) -> list[KernelWait]:
-        """Returns the kernels' answers: for each peer the wait of one thread. An abort asks LAST_QUESTION."""
+        """Returns the kernels' answers: for each peer the wait of one thread. After an abort, the question is
+        LAST_QUESTION.
+        """
         wait, found = ffi.new("ProxycclWait *"), []
         for place in range(lib.PROXYCCL_WAIT_PLACES):
             if lib.proxyccl_control_wait(self._control, place, question, wait):

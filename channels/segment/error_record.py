@@ -84,11 +84,11 @@ class ErrorRecord(Message, frozen=True):
     offset: int = 0
     size: int = 0
     cause: str = ""
-    """Further details that the rank's CPU knows when it files the record, in words, `bounded`."""
+    """Further details that the rank's CPU adds when it files the record: text, shortened by `bounded`."""
 
 
 def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> CommunicatorError:
-    """Returns the exception for an error record, from this rank's view. `cause` has this rank's details of its own
+    """Returns the exception for an error record, from this rank's view. `cause` has the details of this rank's own
     failure.
     """
     said = cause if cause and record.rank == own_rank else record.cause
@@ -96,7 +96,7 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
 
 
 def bounded(text: str) -> str:
-    """Shortens a text to MOST_CAUSE_BYTES: to whole lines, or, if the first line is too long, to its beginning."""
+    """Shortens a text to MOST_CAUSE_BYTES: to whole lines, or to the beginning of a first line that is too long."""
     if len(text.encode(errors="replace")) <= MOST_CAUSE_BYTES:
         return text
     room = MOST_CAUSE_BYTES - len(_MORE.encode())
@@ -116,9 +116,9 @@ class _Account:
 
     Attributes:
         record: the record.
-        cause: as for `exception_from`; empty if it is not known.
+        cause: as for `exception_from`; empty if the cause is not known.
         who: the rank that noticed the failure.
-        peer: the rank concerned, as the end of a phrase; empty if there is none.
+        peer: the rank concerned, as the end of a phrase; empty without such a rank.
         on: the channel, as the end of a phrase.
     """
 
@@ -291,6 +291,6 @@ def _operation(record: ErrorRecord) -> str:
 
 
 def _execution_place(place: int) -> str:
-    """An operation of an execution plan, from the place that a step has (execution.h)."""
+    """Names an operation of an execution plan, given the place that a step has (execution.h)."""
     bits = lib.PROXYCCL_PLACE_OPERATION_BITS
     return f"operation {place & (1 << bits) - 1} of threadblock {place >> bits} of its execution plan"

@@ -1,5 +1,6 @@
 """Descriptors of other processes (pidfd_open(2)), one for each process, shared by all its watchers. A process of
-another PID namespace has no number in this one, so it opens its own descriptor and passes it over a socket.
+another PID namespace has no number in this namespace, so it opens its own descriptor and passes the descriptor over a
+socket.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ class PeerProcess(Struct, frozen=True):
     """A process of this machine, as other processes identify it.
 
     Attributes:
-        pid: its number in its PID namespace.
+        pid: the process's number in its PID namespace.
         view: its `proc_view`.
         token: 16 bytes that no other process has.
-        started: its start time (`start_of`), None if unknown. Needed because the system reuses process numbers.
+        started: the process's start time (`start_of`), None if unknown. Needed because the system reuses process
+            numbers.
     """
 
     pid: int
@@ -62,8 +64,9 @@ def acquire(process: PeerProcess) -> int:
     """Returns a descriptor that becomes readable when the process ends. Each call is paired with a `release`.
 
     Raises:
-        ProcessLookupError: there is no such process.
-        ResourceError: the system forbids it, or a process of another PID namespace does not hand over its descriptor.
+        ProcessLookupError: the process has ended.
+        ResourceError: the system forbids process descriptors, or a process of another PID namespace does not pass its
+        descriptor.
     """
     with _lock:
         descriptor = _of_process.get(process)

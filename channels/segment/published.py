@@ -1,6 +1,7 @@
 """How observers find ranks: each rank of each communicator publishes a small file that names its segment.
 
-The files lie beside those of proxies, which a rank may not have. `proxyccl.tools.communicators` reads the segments.
+The files are in the same directory as the files of proxies; a rank may lack a proxy. `proxyccl.tools.communicators`
+reads the segments.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SUFFIX = ".rank"
 
 
 class Neighbour(Message, frozen=True):
-    """A rank whose process an observer of the same container sees too; `started` as in `OfProcess`."""
+    """A rank whose process an observer in the same container also sees. `started` is as in `OfProcess`."""
 
     rank: Annotated[int, Meta(ge=0, le=2**31)]
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -39,12 +40,13 @@ class RankPublication(OfProcess, frozen=True):
 
     Attributes:
         description: the rank.
-        host: its host (`host_name`).
-        runtime: its runtime's name.
-        device: the ordinal of its device.
+        host: the rank's host (`host_name`).
+        runtime: the name of the rank's runtime.
+        device: the ordinal of the rank's device.
         neighbours: the ranks of the communicator on its host and in its PID namespace, itself among them.
-        segment: handle of its segment, in hexadecimal.
-        layout: the size of a segment of one rank. Where it differs, the segment is of another version of ProxyCCL.
+        segment: the handle of the rank's segment, in hexadecimal.
+        layout: the size of a segment of one rank. Where this size differs, the segment belongs to another version of
+            ProxyCCL.
     """
 
     description: Description
@@ -67,13 +69,14 @@ _RANKS = Codec(RankPublication, 1 << 20)
 
 
 class Published:
-    """A rank's file, from now until `withdraw`. A failure to write it is only logged: the rank works without.
+    """A rank's file, from now until `withdraw`. A failure to write the file is only logged, because the rank works
+    without it.
 
     Args:
         control: the rank's segment.
         description: the rank.
         host, runtime, device: as in `RankPublication`.
-        neighbours: likewise.
+        neighbours: as in `RankPublication`.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Published:
         self._path = try_write(new_name(_SUFFIX), _RANKS.encode(rank))
 
     def withdraw(self) -> None:
-        """Removes the file; not in a fork's child."""
+        """Removes the file. Does nothing in a fork's child."""
         path, self._path = self._path, None
         if path is not None and self._pid == os.getpid():
             withdraw(path)

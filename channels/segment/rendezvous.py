@@ -16,7 +16,7 @@ from proxyccl.device.errors import ProxyCCLError, ResourceError, WaitTimeoutErro
 from proxyccl.proxy._engine import ffi, lib
 
 if TYPE_CHECKING:
-    from proxyccl.proxy._engine import ProxycclLetterPointer  # the stub's; cffi has no such name
+    from proxyccl.proxy._engine import ProxycclLetterPointer  # only the stub has this name; cffi lacks it
 
 _MOST_REFUSALS = 4
 MOST_INVITATIONS: int = lib.PROXYCCL_INVITATIONS - _MOST_REFUSALS
@@ -47,7 +47,7 @@ class Rendezvous:
     """A rank's rendezvous, this rank's or a peer's.
 
     Args:
-        address: where it lies, for the CPU. Fresh memory is an unused rendezvous.
+        address: the rendezvous's CPU address. Zeroed memory is an unused rendezvous.
     """
 
     def __init__(self, address: int) -> None:
@@ -155,7 +155,7 @@ class Mailboxes:
         return ranks_missing("the bootstrap's all_gather over mailboxes", missing, self.rank)
 
     def close(self) -> None:
-        """Nothing to free: the control segment holds the mailbox."""
+        """Does nothing, because the control segment holds the mailbox."""
 
 
 def wait_until(

@@ -23,7 +23,7 @@ _IDENTIFIER = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 
 @dataclass(frozen=True)
 class Names:
-    """DeepEP's names by those of a layer's `arguments`, and its `words` by other words in the layer's error texts."""
+    """DeepEP's names for a layer's `arguments`, and its `words` for other words in the layer's error texts."""
 
     arguments: Mapping[str, str]
     words: Mapping[str, str] = field(default_factory=dict)
@@ -120,8 +120,9 @@ def require_tensor(
 
 
 def bytes_of(group: Group, argument: str, tensor: Any) -> tuple[torch.Tensor, ArrayView]:
-    """A tensor's memory, as a tensor of uint8 and as a view. Raises ArgumentError if it is not a tensor, not
-    contiguous, or lies on another device."""
+    """A tensor's memory, as a tensor of uint8 and as a view. Raises ArgumentError if `tensor` is not a tensor, not
+    contiguous, or lies on another device.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(argument, f"must be a tensor, not {type(tensor).__name__}")
     if not tensor.is_contiguous():
@@ -169,8 +170,8 @@ def refuse(what: str, reason: str) -> NotImplementedError:
 
 
 def refuse_unknown(call: str, options: Mapping[str, Any]) -> None:
-    """Refuses unknown keywords by name, except those that are None or False: callers of DeepEP's forks pass many
-    such.
+    """Refuses unknown keywords by name, except keywords whose value is None or False: callers of DeepEP's forks pass
+    many such keywords.
     """
     for name, value in options.items():
         if value is not None and value is not False:

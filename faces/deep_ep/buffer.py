@@ -25,7 +25,7 @@ _BEFORE_WORST_TOKENS = 9  # arguments of dispatch
 
 @untraced
 class Buffer(Connected):
-    """Dispatch and combine for the ranks of a group. All ranks make it together and make the same calls.
+    """Dispatch and combine for the ranks of a group. All ranks construct the buffer together and make the same calls.
 
     Args:
         group: a process group of torch, of any backend, or a `Communicator`; or None with `comm`.
@@ -34,13 +34,13 @@ class Buffer(Connected):
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: not needed.
         explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
         enable_shrink: continue after ranks are lost. The call in which a rank is lost raises an error that names it, on
-            all ranks; the next dispatch is one of the remaining ranks. It drops slots of the lost ranks' experts, and
+            all ranks; the next dispatch runs on the remaining ranks. It drops slots of the lost ranks' experts, and
             keeps all shapes. See `low_latency_query_mask_buffer`.
         comm: an MPI communicator, instead of `group`.
 
     Attributes:
         num_sms: the most multiprocessors of a kernel, for calls without a config; `set_num_sms` sets it.
-        rank, group_size, group: of all ranks, including those that have been lost since.
+        rank, group_size, group: this rank's number, the number of ranks, and the group; lost ranks are included.
         communicator: the remaining ranks, for calls that DeepEP lacks.
 
     Raises:
@@ -111,7 +111,7 @@ class Buffer(Connected):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes that callers give as `num_rdma_bytes`; see `low_latency_size_hint`."""
+        """The number of bytes that callers pass as `num_rdma_bytes`; see `low_latency_size_hint`."""
         return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def get_local_buffer_tensor(
@@ -120,7 +120,7 @@ class Buffer(Connected):
         """A tensor without elements, for callers that clear the whole buffer: there is no buffer of a fixed layout.
 
         Raises:
-            NotImplementedError: a part of the buffer is asked for.
+            NotImplementedError: the caller requests a part of the buffer.
         """
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError("dtype", f"must be a torch.dtype, not {type(dtype).__name__}")
@@ -188,21 +188,21 @@ class Buffer(Connected):
             num_tokens_per_rank, num_tokens_per_rdma_rank: ignored.
             is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout` returned them.
             topk_idx: int64 or int32 [T, topk]: the experts; -1 for none. None to send each token to the ranks of
-                is_token_in_rank, at most 16; then the numbers of the list are those that all ranks passed as
-                num_tokens_per_expert. Either all ranks pass it, or none.
+                is_token_in_rank, at most 16; then the list has the numbers that all ranks passed as
+                num_tokens_per_expert. Either all ranks pass topk_idx, or none.
             topk_weights: float32 [T, topk], or None. Either all ranks pass it, or none.
-            expert_alignment: each number of the list is rounded up to a multiple of it.
+            expert_alignment: each number of the list is rounded up to a multiple of this number.
             num_worst_tokens: rows of every output; 0 for outputs of the exact size, for which the CPU waits. All ranks
-                pass the same. A rank can then send at most num_worst_tokens / ranks tokens, or as many as the largest
-                rank had in the first such call. Works across nodes too.
+                pass the same. A rank can then send at most num_worst_tokens / ranks tokens, or the most that any rank
+                had in the first call with num_worst_tokens. Works across nodes too.
             config: its num_sms is the most multiprocessors; None for `Buffer.num_sms`. All ranks pass the same.
             previous_event, async_finish, allocate_on_comm_stream: as for `get_dispatch_layout`.
 
         Returns:
             recv_x, like x, ordered by source rank and token; recv_topk_idx, the experts' numbers on this rank, or -1;
-            recv_topk_weights, in rows that came 0 where recv_topk_idx is -1; the rows that chose each expert of this
-            rank, or [] with num_worst_tokens; the handle; and the event. Without topk_idx the second and third are
-            None, with a handle all but the first and the last.
+            recv_topk_weights, which in received rows are 0 where recv_topk_idx is -1; the rows that chose each expert
+            of this rank, or [] with num_worst_tokens; the handle; and the event. Without topk_idx, recv_topk_idx and
+            recv_topk_weights are None; with a handle, all but recv_x and the event are None.
 
         Raises:
             ArgumentError: an argument is wrong; an expert id is out of range on any rank.
@@ -255,7 +255,7 @@ class Buffer(Connected):
 
         Args:
             x: [rows, hidden], in the order of the dispatch's output.
-            handle: of that dispatch.
+            handle: the handle of that dispatch.
             topk_weights: float32 [rows, topk], zero where the dispatch's expert id is -1; or None. Either all ranks
                 pass it, or none.
             bias: one or two tensors [T, hidden], with which the last sum begins, before it is rounded.
@@ -304,15 +304,16 @@ class Buffer(Connected):
         """Sends each token to its experts, with room for the most rows that each expert can get.
 
         Two dispatches with hooks, and their combines, can be in progress at a time. A third call first receives the
-        rows of the earlier one, if that one's hook was not called.
+        rows of the first call, if the first call's hook was not called.
 
         Args:
             x: bfloat16 [T, hidden], any hidden size; with use_fp8 a multiple of 128.
             topk_idx: int64 or int32 [T, topk]; -1 for none. A token should choose an expert once: each choice takes a
                 row, and the fullest expert may then have too little room.
-            num_max_dispatch_tokens_per_rank: the most tokens of one rank; the same on all.
+            num_max_dispatch_tokens_per_rank: the most tokens of one rank; the same on all ranks.
             num_experts: experts of all ranks together.
-            cumulative_local_expert_recv_stats: int32 [experts of this rank], to which the rows of each are added.
+            cumulative_local_expert_recv_stats: int32 [experts of this rank], to which each expert's number of rows is
+                added.
             dispatch_wait_recv_cost_stats: must be None.
             use_fp8: send rows in float8, and return pairs of rows and scales.
             round_scale: make scales powers of two.
@@ -322,11 +323,11 @@ class Buffer(Connected):
                 then.
 
         Returns:
-            [experts of this rank, ranks * most tokens, hidden] of bfloat16, or a pair of that in float8_e4m3fn and
-            scales, float32 [..., hidden / 128] or int32 [..., hidden / 512], those of consecutive rows side by side;
-            how many rows each expert got, int32 [experts of this rank]; the handle; the event; and the hook or None.
-            Raises as `dispatch`, and CapacityError where an expert got more rows than it has room for; on GPUs nothing
-            waits on the CPU, so bad ids and such rows are dropped instead.
+            [experts of this rank, ranks * most tokens, hidden] of bfloat16, or a pair of such rows in float8_e4m3fn and
+            scales, float32 [..., hidden / 128] or int32 [..., hidden / 512], where scales of consecutive rows lie side
+            by side; how many rows each expert got, int32 [experts of this rank]; the handle; the event; and the hook or
+            None. Raises as `dispatch`, and CapacityError where an expert got more rows than it has room for; on GPUs
+            nothing waits on the CPU, so bad ids and such rows are dropped instead.
         """
         if others:
             refuse_unknown("low_latency_dispatch", others)
@@ -389,7 +390,7 @@ class Buffer(Connected):
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """A tensor for the experts' results, bfloat16 [experts of this rank, ranks * most tokens, hidden]. Each handle
-        has its own, so that batches in progress do not overwrite each other's results.
+        has its own tensor, so that batches in progress do not overwrite each other's results.
         """
         self._require_current(handle, "padded")
         results: torch.Tensor = handle.combine_buffer
@@ -445,7 +446,7 @@ class Buffer(Connected):
         self.communicator = before.shrink(exclude=self._masks.numbers_in(before))
         self._masks.lose_all_but(self.communicator)
         if self._owned and not before.closed:
-            before.group.close(reason="ranks were masked")  # lost ranks do not close it
+            before.group.close(reason="ranks were masked")  # lost ranks take no part in it
         self._owned = True
         self._layers = Layers(self.communicator, self._masks.lost)
         return self._layers

@@ -9,7 +9,7 @@ from proxyccl.channels.expert_parallel.geometry import aligned
 
 _RANKS_OF_A_NODE = 8  # with more ranks, DeepEP's callers expect a buffer for RDMA
 ELASTIC_ALIGNMENT = 2 << 20
-"""Sizes of an elastic buffer are multiples of it."""
+"""Sizes of an elastic buffer are multiples of this number."""
 MOST_BYTES = 2**62
 """The largest size that a caller may state for a buffer."""
 
@@ -19,7 +19,7 @@ class Config:
     """Tuning of a call. Only `num_sms` has an effect here: the most multiprocessors of a kernel.
 
     ProxyCCL has no chunks. Its memory follows from the most tokens of a rank and is allocated when a call needs it. The
-    size hints are the sizes of such chunks of rows. Callers pass them to `Buffer`, which only keeps them.
+    size hints are the sizes of such chunks of rows. Callers pass the hints to `Buffer`, which only stores them.
 
     Raises:
         ArgumentError: a number is not a positive integer.
@@ -61,7 +61,8 @@ _SIZES = tuple(each.name for each in fields(Config))
 
 def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Bytes for the rows of a low-latency dispatch and combine in bfloat16: two slabs from each rank, and the results.
-    Callers pass it to `Buffer`, which only keeps it."""
+    Callers pass this number to `Buffer`, which only stores it.
+    """
     max_tokens = whole_number("num_max_dispatch_tokens_per_rank", max_tokens, 0)
     hidden, num_ranks = whole_number("hidden", hidden, 0), whole_number("num_ranks", num_ranks, 1)
     num_experts = whole_number("num_experts", num_experts, 1)
@@ -69,8 +70,9 @@ def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_expe
 
 
 def elastic_size_hint(ranks: int, max_tokens: int, hidden: int, topk: int, *, float8: bool) -> int:
-    """Bytes for the rows of a dispatch, or of a combine in bfloat16 if that is more: one from each rank for each token.
-    Callers pass it to `ElasticBuffer`, which only keeps it."""
+    """Bytes for the rows of a dispatch, or of a combine in bfloat16 if that takes more: one row from each rank for each
+    token. Callers pass this number to `ElasticBuffer`, which only stores it.
+    """
     max_tokens = whole_number("num_max_tokens_per_rank", max_tokens, 0)
     hidden, topk = whole_number("hidden", hidden, 0), whole_number("num_topk", topk, 0)
     dispatched = ranks * max_tokens * hidden * (1 if float8 else 2)

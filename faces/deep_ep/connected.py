@@ -1,5 +1,5 @@
-"""The common part of DeepEP's buffers: a communicator, its layers, and a stream for asynchronous calls. Also that of an
-ElasticBuffer's calls.
+"""The common part of DeepEP's buffers: a communicator, its layers, and a stream for asynchronous calls. `ElasticBase`
+is the common part of an ElasticBuffer's calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
 
 T = TypeVar("T")
 LEAST_TIMEOUT_SECONDS = 100.0
-"""Callers compile kernels between their calls, each rank at its own pace."""
+"""The least time-out, because callers compile kernels between their calls, each rank at its own pace."""
 
 
 class Connected:
@@ -35,7 +35,7 @@ class Connected:
     def __init__(self, source: Any, *, explicitly_destroy: bool, timeout: float = LEAST_TIMEOUT_SECONDS) -> None:
         self.group, self.explicitly_destroy = source, as_flag(explicitly_destroy, "explicitly_destroy")
         self._owned = not isinstance(source, Communicator)
-        if self._owned:  # on torch's current GPU
+        if self._owned:  # opened on torch's current GPU
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
             source = Communicator(source, device=device, timeout=max(timeout, timeout_from(None)))
         self.communicator: Communicator = source
@@ -67,7 +67,7 @@ class Connected:
 
     def _require_current(self, handle: Any, *layouts: str) -> Routing:
         """The dispatch of a handle. Raises ArgumentError unless the handle is from this buffer with its remaining
-        ranks, and has one of these layouts, if any are given.
+        ranks, and, if layouts are given, has one of these layouts.
         """
         routing, layers = routing_of(handle), self._layers
         if layers is None or routing.layer.ctx not in layers.all:
@@ -168,7 +168,7 @@ class ElasticBase(Connected):
 
         Args:
             use_comm_stream: wait for the calls on the buffer's stream too.
-            with_cpu_sync: wait on the CPU too, for all streams of the GPU, before and after it.
+            with_cpu_sync: wait on the CPU too, for all streams of the GPU, before and after the barrier.
             sequential: without effect.
         """
         self._usable()

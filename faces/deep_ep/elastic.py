@@ -29,32 +29,33 @@ _SMS_BESIDE_OTHERS, _SMS_ALONE = 24, 64
 
 @untraced
 class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
-    """Calls for the ranks of a group. All ranks make it together, and make the same calls, except where a call's
-    documentation says otherwise.
+    """Calls for the ranks of a group. All ranks construct the buffer together, and make the same calls, except where a
+    call's documentation says otherwise.
 
     Args:
         group: a process group of torch, of any backend, an MPI communicator, or a `Communicator`.
         num_bytes: kept for callers that compare it; None for `get_buffer_size_hint`. Memory is allocated when a call
             needs it.
         num_cpu_bytes: the part of num_bytes for the rows of `engram_write`, in the host's memory; a multiple of 2 MiB.
-        num_max_tokens_per_rank: the most tokens of one rank, for calls that don't say; the same on all.
+        num_max_tokens_per_rank: the most tokens of one rank, for calls without this argument; the same on all ranks.
         hidden, num_topk, use_fp8_dispatch: for `get_buffer_size_hint`.
         deterministic: without effect: rows always arrive in one order.
         allow_hybrid_mode: whether nodes count as scaleout ranks, or all ranks as scaleup ranks. Rows travel the same
             way.
         allow_multiple_reduction: with do_expand on one node, sum a token's rows on each rank first, which sends less
             and rounds twice. Across nodes it must be True.
-        prefer_overlap_with_compute: 24 multiprocessors for calls that don't say how many, and not 64.
+        prefer_overlap_with_compute: use 24 multiprocessors instead of 64 in calls without num_sms.
         sl_idx, num_allocated_qps: not needed.
-        num_cpu_timeout_secs, num_gpu_timeout_secs: a wait takes at most the larger one, but 100 s at least, or
+        num_cpu_timeout_secs, num_gpu_timeout_secs: a wait takes at most the larger number, but at least 100 s, or
             PROXYCCL_TIMEOUT if that is more. A `Communicator` has its own time-out.
         explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
 
     Attributes:
         rank_idx, num_ranks: this rank's number, and the number of ranks.
         num_rdma_ranks, num_nvlink_ranks: the numbers of nodes, and of ranks of a node.
-        num_scaleout_ranks, num_scaleup_ranks, scaleout_rank_idx, scaleup_rank_idx: the same as dispatches count them.
-        communicator: the ranks, for calls that DeepEP lacks. Other attributes are as given.
+        num_scaleout_ranks, num_scaleup_ranks, scaleout_rank_idx, scaleup_rank_idx: the same numbers and this rank's
+        place, as dispatches count ranks. communicator: the ranks, for calls that DeepEP lacks. Other attributes are as
+        given.
 
     Raises:
         ArgumentError: the group is None, or a number is wrong.
@@ -172,7 +173,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
     def destroy(self) -> None:
         """See `Connected.destroy`."""
         if self.explicitly_destroy and self._layers is not None:
-            if self.communicator.group.failure.usable:  # otherwise no rank waits for this one
+            if self.communicator.group.failure.usable:  # otherwise no rank waits for this rank
                 self.barrier(with_cpu_sync=True)
             self._close_pipeline()
             self._close_sessions()
@@ -212,11 +213,13 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
                 [T, n] of float32, or of int32 for packed exponents, with any strides.
             topk_idx: int64 or int32 [T, topk]: the experts of each token; -1 for none. None with a handle.
             topk_weights: float32 [T, topk], or None. Either all ranks pass it, or none.
-            cumulative_local_expert_recv_stats: int32 [experts of this rank], to which the rows of each are added.
+            cumulative_local_expert_recv_stats: int32 [experts of this rank], to which each expert's number of rows is
+                added.
             num_experts: experts of all ranks together.
-            num_max_tokens_per_rank: the most tokens of one rank; None for the buffer's. All ranks pass the same.
-            expert_alignment: the rows of an expert count as a multiple of it, and begin at one with do_expand; None
-                for 1.
+            num_max_tokens_per_rank: the most tokens of one rank; None for the buffer's number. All ranks pass the same
+                number.
+            expert_alignment: the rows of an expert are counted up to a multiple of this number, and with do_expand
+                begin at such a multiple; None for 1.
             num_sms: the most multiprocessors; 0 for `get_theoretical_num_sms`.
             num_qps: ignored.
             previous_event, async_with_compute_stream, allocate_on_comm_stream: as previous_event, async_finish and
@@ -229,21 +232,21 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
                 dispatch.
             do_expand: give a row for each token and expert of this rank, ordered by expert.
             do_zero_padding: with do_expand, zero the rows that no token has.
-            use_tma_aligned_col_major_sf: return scales such that those of consecutive rows lie side by side, and each
-                column begins at a multiple of 16 bytes.
+            use_tma_aligned_col_major_sf: return scales by columns: scales of consecutive rows lie side by side, and
+                each column begins at a multiple of 16 bytes.
 
         Returns:
             recv_x, like x, ordered by source rank and token; with do_expand by expert, then source rank and token, with
             gaps up to the alignment. recv_topk_idx, the experts' numbers on this rank, or -1; None with do_expand.
-            recv_topk_weights [rows, topk], in rows that came 0 where recv_topk_idx is -1; with do_expand [rows]; None
-            without topk_weights. The handle, with `handle` the same one. The event, which is empty without
-            async_with_compute_stream.
+            recv_topk_weights [rows, topk], which in received rows are 0 where recv_topk_idx is -1; with do_expand
+            [rows]; None without topk_weights. The handle; with `handle`, that same handle. The event, which is empty
+            without async_with_compute_stream.
 
         Raises:
             ArgumentError: an argument is wrong; an expert id is out of range on any rank.
             CapacityError: a rank has more than num_max_tokens_per_rank tokens.
             MismatchError: another rank makes a different call.
-            NotImplementedError: do_expand differs from that of the handle's dispatch.
+            NotImplementedError: do_expand differs from the do_expand of the handle's dispatch.
             CommunicatorError: a peer failed; see its subclasses.
         """
         refuse_unknown("dispatch", others)
@@ -318,8 +321,8 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         """Sends rows back and sums each token's rows, in float32.
 
         Args:
-            x: bfloat16 [rows, hidden], in the order of the dispatch's output and with as many rows.
-            handle: of that dispatch.
+            x: bfloat16 [rows, hidden], in the order of the dispatch's output and with the same number of rows.
+            handle: the handle of that dispatch.
             topk_weights: float32 [rows, topk], or [rows] with do_expand; or None. Either all ranks pass it, or none. It
                 is not applied to x.
             bias: one or two tensors [T, hidden], with which the last sum begins, before it is rounded.

@@ -76,7 +76,7 @@ def combine(
     if topk_weights is not None and not handle.do_expand:
         require_tensor("topk_weights", topk_weights, (desc.rows, topk), (torch.float32,))
         topk_weights = topk_weights.masked_fill(desc.local_expert_ids < 0, 0)
-    # Adds in DeepEP's order, for equal bits. The sum of two numbers does not depend on the order.
+    # Adds in DeepEP's order, for equal bits. With two numbers the sum does not depend on the order.
     in_order = layer.sums_ranks_in_turn and (bias is not None or layer.ep_config.world_size > 2)
     return normal.combine(
         x, handle, handle.routing, topk_weights, bias, order_ids=handle.topk_idx if in_order else None
@@ -84,7 +84,7 @@ def combine(
 
 
 def require_like(handle: EPHandle, **given: Any) -> None:
-    """Refuses arguments of a repeated dispatch that differ from those of the first."""
+    """Refuses arguments of a repeated dispatch that differ from the first dispatch's arguments."""
     for argument, value in given.items():
         if value is not None and value != getattr(handle, argument):
             if argument == "do_expand":

@@ -54,10 +54,11 @@ class EPHandle:
         most_rows: (rows, expanded rows) of the outputs if nothing waited on the CPU; else None.
 
     Attributes:
-        routing, topk_idx, do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
-        num_recv_tokens_per_expert_list: for each expert of this rank its rows, rounded up to a multiple of the
+        routing, topk_idx, do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: the values of the
+        dispatch. num_recv_tokens_per_expert_list: for each expert of this rank its rows, rounded up to a multiple of
+        the
             alignment; [] if nothing waited on the CPU.
-        num_expanded_tokens: their sum; if nothing waited on the CPU, the most that it can be.
+        num_expanded_tokens: the sum of that list; if nothing waited on the CPU, the most that the sum can be.
         token_metadata_at_forward, channel_linked_list: None, as in DeepEP without scaleout ranks.
     """
 
@@ -86,7 +87,7 @@ class EPHandle:
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
-        """int32 [scaleup ranks]: how many tokens came from the scaleup ranks up to each."""
+        """int32 [scaleup ranks]: for each scaleup rank, how many tokens came from the ranks up to and including it."""
         of_ranks = self._slot_rows.ge(0).any(2).sum(1) if self.do_expand else self.routing.desc.counts[:, self._rank]
         return of_ranks.view(-1, self._scaleup_ranks).sum(0).cumsum(0).to(torch.int32)
 
@@ -97,15 +98,16 @@ class EPHandle:
         if self.do_expand:
             first = self._rank * experts
             return desc.counts[:, first : first + experts].sum(0, dtype=torch.int32)
-        chosen = (desc.local_expert_ids >= 0) & (desc.local_expert_ids < experts)  # a lost peer's entries are undefined
+        chosen = (desc.local_expert_ids >= 0) & (desc.local_expert_ids < experts)  # lost peers' entries are undefined
         ids = torch.where(chosen, desc.local_expert_ids, experts).flatten().long()
         counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
         return counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))[:experts].contiguous()
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
-        """int32 [experts of this rank]: the rows of the experts up to each, each expert's rounded up to a multiple of
-        the alignment. If expanded, the last one's are not rounded up: where its rows end.
+        """int32 [experts of this rank]: for each expert, the rows of the experts up to and including it, where each
+        expert's number is rounded up to a multiple of the alignment. If expanded, the expert's own number is not
+        rounded up, so the entry is where its rows end.
         """
         rows = self.num_unaligned_recv_tokens_per_expert
         aligned = (rows + self.expert_alignment - 1) // self.expert_alignment * self.expert_alignment
@@ -115,11 +117,12 @@ class EPHandle:
     @cached_property
     def recv_src_metadata(self) -> torch.Tensor:
         """int32 [received tokens, 2 + topk], ordered by source rank and token; waits for the dispatch. If nothing
-        waited on the CPU, there are as many as can come; those that came are first, and nothing waits.
+        waited on the CPU, the tensor has a row for each token that can come, received tokens come first, and nothing
+        waits.
 
-        In column 0 the token's number among those of all ranks: its rank times num_max_tokens_per_rank plus its number
-        there. In column 1 its scaleup rank times topk plus its last slot that came here. The others are the rows of
-        its slots, or -1; without do_expand all of them are -1.
+        Column 0 is the token's number among all ranks' tokens: its rank times num_max_tokens_per_rank plus its number
+        on that rank. Column 1 is its scaleup rank times topk plus its last slot that came here. The other columns are
+        the rows of its slots, or -1; without do_expand all are -1.
         """
         rows = self._slot_rows
         ranks, tokens, topk = rows.shape

@@ -38,7 +38,7 @@ class _Offer(Message, frozen=True):
 
 
 class _Rows(Message, frozen=True):
-    """The rows that a rank has written: their number, and the bytes of each."""
+    """A rank's message about the rows that it has written: their number, and the bytes of a row."""
 
     entries: Uint64
     row_bytes: Uint64
@@ -49,16 +49,17 @@ _ROWS = Codec(_Rows, 64, "rows")
 
 
 class StoredRows:
-    """Rows that each rank of a host stores in pinned memory, and that every rank reads by their numbers. All ranks make
-    it together. There may be more rows than a device has room for. A kernel reads them, since the numbers are known
-    only on the device; no rank takes part in another one's reads.
+    """Rows that each rank of a host stores in pinned memory, and that every rank reads by their numbers. All ranks
+    construct a `StoredRows` together. There may be more rows than a device has room for. A kernel reads them, since the
+    numbers are known only on the device; no rank takes part in another rank's reads.
 
     Args:
         group: ranks of one host.
         nbytes: the size of this rank's memory.
 
     Attributes:
-        entries, row_bytes: the number of rows that each rank has written, 0 before the first `write`; bytes of each.
+        entries, row_bytes: the number of rows that each rank has written, 0 before the first `write`; and the bytes of
+        a row.
     """
 
     def __init__(self, group: Group, nbytes: int) -> None:
@@ -75,7 +76,7 @@ class StoredRows:
             stores.append(self._peers[-1].ptr)
         by_rank = [stores[(rank - group.rank) % group.world_size] for rank in range(group.world_size)]
         self._stores = allocate(group, group.world_size, "uint64").upload(by_rank)
-        group.exchange.barrier("memory of rows: all have mapped it")
+        group.exchange.barrier("memory of rows: all ranks have mapped it")
 
     def write(self, view: ArrayView, row_bytes: int) -> None:
         """Replaces this rank's rows by the whole rows of `view`, which fit into the memory. All ranks call it together;
@@ -85,7 +86,7 @@ class StoredRows:
         group = self._group
         group.synchronize()
         own = _Rows(view.nbytes // row_bytes, row_bytes)
-        for rank, other in enumerate(group.exchange.all_gather(own, _ROWS, "rows: all have ended their reads")):
+        for rank, other in enumerate(group.exchange.all_gather(own, _ROWS, "rows: all ranks have ended their reads")):
             if other != own:
                 raise ArgumentError(
                     "storage",
@@ -94,7 +95,7 @@ class StoredRows:
                 )
         group.runtime.copy(self._memory.ptr, view.ptr, view.nbytes)
         self.entries, self.row_bytes = own.entries, own.row_bytes
-        group.exchange.barrier("rows: all have written theirs")
+        group.exchange.barrier("rows: all ranks have written their rows")
 
     def fetch(self, indices: ArrayView, out: ArrayView, stream: StreamLike) -> None:
         """Reads rows by their numbers (int32), with one kernel on a stream, which is None on the host runtime. Row n of
@@ -150,7 +151,8 @@ class EngramCalls(ElasticBase):
         return aligned(fetched, ELASTIC_ALIGNMENT), aligned(stored, ELASTIC_ALIGNMENT)
 
     def engram_write(self, storage: torch.Tensor, sf: torch.Tensor | None = None) -> None:
-        """Stores this rank's rows. All ranks call it together; it waits for the earlier work of all, on the CPU too.
+        """Stores this rank's rows. All ranks call it together; it waits for the earlier work of all ranks, on the CPU
+        too.
 
         Args:
             storage: contiguous [entries, hidden], bfloat16, or float8_e4m3fn with `sf`. Of the same shape on all ranks.
@@ -197,8 +199,8 @@ class EngramCalls(ElasticBase):
             use_tma_aligned_col_major_sf: lay scales out by columns, each beginning at a multiple of 16 bytes.
 
         Returns:
-            A hook that makes the current stream wait for the rows. It returns them, [tokens, n * hidden], and their
-            scales, [tokens, n * scales of a row], or None without scales.
+            A hook that makes the current stream wait for the rows. The hook returns the rows, [tokens, n * hidden], and
+            their scales, [tokens, n * scales of a row], or None without scales.
 
         Raises:
             ArgumentError: an argument is wrong, nothing was stored, or the rows do not fit in the part of `num_bytes`
@@ -230,7 +232,7 @@ class EngramCalls(ElasticBase):
         stored.fetch(as_view(indices, "indices"), as_view(data.view(torch.uint8), "data"), self._current_stream())
         factors = None
         if self._factors is not None:
-            known = indices.view(-1).clamp(0, len(self._factors) - 1)  # on GPUs, other indices end the process
+            known = indices.view(-1).clamp(0, len(self._factors) - 1)  # GPUs check no index
             factors = self._factors[known].view(tokens, each * self._factors.shape[1])
             if by_columns:
                 factors = column_major(factors).copy_(factors)

@@ -31,7 +31,7 @@ class Handle(Sequence[Any]):
     """
 
     _entries: tuple[str | None, ...]
-    """The properties with the entries, in order; None for those that are None."""
+    """The names of the properties that hold the entries, in order; None for an entry that is None."""
 
     def __init__(self, routing: Routing) -> None:
         self.routing = routing
@@ -54,7 +54,8 @@ class Handle(Sequence[Any]):
 
 def routing_of(handle: Any, *layouts: str) -> Routing:
     """The dispatch of a handle. Raises ArgumentError if the object is not a handle, or if layouts are given and the
-    dispatch has another one."""
+    dispatch has another layout.
+    """
     routing = getattr(handle, "routing", None)
     if not isinstance(routing, Routing):
         raise ArgumentError("handle", f"must be a handle that dispatch returned, not {type(handle).__name__}")
@@ -73,11 +74,12 @@ class NormalHandle(Handle):
 
     rank_prefix_matrix: int32 [ranks, ranks]: entry [i, j] is how many rows rank j gets from the ranks 0 to i.
     channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is how many tokens of the channels 0 to c go to rank r.
-    recv_channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is how many rows from rank r come before those of
-    its channel c.
+    recv_channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is how many rows from rank r come before the rows
+    of its channel c.
     recv_src_idx: int32 [rows]: a row's token on its rank.
     is_token_in_rank: bool [T, ranks].
-    send_head: int32 [T, ranks]: how many tokens of the same channel go to that rank before this one; -1 if it does not.
+    send_head: int32 [T, ranks]: how many tokens of the same channel go to that rank before this token; -1 if this token
+        does not.
     """
 
     _entries: tuple[str | None, ...] = (
@@ -131,12 +133,11 @@ class InternodeHandle(NormalHandle):
     A token goes once to each node, to the rank there with its own rank's number: its counterpart. `NormalHandle` has
     is_token_in_rank, and gbl_channel_prefix_matrix as channel_prefix_matrix.
 
-    rdma_channel_prefix_matrix, send_rdma_head: int32 [nodes, channels] and [T, nodes]: as for ranks.
-    recv_rdma_channel_prefix_matrix: int32 [nodes, channels]: entry [n, c] is how many tokens of the channels 0 to c of
-    the counterpart on node n come to this node.
-    recv_rdma_rank_prefix_sum: int32 [nodes]: how many come from the nodes 0 to n.
-    recv_gbl_channel_prefix_matrix: int32 [ranks, channels]: the first row of each channel of each rank.
-    recv_gbl_rank_prefix_sum: int32 [ranks]: how many rows come from the ranks 0 to r.
+    rdma_channel_prefix_matrix, send_rdma_head: int32 [nodes, channels] and [T, nodes]: like channel_prefix_matrix and
+    send_head, for nodes. recv_rdma_channel_prefix_matrix: int32 [nodes, channels]: entry [n, c] is how many tokens of
+    the channels 0 to c of the counterpart on node n come to this node. recv_rdma_rank_prefix_sum: int32 [nodes]: how
+    many tokens come from the nodes 0 to n. recv_gbl_channel_prefix_matrix: int32 [ranks, channels]: the first row of
+    each channel of each rank. recv_gbl_rank_prefix_sum: int32 [ranks]: how many rows come from the ranks 0 to r.
 
     DeepEP's queues need the entries that are None, and after a loss of ranks the two whose names begin with recv_rdma.
     """
@@ -204,8 +205,8 @@ class LowLatencyHandle(Handle):
     """(src_info, layout_range, max_tokens, hidden, num_experts).
 
     src_info: int32 [experts of this rank, ranks * max_tokens]: a row's token on its rank.
-    layout_range: int64 [experts of this rank, ranks]: where the rows of each rank begin, in the upper 32 bits, and how
-    many there are, in the lower. It can be read once the dispatch was received.
+    layout_range: int64 [experts of this rank, ranks]: the first row of each rank in the upper 32 bits, and the number
+    of its rows in the lower 32 bits. It can be read once the dispatch was received.
     """
 
     _entries = ("src_info", "layout_range", "max_tokens", "hidden", "num_experts")
@@ -243,7 +244,7 @@ class LowLatencyHandle(Handle):
 
 
 def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:
-    """Rows of the remaining ranks, with rows of zeros for the lost ones."""
+    """Rows of the remaining ranks, with rows of zeros for the lost ranks."""
     if not layer.lost_ranks:
         return values
     ranks = len(values) + len(layer.lost_ranks)
@@ -253,7 +254,7 @@ def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:
     return spread
 
 
-# DeepEP's channels send consecutive shares of a rank's tokens, of equal size, the last ones smaller or empty.
+# DeepEP's channels send consecutive shares of a rank's tokens, of equal size; the last shares may be smaller or empty.
 
 
 def _prefixes_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:
@@ -264,8 +265,8 @@ def _prefixes_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:
 
 
 def _heads_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:
-    """int32 [T, targets]: how many tokens of the same channel go to that target before this one; -1 if it does not go
-    there.
+    """int32 [T, targets]: how many tokens of the same channel go to that target before this token; -1 if this token
+    does not.
     """
     before, share = _before(goes), max(1, _share(len(goes), channels))
     tokens = torch.arange(len(goes), device=goes.device)
@@ -280,13 +281,13 @@ def _rows_of_channels(
     Args:
         ends: int64 [sources]: where the rows of each source end.
         tokens: int [sources]: the number of tokens of each source.
-        source_tokens: int [rows]: each row's token on its source. Those after the last end may be undefined.
+        source_tokens: int [rows]: each row's token on its source. Entries after the last end may be undefined.
     """
     sources = len(ends)
     shares = torch.cat([(tokens.long() + channels - 1) // channels, tokens.new_ones(1)]).clamp(min=1)
     source = torch.searchsorted(ends, torch.arange(len(source_tokens), device=ends.device), right=True)
     channel = (source_tokens.long() // shares[source]).clamp(0, channels - 1)
-    counts = torch.zeros((sources + 1) * channels, dtype=torch.int32, device=ends.device)  # and those past the end
+    counts = torch.zeros((sources + 1) * channels, dtype=torch.int32, device=ends.device)  # last: past the end
     counts.scatter_add_(0, source * channels + channel, torch.ones_like(source, dtype=torch.int32))
     return counts.view(-1, channels)[:sources]
 

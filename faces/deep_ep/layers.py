@@ -79,8 +79,8 @@ class Layers:
         self.forms: dict[tuple[Any, ...], Any] = {}
 
     def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
-        """A layer for at most this many tokens of a rank; all ranks pass the same number. It shares the memory of the
-        largest layer of the shape. A larger layer is made at least twice as large, so that few layers are ever made.
+        """A layer for at most this many tokens of a rank; all ranks pass the same number. The layer shares the memory
+        of the shape's largest layer. A larger layer is made at least twice as large, so that few layers are ever made.
         """
         largest = self._of_size.get(shape)
         if largest is None:
@@ -91,7 +91,7 @@ class Layers:
         return largest.narrowed(max_tokens)
 
     def turns(self, shape: Shape, max_tokens: int) -> Turns:
-        """The layers of calls with hooks, with room for this many tokens; the first layer is that of `of_size`."""
+        """The layers of calls with hooks, with room for this many tokens; the first is the result of `of_size`."""
         self.of_size(shape, max_tokens)
         largest = self._of_size[shape]
         if shape not in self._turns or self._turns[shape].layers[0] is not largest:
@@ -109,15 +109,15 @@ class Layers:
         descriptor and the layer."""
         if shape not in self._growing:
             group = self.communicator.group
-            group.launches.agree(CollectiveCall(LAYER_SIZE))  # else ranks whose calls differ would wait for each other
+            group.launches.agree(CollectiveCall(LAYER_SIZE))  # reports a mismatch before the all_gather waits
             everyone = group.exchange.all_gather(len(topk_idx), _TOKENS, "the size of a layer")
-            room = (shape.most_rows or 0) // self.communicator.world_size  # the layer stays, because it can't grow
+            room = (shape.most_rows or 0) // self.communicator.world_size  # a layer with most_rows can't grow
             self._growing[shape] = self._make(shape, max(_rounded(max(everyone)), room))
         while True:
             layer = self._growing[shape]
             try:
                 return *layer.dispatch_unrecorded(x, topk_idx, topk_weights), layer
-            except CapacityError as error:  # which all ranks raise
+            except CapacityError as error:  # raised on all ranks
                 if shape.most_rows is not None:  # the caller has fixed the room
                     raise
                 self._growing[shape] = self._make(shape, _rounded(error.needed))
@@ -196,7 +196,7 @@ class Masks:
         self.pending.clear()
 
     def of(self, communicator: Communicator) -> set[int]:
-        """All masked ranks, and the rank whose loss ended the communicator, if known."""
+        """All masked ranks, and the rank whose loss ended the communicator, if that rank is known."""
         masked = {*self.lost, *self.pending}
         failure = communicator.group.failure
         if failure.aborted:

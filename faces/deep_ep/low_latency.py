@@ -52,14 +52,15 @@ def dispatch(
 
 
 class Dispatches:
-    """Dispatches of one form: with the same options, and with tensors that differ only in their number of tokens. It is
-    prepared for the tensors of a call, which are checked."""
+    """Dispatches of one form: with the same options, and with tensors that differ only in their number of tokens. The
+    constructor prepares the form for the tensors of a call, and checks these tensors.
+    """
 
     def __init__(self, layers: Layers, options: Options, x: torch.Tensor, topk_idx: torch.Tensor) -> None:
         use_fp8, self._packs = as_flag(options.use_fp8, "use_fp8"), as_flag(options.use_ue8m0, "use_ue8m0")
         self._rounds = as_flag(options.round_scale, "round_scale") and use_fp8
         if self._packs and not options.round_scale:
-            raise ArgumentError("use_ue8m0", "needs round_scale=True, as its scales are powers of two")
+            raise ArgumentError("use_ue8m0", "needs round_scale=True, because its scales are powers of two")
         _require_tokens(x, topk_idx)
         hidden, most = x.shape[1], options.max_tokens
         if use_fp8 and hidden % ELEMENTS:
@@ -99,7 +100,7 @@ class Dispatches:
                 turns.next = 1 - turns.next  # a refused call takes no turn
                 rows, desc = sent.rows, sent.desc
         except ArgumentError:
-            _require_tokens(x, topk_idx)  # in DeepEP's words
+            _require_tokens(x, topk_idx)  # raises the error in DeepEP's terms
             raise
         expert_rows = desc.table("expert_rows")
         packed = column_major(rows[1], packed=True) if self._packs else None
@@ -177,7 +178,7 @@ def combine(
             return layer.combine_unrecorded(x, weights, slots, None, (), desc, out, None), None
         pending = layer.send_back_unrecorded(x, weights, slots, desc, None)
     except ArgumentError:
-        _require_results(x, topk_weights, layer, desc)  # in DeepEP's words
+        _require_results(x, topk_weights, layer, desc)  # raises the error in DeepEP's terms
         raise
     return _combine_later(layer, pending, x, out)
 

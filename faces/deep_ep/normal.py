@@ -18,7 +18,7 @@ Dispatched: TypeAlias = "tuple[Rows, torch.Tensor | None, torch.Tensor | None, l
 
 
 class Options(NamedTuple):
-    """The options of `Buffer.dispatch`; `most_rows` is its num_worst_tokens, or None for 0."""
+    """The options of `Buffer.dispatch`; `most_rows` is num_worst_tokens, or None if num_worst_tokens is 0."""
 
     ranks: int
     expert_alignment: int
@@ -57,7 +57,7 @@ def dispatch(
         raise
     counts = [] if options.most_rows is not None else desc.num_tokens_per_expert(options.expert_alignment)
     ids = desc.local_expert_ids
-    if ids.dtype is not topk_idx.dtype:  # a layer that has lost ranks returns another type
+    if ids.dtype is not topk_idx.dtype:  # a layer that has lost ranks takes ids of another type
         ids = ids.to(topk_idx.dtype)
     handle = options.handle(Routing(layer, desc), is_token_in_rank, has_ids=True)
     return values if tokens is None else tokens.as_given(values), ids, weights, counts, handle
@@ -147,7 +147,7 @@ def combine(
     try:
         output: torch.Tensor = routing.layer.combine_unrecorded(x, None, None, order_ids, added, desc, None, None)
     except ArgumentError:
-        require_tensor("x", x, (desc.rows, config.hidden))  # in DeepEP's words
+        require_tensor("x", x, (desc.rows, config.hidden))  # raises the error in DeepEP's terms
         raise
     weights = None if topk_weights is None else routing.layer.combine_weights(topk_weights, desc)
     return output, weights
@@ -169,8 +169,8 @@ def _ranks_as_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
 
 class _CountsUnderWay:
     """How many rows come for each expert of this rank, according to all ranks. The constructor starts to copy these
-    numbers to the CPU, so that a caller can queue its dispatch before it waits for them. All ranks make it together.
-    `ranks` is the number of ranks, including lost ranks.
+    numbers to the CPU, so that a caller can queue its dispatch before it waits for them. All ranks construct a
+    `_CountsUnderWay` together. `ranks` is the number of ranks, including lost ranks.
     """
 
     def __init__(self, layers: Layers, num_tokens_per_expert: torch.Tensor, ranks: int) -> None:

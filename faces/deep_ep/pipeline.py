@@ -18,8 +18,8 @@ _SIDES = 4  # slots to send from and to receive in, for the previous and the nex
 
 
 class PipelineCalls(ElasticBase):
-    """Sends to a neighbour's slots, and receives from this rank's. They use a communicator of their own, so that a rank
-    that waits for its neighbour holds up no other call of the buffer.
+    """Sends to a neighbour's slots, and receives from this rank's slots. These calls use a separate communicator, so
+    that a rank that waits for its neighbour holds up no other call of the buffer.
     """
 
     _pipeline: Communicator | None = None
@@ -37,8 +37,8 @@ class PipelineCalls(ElasticBase):
         return aligned(nbytes * _in_flight(num_max_inflight_tensors) * _SIDES, ELASTIC_ALIGNMENT)
 
     def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
-        """Makes the slots for `pp_send` and `pp_recv`. All ranks call it together, with the same arguments. It waits,
-        on the CPU too, for the earlier work of all ranks.
+        """Makes the slots for `pp_send` and `pp_recv`. All ranks call this together, with the same arguments. Waits, on
+        the CPU too, for the earlier work of all ranks.
 
         Args:
             num_max_tensor_bytes: the most bytes of a tensor.
@@ -65,14 +65,15 @@ class PipelineCalls(ElasticBase):
         self._slots, self._slot_bytes = RingSlots(self._pipeline.group, slot_bytes, slots), slot_bytes
 
     def pp_send(self, t: Any, dst_rank_idx: int, num_sms: int = 0) -> None:
-        """Sends a tensor to the rank before or after this one, which receives it with `pp_recv`. Sends arrive in order.
+        """Sends a tensor to the rank before or after this rank, which receives the tensor with `pp_recv`. Sends arrive
+        in order.
 
         The current stream waits for a free slot of this rank, and copies the tensor there. The proxy sends it on when
         the peer has a free slot.
 
         Args:
             t: contiguous, of at most `num_max_tensor_bytes`.
-            dst_rank_idx: the rank, cyclically before or after this one.
+            dst_rank_idx: the destination rank, cyclically before or after this rank.
             num_sms: without effect: no multiprocessor is taken.
 
         Raises:
@@ -84,10 +85,10 @@ class PipelineCalls(ElasticBase):
         slots.send(view, peer, self._current_stream())
 
     def pp_recv(self, t: Any, src_rank_idx: int, num_sms: int = 0) -> None:
-        """Receives a tensor from the rank before or after this one. The current stream waits for it.
+        """Receives a tensor from the rank before or after this rank. The current stream waits for the tensor.
 
         Args:
-            t: contiguous; receives as many bytes as it has, which should be as many as were sent.
+            t: contiguous; receives as many bytes as the tensor has, which should equal the bytes that were sent.
             src_rank_idx, num_sms: as for `pp_send`, with the same errors.
         """
         slots, view, peer = self._transfer("pp_recv", t, "src_rank_idx", src_rank_idx, num_sms)

@@ -30,7 +30,7 @@ class SessionCalls(ElasticBase):
     """All-gathers by the proxies, on the buffer's stream, between the beginning and the end of a session."""
 
     _gathered: Array | None = None
-    _bytes: torch.Tensor | None = None  # the same memory
+    _bytes: torch.Tensor | None = None  # the bytes of that memory
     _ranges: RangeGathers | None = None  # several gathers at once in the session's memory
     _most_session_bytes = _most_gathers = 0
     _session = 0
@@ -45,7 +45,7 @@ class SessionCalls(ElasticBase):
         Args:
             group: the ranks; see `ElasticBuffer`.
             shapes: the shapes of one rank's tensors: one shape, or several.
-            dtype: of their elements.
+            dtype: the type of their elements.
         """
         sizes = _sizes(shapes, dtype)[1]
         return sum(aligned(size_of(group) * nbytes, _ALIGNMENT) for nbytes in sizes)
@@ -64,7 +64,7 @@ class SessionCalls(ElasticBase):
         work of all ranks, on the CPU too.
 
         Args:
-            num_max_session_bytes: the most that the results of a session's all-gathers take together; see
+            num_max_session_bytes: the most bytes that the results of a session's all-gathers take together; see
                 `get_agrs_num_max_session_bytes`.
             num_max_all_gathers_per_session: calls of `all_gather` in a session, at most 32.
 
@@ -113,7 +113,7 @@ class SessionCalls(ElasticBase):
 
     @contextlib.contextmanager
     def agrs_new_session(self, enabled: bool = True) -> Iterator[None]:
-        """A session that lasts for a with statement; none if not `enabled`."""
+        """A context manager whose block is a session; without effect if not `enabled`."""
         if not enabled:
             yield
             return
@@ -131,13 +131,13 @@ class SessionCalls(ElasticBase):
         Args:
             shapes: the shapes of this rank's tensors for the next call of `all_gather`, in order: one shape, or
                 several.
-            dtype: of their elements.
+            dtype: the type of their elements.
 
         Returns:
             A tensor; for several shapes a tuple.
 
         Raises:
-            ArgumentError: no session is open, or it has no room for them.
+            ArgumentError: no session is open, or the session has no room for them.
         """
         batched, sizes = _sizes(shapes, dtype)
         given: Any = shapes if batched else (shapes,)
@@ -151,7 +151,7 @@ class SessionCalls(ElasticBase):
     def all_gather(self, t: torch.Tensor | Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Gathers tensors of all ranks, which call it together with the same shapes and types.
 
-        They are read on the buffer's stream, after the work of the current stream.
+        The tensors are read on the buffer's stream, after the work of the current stream.
 
         Args:
             t: a contiguous tensor, or several. Tensors from `agrs_get_inplace_tensor` are not copied first.
@@ -161,7 +161,7 @@ class SessionCalls(ElasticBase):
             handle makes the current stream wait for the results.
 
         Raises:
-            ArgumentError: an argument is wrong, no session is open, or it has no room for the tensors.
+            ArgumentError: an argument is wrong, no session is open, or the session has no room for them.
             MismatchError: another rank gathers tensors of other sizes.
             CommunicatorError: a peer failed; see its subclasses.
         """

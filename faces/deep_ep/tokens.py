@@ -14,7 +14,7 @@ from proxyccl.device.errors import ArgumentError
 
 ELEMENTS = 128
 """Elements that share a scale."""
-_GREATEST = 448.0  # the largest float8_e4m3fn
+_GREATEST = 448.0  # the largest number in float8_e4m3fn
 _LEAST_MAGNITUDE = 1e-4  # the least magnitude that a group's scale is computed from
 _EXPONENTS_OF_A_WORD = 4
 _WORDS_OF_A_LINE = 4  # 16 bytes
@@ -81,7 +81,7 @@ class Tokens(NamedTuple):
 
     @staticmethod
     def of(x: Rows) -> Tokens:
-        """The tokens of the argument `x`. Raises ArgumentError if it has another shape, or scales of another type."""
+        """The tokens of the argument `x`. Raises ArgumentError if `x` has another shape, or scales of another type."""
         if isinstance(x, tuple) and len(x) != 2:
             raise ArgumentError("x", f"is a tuple of {len(x)}; expected a tensor, or a pair of rows and scales")
         rows, scales = x if isinstance(x, tuple) else (x, None)
@@ -106,8 +106,9 @@ class Tokens(NamedTuple):
         return int(scales)
 
     def as_given(self, received: Rows, *, by_columns: bool = False) -> Rows:
-        """A layer's results, with scales in the type and number of dimensions of the caller's scales; with by_columns
-        those of consecutive rows side by side."""
+        """A layer's results, with scales in the type and number of dimensions of the caller's scales; with by_columns,
+        scales of consecutive rows lie side by side.
+        """
         if self.scales is None or not isinstance(received, tuple):
             return received
         values: Pair = received

@@ -64,7 +64,7 @@ class EventOverlap:
             self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
-        """Makes the current stream wait for the event. Returns what the registered hook returns, or None.
+        """Makes the current stream wait for the event. Returns the registered hook's result, or None.
 
         Args:
             release_handle: whether to drop the event afterwards.
@@ -87,7 +87,7 @@ class EventOverlap:
             ValueError: a function is registered already.
         """
         if self._hook is not None:
-            raise ValueError("hook_after_wait: there is one already")
+            raise ValueError("hook_after_wait: a hook is registered already")
         self._hook = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:

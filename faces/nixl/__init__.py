@@ -1,7 +1,7 @@
 """NIXL's Python interface: ``from proxyccl.nixl import nixl_agent``. The distribution proxyccl-nixl offers it as
 `nixl`.
 
-It follows NIXL 1.5.1: names, arguments, defaults, types and errors. It translates calls to those of
+It follows NIXL 1.5.1: names, arguments, defaults, types and errors. It translates calls to calls of
 `proxyccl.transfer.Agent`, and adds no mechanism but NIXL's exchange of metadata by sockets. An unsupported feature
 raises an error that names it.
 """

@@ -157,8 +157,8 @@ class nixl_agent:
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
-        """The kinds of memory that a backend supports, before it is created. Logs a warning and returns none for an
-        unknown name.
+        """The kinds of memory that a backend supports, before it is created. For an unknown name, logs a warning and
+        returns no kinds.
         """
         return self._plugin(backend)[1]
 
@@ -172,7 +172,7 @@ class nixl_agent:
         return self.agent.getPluginParams(backend)
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
-        """The kinds of memory of a backend that was created. Logs a warning and returns none for another one."""
+        """The kinds of memory of a created backend. For another backend, logs a warning and returns no kinds."""
         return self._created(backend, self.backend_mems) or []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
@@ -240,7 +240,7 @@ class nixl_agent:
             xfer_list: whatever `get_xfer_descs` takes; or an array of uint64 or int64, shape (N, 5), with rows of
                 (address, bytes, device, stride, count): `count` blocks that begin `stride` bytes apart. An index then
                 counts through the blocks of all rows.
-            mem_type: likewise.
+            mem_type: as for `get_xfer_descs`.
 
         Raises:
             nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered. The blocks of
@@ -282,8 +282,8 @@ class nixl_agent:
         Raises:
             KeyError: the operation is neither "READ" nor "WRITE".
             nixlInvalidParamError: a list or an index is wrong, or the two sides' lengths differ.
-            nixlNotFoundError: the agent was removed, even if another one has its name, or memory of a list was
-                deregistered, even if it was registered again.
+            nixlNotFoundError: the agent was removed (even if another agent has its name), or memory of a list was
+                deregistered (even if it was registered again).
         """
         op = self.nixl_ops[operation]
         handle = self.agent.makeXferReq(
@@ -360,7 +360,7 @@ class nixl_agent:
         return self.agent.getNotifs({}, self._handles(backends))
 
     def update_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
-        """Adds the new notifications to those kept in the agent, and returns all kept ones."""
+        """Adds the new notifications to the notifications kept in the agent, and returns all of them."""
         self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
         return self.notifs
 
@@ -442,7 +442,7 @@ class nixl_agent:
         self.agent.invalidateLocalMD(ip_addr, port)
 
     def check_remote_metadata(self, agent: str | bytes, descs: nixlXferDList | None = None) -> bool:
-        """Whether an agent is known and, if descriptors are given, all of them."""
+        """Whether an agent is known and, if descriptors are given, whether all of them are in its known memory."""
         asked = nixlXferDList(nixl_mem_t.DRAM_SEG) if descs is None else descs
         return self.agent.checkRemoteMD(agent, asked) == nixl_status_t.NIXL_SUCCESS
 

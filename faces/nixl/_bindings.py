@@ -1,7 +1,7 @@
 """The names of NIXL's module `_bindings`: its agent, its lists, enumerations and exceptions.
 
 `nixl_agent` is a thin layer over `nixlAgent`: it has handles that release themselves and names of backends, where this
-module has numbers. Its docstrings say what the calls do and raise.
+module has numbers. The docstrings of `nixl_agent` describe the calls and their errors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ for _kind in (nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_x
 _BACKENDS = ["UCX", "LIBFABRIC"]  # both are ProxyCCL: clients ask for them by name
 _UNKNOWN_COST = 1
 _HANDLES = itertools.count(16, 16)
-"""Numbers of handles. No two agents of a process have one in common, so a handle of another agent is not valid."""
+"""Numbers of handles. Two agents of a process never use the same number, so an agent refuses another agent's handle."""
 
 _YES = ("y", "yes", "1", "on", "true")
 
@@ -129,7 +129,7 @@ class nixlAgent:
         self.getPluginParams(type)
         with self._lock:
             if type in self._backends.values():
-                raise nixlInvalidParamError(f"the backend {type} exists")
+                raise nixlInvalidParamError(f"the backend {type} was already created")
             handle = next(_HANDLES)
             self._backends[handle] = type
         return handle
@@ -377,7 +377,7 @@ class nixlAgent:
             raise nixlNotFoundError(f"no agent of the name {name!r} was added")
 
     def _check(self, name: str, descs: nixlXferDList) -> Side:
-        """The registered memory of an agent. Raises nixlNotFoundError unless it contains all descriptors."""
+        """The registered memory of an agent. Raises nixlNotFoundError unless that memory contains all descriptors."""
         self._require_known(name)
         if descs.isEmpty():
             raise nixlNotFoundError("the list is empty")

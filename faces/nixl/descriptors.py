@@ -1,4 +1,5 @@
-"""NIXL's lists of descriptors: rows of (address, bytes, device), and for registration some bytes for each row.
+"""NIXL's lists of descriptors: rows of (address, bytes, device), and for a registration also bytes for the backend in
+each row.
 
 Blocks at equal distances may be given as one row, (address, bytes, device, stride, count).
 """
@@ -134,7 +135,7 @@ class nixlRegDList(_DescList):
 
 
 def deserialize(data: bytes) -> nixlXferDList | nixlRegDList:
-    """The list that was serialized. Unlike a pickle, the bytes can't make this process run code.
+    """Returns the list that was serialized. Unlike a pickle, the bytes can't make this process run code.
 
     Raises:
         nixlMismatchError: the bytes are not a list.

@@ -1,4 +1,4 @@
-"""NIXL's enumerations. Their members are also names of `_bindings`."""
+"""NIXL's enumerations. The enumerations' members are also names of `_bindings`."""
 
 from __future__ import annotations
 

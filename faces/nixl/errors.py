@@ -1,4 +1,6 @@
-"""NIXL's exceptions, and their mapping from our errors. An exception's text begins with NIXL's name of the status."""
+"""NIXL's exceptions, and the mapping from ProxyCCL's errors to NIXL's. An exception's text begins with NIXL's name of
+the status.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NIXL's loggers. They have names under "nixl" and write to standard output, at the level of ``NIXL_LOG_LEVEL``."""
+"""NIXL's loggers, which are named under "nixl" and write to standard output at the level of ``NIXL_LOG_LEVEL``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEVELS = {
 
 
 class _Standard(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to `sys.stdout` as it is when a message is logged."""
+    """Writes to the object that `sys.stdout` is when a message is logged."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout

@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<4sBQ")
 _FORMAT = b"PXM1"
 _LONGEST = 64 << 20
 _SECONDS = 5.0  # the bound of one exchange, and of the wait for a peer to listen
-_MOST_AT_ONCE = 256  # exchanges in progress; a further one replaces the oldest
+_MOST_AT_ONCE = 256  # exchanges in progress; a further exchange replaces the oldest
 _PART = 1 << 20
 _PAUSE_SECONDS = 0.05
 _logger = get_logger(__name__.removeprefix("proxyccl.nixl."))
@@ -83,7 +83,7 @@ async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) ->
             except OSError:
                 if reference() is None:
                     return
-                await asyncio.sleep(_PAUSE_SECONDS)  # no descriptor is left; the peer waits
+                await asyncio.sleep(_PAUSE_SECONDS)  # the process has no file descriptor left, so the peer waits
                 continue
             if len(exchanges) >= _MOST_AT_ONCE:
                 _logger.warning("a peer's metadata request failed: too many peers have come after it")
@@ -97,7 +97,7 @@ async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) ->
 
 
 async def _answer(connection: socket.socket, reference: weakref.ref[Exchanging]) -> None:
-    """Serves one peer. If this fails, only the peer's request is lost."""
+    """Serves one peer. A failure loses only the peer's request."""
     try:
         with connection:
             async with _bounded(connection):
@@ -148,7 +148,7 @@ class Sender:
                         agent = self._agent()
                         if agent is not None:
                             agent.loadRemoteMD(metadata)
-                    else:  # the peer closes it after this request, and could else serve the next one first
+                    else:  # the peer closes after this request, before the next
                         await loop.sock_recv(connection, 1)
         except Exception as error:
             text = "metadata can't be exchanged with %s port %s: %s"

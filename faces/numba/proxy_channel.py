@@ -92,11 +92,11 @@ __device__ int proxyccl_channel(Channel* one, Channel channels, int64_t i) {
 
 
 def device_functions(architecture: str) -> bytes:
-    """Compiles the functions to LTO-IR for an architecture such as "sm_90". It needs no device.
+    """Compiles the functions to LTO-IR for an architecture such as "sm_90". Compiling needs no device.
 
     Raises:
         RuntimeUnavailableError: cuda-bindings or NVRTC is not installed.
-        CompileError: NVRTC knows no such device.
+        CompileError: NVRTC does not support the architecture.
     """
     from proxyccl.device.gpu.cuda_compiler import CudaLinkCompiler
 

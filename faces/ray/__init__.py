@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 NAME = "proxyccl"
-"""The name of the transport, which Ray does not take the case of."""
+"""The name of the transport. Ray ignores the case of names."""
 
 __all__ = ["NAME", "register"]
 

@@ -4,7 +4,7 @@ The interface is that of Ray 2.60, python/ray/experimental/rdt/tensor_transport_
 each process and calls it in several threads: its main thread and the "_ray_system" thread of an actor.
 
 The source registers a tensor's memory and hands out the agent's metadata and the tensor's address. The destination
-reads it; the source's program takes no part. Ray keeps a tensor alive until it calls `garbage_collect`.
+reads the tensor; the source's program takes no part. Ray keeps a tensor alive until it calls `garbage_collect`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from ray.experimental import CommunicatorMetadata, TensorTransportManager, Tenso
 from ray.experimental.rdt.tensor_transport_manager import FetchRequest
 
 _MOST_KNOWN = 1024  # the most objects of a peer whose regions are kept; then the peer is removed and added again
-_MOST_PEERS = 1000  # the same as in Ray's own transport for NIXL
+_MOST_PEERS = 1000  # the limit of Ray's own transport for NIXL
 _LONG, _SHORTEST = 3600.0, 1e-6  # seconds
 
 
 @dataclass
 class ProxyCCLMetadata(TensorTransportMetadata):
-    """Where the tensors of an object are.
+    """The places of an object's tensors.
 
     Attributes:
         agent: the name of the source's agent; "" for an object without tensors.
         agent_metadata: that agent's metadata, with the regions of this object.
         places: (address, bytes) of each tensor.
-        generation: counts deregistrations of device memory. When it changes, peers may have mapped memory that is gone.
+        generation: counts deregistrations of device memory. When the count changes, peers may have mapped memory that
+            is gone.
     """
 
     agent: str = ""
@@ -53,7 +54,7 @@ class ProxyCCLMetadata(TensorTransportMetadata):
 @dataclass
 class _Peer:
     generation: int
-    known: int = 0  # objects
+    known: int = 0  # how many objects of the peer are known here
 
 
 class _Reading:
@@ -303,7 +304,7 @@ class ProxyCCLTransport(TensorTransportManager):
 
     def _remove_unused(self) -> None:
         """Makes room for a further source: removes sources that have ended, because their memory would stay mapped, and
-        the least recently used ones if there are too many.
+        the least recently used sources if there are too many.
         """
         with self._lock:
             active = {reading.peer for reading in self._readings}

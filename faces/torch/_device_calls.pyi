@@ -6,8 +6,9 @@ from typing import Any, Protocol
 import torch
 
 ADDED_BETWEEN: int
-"""Calls of a flow with marks that are recorded as in progress before those that have ended are forgotten; and calls on
-the current stream of which one has a mark."""
+"""The number of marked calls that a flow records before it forgets the calls that have ended; also the number of calls
+on the current stream that share one mark.
+"""
 
 class StreamMark:
     """A point in a stream, marked by an event. The event is reused when the mark is freed. Calling a mark calls
@@ -49,15 +50,15 @@ class Gpu:
         owner: Owner,
     ) -> Gpu: ...
     def mark(self, stream: int, /) -> StreamMark:
-        """Marks the stream's current end. Raises DriverError, among others once the device's context is lost."""
+        """Marks the stream's current end. Raises DriverError, for example after the device's context is lost."""
 
 class QueuedCall:
-    """A call that is queued on a stream of a GPU. It keeps the tensors that it uses; if it is freed before `hold`,
-    torch's allocator is told that the stream uses their memory.
+    """A call that is queued on a stream of a GPU. The object keeps the call's tensors alive; if it is freed before
+    `hold`, torch's allocator is told that the stream uses the tensors' memory.
 
     Args:
         x, out: the input and the output: each a tensor or a sequence of tensors.
-        keeps: whether to tell the allocator so.
+        keeps: whether torch's allocator is told that the stream uses the tensors' memory.
         blocks: whether a wait for the call also blocks the CPU until the call has ended.
         source: the rank that a receive receives from; -1 for other calls.
 
@@ -77,11 +78,11 @@ class QueuedCall:
 
     def __new__(cls, gpu: Gpu, x: Any, out: Any, stream: int, keeps: bool, blocks: bool, source: int) -> QueuedCall: ...
     def mark_end(self) -> None:
-        """Marks the end of the stream as the call's."""
+        """Marks the stream's current end as the end of the call."""
     def check(self) -> None:
         """Raises `error` if it is set, or the error that ended the group."""
     def hold(self) -> None:
-        """Makes torch's current stream wait for the call. Raises what `check` raises."""
+        """Makes torch's current stream wait for the call. Raises the errors of `check`."""
     def outputs(self) -> list[torch.Tensor]:
         """The tensors that the call writes."""
 
@@ -92,8 +93,8 @@ class CallIssuer:
         make_call: `Calls.call_kept` or `FlowCalls.call_borrowed`.
         process: the group's process id; a fork's child issues nothing.
         own: the group's own stream.
-        log: called as log((number, name, mark)) for a call outside graph capture. The mark is that of the call's end,
-            or None for most calls on the current stream.
+        log: called as log((number, name, mark)) for a call outside graph capture. The mark is at the call's end; None
+            for most calls on the current stream.
         forget: called once in several calls with marks, to forget the calls that have ended.
         work: makes an empty Work, whose `_unwaited` is None; its `_call` is then set to the `QueuedCall`.
         hand_out: called with a call's Work; returns the Work for torch.
@@ -121,13 +122,13 @@ class CallIssuer:
         blocks: bool,
     ) -> CallIssuer: ...
     def issue(self, x: Any, out: Any, opts: Any, attribute: str | None, named: Any, /) -> Any:
-        """Issues a call, or one for each of a list's tensors: on the current stream if torch's options say that the
-        call is synchronous, else on the group's own stream, which first waits for the current one.
+        """Issues a call, or one call for each tensor of a list: on the current stream if torch's options say that the
+        call is synchronous, else on the group's own stream, which first waits for the current stream.
 
         Args:
             x, out: the input and the output: two tensors, or two lists of equal length.
             attribute: the name of the attribute of torch's options, an operator or a number, that selects an entry of
-                `named`; None if `named` is no dict.
+                `named`; None if `named` is not a dict.
             named: the call's name and its options for `make_call`; with `attribute`, a dict of such pairs, by the
                 number or by the number of the operator's kind.
 

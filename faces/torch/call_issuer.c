@@ -11,7 +11,7 @@ typedef struct {
   PyObject ob_base;
   Gpu* gpu;
   PyObject* make_call; /* a method of Calls or FlowCalls */
-  PyObject* process;   /* the group's: a fork's child issues nothing */
+  PyObject* process;   /* the group's process id: a forked child issues no calls */
   PyObject *own, *numbers, *log, *forget, *work, *hand_out, *source;
   uintptr_t own_stream;
   int blocks;
@@ -20,19 +20,19 @@ typedef struct {
 } CallIssuer;
 
 static PyObject *is_here, *async_op, *work_call, *unwaited,
-    *watched; /* names of attributes, of the process's one module */
+    *watched; /* names of attributes, made once for the process */
 
-/* An attribute of torch's options, which may be None. NULL if there is none, perhaps with an exception of the program.
- */
+/* Returns an attribute of torch's options (or of None). Returns NULL if the attribute does not exist, with an exception
+ * only if the program raised one. */
 static PyObject* option(PyObject* options, PyObject* name) {
   PyObject* found = PyObject_GetAttr(options, name);
   if (found == NULL) (void)proxyccl_clear_exception();
   return found;
 }
 
-/* The name of a call and its options for `make_call`: `named` itself, or if torch's options have an attribute that
- * tells calls apart, the entry of the dict `named` for it. NULL if there is no entry, perhaps with an exception of the
- program. */
+/* Returns a call's name and options for `make_call`: `named` itself, or if an attribute of torch's options tells calls
+ * apart, the attribute's entry in the dict `named`. Returns NULL without an entry, with an exception only if the
+ * program raised one. */
 static PyObject* find_named(PyObject* options, PyObject* name, PyObject* named) {
   if (name == Py_None) return Py_NewRef(named);
   if (!PyDict_Check(named)) return NULL;
@@ -86,7 +86,7 @@ static int log_call(CallIssuer* self, PyObject* number, PyObject* name, PyObject
   return forgotten == NULL ? -1 : 0;
 }
 
-/* The Work of calls on a stream, recorded as in progress unless a graph captures them. */
+/* Returns the Work of calls on a stream. Records the calls as in progress, unless a graph captures them. */
 static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
                          uintptr_t stream, int captured) {
   const int blocks = self->blocks && !captured;
@@ -105,8 +105,8 @@ static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyO
   return handed_out;
 }
 
-/* Records a call on the current stream as in progress. Only one in several calls has a mark; the earlier ones have
-   ended once that one has. Returns None, or NULL with an exception. */
+/* Records a call on the current stream as in progress. Only one in several calls has a mark; when the marked call has
+ * ended, so have the earlier calls. Returns None, or NULL with an exception. */
 static PyObject* log_waited(CallIssuer* self, PyObject* number, PyObject* name, uintptr_t stream) {
   PyObject* mark = ++self->waited % ADDED_BETWEEN == 0 ? proxyccl_mark(self->gpu, stream) : Py_NewRef(Py_None);
   const int failed = mark == NULL || log_call(self, number, name, mark) != 0;
@@ -165,7 +165,7 @@ static PyObject* issue(CallIssuer* self, PyObject* const* arguments, Py_ssize_t 
     PyErr_SetString(PyExc_TypeError, "issue(x, out, opts, attribute, named) takes 5 arguments");
     return NULL;
   }
-  if (self->make_call == NULL) Py_RETURN_NOTIMPLEMENTED; /* the garbage collector has cleared it */
+  if (self->make_call == NULL) Py_RETURN_NOTIMPLEMENTED; /* the garbage collector has cleared this issuer */
   PyObject* named = find_named(arguments[2], arguments[3], arguments[4]);
   PyObject* work = named == NULL || !PyTuple_Check(named)
                        ? not_issued()

@@ -46,19 +46,20 @@ class Endpoints:
     waits for the other ranks. Where a program must not wait, a thread makes it; `has_met` says whether the communicator
     exists, so that nothing waits.
 
-    A communicator is split from an existing one if all its ranks have that: the default group's, or for two ranks their
-        group's. The ranks meet in the group's own store in either case, so calls of several
+    A communicator is split from an existing communicator, if all its ranks have made that communicator: the default
+    group's, or for two ranks their group's. The ranks meet in the group's own store in either case, so calls of several
     groups never meet each other, whatever ranks they have and in whatever order they are first used.
 
     Args:
         store: where the ranks meet. It belongs to this group alone; no earlier group of the same name has used it.
         whole: the endpoints of the default group; None for the default group itself.
         members: these ranks' numbers in `whole`.
-        runtimes: the runtimes of this rank's GPUs; None to share those of `whole`, or without `whole` to open new ones.
-        invariant: as for `Communicator`; None for that of `whole`.
+        runtimes: the runtimes of this rank's GPUs; None to share the runtimes of `whole`, or without `whole` to open
+            new runtimes.
+        invariant: as for `Communicator`; None for the setting of `whole`.
 
     Attributes:
-        invariant: the argument, or that of `whole`.
+        invariant: the argument, or the setting of `whole`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Endpoints:
         invariant: bool | None = None,
     ) -> None:
         self._open_store: Any = store
-        self._bootstraps: list[StoreBootstrap] = []  # over it
+        self._bootstraps: list[StoreBootstrap] = []  # the bootstraps that use the store
         self._rank, self._world_size = rank, world_size
         self._timeout = timeout
         self._whole, self._members = whole, list(members)
@@ -83,7 +84,7 @@ class Endpoints:
         self.invariant: bool | None = whole.invariant if invariant is None and whole is not None else invariant
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
-        self._meetings: Counter[str] = Counter()  # by name: the attempts that have ended, except by time-out
+        self._meetings: Counter[str] = Counter()  # by communicator: attempts that ended without a time-out
         self._made: dict[_Key, Communicator] = {}
         self._checks: tuple[Callable[[], None], ...] = ()  # failure checks of the communicators that were made
         self._closed = self._aborted = False
@@ -103,13 +104,13 @@ class Endpoints:
         return made if made is not None else self._make(device, None)
 
     def with_peer(self, device: torch.device, peer: int) -> Communicator:
-        """The communicator with a peer for a device. Both call this."""
+        """The communicator with a peer for a device. Both ranks call this."""
         made = self._made.get((device.type, device.index, peer))
         return made if made is not None else self._make(device, peer)
 
     def has_met(self, device: torch.device, peer: int | None) -> bool:
-        """Whether the communicator with a peer, or with None that of all ranks, exists, so that a call need not wait
-        for it.
+        """Whether the communicator with a peer (for None: the communicator of all ranks) exists, so that a call need
+        not wait for it.
         """
         return (device.type, device.index, peer) in self._made
 
@@ -119,8 +120,8 @@ class Endpoints:
 
     @contextmanager
     def transferring(self, peer: int | None) -> Iterator[None]:
-        """A context for calls on the communicator with a peer: errors raised inside name the ranks that are 0 and 1
-        there. Errors of the communicator of all ranks stay as they are.
+        """A context for calls on the communicator with a peer: errors raised inside are renumbered to this group's
+        ranks. Errors of the communicator of all ranks stay as they are.
         """
         try:
             yield
@@ -130,7 +131,7 @@ class Endpoints:
             raise_in_place_of(error, self.with_ranks(error, peer))
 
     def with_ranks(self, error: Exception, peer: int) -> Exception:
-        """The error, completed by the ranks that are 0 and 1 in the communicator with a peer; other errors
+        """Returns the error of a communicator with a peer, renumbered to this group's ranks; returns other errors
         unchanged.
         """
         return renumbered(error, sorted((self._rank, peer))) if isinstance(error, CommunicatorError) else error
@@ -221,7 +222,7 @@ class Endpoints:
                 with self.transferring(peer):
                     comm.prepare_transfers()
                     # A driver may wait for running kernels when it creates a resource. A kernel of the pair's transfers
-                    # waits for the peer's kernel. So neither rank launches one before both have created all their
+                    # waits for the peer's kernel. So neither rank launches a kernel before both have created all their
                     # resources.
                     comm.all_gather_bytes(b"", "first transfer of two ranks")
             except BaseException:
@@ -240,7 +241,7 @@ class Endpoints:
         seconds: float,
     ) -> Communicator:
         """Makes a communicator of the bootstrap's ranks: split from the communicator of `whole`, where the ranks are
-        `members`, if all of them have that; otherwise a new one.
+        `members`, if all of them have that communicator; otherwise a new communicator.
         """
         splittable = None if whole is None else whole.made_of_all(device)
         with self.transferring(peer):
@@ -248,7 +249,7 @@ class Endpoints:
             splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))
         if splits:
             assert splittable is not None
-            # Its errors name ranks of the whole.
+            # Errors of a failed split name ranks of `whole`.
             return splittable.split(members, timeout=seconds, bootstrap=bootstrap, invariant=self.invariant)
         with self.transferring(peer):
             own = self._runtimes.of(device)
@@ -260,8 +261,8 @@ class Endpoints:
         return None if made is None or not made.group.failure.usable else made
 
     def part(self, store: Any, ranks: Sequence[int], timeout: float, invariant: bool | None = None) -> Endpoints:
-        """The endpoints of some ranks of the group, including this one. They are split from the default group's
-        endpoints, which live as long as any other group's. `invariant` is None for this group's.
+        """The endpoints of some ranks of the group, including this one. These endpoints are split from the default
+        group's endpoints, which live as long as any other group's. `invariant` is None for this group's setting.
         """
         if invariant is None:
             invariant = self.invariant
@@ -319,8 +320,8 @@ class Endpoints:
         return False
 
     def end_calls(self, peer: int | None, reason: str) -> None:
-        """Aborts the communicators with a peer, or with None those of all ranks, which ends the calls in progress on
-        them.
+        """Aborts the communicators with a peer, or with None the communicators of all ranks. That ends their calls in
+        progress.
         """
         with self._lock:
             made = [comm for (_, _, other), comm in self._made.items() if other == peer]

@@ -40,7 +40,7 @@ def raise_as_torch(error: BaseException) -> NoReturn:
     try:
         raise_in_place_of(error, as_torch_error(error))
     finally:
-        del error  # otherwise the error, its traceback and this frame form a reference cycle
+        del error  # breaks the reference cycle of the error, its traceback and this frame
 
 
 class torch_errors:  # noqa: N801  used like a function

@@ -20,7 +20,7 @@ Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
 _Key = tuple[torch.device, Flow | int | None]
 _LOOK_SECONDS = 0.05
-"""How often `GroupThreads.await_calls` looks whether ranks have left."""
+"""Seconds between checks of `GroupThreads.await_calls` whether ranks have left."""
 
 
 class Executor:
@@ -106,7 +106,7 @@ class Executor:
         return self._runner == threading.get_ident()
 
     def wait_until_idle(self, seconds: float) -> bool:
-        """Waits for queued and running tasks. Returns whether they ended in time. No task may call this."""
+        """Waits for queued and running tasks. Returns whether the tasks ended in time. No task may call this."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_idle, min(seconds, threading.TIMEOUT_MAX))
 
@@ -139,9 +139,9 @@ class GroupThreads:
     def callbacks_of(self, device: torch.device) -> Executor:
         """Completes futures of the calls that this thread makes.
 
-        Their callbacks may make calls and wait for their futures. So they run neither in the thread that runs calls,
-        nor, for the calls of a callback, in that callback's thread. Each depth has one thread, which completes futures
-        in order: so callbacks of all ranks make their calls in the same order.
+        Their callbacks may make calls and wait for their futures. So callbacks don't run in the thread that runs calls,
+        and callbacks of a callback's calls don't run in that callback's thread. Each depth has one thread, which
+        completes futures in order: so callbacks of all ranks make their calls in the same order.
         """
         return self.of(device, _callbacks.depth + 1)
 
@@ -165,7 +165,7 @@ class GroupThreads:
         """Waits for the calls that are queued in the group's threads, with the bounds that
         `ProcessGroupProxyCCL.shutdown` states.
         """
-        in_vain: dict[Any, tuple[int, float]] = {}  # threads whose peers left: calls ended, deadline
+        in_vain: dict[Any, tuple[int, float]] = {}  # if peers left: ended calls, deadline
         while self._endpoints.failed is None:
             busy = {key: executor for key, executor in self._all.items() if not executor.is_idle}
             now = time.monotonic()
@@ -201,7 +201,7 @@ class GroupThreads:
 
 
 def _begin_thread(device: torch.device, of: Flow | int | None) -> None:
-    """Prepares a thread of `GroupThreads`, which calls this first."""
+    """Prepares a thread of `GroupThreads`; the thread calls this first."""
     if device.type != "cpu":  # a thread begins on device 0, and would open that device when it returns to it
         torch.cuda.set_device(device)
     if isinstance(of, int):

@@ -27,7 +27,7 @@ from proxyccl.device.process.threads import Thread
 from proxyccl.torch.under_way import Recorded
 
 _VERSION = "2.10"
-"""The version of the dump's format: that of torch 2.11 to 2.15."""
+"""The version of the dump's format, as in torch 2.11 to 2.15."""
 _VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _BACKEND = "nccl"
 """The analyzer refuses calls of backends that it does not know."""
@@ -49,8 +49,9 @@ class Group(Protocol):
 
 
 groups: dict[Group, None] = {}
-"""The groups that were not shut down, in the order of their making. torch keeps only their C++ part, which needs the
-Python part to work: this keeps it alive."""
+"""The groups that were not shut down, in the order of their making. torch keeps only a group's C++ part, which needs
+the Python part; this dict keeps the Python part alive.
+"""
 
 
 def watch(group: Group) -> None:
@@ -130,7 +131,7 @@ def write_flight_record(prefix: str) -> Path:
             if flow is not None:
                 group, ranks, ends = _pair(of_group, flow)
             if len(ranks) == 1 and ends:
-                continue  # a rank's transfers to itself, which wait for no other rank
+                continue  # leaves out a rank's transfers to itself, which wait for no other rank
             config[group[0]] = {"name": group[0], "desc": group[1], "ranks": str(ranks)}
             for place, name in enumerate(calls.names):
                 operation = name.split()[0].removesuffix("_single") + ends

@@ -53,8 +53,8 @@ class _InC:
 
     Attributes:
         collectives, barriers: issue the calls that do not consist of transfers.
-        named: a call's options by its name, followed by the policy for calls that have one. The options of a reduction
-            are further keyed by the number of the operator's kind, those of a broadcast by the root.
+        named: a call's options by its name, followed by the policy for calls that have a policy. The options of a
+            reduction are further keyed by the number of the operator's kind, the options of a broadcast by the root.
     """
 
     def __init__(self, calls: TensorCalls, ranks: int, issuer: Callable[..., CallIssuer]) -> None:
@@ -168,8 +168,8 @@ class IssuedCalls:
         self.threads = GroupThreads(rank, endpoints)
         self.gpus = GroupOnGpus(endpoints.check)
         self._overlaps: dict[int, Overlaps | None] = {}  # by GPU index, added by the first long call
-        self._in_c: dict[int, _InC] = {}  # by GPU index, once its communicator exists: collectives, …
-        self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # … and transfers, by GPU and flow
+        self._in_c: dict[int, _InC] = {}  # collectives by GPU index, once its communicator exists
+        self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # transfers by GPU index and flow
         self._numbers = itertools.count(1)  # the group's calls
         self._collectives = 0  # collectives that Python issued
         self._waited = itertools.count(1)  # synchronous calls on GPUs, of which few have a mark
@@ -342,7 +342,7 @@ class IssuedCalls:
         return work if work is None else self._handed_out(work, waits=call.waits)
 
     def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
-        """Returns a Work to torch, and keeps it in versions of torch that do not."""
+        """Returns a Work for torch, and keeps the Work alive where torch's version does not."""
         if self.coalescing.works is not None:
             self.coalescing.works.append(work)
         elif not waits and not IS_BACKEND:
@@ -419,9 +419,9 @@ class IssuedCalls:
 
     def _issue_queued(self, call: _Call) -> DeviceWork:
         """Queues a transfer on its flow's stream, or an asynchronous collective on the group's stream: at once if the
-        ranks have met, else by the flow's or the group's thread. That thread waits for the peers. The program must not,
-        because a peer may wait for another of this rank's calls first. The call follows the work that is queued on the
-        program's stream when this is called.
+        ranks have met, else by the flow's or the group's thread. That thread waits for the peers. The program must not
+        wait, because a peer may wait for another of this rank's calls first. The call follows the work that is queued
+        on the program's stream when this is called.
         """
         device, flow, peer = call.device, call.flow, call.peer
         gpu = self.gpus.of(device)
@@ -434,12 +434,12 @@ class IssuedCalls:
         executor, has_met = self.threads.of(device, flow), self._endpoints.has_met(device, peer)
         is_captured = gpu.order.is_capturing(current)
         if not is_captured:
-            marks = work.marks  # without the tensors
+            marks = work.marks  # the lambda keeps the marks, but not the Work's tensors
             self.under_way.add(order, call.number, call.name, lambda: bool(marks) and marks[0].query())
         elif not has_met:
-            expected = "a transfer with that rank before, which makes what transfers need"
+            expected = "an earlier transfer with that rank, which creates the resources of transfers"
             if peer == self.rank:
-                expected = "a copy, as this is that rank itself"
+                expected = "a copy, because the peer is this rank itself"
             raise RuntimeError(f"{call.name}: a graph is being captured; expected {expected}")
 
         def run() -> None:
@@ -528,7 +528,7 @@ class IssuedCalls:
     def joint(
         self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, name: str | None
     ) -> Any:
-        """Makes a call for each tensor, with one Work for all. The arguments from `xs` on are those of `in_c`, which is
+        """Makes a call for each tensor, with one Work for all. The arguments from `xs` on are as for `in_c`, which is
         tried only if a name is given.
         """
         issued = NotImplemented if name is None else self.in_c(xs, outs, opts, attribute, name)
@@ -547,7 +547,7 @@ class IssuedCalls:
         return self._handed_out(JointWork(collected), waits=_waits(opts)) if collected else None
 
     def close(self) -> None:
-        """Returns the streams, so that other groups can use them. The communicators must be closed."""
+        """Returns the streams, so that other groups can use them. Call `close` after the communicators are closed."""
         self._in_c.clear()
         self._overlaps.clear()
         self._transferring.clear()

@@ -1,7 +1,8 @@
 """The runtimes and streams of a rank's GPUs, which process groups share or own, and the state of one group on a GPU.
 
-torch hands out its 32 streams of a device in turn, so two callers may get the same one. Two transfers on one stream run
-in order, and ranks that issue them in different orders would deadlock. So each group and each flow has its own stream.
+torch hands out its 32 streams of a device in turn, so two callers may get the same stream. Two transfers on one stream
+run in order, and ranks that issue them in different orders would deadlock. So each group and each flow has its own
+stream.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from proxyccl.torch._device_calls import Gpu
 _logger = logging.getLogger("proxyccl.torch")
 _lock = threading.Lock()
 _streams: list[GpuStream] = []
-"""They are never destroyed: torch looks at the streams of a tensor when it reuses the tensor's memory."""
+"""Free streams. A stream is never destroyed, because torch queries a tensor's streams when it reuses the tensor's
+memory.
+"""
 _idle: dict[torch.device, list[Any]] = {}
 
 
@@ -40,7 +43,7 @@ def compile_early(rank: int, world_size: int) -> None:
     """Starts to compile, in the background, the kernels that the program will most likely need and the cache lacks: a
     kernel takes a second. Does nothing for one rank, or if the program has not used a GPU so far.
 
-    Ranks begin with different kernels, because ranks of a host that compile the same one wait for each other.
+    Ranks begin with different kernels, because ranks of a host that compile the same kernel wait for each other.
     """
     if world_size == 1 or not torch.cuda.is_initialized():
         return
@@ -112,7 +115,7 @@ class GroupOnGpu:
     Attributes:
         check: raises the error that ended the group, if it has failed.
         order: makes one stream of the GPU wait for another.
-        in_c: does so in C, for the group's calls.
+        in_c: makes streams wait for each other in C, for the group's calls.
         current: returns the handle of torch's current stream on the GPU.
         own, own_stream: the group's own stream, as a handle and as torch's object.
     """

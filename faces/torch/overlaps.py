@@ -19,17 +19,17 @@ from proxyccl.torch._device_calls import StreamMark
 from proxyccl.torch.on_gpu import GroupOnGpu
 
 LEAST_BYTES = 4 << 20
-"""The least size of a call for which ranks choose. A shorter one takes half of the multiprocessors at most."""
+"""The least size of a call for which ranks choose. A shorter call takes half of the multiprocessors at most."""
 _FIRST, _BETWEEN = 4, 16
-"""How many calls of a kind are watched at first, and then one in how many."""
+"""How many calls of a kind are watched at first, and the interval between later calls that are watched."""
 _SHARE = 0.25
-"""The least part of a call's time in which the program computes, for the call to make room for it."""
+"""A call leaves multiprocessors to the program if the program computes for at least this part of the call's time."""
 _SURE = 2
-"""How many more calls have shown the same than the opposite, when another one that shows it does not count."""
+"""The most by which the count of calls that overlapped may differ from the count of calls that did not."""
 _MOST_PENDING = 16
 
 _Kind = tuple[str, int, str, int]
-"""A collective and the number of bits of its size, and those of the group's asynchronous call before."""
+"""The name and the bit length of the size of a collective, then of the group's previous asynchronous call."""
 
 
 class Watched:
@@ -115,7 +115,7 @@ class Overlaps:
 
     def _is_beside(self, stream: int) -> bool:
         """Whether a call on this stream, which is current, overlaps with work of torch's default stream, as FSDP2's
-        calls do: that stream has not reached the end that it had at an earlier such call.
+        calls do: the default stream has not yet reached the end that it had at an earlier call of this kind.
         """
         if self.gpu.order.is_capturing(stream):
             return False
@@ -126,7 +126,7 @@ class Overlaps:
         while self.pending:
             try:
                 watched = self.pending.popleft()
-            except IndexError:  # another thread has taken the last one
+            except IndexError:  # another thread has taken the last event
                 return
             computes = watched.computes()
             if computes is None:
@@ -148,10 +148,10 @@ class Overlaps:
 
 
 class Choice:
-    """How a call is made on a GPU.
+    """The way in which a call is made on a GPU.
 
     Args:
-        policy: the policy that the ranks chose; None for the usual one.
+        policy: the policy that the ranks chose; None for the usual policy.
         watched: measures the overlap with the program's computation; None for a call that is not measured.
         queued: for a call whose policy the ranks choose when its turn comes, the size and a function that returns the
             output's address.
@@ -173,7 +173,7 @@ class Choice:
         self.name = collective if policy is None else f"{collective}, {policy}"
 
     def policy(self, comm: Communicator) -> CtaPolicy | None:
-        """The policy, in the call's turn."""
+        """Returns the policy, which the ranks may have to choose together. Called when the call's turn comes."""
         if self._queued is None or not comm.tensor_calls.chooses:
             return self._policy
         nbytes, output = self._queued

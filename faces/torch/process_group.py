@@ -207,7 +207,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         number = next(self._barriers)
         monitored_barrier(store, number, self._rank, self._size, seconds, wait_all_ranks=wait_all_ranks)
 
-    # -- groups that are made of this one ---
+    # -- groups that are made of this group ---
 
     supports_splitting = supports_coalescing = True
     """Whether torch may call `split`, and collect calls between `start_coalescing` and `end_coalescing`."""
@@ -352,7 +352,8 @@ def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
 
 def _unused_part(store: Any, rank: int) -> dist.PrefixStore:
     """The part of a group's store that no group of the same name has used before, such as one that the program has
-    destroyed: a store may outlive groups. The ranks make groups of one name in the same order, so each counts its own.
+    destroyed: a store may outlive groups. The ranks make groups of one name in the same order, so each rank counts them
+        by itself.
     """
     # torchrun may keep the store when it restarts a job, and ranks that were lost may have made fewer groups.
     of_attempt = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -363,7 +364,8 @@ def _await_other_backends(store: Any, rank: int, size: int, timeout: timedelta) 
     """Waits until no rank is still making the backend of another device, such as gloo's in "cpu:gloo,cuda:proxyccl".
 
     When this process group is made, torch drops that backend and so closes its connections, which other ranks may
-    still wait for. There is none if ours is made first, for CPUs: torch gives each device a store with its prefix.
+    still wait for. No other backend exists if ours is made first, for CPUs: torch gives each device a store with its
+    prefix.
     """
     own, of_first = f"device-of-{rank}", dist.PrefixStore("cpu/", store.underlying_store)
     mark = os.urandom(8)

@@ -17,7 +17,7 @@ typedef struct {
 } QueuedCall;
 
 PyTypeObject* proxyccl_gpu_type;
-static PyTypeObject *mark_type, *call_type; /* types of the process's one module */
+static PyTypeObject *mark_type, *call_type; /* types, made once for the process */
 
 /* Takes an unused event. Returns 0 with an exception. */
 static uintptr_t take_event(const Gpu* self) {
@@ -147,7 +147,7 @@ static int traverse_gpu(PyObject* object, visitproc visit, void* arg) {
   return 0;
 }
 
-/* Not the type's tp_clear: calls and marks use a Gpu until they are freed. */
+/* Clears a Gpu that is freed. It is not the type's tp_clear, because calls and marks use a Gpu until they are freed. */
 static int clear_gpu(PyObject* object) {
   Gpu* self = (Gpu*)object;
   GPU_REFERENCES(PROXYCCL_CLEAR)

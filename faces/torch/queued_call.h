@@ -11,13 +11,13 @@ typedef struct Gpu {
   const ProxycclStreamOrder* order;
   PyObject* idle; /* events for reuse */
   PyObject *more, *finish;
-  PyObject *owner, *current, *check, *record; /* the owner's */
+  PyObject *owner, *current, *check, *record; /* the owner, and the owner's attributes of these names */
 } Gpu;
 
-/* The type Gpu, of the process's one module. */
+/* The type Gpu, made once for the process. */
 extern PyTypeObject* proxyccl_gpu_type;
 
-/* Makes a type of the process's one module, unless it exists, and adds it to the module. Returns 0, or -1 with an
+/* Makes a type, once for the process, and adds it to the module. Returns 0, or -1 with an
    exception. */
 int proxyccl_add_type(PyObject* module, PyTypeObject** type, PyType_Spec* spec, const char* name);
 /* Adds the types Gpu, StreamMark and QueuedCall to the module. Returns 0, or -1 with an exception. */

@@ -60,8 +60,8 @@ class StoreBootstrap(BoardBootstrap):
             super().withdraw()
 
     def board(self) -> Board:
-        """The bootstrap's board, kept in the store, which outlives every rank but the one that serves it. See
-        `Bootstrap`.
+        """The bootstrap's board, kept in the store, which outlives every rank except the rank that serves the store.
+        See `Bootstrap`.
         """
         return NoteBoard(_Notes(PrefixStore("board", self._store)), self.rank)
 

@@ -23,7 +23,7 @@ Tensors = Sequence[torch.Tensor]
 Transfers = tuple[str, Any, Any]
 """The options of a call that consists of transfers, as `FlowCalls.call` (_calls.pyi) takes them."""
 Policy = Callable[[Communicator], CtaPolicy | None]
-"""Tells a call's policy in the call's turn; None is the usual one."""
+"""Returns a call's policy when the call's turn comes; None for the usual policy."""
 
 # -- tensors as flat, contiguous memory, and back ---
 
@@ -34,7 +34,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements in order: its own memory if that holds them in order, else a copy. Without its gradient."""
+    """Returns a tensor's elements in order, without gradient: a view of memory in this order, else a copy."""
     return flat_view(tensor.contiguous().resolve_conj().resolve_neg())
 
 
@@ -65,8 +65,8 @@ def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 
 
 def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors, where the tensor inside replaces each result of a functional collective, once it is
-    complete.
+    """Returns the tensors, with each result of a functional collective replaced by the tensor inside it, once that
+    tensor is complete.
 
     Raises:
         RuntimeError: a tensor is not dense, or not on a CPU or a GPU.
@@ -85,7 +85,7 @@ def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def require_same_dtype(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors[1:]:
         if tensor.dtype != tensors[0].dtype:
-            raise TypeError(f"tensor: has type {tensor.dtype}; expected that of the others, {tensors[0].dtype}")
+            raise TypeError(f"tensor: has type {tensor.dtype}; expected the others' type, {tensors[0].dtype}")
 
 
 # -- reductions ---
@@ -117,7 +117,7 @@ _OF_BOOL = {
     _Kind.BOR: "max",
     _Kind.BXOR: "bxor",
 }
-"""The same reductions on bytes of 0 and 1: a sum is true where any rank's value is, as in torch."""
+"""The operators that reduce bools as bytes of 0 and 1: as in torch, a sum is true if any rank's value is true."""
 REDUCIBLE = frozenset(getattr(torch, name) for name in reduction_dtypes() if hasattr(torch, name))
 
 
@@ -138,8 +138,8 @@ class Reduction:
     flags: bool = False
 
     def given(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """The values that a rank contributes, from a contiguous tensor of one dimension: the tensor itself, or a tensor
-        of converted values: `into`, which may be the tensor itself, or a new one.
+        """Returns the values that a rank contributes, from a contiguous tensor of one dimension: the tensor itself, or
+        converted values in `into`, which may be the tensor itself, or in a new tensor.
         """
         if self.flags:  # the bytes of a bool tensor that views other memory may have any value
             return torch.ne(flat.view(torch.uint8), 0, out=into)
@@ -309,8 +309,8 @@ def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tenso
 
 
 def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensors, op: Any) -> None:
-    """Reduces a list with one tensor for each rank, of any sizes that the ranks agree on; each rank receives its
-    own.
+    """Reduces a list with one tensor for each rank, of any sizes that the ranks agree on; each rank receives its own
+    reduced tensor.
     """
     require_same_dtype([output, *parts])
     longest = max(part.numel() for part in parts)

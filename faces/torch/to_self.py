@@ -1,4 +1,4 @@
-"""Transfers of a rank to itself, which torch's batches may contain. They use no communicator."""
+"""Transfers of a rank to itself, which torch's batches may contain. Such transfers use no communicator."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from proxyccl.torch.tensor_collectives import as_bytes, put_back
 
 _T = TypeVar("_T")
 _LOOK_SECONDS = 0.1
-"""How often a wait looks whether the group has ended."""
+"""Seconds between checks of a wait whether the group has ended."""
 _Offers = queue.SimpleQueue[tuple[torch.Tensor, Any, "Future[Any]"]]
-"""Tensors that are sent. With each go the event after which it may be read, and a future of the event after the copy.
-The events are None on a CPU."""
+"""Queues of tensors that are sent. An entry also has the event after which the tensor may be read, and a future of the
+event after the copy. The events are None on a CPU.
+"""
 
 
 class ToSelf:

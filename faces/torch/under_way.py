@@ -11,7 +11,9 @@ from proxyccl.device.errors import DriverError
 from proxyccl.torch._device_calls import ADDED_BETWEEN
 
 _MOST = 1 << 14
-"""Calls in progress of a flow: more than a device queues. After a failure none counts as ended, and the oldest go."""
+"""The most calls in progress that a flow records, more than a device queues. After a failure no call counts as ended,
+and the oldest calls are dropped.
+"""
 _ENDED = 2048
 """The latest calls of a flow that have ended, whose names are kept."""
 
@@ -74,7 +76,7 @@ class UnderWay:
         self._flows: dict[Hashable, _Flow] = {}
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
-        """Adds a call, whose number must exceed those of earlier calls. Takes nearly always no lock, because appending
+        """Adds a call, whose number must exceed the numbers of earlier calls. Rarely takes a lock, because appending
         to a deque is atomic. `ended` returns whether the call has ended; None if `end`, or a later call of the flow,
         will show it.
         """
@@ -88,8 +90,8 @@ class UnderWay:
         return self._flow(flow).calls.append
 
     def forget_ended(self, flow: Hashable) -> None:
-        """Forgets the calls of a flow that have ended. This queries the device, so it is called only once in several
-        calls.
+        """Forgets the calls of a flow that have ended. Forgetting queries the device, so `forget_ended` is called only
+        once in several calls.
         """
         with self._lock:
             self._forget_ended(self._flows[flow])
@@ -118,7 +120,7 @@ class UnderWay:
         return (number, name) if heads else None
 
     def recorded(self) -> dict[Hashable, Recorded]:
-        """The calls by flow: those in progress and the latest ones that have ended.
+        """The calls by flow: calls in progress and the latest calls that have ended.
 
         The ranks of a flow notice the end of a call at different times. The first reported call follows a multiple of
         1024, so that ranks nearly always report the same calls. After a failure a call counts as ended if its stream

@@ -58,7 +58,7 @@ class Unwaited:
             works.pop(next(iter(list(works))), None)
 
     def forget(self, work: _KeptWork) -> None:
-        """Marks a Work to be dropped when the next one is added: a caller that has waited in C++ may still ask for the
+        """Marks a Work to be dropped when the next Work is added: a caller that has waited in C++ may still ask for the
         result.
         """
         if id(work) in self._works:
@@ -173,7 +173,7 @@ class HostWork(_KeptWork):
 class DeviceWork(_KeptWork):
     """A call that is queued on a stream of a GPU.
 
-    Nothing that only some callers need is made before they ask. The Work of a call on the group's own stream keeps the
+    Objects that only some callers need are created on demand. The Work of a call on the group's own stream keeps the
     tensors until the caller's stream waits for the call. If nobody has waited when the Work is freed, torch's allocator
     is told that the group's stream uses their memory. The constructor has no arguments, because C (`CallIssuer`) makes
     such Works too.

@@ -102,7 +102,7 @@ dispatch, redispatch, combine = _Dispatch.apply, _Redispatch.apply, _Combine.app
 
 
 def _collect(layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:
-    """The gradient of the weights that a dispatch sent, from that of the rows' weights."""
+    """Returns the gradient of the weights that a dispatch sent, computed from the gradient of the rows' weights."""
     if desc.local_expert_ids is not None:  # a row's weights for other ranks' experts are constant zeros
         return layer.combine_weights(grad.masked_fill(desc.local_expert_ids < 0, 0), desc)
     values, stream = _view_and_stream(layer, grad)
@@ -120,7 +120,7 @@ def _view(layer: EPAll2AllLayer, x: Any) -> ArrayView:
 
 
 def _clear_rest(layer: EPAll2AllLayer, rows: Any, desc: EPAllToAllLayoutDesc) -> None:
-    """Zeroes the rows that hold no token, without waiting for their number on the CPU."""
+    """Zeroes the rows that hold no token, without a wait on the CPU for the number of rows."""
     if rows is None or not (desc.counts_rows or desc.has_gaps):
         return
     values, stream = _view_and_stream(layer, rows)

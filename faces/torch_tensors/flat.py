@@ -6,7 +6,8 @@ import torch
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a contiguous tensor in one dimension, without its gradient. It shares the memory.
+    """The elements of a contiguous tensor in one dimension, without its gradient. The result shares the tensor's
+    memory.
 
     Unlike ``view(-1)`` it has stride 1 even for one element or none, where any stride counts as contiguous: torch
     reinterprets elements as elements of another size only at stride 1.
@@ -15,5 +16,5 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor in one dimension. It shares the memory."""
+    """The bytes of a contiguous tensor in one dimension. The result shares the tensor's memory."""
     return flat_view(tensor).view(torch.uint8)

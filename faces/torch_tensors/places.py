@@ -14,7 +14,9 @@ from proxyccl.device.memory import places
 from proxyccl.torch_tensors.pools import allocator, require_torch
 
 _POOL_CALLS = "_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool"
-"""The calls of torch.cuda.use_mem_pool, which does more for graphs, in which no place is taken, and takes longer."""
+"""The functions that torch.cuda.use_mem_pool calls. They are called directly, because use_mem_pool takes longer: it
+also serves graphs, in which no place is taken.
+"""
 
 
 def open_places(runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> OutputPlaces | None:

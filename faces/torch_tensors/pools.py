@@ -33,8 +33,8 @@ def _allocating(torch: Any, pool: Any, device: int) -> Iterator[Any]:
 
 
 def require_torch(runtime: str) -> Any:
-    """Returns the torch module if it can allocate a runtime's memory in pools. Raises RuntimeUnavailableError if it
-    does not.
+    """Returns the torch module if it can allocate a runtime's memory in pools. Raises RuntimeUnavailableError if torch
+    can't do so.
     """
     if runtime == "host":
         raise RuntimeUnavailableError(
@@ -49,7 +49,7 @@ def require_torch(runtime: str) -> Any:
         raise RuntimeUnavailableError(
             f"memory_pool: torch {torch.__version__} is built for {built_for}; the communicator uses {runtime}"
         )
-    # With a MemPoolContext, torch frees a pool's memory as its own unless that pool is the one in use.
+    # With a MemPoolContext, torch frees a pool's memory as its own memory unless that pool is in use.
     if not hasattr(torch.cuda, "MemPool") or hasattr(torch.cuda, "MemPoolContext"):
         raise RuntimeUnavailableError(f"memory_pool: this is torch {torch.__version__}; {NEEDED}")
     return torch

@@ -17,7 +17,7 @@ from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
 from proxyccl.triton.grid_barrier import GridBarrier
 
 PROXY_CHANNEL, SM_CHANNEL, GRID_BARRIER = "*u64", "*i64", "*u32"
-"""The types of handles to Triton. They differ, so that a call of the wrong kind does not compile."""
+"""Triton's types for handles. They differ, so that a call with the wrong kind of handle does not compile."""
 
 _ELEMENTS = {
     "float16": "fp16",
@@ -93,7 +93,7 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
     """
     if value is None:
         return constant(None)
-    if isinstance(value, np.generic):  # a numpy scalar, which also offers the buffer protocol
+    if isinstance(value, np.generic):  # checked first, because numpy scalars also offer the buffer protocol
         value = value.item()
     if isinstance(value, bool):
         return Argument("i1", value)

@@ -34,7 +34,7 @@ def _plain(function: Any) -> Any:
 # function needs no preparation, because the kernel's launch has prepared the language.
 jit: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit
 out_of_line: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit(noinline=True)
-"""For functions that rarely run but have many callers: not inlined, to keep compilation short."""
+"""Decorates functions that rarely run but have many callers: they are not inlined, to keep compilation short."""
 
 if INTERPRETED:
     import numpy as np
@@ -42,7 +42,7 @@ if INTERPRETED:
     from triton.runtime.interpreter import TensorHandle
 
     def _number(x: Any, kind: Any, bits: int) -> Any:
-        # One operation of the language instead of three: a push has dozens of these conversions.
+        # Converts in one operation instead of Triton's three, because a push makes dozens of conversions.
         if isinstance(x, tl.tensor):
             tl.static_assert(x.dtype.is_int() and not x.type.is_block(), "expected an integer")
             return x.to(kind)
@@ -92,19 +92,19 @@ def longs_at(address):
 
 @jit
 def long_at(channel, field: tl.constexpr):
-    """A field of 64 bits of a channel's handle."""
+    """Loads a 64-bit field of a channel's handle."""
     return tl.load(longs_at(channel) + field)
 
 
 @jit
 def pointer_at(channel, field: tl.constexpr):
-    """A field that is the address of words of 64 bits."""
+    """Loads a field of a channel's handle that is the address of 64-bit words."""
     return longs_at(tl.load(longs_at(channel) + field))
 
 
 @jit
 def number_at(channel, field: tl.constexpr):
-    """A field of 32 bits."""
+    """Loads a 32-bit field of a channel's handle."""
     return tl.load(words_at(channel) + field)
 
 

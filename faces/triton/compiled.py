@@ -22,7 +22,7 @@ _SCRATCH_PARAMETERS = 2
 
 def target_of(architecture: str) -> GPUTarget:
     """Triton's target for an architecture: "sm_90" or "gfx942", with the features that ROCm appends. Raises
-    RuntimeUnavailableError if this version of Triton is too old for it.
+    RuntimeUnavailableError if this version of Triton is too old for the architecture.
     """
     if architecture.startswith("sm_"):
         return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
@@ -44,7 +44,8 @@ def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarge
     try:
         return triton.compile(source, target=target, options=options)
     except Exception as error:  # Triton's passes raise errors of many kinds
-        # Its text quotes the kernel's line; in a function that the kernel calls, only the first cause says why.
+        # The error quotes the kernel's line; if a function that the kernel calls is at fault, only the first cause says
+        # why.
         first: BaseException = error
         while first.__cause__ is not None:
             first = first.__cause__

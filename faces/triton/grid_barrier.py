@@ -47,8 +47,8 @@ class GridBarrier:
 
 @jit
 def sync_grid(barrier):
-    """Waits until every program of a grid has called it. All stores of the programs before it are visible to all of
-    them after it.
+    """Waits until every program of a grid has called it. Stores of any program before the barrier are visible to all
+    programs after the barrier.
 
     The grid must be small enough that all its programs run at once.
 
@@ -67,7 +67,8 @@ def sync_grid(barrier):
     generation = barrier + c.BARRIER_GENERATION_8
     now = load_relaxed_device(generation)
     tl.debug_barrier()  # no thread may read the generation that ends this barrier
-    # Each arrival releases its program's stores. The last one acquires them all and releases them with the generation.
+    # Each arrival releases its program's stores. The last arrival acquires all stores and releases them with the
+    # generation.
     if tl.atomic_add(barrier + c.BARRIER_ARRIVED_8, u64(1), sem="acq_rel", scope="gpu") == programs - 1:
         store_relaxed_device(barrier + c.BARRIER_ARRIVED_8, u64(0))
         store_release_device(generation, now + 1)

@@ -41,8 +41,8 @@ class TritonKernel:
         grid: the number of programs: one to three integers, or a function of the arguments by name that returns them.
         num_warps: the warps of a program.
         num_stages: the stages of software pipelining; None for Triton's default.
-        configs: ``triton.Config`` to choose from: all ranks measure them together, and take the one with which the
-            slowest rank is fastest.
+        configs: ``triton.Config`` to choose from: all ranks measure them together, and take the configuration with
+            which the slowest rank is fastest.
         key: names of arguments; the ranks choose a configuration for each combination of these arguments' values.
 
     Attributes:
@@ -90,7 +90,7 @@ class TritonKernel:
 
     @property
     def name(self) -> str:
-        """The function's."""
+        """The function's name."""
         return str(self._kernel.__name__)
 
     def __repr__(self) -> str:
@@ -142,7 +142,7 @@ class TritonKernel:
         """The caller's arguments, and the constants of a configuration."""
         constants = {} if config is None else config.kwargs
         for name in kwargs.keys() & constants.keys():
-            raise ArgumentError(name, f"the configurations of kernel {self.name} choose it; it can't be given too")
+            raise ArgumentError(name, f"the configurations of kernel {self.name} set this parameter; don't pass it")
         try:
             bound = self._signature.bind(*args, **kwargs, **constants)
         except TypeError as error:
@@ -210,7 +210,7 @@ class TritonKernel:
     def _require_no_capture(self, stream: StreamLike) -> None:
         if self._runtime.is_capturing(self._runtime.stream_handle(stream)):
             raise ArgumentError(
-                "args", f"kernel {self.name} was not called with such arguments before; do so before the capture"
+                "args", f"kernel {self.name} was not called with such arguments before; call it once before the capture"
             )
 
     def _specialised(self, name: str, argument: Argument) -> Argument:
@@ -238,8 +238,8 @@ class TritonKernel:
         return self.chosen[key]
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], stream: StreamLike) -> triton.Config:
-        """Measures the configurations, and returns the one with which the slowest rank is fastest, the same on all
-        ranks.
+        """Measures the configurations, and returns the configuration with which the slowest rank is fastest, the same
+        on all ranks.
         """
         self.prepare(*args, **kwargs)
         seconds = []
@@ -261,7 +261,7 @@ class TritonKernel:
 
 
 compile = TritonKernel
-"""The name by which programs make one."""
+"""The public name of `TritonKernel`."""
 
 
 def _require_configs(configs: Any) -> tuple[triton.Config, ...]:

@@ -1,9 +1,9 @@
 """The constants of C, and the offsets of the fields of the structs that kernels share with the host (handles.h,
 control.h, trigger.h), as the C compiler reports them.
 
-A constant has its name in C without the prefix. A field's name is that of its struct, here ``PROXY``, ``SM``,
-``CONTROL`` or ``WAIT``, and its path in it. Its offset counts in words of 32 bits (``_4``) or 64 bits (``_8``), for
-pointers to such words: ``CONTROL_ERROR_STATE_4``.
+A constant has its name in C without the prefix. A field's name is the name of its struct, here ``PROXY``, ``SM``,
+``CONTROL`` or ``WAIT``, and its path in it. A field's offset counts in words of 32 bits (``_4``) or 64 bits (``_8``),
+for pointers to such words: ``CONTROL_ERROR_STATE_4``.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from proxyccl.triton.target import (
 from proxyccl.triton.waits import aborted, check_wait, record_error, wait_at_least
 
 NO_TICKET = tl.constexpr(-1)
-"""In place of the ticket of a trigger that was not pushed: all bits, as kNoTicket of fifo.h."""
+"""The ticket of a trigger that was not pushed: all bits are set, as in kNoTicket of fifo.h."""
 
 
 @jit
@@ -110,8 +110,8 @@ def _wait_for_room(channel, control, ticket, slots):
 
 @jit
 def _ring(channel):
-    # The handle's fields that a push reads, loaded at once: after an atomic, each load would wait for the one before
-    # it.
+    # The handle's fields that a push reads, loaded at once: after an atomic, each load would wait for the previous
+    # load.
     return (
         pointer_at(channel, c.PROXY_FIFO_HEAD_8),
         pointer_at(channel, c.PROXY_FIFO_TAIL_CACHE_8),
@@ -123,7 +123,8 @@ def _ring(channel):
 
 @jit
 def _push_trigger(channel, ring, control, operation, dst_memory, dst_offset, src_memory, src_offset, size):
-    # Takes a ticket, waits for room and stores the trigger. The cached tail is loaded before the ticket: it only grows.
+    # Takes a ticket, waits for room and stores the trigger. The cached tail is loaded before the ticket, because the
+    # tail only grows.
     head, tail_cache, ring_slots, size_log2, number = ring
     known = load_relaxed_device(tail_cache)
     ticket = tl.atomic_add(head, u64(1), sem="relaxed", scope="gpu")
@@ -283,8 +284,8 @@ def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
 def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
     """Starts a copy from the peer's memory to local memory and returns at once, unless the ring is full.
 
-    After the `wait` for a signal it reads the peer's stores before that signal. The data may be read when the get is
-    complete. A `signal` after it tells the peer that its memory may be overwritten.
+    A get after the `wait` for a signal reads the peer's stores before that signal. The data may be read when the get is
+    complete. A `signal` after the get tells the peer that its memory may be overwritten.
 
     Args:
         dst_offset: where in local memory, in bytes.
@@ -356,7 +357,8 @@ def flush(channel):
 
     The sources of puts may then be overwritten, and the results of gets may be read.
 
-    Returns whether they are. If not, the communicator has ended or the time-out passed, and the kernel should return.
+    Returns whether they are complete. If not, the communicator has ended or the time-out passed, and the kernel should
+    return.
     """
     _require(channel)
     ticket, pushed = _push_word(channel, c.OP_FLUSH)
@@ -376,8 +378,8 @@ def flush_async(channel):
 
 @jit
 def is_flushed(channel, ticket):
-    """Whether the flush with this ticket is complete. It never waits; a loop around it must end like one around
-    `poll`.
+    """Whether the flush with this ticket is complete. It never waits; a loop around it must end when the communicator
+    ends (`ended`).
     """
     _require(channel)
     done = (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, c.PROXY_FLUSHED_8)) > ticket)
@@ -414,7 +416,8 @@ def wait_complete(channel, ticket):
 
 @jit
 def wait(channel):
-    """Waits for the peer's next signal and consumes it. After it, the data that the peer put before may be read.
+    """Waits for the peer's next signal and consumes it. After the wait, the data that the peer put before the signal
+    may be read.
 
     One program at a time calls it for a channel: the interpreter ends the communicator with a TriggerError otherwise.
 
@@ -438,7 +441,8 @@ def wait_until(channel, value):
 
 @jit
 def poll(channel):
-    """Consumes the peer's next signal if it has arrived, and returns whether it had. One program at a time calls it.
+    """Consumes the peer's next signal if the signal has arrived, and returns whether it has. One program at a time
+    calls it.
 
     It never waits, so a loop around it must itself end when the communicator ends (`ended`).
     """

@@ -2,8 +2,8 @@
 
 Counters only grow, so a graph can be replayed.
 
-A waiter gets its semaphore as a tuple: the words for the peer's signals and for those consumed, then the control block,
-the kind of wait, the peer and the channel, which describe the wait.
+A waiter gets its semaphore as a tuple: the words that count the peer's signals and the consumed signals, then the
+control block, the kind of wait, the peer and the channel, which describe the wait.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def signal_peer(remote_inbound, outbound):
 
 @jit
 def signal_peer_up_to(remote_inbound, outbound, control, kind, peer, channel, count):
-    """Raises the peer's count to a value above all earlier ones, after the stores of all threads of the program."""
+    """Raises the peer's count to a value above all earlier values, after the stores of all threads of the program."""
     sync_threads_system()
     target = u64(count)
     sent = load_relaxed_device(outbound)

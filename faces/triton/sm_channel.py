@@ -20,7 +20,7 @@ from proxyccl.triton.target import SPINS_PER_CHECK, load_packets, pause, spin_fo
 from proxyccl.triton.waits import aborted, check_wait, record_error
 
 PACKET_BYTES = tl.constexpr(8)
-"""A packet's size: it carries 4 bytes and its flag, as LL8Packet of packet.h. Two are one LL16Packet."""
+"""A packet's size: a packet carries 4 bytes and a flag, like LL8Packet of packet.h. Two packets are one LL16Packet."""
 
 
 @jit
@@ -44,8 +44,8 @@ def _semaphore(channel):
 def remote(channel, dtype: tl.constexpr):
     """The start of the peer's memory, as a pointer to elements of `dtype`, for loads and stores.
 
-    Such loads and stores order nothing: a `sm_signal` after them tells the peer that they are done. They are for inner
-        loops, so nothing checks them against the memory's size, `remote_bytes`.
+    Such loads and stores order nothing: a `sm_signal` after them tells the peer that they are done. These loads and
+        stores are for inner loops, so nothing checks them against the memory's size, `remote_bytes`.
     """
     _require(channel)
     return long_at(channel, c.SM_DST_8).to(tl.pointer_type(dtype))
@@ -161,8 +161,8 @@ def put_packets(channel, packet_offset, values, flag, count=None):
     Args:
         packet_offset: where in the peer's memory, in bytes; a multiple of 8. Packet i lies 8 * i bytes after it.
         values: shape [BLOCK], of any type of 32 bits.
-        flag: 32 bits, not 0, and not the last flag of these packets; 0 ends the communicator with a TriggerError.
-        count: how many of the values are written, the first ones; None for all.
+        flag: 32 bits, not 0, and not the flag that these packets had last; 0 ends the communicator with a TriggerError.
+        count: how many values are written, from the first on; None for all.
     """
     _require(channel)
     i = tl.arange(0, values.shape[0])
@@ -189,7 +189,7 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
         flag: the sender's flag.
         BLOCK: how many values are returned.
         dtype: their type, of 32 bits.
-        count: how many packets are waited for, the first ones; None for BLOCK. The other values are zeros.
+        count: how many packets are waited for, from the first on; None for BLOCK. The other values are zeros.
 
     Returns:
         Shape [BLOCK]. Zeros if a wait fails; then the communicator ends or has ended.

@@ -45,7 +45,7 @@ if hasattr(tl, "atomic_load") and not INTERPRETED:
     def acquire_awaited(p):
         _load(p, "acquire", "sys")
 
-else:  # before Triton 3.9, and in the interpreter, where relaxed atomic loads and stores are plain ones
+else:  # before Triton 3.9, and in the interpreter, where relaxed atomic loads and stores are plain loads and stores
 
     @jit
     def _load(p, sem: tl.constexpr, scope: tl.constexpr):
@@ -57,7 +57,7 @@ else:  # before Triton 3.9, and in the interpreter, where relaxed atomic loads a
 
     @jit
     def load_packets(p, mask):
-        return tl.load(p, mask=mask, other=0, volatile=True)  # on NVIDIA the same as a relaxed access at system scope
+        return tl.load(p, mask=mask, other=0, volatile=True)  # on NVIDIA equal to a relaxed access at system scope
 
     @jit
     def store_packets(p, words, mask):
@@ -70,7 +70,7 @@ else:  # before Triton 3.9, and in the interpreter, where relaxed atomic loads a
 
     @jit
     def acquire_awaited(p):
-        """Acquires what was released before the value that the last `load_awaited` of a word read."""
+        """Acquires the stores that were released before the value that the last `load_awaited` of a word returned."""
 
 
 @jit
@@ -126,7 +126,7 @@ if INTERPRETED:
         """A barrier of the program's threads; in the interpreter a program has one thread."""
 
     def spin_for_packets(p: Any, words: Any, flag: Any, mask: Any) -> Any:
-        """Does not spin: programs run in turn, so nothing arrives while one of them spins."""
+        """Does not spin: programs run in turn, so nothing arrives while a program spins."""
         return words
 
     def store_trigger(slot: Any, word0: Any, word1: Any) -> None:
@@ -165,8 +165,8 @@ else:
     @jit
     def nanoseconds():
         """The clock in nanoseconds, the same for all threads of a program."""
-        # Threads read it at different times, and a branch on it would separate them before a barrier. So each reads it,
-        # and all use the greatest.
+        # Threads read the clock at different times, and a branch on the time would separate them before a barrier. So
+        # each thread reads the clock, and all use the greatest time.
         lane = tl.arange(0, _threads())
         if _on_amd():  # the constant-rate counter runs at 100 MHz on every CDNA part
             now = tl.inline_asm_elementwise(

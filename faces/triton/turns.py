@@ -1,4 +1,4 @@
-"""Programs of interpreted kernels take turns, so that a program can wait for another one, of its grid or of another
+"""Programs of interpreted kernels take turns, so that a program can wait for another program, of its grid or of another
 rank.
 
 Triton's interpreter keeps the number of the program that runs in one place for the whole process. So only one program
@@ -57,7 +57,7 @@ def pass_on(spins: Any) -> None:
 
 
 class Launch:
-    """The programs of one launch. A program begins when the ones before it have ended, or wait. `program` runs the
+    """The programs of one launch. A program begins when all programs before it have ended, or wait. `program` runs the
     program that the interpreter's state numbers.
     """
 
@@ -71,9 +71,9 @@ class Launch:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Runs all programs. Raises the exception of the first one that failed.
+        """Runs all programs. Raises the exception of the first program that failed.
 
-        When it returns or raises, all of them have ended. If a signal handler raises, all programs end at their next
+        All programs have ended when this returns or raises. If a signal handler raises, all programs end at their next
         wait; if it raises again during that time, this returns without waiting for them.
         """
         if threading.current_thread() is threading.main_thread():
@@ -100,14 +100,14 @@ class Launch:
         interpreter_builder.set_grid_idx(*place)
 
     def require_all(self) -> None:
-        """Raises RuntimeError if a program of the launch has failed, because a waiting program may wait for that
+        """Raises RuntimeError if a program of the launch has failed, because a waiting program may wait for the failed
         one.
         """
         if self._error is not None:
             raise RuntimeError("another program of the launch has failed")
 
     def begin_another(self) -> None:
-        """Begins another program, because a waiting program may wait for one that has not begun."""
+        """Begins another program, because a waiting program may wait for a program that has not begun."""
         if self._next is not None and not self._beginning:
             self._beginning = True
             thread = Thread(self._work, "proxyccl-interpreter")

@@ -118,8 +118,8 @@ def check_wait(control, kind, peer, channel, expected, seen, started):
 
 @jit
 def wait_at_least(word, target, control, kind, peer, channel):
-    """Spins until a 64-bit word is at least `target`. After it, all threads see everything that was released before the
-    word reached the target.
+    """Spins until a 64-bit word is at least `target`. After the wait, all threads see all stores that were released
+    before the word reached the target.
 
     Returns 0 if the communicator has ended or the time-out passed, else 1.
     """
@@ -142,6 +142,6 @@ def wait_at_least(word, target, control, kind, peer, channel):
 
 @jit
 def aborted(control):
-    """Whether the communicator has ended; a kernel's own loop must then end too. It reads a word in host memory."""
+    """Whether the communicator has ended; a kernel's own loop must then end too. Reads a word in host memory."""
     pause(0)  # the kernel's loop may wait for another program
     return load_acquire_system(words_at(control) + c.CONTROL_ABORT_4) != 0

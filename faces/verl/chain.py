@@ -19,7 +19,7 @@ from proxyccl.channels.transfers.regions import Region
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
 _SLICE = 0.05
-"""Seconds between looks at links: a link that is lost wakes nobody who waits for messages."""
+"""Seconds between checks of the links, because a lost link does not wake a wait for messages."""
 
 
 class Piece(Message, frozen=True):
@@ -68,8 +68,8 @@ _CODEC: Codec[Bucket | HasRead] = Codec(Bucket | HasRead, 64 << 20, name="messag
 
 
 class Chain:
-    """This worker's agent, whose messages the chain takes, and the agents before and after it, by their metadata; None
-    at the ends of the chain.
+    """A worker's links to the agents before and after it, given by their metadata (None at an end of the chain). The
+    chain takes all messages of the worker's own agent.
     """
 
     def __init__(
@@ -137,4 +137,4 @@ class Chain:
         try:
             self._agent.wait_for_message(_SLICE)
         except TransferTimeoutError:
-            return  # the caller checks its deadline and its links
+            return  # the caller then checks its deadline and its links

@@ -57,7 +57,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
     def prepare(self) -> dict[str, Any]:
         """Makes this update's agent, and allocates its buckets. Returns the agent's metadata.
 
-        verl does not finalize an update that failed, so this ends an earlier update, whose waits then raise
+        verl does not finalize an update that failed, so `prepare` ends an earlier update, whose waits then raise
             ClosedError.
         """
         self.finalize()
@@ -174,7 +174,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         """
         if self._chain is None:
             raise RuntimeError("init_process_group has not been called")
-        chain, buckets = self._chain, self._buckets  # this update's, even if the next one is prepared meanwhile
+        chain, buckets = self._chain, self._buckets  # this update's: the next may be prepared meanwhile
         number, whole = 0, torch.empty(0, dtype=torch.uint8, device=self.device)
         bucket = await chain.fetch(number)
         while True:

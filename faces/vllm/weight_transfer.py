@@ -2,7 +2,7 @@
 
 The interface is that of vLLM 0.33.0, `vllm.distributed.weight_transfer.base`. The trainer's ranks offer their shards in
 place, without gathering them. Each worker reads whole tensors into a staging buffer, group by group, and passes them to
-the model's `load_weights`. The workers of a host share what each has read.
+the model's `load_weights`. The workers of a host share the data that each has read.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ class ProxyCCLWeightTransferEngine(
 class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTrainerInitInfo]):
     """A trainer's side of the weight transfer, on each rank of torch's default process group.
 
-    Workers read a parameter in place if its memory stays the same between rounds. Other parameters, and those whose
-    type differs from the declared one, are copied into the engine's memory. The engine never writes the trainer's
-    memory.
+    Workers read a parameter in place if its memory stays the same between rounds. Other parameters, and parameters
+    whose type differs from the declared type, are copied into the engine's memory. The engine never writes the
+    trainer's memory.
     """
 
     init_info_cls = ProxyCCLTrainerInitInfo
@@ -183,13 +183,13 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
         self._kept: dict[str, torch.Tensor] = {}
         self._in_place: dict[str, int] = {}  # addresses, because a kept tensor's memory may also move
         self._look()
-        self._look()  # shards that the source makes anew each time have moved, and are copied from the start
+        self._look()  # a second look finds shards that the source makes anew each time: these are copied from the start
         self._register()
         if self.is_sender:
             self._connect_workers()
 
     def _look(self) -> bool:
-        """Updates the memory that the workers read. Returns True if a part of it is not registered yet."""
+        """Updates the memory that the workers read. Returns True if a part of the memory is not registered yet."""
         new = False
         for name, tensor in self.source.iter_local():
             address = tensor.data_ptr()
@@ -293,7 +293,9 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _grouped(nbytes: dict[str, int], most: int) -> list[dict[str, int]]:
-    """Splits names into groups of at most `most` bytes, or of one larger tensor. Each group has its names' room."""
+    """Splits names into groups of at most `most` bytes, or of one larger tensor. Returns each group's names with each
+    name's size.
+    """
     room = {name: -(-each // _ALIGNMENT) * _ALIGNMENT for name, each in nbytes.items()}
     ends = itertools.accumulate(room.values())
     groups: list[dict[str, int]] = []

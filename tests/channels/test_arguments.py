@@ -83,7 +83,7 @@ COLLECTIVES: list[Any] = [
     (
         "out",
         lambda c: c.all_reduce(ones(c, 4), out=ones(c, 4, np.float64)),
-        "float64; expected that of x, float32",
+        "float64; expected the type of x, float32",
     ),
     ("out", lambda c: c.all_reduce(ones(c, 4), out=read_only(c)), "read-only"),
     ("out", lambda c: c.all_reduce((x := ones(c, 8))[:4], out=x[2:6]), "overlaps x in part"),

@@ -147,7 +147,7 @@ REDUCTIONS = [
 def test_a_hierarchy_reduces_what_is_between_nodes_once(nodes: Ranks, dtype: str, op: str) -> None:
     def body(comm: Communicator) -> None:
         if not comm.topology.has_levels():
-            with pytest.raises(ArgumentError, match="several nodes of as many ranks each"):
+            with pytest.raises(ArgumentError, match="several nodes with equally many ranks"):
                 comm.all_reduce(on_device(comm, np.ones(4, np.float32)), algorithm="hierarchical")
             return
         for turn, count in enumerate((1, comm.local_world_size, 17, 5003, 300_001)):

@@ -723,7 +723,7 @@ BROKEN = [
         PLACE + r"1 \(signal\): channel_type 'none'; expected 'memory' or 'port'",
     ),
     (changed(f"{OPS}.1.name", "nop"), "rank 1 signals rank 0 2 times on memory channel number 0, which waits 3 times"),
-    (changed(f"{OPS}.4.name", "jump"), PLACE + r"4 \(jump\): there is no such operation"),
+    (changed(f"{OPS}.4.name", "jump"), PLACE + r"4 \(jump\): the operation is unknown"),
     (changed(f"{OPS}.4.name", "pipeline"), "expected iter_context"),
     (changed(f"{OPS}.4.ops", [NOP]), "only a pipeline contains operations"),
     (changed(f"{OPS}.4.src_buff", []), "src_buff has 0 entries"),
@@ -790,7 +790,7 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
     [
         (6, "float32", None, "24 bytes; the plan takes multiples of 16"),
         (64, "float32", np.zeros(64, np.float32), "has 64 elements; expected 128"),
-        (64, "float32", np.zeros(128, np.int32), "element type int32; expected that of x"),
+        (64, "float32", np.zeros(128, np.int32), "element type int32; expected the type of x"),
         (1 << 12, "float32", None, "32768 bytes; the plan is for 0 to 4096"),
     ],
 )
@@ -895,7 +895,7 @@ def test_a_plan_stands_for_the_algorithm_of_a_collective(pair: Ranks) -> None:
         communicator.all_reduce(x, out=out, algorithm=reduce)
         gathered = communicator.all_gather(x, algorithm=gather)
         communicator.synchronize()
-        with pytest.raises(ArgumentError, match="is for 'allgather'; expected one for 'allreduce'"):
+        with pytest.raises(ArgumentError, match="is for 'allgather'; expected a plan for 'allreduce'"):
             communicator.all_reduce(x, algorithm=gather)
         with pytest.raises(ArgumentError, match=r"is 'max', but .* works out sum"):
             communicator.all_reduce(x, "max", out=out, algorithm=reduce)

@@ -346,7 +346,9 @@ def test_the_limit_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     with Ranks(1) as ranks:
         ranks.run(lambda comm: _require_limit(comm, 64))
     monkeypatch.setenv("PROXYCCL_LEND_BYTES", "1 GiB")
-    with pytest.raises(ArgumentError, match="PROXYCCL_LEND_BYTES: must be a number of bytes, 0 for none, not '1 GiB'"):
+    with pytest.raises(
+        ArgumentError, match="PROXYCCL_LEND_BYTES: must be a number of bytes, 0 to lend nothing, not '1 GiB'"
+    ):
         Communicator(runtime="host").close()
 
 

@@ -287,7 +287,7 @@ def test_overlapping_arrays_are_refused() -> None:
             ("out: overlaps x", {"residual": residual, "out": shifted}),
             ("residual_out: overlaps out", {"residual": residual, "out": x, "residual_out": x}),
         ):
-            with pytest.raises(ArgumentError, match=f"^{words}; expected an array apart from it"):
+            with pytest.raises(ArgumentError, match=f"^{words}; expected an array in separate memory"):
                 comm.all_reduce_rms_norm(x, weight=weight, eps=EPS, **given)
 
     run_ranks(1, body)

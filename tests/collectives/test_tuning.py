@@ -482,7 +482,7 @@ def test_tables_that_others_could_have_changed_are_neither_read_nor_replaced(cac
     path.parent.chmod(0o777)
     with pytest.warns(UserWarning, match=f"other users can write to {path.parent} .*; the default tables are used"):
         assert run_ranks(2, has_defaults) == [True, True]
-    with pytest.warns(UserWarning, match="used, but not kept: cache: other users can write to"):
+    with pytest.warns(UserWarning, match="used, but could not be saved: cache: other users can write to"):
         run_ranks(1, lambda comm: tuned.keep(comm.group, selector))
     assert list(path.parent.iterdir()) == [path]
 
@@ -495,5 +495,5 @@ def test_tables_that_can_not_be_kept_are_used(tmp_path: Path, monkeypatch: pytes
     def body(comm: Communicator) -> None:
         tuned.keep(comm.group, selector)
 
-    with pytest.warns(UserWarning, match="the measured tables are used, but not kept: .*file"):
+    with pytest.warns(UserWarning, match="the measured tables are used, but could not be saved: .*file"):
         run_ranks(1, body)

@@ -487,7 +487,9 @@ def test_a_capture_is_told_to_have_transfers_before(on: Ranks, monkeypatch: pyte
     monkeypatch.setattr(StreamOrder, "is_capturing", lambda *_: True)
 
     def body(group: Any) -> None:
-        with pytest.raises(RuntimeError, match="a graph is being captured; expected a transfer with that rank before"):
+        with pytest.raises(
+            RuntimeError, match="a graph is being captured; expected an earlier transfer with that rank"
+        ):
             isend(group, on.tensor(group.rank(), 1.0), 1 - group.rank())
 
     on.run(2, body)

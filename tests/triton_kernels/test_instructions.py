@@ -233,7 +233,7 @@ def test_a_variant_is_loaded_once_and_launched_with_its_arguments() -> None:
         f"load typed True {[(8, POINTER), (8, INTEGER), (8, FLOAT), (1, INTEGER), *[(8, POINTER)] * 2]} 0",
         "launch (1, 1, 1) 128 (4096, 1, 2.0, 3, None, None) None 0",
         "num_ctas: clusters of programs can't be launched; expected 1, not 2",
-        *["args: kernel scale was not called with such arguments before; do so before the capture"] * 2,
+        *["args: kernel scale was not called with such arguments before; call it once before the capture"] * 2,
         "Triton can't compile wrong_kind for 90: at 3:4: expected an SmChannel",
         "Triton can't compile put_half for 90: at 3:4: expected an integer",
     ]

@@ -5,7 +5,7 @@ from deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 from proxyccl.deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap, topk_idx_t
 
 __version__ = "2.1.0"
-"""The version of DeepEP whose names these are. `Buffer` is that of 1.2.1, which 2.1.0 still has."""
+"""The version of DeepEP whose names this package has. `Buffer` is the class of 1.2.1, which 2.1.0 still has."""
 
 __all__ = [
     "Buffer",

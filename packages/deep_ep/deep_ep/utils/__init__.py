@@ -1,4 +1,4 @@
-"""The names that programs import from deep_ep.utils. The modules here are those that programs of DeepEP 2 import:
+"""The names that programs import from deep_ep.utils. This package has the modules that programs of DeepEP 2 import:
 helpers for tests and benchmarks, which no buffer needs.
 """
 

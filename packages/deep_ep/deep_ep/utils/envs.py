@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from proxyccl.proxy.hosts import host_name
 
-_known: dict[str, int] = {"local_seed": 0, "global_seed": 0}  # and local_rank, from init_dist on
+_known: dict[str, int] = {"local_seed": 0, "global_seed": 0}  # init_dist adds local_rank
 
 
 def init_seed(global_seed: int) -> None:
@@ -50,7 +50,7 @@ def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int
     MASTER_ADDR and MASTER_PORT name the first node; WORLD_SIZE and RANK count nodes.
 
     Args:
-        local_rank, num_local_ranks: this process among those of its node.
+        local_rank, num_local_ranks: this process's number on its node, and the number of the node's processes.
         seed: for `init_seed`.
 
     Returns:

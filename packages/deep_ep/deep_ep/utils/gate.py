@@ -19,7 +19,7 @@ def get_unbalanced_scores(
     """Scores, float32 [num_tokens, num_experts], whose greatest num_topk choose a token's experts.
 
     Args:
-        ratio: how many times as many tokens the first rank gets as each of the others, at least 1.
+        ratio: the first rank's number of tokens, divided by the number of each other rank; at least 1.
         precise: reach the ratio exactly for these tokens, with equal numbers for all other ranks; else only on average
             over many tokens, like a gate.
 
@@ -65,12 +65,12 @@ def get_precise_unbalanced_scores(
 
 
 def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
-    """bool [T, ranks]: which ranks the tokens go to, `wanted` of them each. The first gets `ratio` times as many as the
-    others, which all get the same number or one more.
+    """bool [T, ranks]: which ranks each token goes to, `wanted` ranks for each. The first rank gets `ratio` times as
+    many tokens as each other rank; the others get equal numbers, or one more.
     """
     tokens, others = len(wanted), ranks - 1
     first = round(float(wanted.sum()) * ratio / (others + ratio))
-    must = wanted == ranks  # these go to all
+    must = wanted == ranks  # these tokens go to all ranks
     in_order = torch.where(must, -1.0, torch.rand(tokens, dtype=torch.float32)).argsort()
     goes = torch.zeros(tokens, ranks, dtype=torch.bool)
     goes[in_order[: max(first, int(must.sum()))], 0] = True
@@ -78,7 +78,7 @@ def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
     begin = left.cumsum(0) - left
     offset = (
         torch.arange(others).unsqueeze(0) - begin.unsqueeze(1)
-    ) % others  # from the token's first among the others
+    ) % others  # numbered from the token's first rank among the others
     goes[:, 1:] = offset < left.unsqueeze(1)
     return goes
 

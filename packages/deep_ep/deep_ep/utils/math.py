@@ -9,11 +9,11 @@ import torch
 from proxyccl.torch_tensors.flat import byte_view
 
 _ELEMENTS = 128
-_GREATEST = 448.0  # the largest float8_e4m3fn
+_GREATEST = 448.0  # the largest number in float8_e4m3fn
 
 
 def calc_diff(x: Any, y: Any) -> float:
-    """The difference of two tensors: 1 minus their cosine-like similarity; 0 if they are equal."""
+    """The difference of two tensors, 1 - 2 Σxy / Σ(x² + y²) with 1 added to each element; 0 if x = y."""
     x, y = x.double() + 1, y.double() + 1
     return float(1 - 2 * (x * y).sum() / (x.square() + y.square()).sum())
 
@@ -34,7 +34,7 @@ def align(x: int, y: int) -> int:
 
 
 def per_token_cast_to_fp8(x: Any) -> tuple[Any, Any]:
-    """Converts rows [T, n] to float8. Returns them and their scales, float32 [T, n / 128] (rounded up)."""
+    """Converts rows [T, n] to float8. Returns the float8 rows and their scales, float32 [T, n / 128] (rounded up)."""
     tokens, n = x.shape
     groups = torch.nn.functional.pad(x, (0, -n % _ELEMENTS)).float().view(tokens, -1, _ELEMENTS)
     scales = groups.abs().amax(2).clamp(min=1e-4) / _GREATEST
@@ -56,7 +56,9 @@ def per_token_cast_back(x_fp8: Any, x_scales: Any) -> Any:
 
 
 def inplace_unique(x: Any, num_slots: int) -> None:
-    """Keeps each number from 0 to num_slots - 1 once in each row of x, in some order, and fills it up with -1."""
+    """Keeps each number from 0 to num_slots - 1 once in each row of x, in some order, and fills the rest of the row
+    with -1.
+    """
     rows = len(x)
     present = torch.zeros(rows, num_slots + 1, dtype=torch.bool, device=x.device)
     present.scatter_(1, torch.where(x < 0, num_slots, x).long(), True)
@@ -88,7 +90,7 @@ def hash_tensors(*tensors: Any) -> int:
 
 
 def count_bytes(*tensors: Any) -> int:
-    """The total bytes of tensors. Arguments may be those of `hash_tensors`."""
+    """The total bytes of tensors. Arguments are as for `hash_tensors`."""
     return sum(each.numel() * each.element_size() for each in _flat(tensors))
 
 

@@ -21,8 +21,8 @@ def dispatch(
     Args:
         x: [T, hidden], or a pair of such rows and scales, [T, n].
         topk_idx, topk_weights: [T, topk].
-        num_max_tokens_per_rank: tokens are numbered over all ranks as if each had this many.
-        num_experts: of all ranks together.
+        num_max_tokens_per_rank: tokens are numbered over all ranks as if each rank had this many tokens.
+        num_experts: the experts of all ranks together.
 
     Returns:
         The rows, ordered by source rank and token; the experts' numbers on this rank, or -1; all weights of each row;
@@ -57,7 +57,7 @@ def generate_pre_combine_data(
     src_token_global_idx: Any, num_max_tokens_per_rank: int, num_topk: int, hidden: int
 ) -> Any:
     """bfloat16 [rows, num_topk, hidden]: values that depend on the number of each row's token, the slot and the column,
-    so that each rank can compute what the others send.
+    so that each rank can compute the values that the others send.
     """
     device = src_token_global_idx.device
     slots = src_token_global_idx.long().unsqueeze(1) * num_topk + torch.arange(num_topk, device=device)
@@ -94,10 +94,10 @@ def combine(
         y: [T, topk, hidden]: the row of each slot.
         topk_idx: [T, topk]: the expert of each slot.
         num_scaleout_ranks, num_scaleup_ranks: nodes, and ranks of each.
-        num_experts: of all ranks together.
+        num_experts: the experts of all ranks together.
         bias: [T, hidden], a pair of such tensors, or None: the initial value of the sums.
-        reduce_in_local: each rank sums its rows of a token first, and rounds.
-        reduce_in_scaleup: then each node sums its ranks' rows, and rounds.
+        reduce_in_local: whether each rank first sums its rows of a token, and rounds.
+        reduce_in_scaleup: whether each node then sums its ranks' rows, and rounds.
     """
     per_rank = num_experts // (num_scaleout_ranks * num_scaleup_ranks)
     if reduce_in_local:

@@ -28,7 +28,8 @@ def bench(
     post_fn: Callable[[], Any] | None = None,
     flush_l2: bool = True,
 ) -> tuple[float, float, float]:
-    """Average, least and greatest seconds of the GPU work that a call queues. The first measured call is left out.
+    """Average, least and greatest seconds of the GPU work that a call queues. The average leaves out the first measured
+    call.
 
     Args:
         fn: makes the call.
@@ -86,12 +87,13 @@ def bench_kineto(
     Args:
         fn: makes a call.
         kernel_names: the texts; all kernels that match a text must have the same name.
-        num_tests: the number of calls before the profile, and again in it.
+        num_tests: the number of calls before the profile, and the number of calls in it.
         suppress_kineto_output: see `suppress_stdout_stderr`.
         trace_path: where to write the profile as a trace; None for nowhere.
         flush_l2: see `flush_l2_cache`.
         barrier_comm_profiling: let the ranks begin each call together, after all of them have queued it.
-        num_kernels_per_period: kernels of a name in one call. With more than 1 there is a time for each, in a list.
+        num_kernels_per_period: kernels of a name in one call. With more than 1, the result is a list with a time for
+            each.
         barrier: makes the ranks begin together; None for an all-reduce.
 
     Returns:
