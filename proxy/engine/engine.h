@@ -30,8 +30,8 @@ typedef struct ProxycclCounters {
   uint64_t bytes; /* bytes of puts and gets */
   uint64_t signals;
   uint64_t flushes;
-  uint64_t flush_ns;      /* sum of times from a flush's issue to its completion … */
-  uint64_t timed_flushes; /* … over this number of flushes: those that had to wait, one at a time for each connection */
+  uint64_t flush_ns;      /* sum of the timed flushes' times, from issue to completion */
+  uint64_t timed_flushes; /* number of timed flushes: flushes that had to wait, one at a time for each connection */
   uint64_t errors;
   uint64_t gets;
 } __attribute__((aligned(128))) ProxycclCounters;
@@ -77,7 +77,7 @@ int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, Proxyccl
                                  uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed);
 
-/* Reads a word that a peer's proxy signals, with acquire: data that was put before the signal is visible. */
+/* Reads, with acquire order, a word that a peer's proxy signals: data that was put before the signal is visible. */
 uint64_t proxyccl_word_acquire(const uint64_t *word);
 
 /* Before workers run: lets streams start schedules. `semaphores`: this rank's words that peers signal, by channel id.
@@ -133,9 +133,10 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
  * returns when no helper is running the workers. */
 void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),
                                void (*remove)(void *thread));
-/* Gives each of the thread's workers a turn, unless another thread is doing so. For threads that wait for the workers'
- * results (`waits`) or may have pushed triggers; without `waits`, helps only if there are triggers. Returns 1 if
- * anything happened. Leaves every outcome that makes the thread return to that thread. */
+/* Gives each of the thread's workers a turn, unless another thread is doing so. Called by threads that wait for the
+ * workers' results (`waits`) or may have pushed triggers; without `waits`, helps only if there are triggers. Returns 1
+ * if anything happened. If an outcome requires proxyccl_thread_run to return, the outcome is left for the proxy thread.
+ */
 int proxyccl_thread_help(ProxycclThread *thread, int waits);
 
 #endif
