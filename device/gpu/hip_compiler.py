@@ -28,7 +28,7 @@ class HipCompiler:
     """HIPRTC. See `proxyccl.device.driver.Compiler` for the methods.
 
     Raises:
-        RuntimeUnavailableError: it is not installed.
+        RuntimeUnavailableError: HIPRTC is not installed.
     """
 
     runtime = "hip"

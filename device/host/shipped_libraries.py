@@ -13,12 +13,12 @@ from pathlib import Path
 
 @functools.cache
 def shipped_library(group: str) -> Path | None:
-    """Returns the installation's library of shipped kernels; None if it lacks one.
+    """Returns the installation's library of shipped kernels; None if the installation lacks it.
 
     Args:
-        group: an element type that kernels reduce, "experts", or "moves" for those that only move bytes.
+        group: an element type that kernels reduce, "experts", or "moves" for kernels that only move bytes.
     """
-    found = importlib.util.find_spec(f"proxyccl.device._kernels_{group}")  # finds the file; does not load it
+    found = importlib.util.find_spec(f"proxyccl.device._kernels_{group}")  # finds the file without loading it
     return None if found is None or found.origin is None else Path(found.origin)
 
 

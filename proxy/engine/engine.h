@@ -61,9 +61,9 @@ typedef struct ProxycclExitInfo {
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {
-  uint64_t spin_ns;      /* poll this long after the last trigger of any worker, without yielding at first … */
-  uint64_t yield_ns;     /* … then yield the core between polls for this long … */
-  uint64_t max_sleep_ns; /* … then sleep between polls, for a 32nd of the idle time, up to this */
+  uint64_t spin_ns;      /* poll this long after the last trigger of any worker, at first without yielding */
+  uint64_t yield_ns;     /* after that, yield the core between polls for this long */
+  uint64_t max_sleep_ns; /* after that, sleep between polls, for a 32nd of the idle time, at most this long */
 } ProxycclIdlePolicy;
 
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);

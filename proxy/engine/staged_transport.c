@@ -104,8 +104,8 @@ typedef struct {
 enum {
   HELD_NS = 50000,        /* longest time for which a credit is held back */
   SERVED_NS = 50000,      /* the worker leaves a wire this long to a thread that is awake and has just polled it */
-  LONG_PART = 1024,       /* a message is long if its data exceeds 1/1024 of the ring, … */
-  SHORTEST_PIECE = 65536, /* … or has at least these bytes, which are worth a separate message */
+  LONG_PART = 1024,       /* a message is long if its data exceeds 1/1024 of the ring, or SHORTEST_PIECE */
+  SHORTEST_PIECE = 65536, /* a piece of at least these bytes is worth a separate message */
   RESTED_NS = 500000,     /* threads of wires sleep this long after the last long put */
   MOST_PARTS = 8,         /* most parts into which a put is cut to use several wires */
   FILLED_PART = 256,      /* a rest of the ring below 1/256 of it is filled, not used for a short piece */

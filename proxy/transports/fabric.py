@@ -110,7 +110,7 @@ def default_ring(wires: int, peers: int) -> int:
 
 
 def first_wire(wires: int, peers: int) -> int:
-    """The number of a peer's first wire, given the numbers of wires to the peer and of peers so far, this peer included.
+    """The number of a peer's first wire, given the number of wires to it, and of peers so far, this peer included.
 
     Short puts use only a connection's first wires. So each later peer's first wire is as far as possible from the
     earlier peers': the peers' first wires are 0, a half of the wires, a quarter, three quarters, …
