@@ -186,8 +186,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
  private:
   PROXYCCL_DEVICE SharedSemaphore semaphoreHandle() const { return {semaphore}; }
 
-  // Whether a memory has the range, and the range is whole: offset and size are multiples of `unit`, a power of two
-  // that the compiler knows.
+  // Whether a range lies in a memory, and its offset and size are multiples of `unit`, a power of two that the compiler
+  // knows.
   PROXYCCL_DEVICE bool has(uint32_t call, uint32_t memory, uint64_t memory_bytes, uint64_t offset, uint64_t bytes,
                            uint64_t unit = 1) const {
     if (offset <= memory_bytes && bytes <= memory_bytes - offset && ((offset | bytes) & (unit - 1)) == 0) return true;

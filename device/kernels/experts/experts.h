@@ -58,14 +58,14 @@ enum {
   PROXYCCL_EXPERT_GATHER = 2,  /* gather everyone's counts, and tell the CPU how many rows come */
   PROXYCCL_EXPERT_SEND = 4,    /* of a dispatch or a combine: send rows */
   PROXYCCL_EXPERT_RECEIVE = 8, /* of a dispatch or a combine: receive rows */
-  PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only find out where the rows of a dispatch would go */
+  PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only compute where the rows of a dispatch would go */
   PROXYCCL_EXPERT_TELL = 32,   /* with GATHER and a row for each rank: tell the CPU how many rows chose each expert */
-  PROXYCCL_FIRST_CHOICE = 1 << 30, /* in an announced ProxycclExpertChoice.expert: of its token's slots for that rank it
-                                      is the first */
-  /* Which ids drop a slot, in ProxycclExperts: */
-  PROXYCCL_NUMBER_DROPS = 1,    /* the number of the experts that tokens choose from */
-  PROXYCCL_MINUS_ONE_DROPS = 2, /* -1 */
-  /* Instead of a row: */
+  PROXYCCL_FIRST_CHOICE = 1
+      << 30, /* in an announced ProxycclExpertChoice.expert: set for a token's first slot for that rank */
+  /* Flags in ProxycclExperts that tell which ids drop a slot: */
+  PROXYCCL_NUMBER_DROPS = 1,    /* the id that equals the number of experts */
+  PROXYCCL_MINUS_ONE_DROPS = 2, /* the id -1 */
+  /* Values in place of a row: */
   PROXYCCL_NO_ROW = -1,   /* the slot is dropped, or its expert is elsewhere */
   PROXYCCL_PAST_END = -2, /* the row belongs on this rank, but does not fit in the output */
 };
@@ -80,17 +80,17 @@ enum {
 typedef struct ProxycclExpertSegment {
   uint32_t tokens;        /* tokens of the whole source */
   uint32_t bad_slot;      /* the first slot with a bad expert id, or 0xffffffff */
-  uint32_t wanted_tokens; /* see ProxycclDispatch */
+  uint32_t wanted_tokens; /* see ProxycclDispatch.wanted_tokens */
   uint32_t output_buffer; /* the source's output buffer, see ProxycclDispatch */
 } ProxycclExpertSegment;
 
 typedef struct ProxycclExpertSlot {
   uint32_t expert;   /* the slot's expert, or PROXYCCL_NO_EXPERT */
-  uint32_t position; /* among the segment's slots for this expert */
+  uint32_t position; /* the slot's position among the segment's slots for this expert */
 } ProxycclExpertSlot;
 
 typedef struct ProxycclExpertChoice {
-  int32_t expert; /* among those of all ranks; -1 if the slot is dropped */
+  int32_t expert; /* number among all ranks' experts; -1 if the slot is dropped */
   float weight;
 } ProxycclExpertChoice;
 
@@ -100,13 +100,13 @@ typedef struct ProxycclReceivedRows {
   uint32_t rows;      /* rows that this rank receives */
   uint32_t bad_rank;  /* the first rank with a bad expert id in the latest dispatch with one, or PROXYCCL_NO_PEER if
                          there was none since the CPU last set it to that */
-  uint32_t bad_slot;  /* the first such slot of that rank */
+  uint32_t bad_slot;  /* that rank's first slot with a bad expert id */
   uint32_t bad_index; /* 1 if full_scatter_indices were not a permutation of this rank's rows, or too few */
   uint32_t most_rows; /* most rows of a rank, or with padded rows of an expert, since the CPU last set this to 0 */
-  uint32_t wanted_tokens; /* the greatest of any rank; see ProxycclDispatch */
+  uint32_t wanted_tokens; /* the greatest ProxycclDispatch.wanted_tokens of all ranks */
 } ProxycclReceivedRows;
 
-/* In device memory. The last block of a kernel advances them, never the host, so a captured graph can replay. */
+/* In device memory. Only the last block of a kernel advances these counters, so a captured graph can be replayed. */
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
   uint64_t routings;             /* dispatches other than redispatches */
