@@ -340,9 +340,7 @@ def _choose(
         by_fabric = fabric is not None and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
         if not copied and not by_fabric and carrier not in allowed:
             return None
-        if (
-            not copied and carrier == "tcp" and process >= 0
-        ):  # here the number may be another's
+        if not copied and carrier == "tcp" and process >= 0:  # the number may be another's in this namespace
             os.close(process)
             process = -1
         connection.setblocking(False)

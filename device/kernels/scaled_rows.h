@@ -14,7 +14,7 @@ struct ScaledPart {
   struct alignas(16) Values {
     T at[kEach];
   };
-  struct alignas(4) Elements {  // like rows with scales between them
+  struct alignas(4) Elements {  // aligned like rows with scales between them
     uint8_t at[kEach];
   };
   static_assert(kBlocks > 0, "a block has too many lanes");
@@ -110,7 +110,7 @@ class ScaledNumbers {
 #pragma unroll
     for (uint32_t i = 0; i < kParts; ++i) own = lane == i ? most[i] : own;
     *kept = widen(max(own & 0xffff, own >> 16));
-    const float own_factor = factorOf(*kept);  // one division for all parts
+    const float own_factor = factorOf(*kept);  // one division serves all parts
 #pragma unroll
     for (uint32_t i = 0; i < kParts; ++i) {
       const float factor = shuffle(own_factor, group.lane - lane + i);

@@ -88,7 +88,7 @@ def _begin() -> None:
     global _here  # noqa: PLW0603  the process that this module's objects are made in
     _here = Process()
     for connection in list(_sockets):
-        connection.close()  # not shut down: the parent still uses it
+        connection.close()  # closed but not shut down, because the parent still uses it
 
 
 os.register_at_fork(after_in_child=_begin)

@@ -22,7 +22,7 @@ def user_directory(variable: str, below_home: str, purpose: str) -> Path:
         purpose: the kind of files, for a name in ``$TMPDIR``, else ``/tmp``, if the home can't be used.
     """
     named = os.environ.get(variable, "")
-    if os.path.isabs(named):  # the XDG rules ignore others
+    if os.path.isabs(named):  # the XDG rules ignore relative paths
         return Path(named) / NAME
     home = _home()
     if home is not None and _is_usable(home, home / below_home / NAME):
@@ -43,7 +43,7 @@ def _home() -> Path | None:
     named = os.environ.get("HOME", "")
     try:
         home = named or pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:  # the user has no entry
+    except KeyError:  # the passwd file has no entry for this user
         return None
     return Path(home) if os.path.isabs(home) and os.path.isdir(home) else None
 

@@ -127,8 +127,8 @@ typedef struct ProxycclExperts {
   uint32_t segments, segment_tokens; /* segments of a dispatch, the most tokens of one; blocks without one only send */
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;                /* with a row for each rank: experts of each rank; else 0 */
-  uint32_t padded_rows;                    /* with padded rows: the most that an expert has room for; else 0 */
-  uint32_t expert_alignment;               /* each expert's rows begin at a multiple of it, if not 0 */
+  uint32_t padded_rows;                    /* with padded rows: most rows of an expert; else 0 */
+  uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
   uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint32_t output_buffers, output_rows; /* number of buffers, of which the last is for a combine's rows; rows of each */
   uint32_t senders;    /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is one */
@@ -138,9 +138,9 @@ typedef struct ProxycclExperts {
   uint32_t batch_tokens;         /* across nodes: least tokens of a source that make a separate message */
   uint64_t segment_bytes;        /* most bytes of a segment's rows */
   uint64_t return_segment_bytes; /* most bytes of a segment's rows in a combine, with one row per token */
-  uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* in a segment's routing */
-  uint64_t routing_bytes, slab_bytes;                                  /* bytes of a segment's routing; of a slab */
-  uint64_t least_message; /* across nodes: bytes to which shorter messages are lengthened */
+  uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* offsets in a segment's routing */
+  uint64_t routing_bytes, slab_bytes; /* bytes of a segment's routing, and bytes of a slab */
+  uint64_t least_message;             /* across nodes: bytes to which shorter messages are lengthened */
   /* Offsets in a workspace. */
   uint64_t announced, inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
   uint64_t outputs, output_bytes, output_scales; /* the last two: bytes of a buffer; offset of the scales in a buffer */
@@ -163,20 +163,21 @@ typedef struct ProxycclExperts {
   ProxycclExpertCounters* counters;
 } ProxycclExperts;
 
-/* The places of a dispatch's rows, in device memory. Combines and dispatches by the same routing read them. */
+/* The places of a dispatch's rows, in device memory. Combines, and dispatches by the same routing, read these places.
+ */
 typedef struct ProxycclExpertLayout {
   int32_t* tokens;      /* [world_size]: tokens of each rank */
   int32_t* counts;      /* [world_size][experts] */
   int32_t* rows;        /* [world_size][max_tokens][topk]: this rank's row of each slot */
   int32_t* places;      /* [world_size][max_tokens]: across nodes, where the token lies in its batch's rows */
   int32_t* sent_places; /* [nodes][max_tokens]: for each node, places of this rank's tokens in their batch's rows */
-  int32_t* expert_ids;  /* [nodes][max_tokens][topk]: of this rank's tokens and its counterparts' */
-  int32_t* first_rows;  /* [rows]: the first row of the same token on this rank */
-  int32_t* token_rows;  /* [rows][topk]: if this is its token's first row, the row of each slot of the token */
-  int32_t* row_slots;   /* [rows]: the slot, of its token, that each row is for */
-  int32_t* row_tokens;  /* [rows]: the token's number on its rank; or null */
-  int32_t* row_experts; /* with a row for each rank, [rows][topk] of id_bytes each: this rank's experts that the token
-                           chose, by their number here; -1 for others */
+  int32_t* expert_ids; /* [nodes][max_tokens][topk]: expert ids of this rank's tokens and of its counterparts' tokens */
+  int32_t* first_rows; /* [rows]: the first row of the same token on this rank */
+  int32_t* token_rows; /* [rows][topk]: if this is its token's first row, the row of each slot of the token */
+  int32_t* row_slots;  /* [rows]: each row's slot of its token */
+  int32_t* row_tokens; /* [rows]: the token's number on its rank; or null */
+  int32_t* row_experts; /* with a row for each rank, [rows][topk] of id_bytes each: the token's experts on this rank, by
+                           their number on the rank; -1 for others */
   int32_t* expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert, at most its room */
   int32_t* sent_rows;   /* with output buffers, [max_tokens][topk]: the row of each slot of this rank's tokens, on the
                            slot's rank */
@@ -188,13 +189,13 @@ typedef struct ProxycclDispatch {
   uint32_t capacity;      /* rows of the output */
   uint32_t redispatch;    /* 1: use an existing layout and count nothing */
   uint64_t ticket;        /* see ProxycclReceivedRows */
-  uint32_t wanted_tokens; /* tokens for which this rank would have needed a larger layer, or 0; all ranks learn it */
+  uint32_t wanted_tokens; /* tokens, sent to all ranks, for which this rank would have needed a larger layer; or 0 */
   uint32_t scale_bytes;   /* scales at the end of each row, which go to output_scales */
   uint32_t scale_column;  /* with padded rows: words of a column of an expert's scales, one column for each scale of a
                              row; 0: each row's scales lie together */
   uint32_t id_bytes;      /* 4 or 8; also of row_experts, unless this is a repeated dispatch */
   uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's buffer; else 0 */
-  uint32_t padded_rows;   /* with padded rows: how many each expert has room for in this call */
+  uint32_t padded_rows;   /* with padded rows: most rows of an expert in this call */
   uint64_t row_bytes;
   const char* input;       /* [tokens][row_bytes] */
   const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
@@ -217,7 +218,7 @@ typedef struct ProxycclCombine {
   const float* weights; /* [R], or null */
   /* [tokens][topk], or null: factors of the slots' rows, beside `weights`. On one node, without local_combine. */
   const float* slot_weights;
-  /* [tokens][hidden] each, or null: a sum begins with these. The second one needs the first. */
+  /* [tokens][hidden] each, or null: sums begin with these arrays. The second array needs the first. */
   const char* added[PROXYCCL_ADDED];
   /* [tokens][topk] of id_bytes each, or null: the ids that the caller dispatched by. A token's rows, one of each rank,
    * are then summed in the order of its last slots for the ranks. On one node, with a row or a sum of each rank. */
@@ -235,7 +236,7 @@ typedef struct ProxycclWeighing {
   const char* others;   /* [rows][hidden], or null */
   float* products; /* [rows]: scalar product of each row, before weighing, with its row of `others`; zero for unfilled
                       rows. Or null */
-  const int32_t* received;  /* number of filled rows; null if all are */
+  const int32_t* received;  /* number of filled rows; null if all rows are filled */
   const int32_t* row_slots; /* [rows]: negative for unfilled rows; or null */
 } ProxycclWeighing;
 
