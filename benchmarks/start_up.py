@@ -89,7 +89,7 @@ def start(arguments: Sequence[str]) -> Start:
 
 
 def measure(repeats: int, seconds: float) -> list[Fields]:
-    """A row for each program: one run to fill caches, then `repeats` of them, or fewer where the time is up."""
+    """A row for each program: one run to fill caches, then `repeats` runs, or fewer where the time is up."""
     for arguments in PROGRAMS.values():
         start(arguments)
     end = time.monotonic() + seconds
