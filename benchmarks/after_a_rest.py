@@ -59,7 +59,7 @@ _COLUMNS = (
 )
 
 Timed = Callable[[], tuple[float, float]]
-"""Makes a call; returns the time between its events and that of the issuing thread, in µs."""
+"""Makes a call; returns the time between the call's events and the issuing thread's time, in µs."""
 
 
 def after_rests(call: Timed, calls: dict[int, int]) -> Fields:

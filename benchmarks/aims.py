@@ -43,7 +43,7 @@ PRODUCT_RATIO = 1.0
 """Aim, at most: the time of a product beside a collective by proxy, over that beside NCCL's copy engines."""
 
 HOST_ALL_REDUCE_RATIO = 1.0
-"""Aim, at least: MPI's time over that of the host runtime with registered arrays, from HOST_ALL_REDUCE_BYTES on."""
+"""Aim, at least: MPI's time over the host runtime's time with registered arrays, from HOST_ALL_REDUCE_BYTES on."""
 HOST_ALL_REDUCE_BYTES = 64 * KIB
 
 RING_ROUND_TRIP_US = 3.05
@@ -69,12 +69,12 @@ SM_SIGNAL_US = 2.46 / 2
 """The limit of a signal from GPU to GPU, one way, in µs: half of a flag's round trip."""
 
 RDMA_RATE_RATIO = 0.9
-"""Aim: the rate of proxied writes of 8 bytes, over that of a bare loop of ibv_post_send with one request a call."""
+"""Aim: the rate of proxied writes of 8 bytes, over the rate of a bare loop of ibv_post_send with one request a call."""
 RDMA_BANDWIDTH_RATIO = 0.95
-"""Aim: the bandwidth of proxied writes of 64 KiB, over that of ib_write_bw."""
+"""Aim: the bandwidth of proxied writes of 64 KiB, over the bandwidth of ib_write_bw."""
 
 FABRIC_RATE_RATIO = 0.9
-"""Aim: the rate of proxied writes of 8 bytes through libfabric, over that of a bare loop of fi_writemsg."""
+"""Aim: the rate of proxied writes of 8 bytes through libfabric, over the rate of a bare loop of fi_writemsg."""
 FABRIC_BANDWIDTH_RATIO = 0.95
 """Aim: the rate of proxied writes of 1 MiB through libfabric, over the rate of a bare loop of fi_writemsg."""
 

@@ -101,7 +101,7 @@ class Buffers:
         return Contender(name, ours, call, refill, lambda calls: self.wrong_after(x, calls), also_wrong)
 
     def ours(self, name: str) -> Contender:
-        """One of our algorithms. Its check also makes a call out of place, into poison."""
+        """One of our algorithms. The contender's check also makes a call out of place, into poisoned memory."""
         comm, stream = self.job.comm, self.job.handle
         algorithm = _ALGORITHMS.get(name, name)
         symmetric = name in (REGISTERED, PROXIED)

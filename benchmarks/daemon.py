@@ -184,7 +184,7 @@ def _cpu_of(stat: Path) -> float:
 
 
 def proxy_seconds(daemon: int) -> float:
-    """CPU seconds of this process's proxy threads; on the first rank plus those of the daemon."""
+    """CPU seconds of this process's proxy threads; on the first rank, the daemon's CPU seconds are added."""
     own = [thread.native_id for thread in threading.enumerate() if "-proxy-" in thread.name]
     seconds = sum(_cpu_of(Path(f"/proc/self/task/{number}/stat")) for number in own)
     return seconds + (_cpu_of(Path(f"/proc/{daemon}/stat")) if MPI.COMM_WORLD.rank == 0 else 0.0)

@@ -1,4 +1,4 @@
-"""The ranks on the host runtime: numpy's arrays, and bursts that the CPU's clock times. It has no peers.
+"""The ranks on the host runtime: numpy's arrays, and bursts that the CPU's clock times. The host runtime has no peers.
 
 So the programs can be tried without a GPU. Bursts are issued one call after another, so the times contain that.
 """

@@ -82,7 +82,7 @@ class Nccl:
 
 
 class NcclCommunicator:
-    """A communicator of NCCL. Its calls wait for the other ranks without a bound.
+    """A communicator of NCCL. The communicator's calls wait for the other ranks without a time-out.
 
     Args:
         nccl: the library.

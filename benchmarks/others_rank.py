@@ -98,7 +98,9 @@ class World:
         self.outputs.append(whole[:: -(-whole.numel() // _SAMPLES)].clone())
 
     def of_all(self, own: Any) -> list[Any]:
-        """The objects of all ranks. They go by a store, since the contender should only have the program's calls."""
+        """The objects of all ranks. The objects travel through a store, because the contender should get only the
+        program's calls.
+        """
         self._met += 1
         self.store.set(f"met/{self._met}/{self.rank}", json.dumps(own))
         return [json.loads(self.store.get(f"met/{self._met}/{rank}")) for rank in range(self.size)]

@@ -47,7 +47,9 @@ def issue_and_whole(ranks: Ranks, calls: dict[str, Callable[[], object]], burst:
 
 
 def measure_issue(ranks: Ranks, *, quick: bool) -> None:
-    """Issue of torch's calls, beside those of a group that does nothing, and of `Communicator.all_reduce`."""
+    """Measures the issue of torch's calls, of the calls of a group that does nothing, and of
+    `Communicator.all_reduce`.
+    """
     bursts = 2 if quick else _BURSTS
     groups = {OURS: ranks.group_of_ours(Variant(OURS)), ranks.peer: dist.group.WORLD, "nothing": nothing_group()}
     calls = {name: issue_calls(group, ranks.device) for name, group in groups.items() if group is not None}

@@ -333,7 +333,7 @@ class Bench:
         }
 
     def get_bandwidth(self, nbytes: int, total: int) -> Fields:
-        """Bandwidth of gets of rank 0, beside that of its puts; each moves about `total` bytes."""
+        """Bandwidth of gets of rank 0, beside the bandwidth of its puts; each moves about `total` bytes."""
         transfers = max(4, min(400, total // nbytes))
         rates = []
         for get in (False, True):

@@ -135,7 +135,7 @@ class Burst(ABC):
 class Timing:
     """A contender's result. If it can't make the call, `time_us` is None and `reason` says why.
 
-    `multiprocessors` is that of its `Burst`.
+    `multiprocessors` is taken from the contender's `Burst`.
     """
 
     name: str

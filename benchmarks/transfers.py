@@ -70,8 +70,8 @@ class Side:
         from nixl._api import nixl_agent
 
         self.agent = nixl_agent(name)
-        # It starts at a huge page: the small pages at the start of a mapping, whose number differs from run to run,
-        # take twice as long to copy.
+        # The memory starts at a huge page: the small pages at the start of a mapping, whose number differs from run to
+        # run, take twice as long to copy.
         memory = np.ones(MOST_BYTES + HUGE_PAGE, np.uint8)
         self._memory: list[Any] = [memory[-memory.ctypes.data % HUGE_PAGE :][:MOST_BYTES]]
         self.kinds = {"DRAM": (int(self._memory[0].ctypes.data), 0)}

@@ -1,7 +1,7 @@
 """The exceptions of ProxyCCL.
 
-They live in the lowest package so that every package can raise them. An exception that ends a communicator derives from
-`CommunicatorError` and names the rank, peer, channel, operation and offset, as far as they are known.
+The exceptions live in the lowest package, so that every package can raise them. An exception that ends a communicator
+derives from `CommunicatorError` and names the rank, peer, channel, operation and offset, as far as they are known.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def open_compiler(name: str) -> Compiler:
 
 
 def find_runtime() -> str:
-    """Returns the default runtime: that of the first GPU vendor with a device on this machine, else "host"."""
+    """Returns the default runtime: the runtime of the first GPU vendor with a device on this machine, else "host"."""
     with _opening:
         return _first_with_a_device()
 

@@ -79,8 +79,8 @@ def parse_cores(text: str, near: int | None = None) -> list[int]:
     """Parses a list of cores. Returns their numbers.
 
     Args:
-        text: numbers and ranges, such as ``0-3,8``; ``node:1`` for the cores of a NUMA node; ``near`` for those of the
-            node `near`.
+        text: numbers and ranges, such as ``0-3,8``; ``node:1`` for the cores of a NUMA node; ``near`` for the cores of
+            the node `near`.
         near: the NUMA node next to the device; None if there is no device, or its node is unknown.
 
     Raises:

@@ -86,7 +86,7 @@ class ServiceRemote:
     def connect_endpoint(
         self, peer: int, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Connects this rank's endpoint to the peer's. It does not wait for the peer.
+        """Connects this rank's endpoint to the peer's. The call does not wait for the peer.
 
         Args:
             peer: the peer's rank.

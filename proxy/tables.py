@@ -41,7 +41,7 @@ class ChannelTable:
         self._observed = observed
         self._rings_of = [range(worker, rings, workers) for worker in range(workers)]
         self._ring_per_connection = ring_per_connection
-        self._ring_of: dict[int, int] = {}  # by channel
+        self._ring_of: dict[int, int] = {}  # each channel's ring
         self._free = list(reversed(range(MAX_CHANNELS)))
         self._handlers = 0
         self._given = 0  # ids that other services reserved

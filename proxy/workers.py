@@ -226,7 +226,8 @@ class WireWorkers:
     (engine/staged_transport.h). The other arguments are those of the service.
 
     The service's own workers also poll a wire while the wire's thread sleeps. So nothing waits for these threads, and
-    an idle one soon sleeps. They speed up long transfers, because one thread's sockets do not saturate a network.
+    an idle one soon sleeps. These threads speed up long transfers, because one thread's sockets do not saturate a
+    network.
 
     Raises:
         ArgumentError: there are no such cores.

@@ -50,7 +50,7 @@ class Keys:
         self._sorted: tuple[Rows, Rows] | None = None
 
     def add(self, keys: Iterable[Key], replaced: Iterable[Region] = ()) -> None:
-        """Adds keys, after those of the regions that they replace are forgotten."""
+        """Forgets the keys of replaced regions, then adds keys."""
         with self._lock:
             for region in replaced:
                 self._keys.pop(region, None)
@@ -124,7 +124,7 @@ class AgentFabric:
 
     def register(self, regions: Iterable[Region], runtimes: Mapping[Region, Runtime]) -> None:
         """Registers regions, except those of devices that the provider does not reach; a region may be registered
-        already. `runtimes` are those of regions in device memory. Errors as for `FabricEndpoint.register`.
+        already. `runtimes` are the runtimes of the regions in device memory. Errors as for `FabricEndpoint.register`.
         """
         with self._lock:
             for region in regions:
@@ -211,7 +211,7 @@ class AgentFabric:
         return np.column_stack(columns)
 
     def close(self) -> None:
-        """Closes the endpoint. It must no longer be in use."""
+        """Closes the endpoint. The endpoint must no longer be in use."""
         self.deregister(list(self._registered))
         self.endpoint.close()
 

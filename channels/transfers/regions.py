@@ -69,7 +69,7 @@ def is_unicode(text: str) -> bool:
 
 
 class Regions:
-    """The regions of an agent. They may overlap, and a region may be registered more than once.
+    """The regions of an agent. Regions may overlap, and a region may be registered more than once.
 
     A block belongs to memory if one region holds all of it. Each region has the number of its latest registration
     (`Ledger`). Adding or removing a few of many costs only copies of arrays.
@@ -147,7 +147,7 @@ class Regions:
 
     def ranges(self, kind: str = DRAM, device: int | None = None) -> tuple[Rows, Rows]:
         """The first addresses and the ends of the memory of regions, in order. Regions that touch are one range: blocks
-        that follow each other are sent as one, whatever regions they belong to. Arguments are those of `view`.
+        that follow each other are sent as one, whatever regions they belong to. Takes the arguments of `view`.
         """
         view = self.view(kind, device)
         starts, ends = view.starts, view.ends

@@ -1,4 +1,4 @@
-"""NVIDIA's run-time compiler as a `Compiler`: NVRTC from PyPI. It needs no driver and no device."""
+"""NVIDIA's run-time compiler as a `Compiler`: NVRTC from PyPI. NVRTC needs no driver and no device."""
 
 from __future__ import annotations
 

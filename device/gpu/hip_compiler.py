@@ -1,4 +1,4 @@
-"""AMD's run-time compiler as a `Compiler`: HIPRTC of a machine's ROCm. It needs no driver and no device."""
+"""AMD's run-time compiler as a `Compiler`: HIPRTC of a machine's ROCm. HIPRTC needs no driver and no device."""
 
 from __future__ import annotations
 

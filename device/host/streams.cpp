@@ -33,8 +33,8 @@ namespace proxyccl {
 namespace host {
 namespace {
 
-// A pool of threads that run blocks. It grows to as many threads as there are blocks waiting to run, so submitters
-// never wait.
+// A pool of threads that run blocks. The pool grows to one thread for each block that waits to run, so submitters never
+// wait.
 class BlockThreads {
  public:
   // Runs each task in a separate thread. Throws, without running any, if there can't be enough threads.

@@ -3,8 +3,8 @@
 // In a round a lane writes to its slot in each peer's scratch memory, signals every peer, waits for every peer's signal
 // and reads the slots in its own scratch memory. Slots are double-buffered by the parity of the round. No flag guards
 // them: a rank starts round r + 2 after it has received every peer's signal of round r + 1, and a peer sends that
-// signal after it has read its slots of round r. The same holds for sources in the staging area. It also holds between
-// kernels, whatever their grids: a peer that has started a kernel has ended the previous one.
+// signal after it has read its slots of round r. The same holds for sources in the staging area. The guarantee also
+// holds between kernels, whatever their grids: a peer that has started a kernel has ended the previous one.
 #pragma once
 
 #include "integers.h"

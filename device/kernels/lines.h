@@ -14,8 +14,9 @@
 
 namespace proxyccl {
 
-// A unit of array[count]: values past the end are loaded as zero and not stored. The last one, and those of an array
-// that is not aligned, are moved value by value in a short loop, not unrolled, as there are many copies of it.
+// A unit of array[count]: values past the end are loaded as zero and not stored. The last unit, and all units of an
+// unaligned array, are moved value by value in a short loop, which is not unrolled, because the code has many copies of
+// it.
 template <class T>
 PROXYCCL_DEVICE Bytes16 loadUnit(const T* array, uint64_t count, uint64_t unit) {
   constexpr uint32_t kWide = 16 / sizeof(T);

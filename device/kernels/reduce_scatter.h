@@ -1,7 +1,7 @@
 // reduce_scatter: each rank gets one share of the reduction, in one crossing.
 //
-// Every rank stores the part that a peer reduces to that peer's scratch memory, straight from its input. It reduces in
-// rank order straight into its output. A short call goes in rounds (exchange.h), a long call in pieces
+// Every rank stores the part that a peer reduces to that peer's scratch memory, straight from its input. The peer
+// reduces in rank order, straight into its output. A short call goes in rounds (exchange.h), a long call in pieces
 // (scattered_reduction.h). Pieces need fewer blocks, but one more meeting at the end.
 //
 // In pieces a rank scatters piece k + 1 when it has every peer's data of piece k, which the peers posted when they had

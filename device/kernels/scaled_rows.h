@@ -91,8 +91,8 @@ class ScaledNumbers {
     }
   }
   // By a group: makes the elements. *kept is the greatest magnitude of a block: the lane with number n among a block's
-  // has that of part n. Returns false to the whole group if there was an infinity or a NaN; then the elements are
-  // invalid.
+  // lanes has the magnitude of part n. Returns false to the whole group if there was an infinity or a NaN; then the
+  // elements are invalid.
   PROXYCCL_DEVICE bool quantize(const Group& group, Elements* elements, float* kept) const {
     uint32_t most[kParts];
 #pragma unroll
@@ -147,7 +147,7 @@ class ScaledNumbers {
 template <uint32_t kParts, class T, class StoreParts, class StoreScale>
 PROXYCCL_DEVICE void scaleBlocks(const Group& group, const T* row, uint32_t first, uint32_t last, bool aligned,
                                  StoreParts storeParts, StoreScale storeScale) {
-  // Each thread makes the scale of one block, because that costs a division. They are stored side by side.
+  // Each thread makes the scale of one block, because that costs a division. The scales are stored side by side.
   auto storeScales = [&](uint32_t lanes, float kept) {
     const uint32_t block = first + group.lane % lanes * (kGroupLanes / lanes) + group.lane / lanes;
     if (block < last) storeScale(block, scaleOf(kept));

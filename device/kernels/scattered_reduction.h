@@ -130,8 +130,8 @@ class ScatteredReduction {
     }
   }
 
-  // Reduces this rank's part of piece k, and stores the result to target(rank) for each rank, this one last; with
-  // `alone` only to that of this rank.
+  // Reduces this rank's part of piece k, and stores the result to target(rank) for each rank, for this rank last; with
+  // `alone` only to target(this rank).
   template <class Target>
   PROXYCCL_DEVICE void reduce(uint64_t k, bool alone, Target target) const {
     const uint64_t begin = beginOf(k, team_.rank), count = sizeOf(k, team_.rank);

@@ -18,7 +18,7 @@
 
 enum { PROXYCCL_POOL_DEVICES = 64 }; /* devices are numbered from 0 */
 
-/* The driver's calls for a device. It offers either `allocate` or `allocate_with_flags`. */
+/* The driver's calls for a device. The driver offers either `allocate` or `allocate_with_flags`. */
 typedef struct ProxycclPoolCalls {
   /* cuMemAlloc, proxyccl_host_allocate */
   int (*allocate)(uint64_t* ptr, size_t bytes);

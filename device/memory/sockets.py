@@ -131,7 +131,7 @@ def add_broker(name: str, connect: Connect) -> None:
     """Registers a broker, a process that connects others, for processes that no other socket reaches.
 
     Args:
-        name: the broker's name in errors. It replaces a broker of the same name.
+        name: the broker's name in errors. A broker of the same name is replaced.
         connect: connects by the broker. Raises OSError if the broker does not know the process.
     """
     _brokers[name] = connect

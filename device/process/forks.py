@@ -56,7 +56,7 @@ def here() -> Process:
 def finalizer(owner: Any, release: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
     """Returns a `weakref.finalize` that runs only in the process that made it.
 
-    It does not run at exit: communicators are closed later.
+    The finalizer does not run at exit, because communicators are closed later.
     """
     made = weakref.finalize(owner, _release, _here, release, arguments)
     made.atexit = False

@@ -14,7 +14,8 @@ NAME = "proxyccl"
 
 
 def user_directory(variable: str, below_home: str, purpose: str) -> Path:
-    """Returns the directory for a kind of this library's files. It need not exist, and may fail `require_private`.
+    """Returns the directory for a kind of this library's files. The directory need not exist, and may fail
+    `require_private`.
 
     Args:
         variable: the XDG variable that names the parent directory.
@@ -31,7 +32,9 @@ def user_directory(variable: str, below_home: str, purpose: str) -> Path:
 
 
 def runtime_directory() -> Path:
-    """Returns the directory for this user's sockets and for files that end with their process. It need not exist."""
+    """Returns the directory for this user's sockets and for files that end with their process. The directory need
+    not exist.
+    """
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named and os.path.isdir(named):
         return Path(named) / NAME

@@ -337,8 +337,8 @@ class DaemonClient(ProxyWords):
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
     ) -> None:
-        """Puts a channel in use. Its signals count up a word, which `handle` names on a connection that copies, and
-        between hosts `remote_semaphore` does.
+        """Puts a channel in use. The channel's signals count up a word, which `handle` names on a connection that
+        copies, and `remote_semaphore` names between hosts.
         """
         if connection.private:
             self._own_service().set_channel(channel, connection, remote_semaphore)

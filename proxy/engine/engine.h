@@ -107,7 +107,7 @@ void proxyccl_worker_stop(ProxycclWorker *worker);
 /* Ends the worker at once, whatever its rings hold. For any thread. */
 void proxyccl_worker_abandon(ProxycclWorker *worker);
 /* Asks a running worker to report that its rings are empty and nothing is outstanding. Returns the request's number;
- * proxyccl_worker_drained() returns that of the last request that was answered. */
+ * proxyccl_worker_drained() returns the number of the last answered request. */
 uint32_t proxyccl_worker_drain(ProxycclWorker *worker);
 uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
 /* Pauses a worker's use of its rings and of the service's tables until proxyccl_worker_resume(), so that entries that

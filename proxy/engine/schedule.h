@@ -63,7 +63,7 @@ typedef struct ProxycclScheduleSend {
 /* Waits until a peer's sends have arrived. */
 typedef struct ProxycclScheduleReceive {
   uint32_t channel; /* used only for schedules; this rank's word of the channel counts arrived sends */
-  uint32_t sends;   /* sends to wait for, beyond those of earlier receives on the channel */
+  uint32_t sends;   /* sends to wait for, beyond the sends of earlier receives on the channel */
   uint32_t stage;   /* index of the word in `stages` that counts the complete receive, or PROXYCCL_NO_ID */
 } ProxycclScheduleReceive;
 

@@ -1,7 +1,7 @@
 /* A transport moves data to peers. It has a connection to each peer, which all channels to that peer share.
  *
- * No function blocks. Those that return a status return 0, or a status of the transport that ends the communicator. A
- * connection executes its operations in order: a signal arrives after the puts and gets before it, a flush word is
+ * No function blocks. Functions that return a status return 0, or a status of the transport that ends the communicator.
+ * A connection executes its operations in order: a signal arrives after the puts and gets before it, a flush word is
  * written when they are complete, a get reads the data of earlier puts, and a put carries the data of earlier gets.
  */
 #ifndef PROXYCCL_TRANSPORT_H

@@ -40,8 +40,8 @@ typedef struct {
 
 static VerbsConnection *self_of(ProxycclConnection *base) { return (VerbsConnection *)base; }
 
-/* Posts the chain with one call. Its last request is signalled: a completion frees the slots of all requests before it,
- * and only a completion does. */
+/* Posts the chain with one call. The chain's last request is signalled: a completion frees the slots of all requests
+ * before it, and only a completion does. */
 static int post(VerbsConnection *self) {
   struct ibv_send_wr *last, *refused;
   int status;

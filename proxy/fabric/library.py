@@ -194,8 +194,8 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
 
 
 def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
-    """Merges answers to successively weaker requests. Each offer is taken from the first answer that has it. The order
-    is that of the last answer, because libfabric may prefer a provider with fewer capabilities.
+    """Merges answers to successively weaker requests. Each offer is taken from the first answer that has it. The offers
+    have the order of the last answer, because libfabric may prefer a provider with fewer capabilities.
     """
     best: dict[tuple[str, str, object, int], FabricOffer] = {}
     for answer in reversed(answers):
@@ -256,7 +256,7 @@ def _ip_address(address_format: int, raw: bytes) -> ipaddress.IPv4Address | ipad
 def choose_offer(offers: list[FabricOffer], options: FabricOptions, *, local_rank: int = 0) -> FabricOffer:
     """Chooses the first provider in libfabric's order that reaches other hosts, and one of its interfaces.
 
-    Of interfaces with an IP address, the loopback's and link-local ones are skipped, and IPv4 is preferred. Ranks of a
+    Among interfaces with an IP address, loopback and link-local ones are skipped, and IPv4 is preferred. Ranks of a
     host are spread, by `local_rank`, over a provider's interfaces without IP addresses. Interfaces with addresses may
     belong to separate networks, so ranks are not spread over them.
 

@@ -74,9 +74,9 @@ uint32_t proxyccl_calls_choose(const ProxycclCallers *callers, uint32_t wish);
 /* Logs a call and compares it with the peers' calls of the same number. Returns 0 or a status above. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
 /* Logs and compares a call as proxyccl_calls_agree does, then launches unless a rank has failed, and waits for the
- * launch if its stream is that of `wait_on`. Returns the driver's status or a status above, because a rank may also
- * fail during the wait; or PROXYCCL_OTHER_CONTEXT, in which case nothing was launched or logged. Without a call, the
- * launch is part of a call that was logged before; without a launch, the call is only logged. */
+ * launch if its stream is the stream of `wait_on`. Returns the driver's status or a status above, because a rank may
+ * also fail during the wait; or PROXYCCL_OTHER_CONTEXT, in which case nothing was launched or logged. Without a call,
+ * the launch is part of a call that was logged before; without a launch, the call is only logged. */
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const ProxycclLaunch *launch,
                          uintptr_t stream);
 /* Does the same as proxyccl_calls_issue, with stream operations in place of a launch. Returns

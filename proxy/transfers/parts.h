@@ -255,7 +255,8 @@ typedef struct TransferPath {
   /* Copies a piece that no thread has begun. Returns 0 if there is no such piece, or no free stage, else 1. NULL if
    * threads do not copy. */
   int (*copy)(ProxycclTransfer *self);
-  /* The work of a caller that polls the transfer while its request is not active. NULL if that is `copy` or `look`. */
+  /* The work of a caller that polls the transfer while its request is not active. NULL if `copy` or `look` does this
+   * work. */
   void (*help)(ProxycclTransfer *self);
   /* Begins no further work and waits for quiescence of the local memory. Returns 1, or 0 on a time-out. Called while
    * the transfer's request is not active. NULL if no work remains at that point. */

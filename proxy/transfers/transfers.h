@@ -2,8 +2,8 @@
  *
  * An agent has one thread, which sleeps until a socket or a caller has work for it. A link is a socket from one agent
  * to another: the side that opened it requests, the other side serves. A transfer is a list of blocks over one link, or
- * within the agent. Its path is decided when the link is made: process_vm_readv and process_vm_writev into the peer's
- * process, or the socket itself. Memory of devices is copied by a device to which both sides are mapped.
+ * within the agent. A transfer's path is decided when the link is made: process_vm_readv and process_vm_writev into the
+ * peer's process, or the socket itself. Memory of devices is copied by a device to which both sides are mapped.
  *
  * Every function may be called from any thread at any time. None waits for a peer; proxyccl_transfer_wait and
  * proxyccl_agent_wait are bounded.

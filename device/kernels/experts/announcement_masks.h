@@ -25,8 +25,8 @@ class MaskAnnouncement : public Announcement {
     for (uint32_t i = threadIdx.x; i < e_.world_size; i += blockDim.x) badSlots()[i] = ~0u;
   }
 
-  // Called by the block: finds the choices of this rank's tokens, or of its share of them. They may be read after the
-  // next barrier.
+  // Called by the block: finds the choices of this rank's tokens, or of its share of them. The choices may be read
+  // after the next barrier.
   PROXYCCL_DEVICE void collect(const ProxycclDispatch& call) const {
     if (threadIdx.x == 0) heads()[e_.rank] = headOf(call);
     const Choices choices(e_, call);

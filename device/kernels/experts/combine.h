@@ -247,7 +247,7 @@ class Combine {
                              number_ << kBufferBits | call_.rows_buffer);
   }
   // Called by the block before it waits: looks up the rows of its tokens, while the flags that it will wait for are on
-  // their way. They may be used after the next barrier.
+  // their way. The rows' places may be used after the next barrier.
   PROXYCCL_DEVICE void cacheRows() const {
     if (!cachesRows()) return;
 #pragma unroll 1
@@ -372,8 +372,8 @@ class Combine {
                               : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
     return area + block_ * segment + (i * places + (by_rank_ ? from : k)) * stride_;
   }
-  // Returns a row's weight for a piece. It is stored after the row once for each piece, as different groups write the
-  // pieces.
+  // Returns a row's weight for a piece. The weight is stored after the row, once for each piece, because different
+  // groups write the pieces.
   PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
     return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
   }

@@ -262,8 +262,8 @@ class Dispatch {
     __shared__ uint16_t targets[PROXYCCL_KEPT_TARGETS];
     return targets;
   }
-  // Called by the block: for each node, numbers the segment's tokens that go there, after those of the batch's earlier
-  // segments. Their rows lie one after the other.
+  // Called by the block: for each node, numbers the segment's tokens that go there, after the tokens of the batch's
+  // earlier segments. Their rows lie one after the other.
   PROXYCCL_DEVICE void placeTokens() const;
   // Called by the block: the first waits for the counts of all ranks; the second then returns whether all threads'
   // waits succeeded. Both end with a barrier.
@@ -640,7 +640,7 @@ class Dispatch {
     __shared__ Outgoing outgoing[PROXYCCL_MAX_EXPERT_RANKS];
     return outgoing;
   }
-  // This rank's rows among those of all ranks.
+  // This rank's part of a table with the rows of all ranks.
   struct Range {
     uint32_t first, count;
   };
@@ -652,8 +652,8 @@ class Dispatch {
     const uint32_t n = 2 * team_.experts();
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
   }
-  // With a row for each rank, in the block that reports them: the choices of each of this rank's experts. They follow
-  // the bases, which are few then.
+  // With a row for each rank, in the block that reports them: the choices of each of this rank's experts. The choices
+  // follow the bases, which are few in that case.
   PROXYCCL_DEVICE uint32_t* chosen() const { return bases() + 2 * team_.experts(); }
   PROXYCCL_DEVICE uint32_t countersUsed() const { return 2 * team_.experts() + team_->chosen_per_rank; }
   static constexpr uint32_t kStoredPiecesLog2 = 1,
