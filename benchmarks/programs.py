@@ -10,8 +10,8 @@ peer, and ours with other settings. The faster job of a contender counts, since 
 by up to 40 % on shared machines. Their rows also have the first step, the slowest of the steps 2 to 10 over the median
 ("late"), and the CPU time of a step, that of the proxies included.
 
-The CPU's share is the part of the time in which the CPU issued what was measured: near 1, a faster GPU gains nothing.
-Of calls after a rest it is the share of a core that an idle proxy takes.
+The CPU's share is the part of the time in which the CPU issued what was measured: at a share near 1, a faster GPU would
+not help. Of calls after a rest it is the share of a core that an idle proxy takes.
 
 Without a GPU for each rank it runs tiny cases on the host runtime, beside gloo: that shows that the programs work.
 """

@@ -271,7 +271,9 @@ class Bench:
         return {"bytes": nbytes, **timing, "limit_us": limit, "aim_us": aim}
 
     def value_latency(self, kind: int) -> Fields:
-        """Latency of what travels in a trigger, beside a signal and a put of as many bytes from memory."""
+        """Latency of values and signals that travel in a trigger, beside a signal and a put of as many bytes from
+        memory.
+        """
         wrong = self.comm.empty(1, "int32").fill(0)
         given = (self.valued, self.memory, self.largest, kind, wrong, self._signals)
         timing = self.one_way("value_ping_pong", *given)

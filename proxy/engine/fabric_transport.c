@@ -1,7 +1,7 @@
 /* Operations wait in a queue of the connection until a request is free. Requests are numbered from 1; all up to number
  * `retired` are complete.
  *
- * Where the peer's memory changes in the order of the writes, one completion retires all requests before it. So a
+ * With a provider whose writes reach the peer's memory in order, one completion retires all requests before it. So a
  * request is held back until the next one or the end of a run of triggers, and only the last of a run asks for a
  * completion. If no flush waits, the last request does not ask either: over sockets a completion is a message from the
  * peer, which costs both sides as much as a signal does. If no request follows for a while, or a flush starts to wait,

@@ -72,7 +72,8 @@ static void end_process(int number, const siginfo_t *info) {
 static void pass_on(int number, siginfo_t *info, void *context) {
   const Replaced *before = &replaced[number == SIGBUS];
   const char *frame = __builtin_frame_address(0);
-  const int nested = passing.frame != NULL && frame < passing.frame; /* if not, a longjmp has left the recorded call */
+  const int nested =
+      passing.frame != NULL && frame < passing.frame; /* otherwise the recorded call was left by longjmp */
   const int level = nested ? passing.level - 1 : __atomic_load_n(&before->count, __ATOMIC_ACQUIRE) - 1;
   const struct sigaction *action = &before->actions[level < 0 ? 0 : level];
   const Passing outer = passing;

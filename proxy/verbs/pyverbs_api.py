@@ -2,8 +2,8 @@
 
 Debian 12 has version 44, with enumerators in `pyverbs.enums`. Later versions have them in `pyverbs.libibverbs_enums`;
 built by a newer Cython, only in the enums' classes. From version 61 a queue pair exposes its address; for older
-versions the engine finds the address. `PD.pd`, `Context.context` and `CQ.cq` are never read: before 61 that crashes the
-process.
+versions the engine finds the address. `PD.pd`, `Context.context` and `CQ.cq` are never read, because reading them
+crashes the process before version 61.
 """
 
 from __future__ import annotations
