@@ -34,12 +34,12 @@ from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 20.0  # seconds, of each wait
+_TIMEOUT = 20.0  # longest wait, in seconds
 _COUNT = 256  # elements of 4 bytes
 _RESTS_MS = (0, 1, 10, 100)
 _CALLS = {0: 40, 1: 40, 10: 30, 100: 12}
 _QUICK_CALLS = 3
-_SETTLED_SECONDS = 0.3  # after the last call
+_SETTLED_SECONDS = 0.3  # seconds of rest after the last call
 _IDLE_SECONDS = 1.5
 _POLICIES: dict[str, IdlePolicy | None] = {
     "default": None,
@@ -59,7 +59,7 @@ _COLUMNS = (
 )
 
 Timed = Callable[[], tuple[float, float]]
-"""Makes a call; returns the time between its events and that of the issuing thread, in µs."""
+"""Makes a call; returns the time between the call's events and the issuing thread's time, in µs."""
 
 
 def after_rests(call: Timed, calls: dict[int, int]) -> Fields:
@@ -126,7 +126,7 @@ def places() -> list[str]:
 
 @contextmanager
 def torch_of(comm: Communicator) -> Iterator[Any]:
-    """torch with a process group of NCCL, or None where it is missing or of no use."""
+    """torch with a process group of NCCL; None if torch or NCCL is missing or can't be used here."""
     if comm.runtime.name != "cuda" or importlib.util.find_spec("torch") is None:
         yield None
         return
@@ -168,7 +168,7 @@ def replayed(torch: Any, comm: Communicator, issue: Callable[[Any], object]) -> 
 
 
 def of_communicator(torch: Any, place: str, idle: IdlePolicy | None, calls: dict[int, int], by: str) -> list[Fields]:
-    """The rows of a communicator's all_reduce: of a call, and with torch of replays."""
+    """The rows of a communicator's all_reduce: one for calls and, with torch, one for replays of a graph."""
     algorithm = "proxy" if by == "proxy" else None
     with Communicator.from_mpi(timeout=_TIMEOUT, proxy=place, idle=idle) as comm:
         array, stream = comm.empty(_COUNT, "float32").fill(0), comm.runtime.create_stream()

@@ -18,7 +18,7 @@ _ALL_REDUCE_US = {
 ALL_REDUCE_RATIO = 1.15
 """Aim: the geometric mean over sizes of the best peer's time over ours, with at least 1 at each size."""
 REGISTERED_ALL_REDUCE_RATIO = 1.55
-"""The same for registered arrays on 2 GPUs."""
+"""Aim for registered arrays on 2 GPUs: the geometric mean over sizes of the best peer's time over ours."""
 PROXIED_ALL_REDUCE_US = 25.0
 """Aim for the time of 1 KiB on 4 GPUs with algorithm "proxy", in µs."""
 PROXIED_ALL_REDUCE_GBS = 350.0
@@ -27,7 +27,7 @@ PROXIED_ALL_REDUCE_GBS = 350.0
 PROXIED_PAIR_US = 16.0
 """Aim for the time of an all_reduce of 1 KiB on 2 GPUs with algorithm "proxy" and registered arrays, in µs."""
 PLAN_OVER_TWO_SHOT = 1.2
-"""Aim for the time of an all_reduce by an execution plan on 2 GPUs, in that of `two_shot`."""
+"""Aim for the time of an all_reduce by an execution plan on 2 GPUs, as a multiple of the time of `two_shot`."""
 MOVED_BY_KERNELS_RATIO = 1.25
 """Aim: the geometric mean over sizes of NCCL's time of an all_to_all over ours by kernels with registered arrays, with
 at least 1 at each size.
@@ -43,7 +43,7 @@ PRODUCT_RATIO = 1.0
 """Aim, at most: the time of a product beside a collective by proxy, over that beside NCCL's copy engines."""
 
 HOST_ALL_REDUCE_RATIO = 1.0
-"""Aim, at least: MPI's time over that of the host runtime with registered arrays, from HOST_ALL_REDUCE_BYTES on."""
+"""Aim, at least: MPI's time over the host runtime's time with registered arrays, from HOST_ALL_REDUCE_BYTES on."""
 HOST_ALL_REDUCE_BYTES = 64 * KIB
 
 RING_ROUND_TRIP_US = 3.05
@@ -69,14 +69,14 @@ SM_SIGNAL_US = 2.46 / 2
 """The limit of a signal from GPU to GPU, one way, in µs: half of a flag's round trip."""
 
 RDMA_RATE_RATIO = 0.9
-"""Aim: the rate of proxied writes of 8 bytes, over that of a bare loop of ibv_post_send with one request a call."""
+"""Aim: the rate of proxied writes of 8 bytes, over the rate of a bare loop of ibv_post_send with one request a call."""
 RDMA_BANDWIDTH_RATIO = 0.95
-"""Aim: the bandwidth of proxied writes of 64 KiB, over that of ib_write_bw."""
+"""Aim: the bandwidth of proxied writes of 64 KiB, over the bandwidth of ib_write_bw."""
 
 FABRIC_RATE_RATIO = 0.9
-"""Aim: the rate of proxied writes of 8 bytes through libfabric, over that of a bare loop of fi_writemsg."""
+"""Aim: the rate of proxied writes of 8 bytes through libfabric, over the rate of a bare loop of fi_writemsg."""
 FABRIC_BANDWIDTH_RATIO = 0.95
-"""Aim: the same for writes of 1 MiB."""
+"""Aim: the rate of proxied writes of 1 MiB through libfabric, over the rate of a bare loop of fi_writemsg."""
 
 BETWEEN_HOSTS_RATIO = 1.0
 """Aim, at least: a peer's time of an all_reduce between hosts over ours."""

@@ -47,7 +47,7 @@ _LARGEST_BY_PACKETS = 4 * aims.MIB  # for larger messages, all one-shot algorith
 _AUTO = "auto"
 REGISTERED = "registered"
 _ALGORITHMS: dict[str, str | None] = {_AUTO: None, REGISTERED: None, PROXIED: "proxy"}
-"""The options behind our names that are not algorithms."""
+"""The algorithm and options of those of our contenders whose names are not algorithms."""
 
 
 class Buffers:
@@ -58,7 +58,7 @@ class Buffers:
         count: elements.
         dtype: name of their type.
         own: registered memory of at least `count` elements.
-        peers: see `Job.peers`.
+        peers: the result of `Job.peers`.
     """
 
     def __init__(self, job: Job, count: int, dtype: str, own: Any, peers: list[Peer]) -> None:
@@ -101,7 +101,7 @@ class Buffers:
         return Contender(name, ours, call, refill, lambda calls: self.wrong_after(x, calls), also_wrong)
 
     def ours(self, name: str) -> Contender:
-        """One of our algorithms. Its check also makes a call out of place, into poison."""
+        """One of our algorithms. The contender's check also makes a call out of place, into poisoned memory."""
         comm, stream = self.job.comm, self.job.handle
         algorithm = _ALGORITHMS.get(name, name)
         symmetric = name in (REGISTERED, PROXIED)
@@ -145,7 +145,7 @@ class Buffers:
 
 
 def compare(case: Case, timings: list[Timing], ranks: int) -> Fields | None:
-    """Our best time beside the best peer's at one size; None if either is missing."""
+    """Our best time beside the best peer's at one size; None if either time is missing."""
     mine = [t for t in timings if t.ours and t.time_us]
     peers = [t for t in timings if not t.ours and t.time_us and t.name != BARE_COPIES]
     if not mine or not peers:

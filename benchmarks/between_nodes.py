@@ -30,7 +30,7 @@ from proxyccl.tools.tables import Column, Table
 _SIZES = tuple(aims.KIB << shift for shift in (0, 4, 6, 8, 10, 12, 14, 16, 18))
 _QUICK_SIZES = (1 * aims.KIB, 64 * aims.KIB, 16 * aims.MIB)
 _LONG = 16 * aims.MIB
-_LONG_REPEATS = 4  # of a call that long
+_LONG_REPEATS = 4  # repeats of a long call
 _REDUCTIONS = (all_reduce.REGISTERED, "auto")
 _MOVES = ("registered_proxy", "auto")
 _HIDDEN, _TOPK, _EXPERTS, _BLOCKS = 7168, 8, 256, 24
@@ -46,7 +46,7 @@ class Reductions:
         self._own, self._peers = job.registered(count, dtype), job.peers("all_reduce", count, dtype)
 
     def contenders(self, count: int) -> list[Contender]:
-        """Ours, then the peers."""
+        """Returns our contenders, then the peers."""
         buffers = all_reduce.Buffers(self._job, count, self._dtype, self._own, self._peers)
         return [*map(buffers.ours, self._names), *buffers.peers()]
 
@@ -58,13 +58,13 @@ class Moves:
         self._buffers = moves.Buffers(job, collective, count, dtype)
 
     def contenders(self, count: int) -> list[Contender]:
-        """Ours, then the peers."""
+        """Returns our contenders, then the peers."""
         return self._buffers.contenders(count, list(_MOVES))
 
 
 def experts(job: Job, table: Table, dtype: str, tokens: int, repeats: int) -> list[Fields]:
-    """Dispatch and combine in the layout with a row a rank, and the same bytes by the peer."""
-    import expert_parallel  # needs torch
+    """Dispatch and combine in the layout with a row for each rank, and the peer's calls that move the same bytes."""
+    import expert_parallel  # imported here, because the module needs torch
 
     if job.comm.runtime.name == "host":
         from torch_peer import join_gloo
@@ -98,7 +98,7 @@ def experts(job: Job, table: Table, dtype: str, tokens: int, repeats: int) -> li
 
 
 def compare(collective: str, case: Case, timings: list[Timing]) -> Fields | None:
-    """Our best time beside the peer's at one size; None if either is missing."""
+    """Our best time beside the peer's at one size; None if either time is missing."""
     mine = [t for t in timings if t.ours and t.time_us]
     peers = [t for t in timings if not t.ours and t.time_us]
     if not mine or not peers:

@@ -60,7 +60,7 @@ _COLUMNS = (
 
 
 def algorithms_of(collective: str, algorithm: str) -> tuple[str | None, ...]:
-    """The algorithms to measure, in order: that of a name, None for "auto", or all of them for "each".
+    """The algorithms to measure, in order: the named algorithm, None for "auto", or all algorithms for "each".
 
     Raises:
         ArgumentError: the collective has no algorithm of that name.
@@ -169,7 +169,7 @@ class _Case:
             comm.synchronize()
 
     def mpi_call(self) -> Callable[[], None] | None:
-        """MPI's call on buffers in host memory; None if MPI has none for this type or operation."""
+        """MPI's call on buffers in host memory; None if MPI lacks this call for the type or operation."""
         comm, send, receive = self._mpi.COMM_WORLD, self._input, self._output
         collective = self._parsed.collective
         if self._element.name not in _MPI_DTYPES:

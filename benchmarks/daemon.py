@@ -36,7 +36,7 @@ from proxyccl.proxy.processes import stat_of
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 20.0  # seconds, of each wait
+_TIMEOUT = 20.0  # longest wait, in seconds
 _ROUNDS = 300
 _KERNEL_PUSHES = 200_000
 _CPU_PUSHES = 1_000_000
@@ -184,7 +184,7 @@ def _cpu_of(stat: Path) -> float:
 
 
 def proxy_seconds(daemon: int) -> float:
-    """CPU seconds of this process's proxy threads; on the first rank plus those of the daemon."""
+    """CPU seconds of this process's proxy threads; on the first rank, the daemon's CPU seconds are added."""
     own = [thread.native_id for thread in threading.enumerate() if "-proxy-" in thread.name]
     seconds = sum(_cpu_of(Path(f"/proc/self/task/{number}/stat")) for number in own)
     return seconds + (_cpu_of(Path(f"/proc/{daemon}/stat")) if MPI.COMM_WORLD.rank == 0 else 0.0)
@@ -234,7 +234,7 @@ def start_daemon(path: Path, threads: int) -> subprocess.Popen[bytes]:
 
 
 def compared(rows: dict[str, dict[str, list[float]]], *, higher_is_better: bool) -> list[Fields]:
-    """The medians of both kinds, and the daemon's median over that in the ranks."""
+    """The medians of both kinds, and the ratio of the daemon's median to the ranks' median."""
     found = []
     for name, values in rows.items():
         thread, daemon = (statistics.median(values[where]) for where in _WHERE)

@@ -47,7 +47,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Tokens:
-    """One rank's tokens, and which of the ranks each goes to."""
+    """One rank's tokens, and the ranks to which each token goes."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -78,7 +78,7 @@ class Contender:
 
 
 def contenders(job: GpuJob, buffer: Buffer, layer: EPAll2AllLayer, tokens: Tokens, experts: int) -> list[Contender]:
-    """Those of a number of tokens."""
+    """Returns the contenders for a number of tokens."""
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(tokens.ids, experts)
     crossing = tokens.visits.sum(0)
     crossing[job.rank] = 0
@@ -132,7 +132,7 @@ def wrong(contender: Contender, tokens: Tokens) -> int:
 
 
 def burst(job: GpuJob, contender: Contender, results: torch.Tensor) -> tuple[float, float, float]:
-    """Microseconds of a dispatch, of a combine and of issuing both. `results` has what experts give."""
+    """Microseconds of a dispatch, of a combine and of issuing both. `results` has the experts' results."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * _PAIRS + 1)]
     torch.cuda.synchronize()
     job.world.Barrier()

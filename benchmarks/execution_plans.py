@@ -41,7 +41,7 @@ _SIZES = tuple(aims.KIB << shift for shift in (6, 8, 10, 12, 14, 16, 18))
 _QUICK_SIZES = (64 * aims.KIB, 1 * aims.MIB, 64 * aims.MIB)
 _HOST_SIZES = (4 * aims.KIB, 256 * aims.KIB)
 _LONGEST_PACKETS = 4 * aims.MIB
-_MOST_THREADBLOCKS = 128  # all must be resident at once
+_MOST_THREADBLOCKS = 128  # limited, because all threadblocks must be resident at once
 _TWO_SHOT = "two_shot"
 
 Block = list[dict[str, Any]]
@@ -94,25 +94,25 @@ def plan(
 
 
 def remote(peers: list[int], peer: int, kind: str, index: int) -> dict[str, int]:
-    """A chunk of a peer."""
+    """A reference to a chunk of a peer's buffer."""
     return {"buffer_id": "ios".index(kind) * len(peers) + peers.index(peer), "index": index, "size": 1}
 
 
 def own(kind: str, index: int) -> dict[str, Any]:
-    """A chunk of the rank itself."""
+    """A reference to a chunk of the rank's own buffer."""
     return {"type": kind, "index": index, "size": 1}
 
 
 def meeting(peers: list[int], order: str = "") -> Block:
-    """The threadblocks of one number have come here on all ranks, and see what the others wrote before; or with the
-    order "rlx" only what was there before the kernels.
+    """A barrier of the threadblocks with one number on all ranks. Afterwards they see what the other ranks'
+    threadblocks wrote before the barrier; with the order "rlx", only what earlier kernels wrote.
     """
     channels = {"channel_ids": list(range(len(peers))), "channel_type": "memory"}
     return [{"name": f"{order}signal", **channels}, {"name": f"{order}wait", **channels}]
 
 
 def writes(ranks: int, count: int) -> ExecutionPlan:
-    """With `count` threadblocks, each of which waits for those of its number alone."""
+    """A plan with `count` threadblocks, each of which waits only for the threadblocks with its own number."""
 
     def blocks(rank: int, peers: list[int]) -> list[Block]:
         found: list[Block] = []
@@ -135,7 +135,7 @@ def writes(ranks: int, count: int) -> ExecutionPlan:
 
 
 def reads_and_writes(ranks: int, count: int) -> ExecutionPlan:
-    """With `count` threadblocks, each of which waits for those of its number alone."""
+    """A plan with `count` threadblocks, each of which waits only for the threadblocks with its own number."""
 
     def blocks(rank: int, peers: list[int]) -> list[Block]:
         reduce = {
@@ -151,7 +151,7 @@ def reads_and_writes(ranks: int, count: int) -> ExecutionPlan:
 
 
 def by_packets(ranks: int, count: int) -> ExecutionPlan:
-    """With `count` threadblocks for each chunk that is sent, and as many that reduce."""
+    """A plan with `count` threadblocks for each chunk that is sent, and `count` threadblocks that reduce."""
 
     def blocks(rank: int, peers: list[int]) -> list[Block]:
         found: list[Block] = []
@@ -179,7 +179,7 @@ _PLANS = {"plan, writes": writes, "plan, reads and writes": reads_and_writes, "p
 
 
 class Arrays:
-    """Input and output of one size, and what must come out.
+    """Input and output of one size, and the expected output.
 
     Args:
         job: the ranks.
@@ -200,7 +200,7 @@ class Arrays:
         self._expected = total
 
     def contender(self, name: str) -> Contender:
-        """One way to reduce them."""
+        """A contender that reduces these arrays."""
         stream = self._job.handle
         if name == _TWO_SHOT:
             return self._contender(
@@ -222,14 +222,14 @@ class Arrays:
         return Contender(name, True, call, refill, lambda _: differing(self.out, self._expected))
 
     def close(self) -> None:
-        """Ends their registrations, when all ranks have measured."""
+        """Ends the arrays' registrations, when all ranks have measured."""
         self._job.world.Barrier()
         for memory in self._registered:
             self._comm.deregister(memory)
 
 
 def compare(case: Case, timings: list[Timing]) -> Fields | None:
-    """The best plan beside two_shot; None if either is missing."""
+    """The best plan beside two_shot; None if either time is missing."""
     times = {timing.name: timing.time_us for timing in timings if timing.time_us}
     plans = {name: took for name, took in times.items() if name != _TWO_SHOT}
     if _TWO_SHOT not in times or not plans:

@@ -26,7 +26,7 @@ from proxyccl.tools.tables import Column, Table
 HIDDEN, TOPK, EXPERTS, NUM_SMS = 7168, 8, 256, 24
 TOKENS = (4096, 128)
 WORLDS = ((1, 2), (1, 4), (1, 8), (2, 8))
-"""Nodes, and ranks of each."""
+"""The numbers of nodes, and of ranks on each node."""
 _BFLOAT16, _MIB = 2, 1 << 20
 _COLUMNS = (
     Column("tokens", "", 8),
@@ -39,7 +39,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class World:
-    """Ranks, and how many tokens each has at most."""
+    """The number of ranks, and the most tokens of each rank."""
 
     nodes: int
     local_size: int
@@ -47,12 +47,12 @@ class World:
 
     @property
     def ranks(self) -> int:
-        """Of all nodes."""
+        """The number of ranks on all nodes."""
         return self.nodes * self.local_size
 
     @property
     def name(self) -> str:
-        """How the table shows the ranks."""
+        """The ranks, as the table shows them."""
         return f"{self.nodes} x {self.local_size}" if self.nodes > 1 else str(self.local_size)
 
 
@@ -108,7 +108,7 @@ def _of_chunks(ranks: int, by_nvlink: int, sent_by_rdma: int, remote: int) -> in
 
 
 def deep_ep_low_latency(world: World) -> int:
-    """Bytes for RDMA, which NVLink uses too."""
+    """Bytes for RDMA; NVLink uses the same memory."""
     scales = HIDDEN // 128
     dispatched = 16 + max(HIDDEN * _BFLOAT16, HIDDEN + scales * 4)
     combined = scales * 4 + HIDDEN * _BFLOAT16

@@ -77,7 +77,9 @@ class Routing:
 
 
 def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer], peer: str = "NCCL") -> list[Contender]:
-    """Ours: for each layer a dispatch, a combine and both. Then the bytes there, and back, by torch's default group."""
+    """Our contenders: for each layer a dispatch, a combine and both. Then the peer's: torch's default group moves
+    the same bytes there and back.
+    """
     stream, topk = job.handle, routing.expert_ids.shape[1]
     hidden, dtype = routing.tokens.shape[1], routing.tokens.dtype
     # Each expert returns its rows unchanged. With a row for each rank a token comes back from each of its ranks.
@@ -105,7 +107,7 @@ def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer], pe
         def prepare_combine() -> None:
             if "given" not in state:
                 rows, _, kept = layer.dispatch(routing.tokens, routing.expert_ids, stream=stream)
-                job.synchronize()  # a tensor of the CPU is copied at once
+                job.synchronize()  # waits, because the copy of a CPU tensor does not follow the stream
                 state.update(given=layer.combine_input(kept).copy_(rows), kept=kept)
             poison(combined)
 

@@ -52,7 +52,9 @@ def _endpoint(options: FabricOptions, memory: np.ndarray) -> tuple[FabricEndpoin
 
 
 def serve(pipe: Connection, options: FabricOptions) -> None:
-    """The target: tells where it is, learns of the senders, and polls until the pipe has something to say."""
+    """The target process: sends its endpoint's address, receives the senders' addresses, and polls until a message
+    arrives in the pipe.
+    """
     memory = np.zeros(_BYTES, np.uint8)
     endpoint, registration = _endpoint(options, memory)
     pipe.send((endpoint.address, registration.address, registration.key))
@@ -65,7 +67,7 @@ def serve(pipe: Connection, options: FabricOptions) -> None:
 
 
 class Bare:
-    """The bare loop, on an endpoint."""
+    """The contender that runs the bare loop on an endpoint."""
 
     def __init__(self, to: Any, local: int, remote: int, key: int) -> None:
         self._options: dict[str, Any] = {
@@ -81,7 +83,7 @@ class Bare:
         }
 
     def __call__(self, nbytes: int, count: int) -> float:
-        """Seconds that this many writes take."""
+        """Returns the seconds that a number of writes takes."""
         taken = bare_loops.fabric_write(**self._options, bytes=nbytes, count=count)
         if taken < 0:
             raise TransportError(f"the bare loop: {load().words(-taken)}")
@@ -89,7 +91,7 @@ class Bare:
 
 
 def compare(nbytes: int, rounds: int, bare: Callable[[int, int], float], ours: Callable[[int, int], float]) -> Fields:
-    """Both in turns."""
+    """Measures the bare loop and the engine in turns."""
     calibration = _CALIBRATION[nbytes]
     count = int(calibration * _RUN_SECONDS / bare(nbytes, calibration))
     count = min(max(calibration, count), _FIFO_SIZE)
@@ -107,7 +109,7 @@ def compare(nbytes: int, rounds: int, bare: Callable[[int, int], float], ours: C
 
 
 def beside(offer: FabricOffer, peers: NetworkPeers) -> Fields:
-    """Rates of other programs on an offer's interface; without an entry for those that are not installed."""
+    """Rates of other programs on an offer's interface; without an entry for programs that are not installed."""
     found: Fields = {}
     for program in peers.missing:
         print(f"# not measured: {program}, which is not installed")

@@ -63,7 +63,7 @@ class Contender:
 
 
 def contenders(runtime: str) -> list[Contender]:
-    """Those of a runtime that are installed."""
+    """Returns the jobs of a runtime whose libraries are installed."""
     ours = {"PROXYCCL_RUNTIME": runtime}
     found = [
         Contender("ProxyCCL, proxied call at once", "proxyccl", ours),
@@ -176,7 +176,7 @@ def main() -> int:
     show(rows)
     print()
     results = {"benchmark": "first_result", **facts, "stages_s": rows, **conclusions(rows)}
-    results["device"] = open_runtime(runtime).describe()  # last: this process's own context would take GPU memory
+    results["device"] = open_runtime(runtime).describe()  # opened last, because this process's context takes GPU memory
     if parsed.json is not None:
         write_json(parsed.json, {**results, "samples_s": samples})
     return 0

@@ -47,8 +47,8 @@ class GraphBurst(Burst):
 
     def __init__(self, call: Callable[[], object], calls: int, stream: torch.cuda.Stream, *, counted: bool) -> None:
         self.calls, self.stream = calls, stream
-        self._call = call  # holds the arrays, whose addresses the graph has
-        counted = counted and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")  # torch 2.8 has it
+        self._call = call  # keeps the arrays alive, whose addresses the graph has
+        counted = counted and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")  # torch has it since 2.8
         self._graph: Any = torch.cuda.CUDAGraph(keep_graph=True) if counted else torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             # NCCL's watchdog thread queries events meanwhile, which only the capture mode "thread_local" allows.
@@ -93,7 +93,7 @@ class IssuedBurst(Burst):
                 self._call()
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing, because a burst of issued calls holds no resources."""
 
 
 def nccl_between_nodes(node: int, ranks_of_node: int) -> dict[str, str]:
@@ -103,7 +103,7 @@ def nccl_between_nodes(node: int, ranks_of_node: int) -> dict[str, str]:
 
 
 class GpuJob(Job):
-    """See `Job`. torch.distributed's NCCL joins the ranks too.
+    """A `Job` on GPUs. torch.distributed's NCCL connects the ranks too.
 
     Attributes:
         device: this rank's.
@@ -162,13 +162,13 @@ class GpuJob(Job):
         return torch.from_dlpack(array)
 
     def random(self, count: int, dtype: str, seed: int) -> Any:
-        """Whole numbers from -8 to 8."""
+        """Returns whole numbers from -8 to 8."""
         generator = torch.Generator(self.device).manual_seed(seed)
         values = torch.randint(-8, 9, (count,), generator=generator, device=self.device, dtype=torch.int8)
         return values.to(getattr(torch, dtype))
 
     def poison(self, x: Any) -> None:
-        """See `poison`."""
+        """Fills an array as `poison` does."""
         poison(x)
 
     def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
@@ -233,7 +233,7 @@ class GpuJob(Job):
         ]
 
     def peer_versions(self) -> Fields:
-        """Of torch and what it brings."""
+        """The versions of torch and of the libraries that it contains."""
         return {
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
             "torch": torch.__version__,
@@ -250,7 +250,7 @@ class GpuJob(Job):
         torch.cuda.synchronize()
 
     def time_now(self, call: Callable[[], object], calls: int) -> float:
-        """By events around the calls."""
+        """Times the calls by events around them."""
         start, end, *_ = self._events
         start.record(self.stream)
         for _ in range(calls):
@@ -260,13 +260,13 @@ class GpuJob(Job):
         return float(start.elapsed_time(end)) * 1e3 / calls
 
     def burst(self, call: Callable[[], object], calls: int) -> Burst:
-        """A graph of the calls; between rehearsed nodes the calls themselves."""
+        """Returns a graph of the calls; between rehearsed nodes, the calls themselves."""
         if self.nodes is not None:
             return IssuedBurst(call, calls, self.stream)
         return GraphBurst(call, calls, self.stream, counted=self.comm.runtime.name == "cuda")
 
     def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
-        """By events around the replays, after a barrier of the ranks."""
+        """Times the replays by events around them, after a barrier of the ranks."""
         assert isinstance(timed, GraphBurst | IssuedBurst)
         start, end, together, beside_end = self._events
         with torch.cuda.stream(self.stream):
@@ -290,7 +290,7 @@ class GpuJob(Job):
         return elapsed * 1e3 / timed.calls, outlasted
 
     def product(self, size: int, calls: int) -> GraphBurst:
-        """Of bfloat16, in a graph."""
+        """Products of bfloat16 matrices, in a graph."""
         a = torch.randn(size, size, device=self.device, dtype=torch.bfloat16)
         b, out = torch.randn_like(a), torch.empty_like(a)
         stream = torch.cuda.Stream()
@@ -300,7 +300,7 @@ class GpuJob(Job):
             torch.mm(a, b, out=out)
 
         with torch.cuda.stream(stream):
-            multiply()  # loads the library's kernel, which a capture can't
+            multiply()  # loads the library's kernel, which is not possible in a capture
             stream.synchronize()
         return GraphBurst(multiply, calls, stream, counted=False)
 

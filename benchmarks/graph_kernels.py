@@ -29,7 +29,7 @@ def _grids(driver: Any, graph: Any) -> Iterator[int]:
 def multiprocessors_used(driver: Any, graph: int, available: int) -> int:
     """The blocks of the largest kernel in a graph, or the device's multiprocessors if these are fewer.
 
-    It is 0 without kernels. Copies are not kernels: copy engines make those between devices.
+    The result is 0 for a graph without kernels. Copies are not kernels: copy engines make those between devices.
 
     Args:
         driver: `cuda.bindings.driver`.

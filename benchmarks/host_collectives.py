@@ -39,8 +39,8 @@ _OF_MPI = {
     "all_to_all": "Alltoall",
     "reduce_scatter": "Reduce_scatter_block",
 }
-_TIMEOUT = 20.0  # seconds, of each wait
-_BURST_US = 4000.0  # what a burst of the fastest contender should take
+_TIMEOUT = 20.0  # longest wait, in seconds
+_BURST_US = 4000.0  # time that a burst of the fastest contender should take
 _MOST_CALLS = 20
 
 Floats = NDArray[np.float32]
@@ -141,7 +141,8 @@ def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gl
     warm = [min(world.allreduce(burst(comm, contender, 2), MPI.MAX) for _ in range(3)) for contender in made]
     calls = max(1, min(_MOST_CALLS, int(_BURST_US / min(warm))))
     times = np.zeros((bursts, len(made)))
-    # In all orders, so that each follows each of the others equally often: what one follows has left threads awake.
+    # Contenders run in all orders, so that each follows each other one equally often, because the previous contender
+    # leaves threads awake.
     orders = np.random.default_rng(nbytes).permutation(list(itertools.permutations(range(len(made)))))
     for turn in range(bursts):
         for which in orders[turn % len(orders)]:
@@ -164,7 +165,7 @@ def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gl
 
 
 def columns(peers: list[str]) -> tuple[Column, ...]:
-    """Of the table."""
+    """The headings of the table."""
     return (
         Column("collective", "", 15, left=True),
         Column("size", "", 8),
@@ -182,7 +183,7 @@ def main() -> int:
     parser.add_argument("--gloo", action="store_true", help="also torch's gloo, for all_reduce alone")
     parsed = parser.parse_args()
     sizes = parsed.sizes or (_QUICK_SIZES if parsed.quick else _SIZES)
-    bursts = parsed.repeats or (12 if parsed.quick else 48)  # of all orders, however many contenders
+    bursts = parsed.repeats or (12 if parsed.quick else 48)  # total over all orders
     if parsed.gloo and parsed.collectives != ["all_reduce"]:
         parser.error("--gloo is for --collectives all_reduce")
     end_if_it_hangs(parsed.seconds)

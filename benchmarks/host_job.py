@@ -1,4 +1,4 @@
-"""The ranks on the host runtime: numpy's arrays, and bursts that the CPU's clock times. It has no peers.
+"""The ranks on the host runtime: numpy's arrays, and bursts that the CPU's clock times. The host runtime has no peers.
 
 So the programs can be tried without a GPU. Bursts are issued one call after another, so the times contain that.
 """
@@ -33,12 +33,12 @@ class Calls(Burst):
         self.call, self.calls = call, calls
 
     def queue(self) -> None:
-        """Queues them on the stream that `call` names."""
+        """Queues the calls on the stream that `call` names."""
         for _ in range(self.calls):
             self.call()
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing, because the burst holds no resources."""
 
 
 class Products(Burst):
@@ -80,11 +80,11 @@ class Products(Burst):
         return self._ended
 
     def close(self) -> None:
-        """Holds nothing but memory."""
+        """Does nothing, because the burst holds only memory."""
 
 
 class HostJob(Job):
-    """See `Job`."""
+    """A `Job` on the host runtime."""
 
     dtypes = ("float32", "float16")
     device = "cpu"
@@ -106,7 +106,7 @@ class HostJob(Job):
         return np.asarray(array)
 
     def random(self, count: int, dtype: str, seed: int) -> Any:
-        """Whole numbers from -8 to 8."""
+        """Returns whole numbers from -8 to 8."""
         return np.random.default_rng(seed).integers(-8, 9, count, np.int8).astype(dtype)
 
     def poison(self, x: Any) -> None:
@@ -114,7 +114,9 @@ class HostJob(Job):
         x.view(np.uint8)[:] = 0xA5
 
     def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
-        """None: each is named with the reason. Between rehearsed nodes gloo, where torch is installed."""
+        """Returns no peers, but each peer's name with the reason. Between rehearsed nodes returns gloo, if torch is
+        installed.
+        """
         if self.nodes is not None and importlib.util.find_spec("torch") is not None:
             from torch_peer import join_gloo, torch_peer
 
@@ -123,7 +125,7 @@ class HostJob(Job):
         return [Peer(name, missing=_NO_PEER) for name in _PEERS[collective]]
 
     def peer_versions(self) -> Fields:
-        """Of none."""
+        """Returns no versions, because there are no peers."""
         return {}
 
     def current(self) -> AbstractContextManager[object]:
@@ -136,7 +138,7 @@ class HostJob(Job):
         self.comm.check()
 
     def time_now(self, call: Callable[[], object], calls: int) -> float:
-        """As a burst."""
+        """Times the calls as a burst."""
         return self.time_burst(Calls(call, calls))[0]
 
     def burst(self, call: Callable[[], object], calls: int) -> Burst:
@@ -144,7 +146,7 @@ class HostJob(Job):
         return Calls(call, calls)
 
     def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
-        """By the CPU's clock, after a barrier of the ranks. Concurrent products run until the end."""
+        """Times the burst by the CPU's clock, after a barrier of the ranks. Concurrent products run until the end."""
         self.synchronize()
         self.world.Barrier()
         if isinstance(beside, Products):
@@ -162,5 +164,5 @@ class HostJob(Job):
         return (ended - start) * 1e6 / timed.calls, beside_ended >= ended
 
     def product(self, size: int, calls: int) -> Burst:
-        """Of float32, in a thread."""
+        """Products of float32 matrices, in a thread."""
         return Products(size, calls)

@@ -30,7 +30,7 @@ from proxyccl.tools.tables import Column, Table
 _COUNT = 256  # elements: few, so that the kernels are as short as possible
 _BURST = 100
 _BURSTS = 60
-_MANY = 4000  # more than the forms that are kept, as new tensors at each call
+_MANY = 4000  # more tensors than the library caches, like new tensors at each call
 
 OURS_TORCH = "all_reduce, torch tensor"
 PEERS = ("torch.add, out given", "NCCL all_reduce", "torch symmetric memory one-shot")

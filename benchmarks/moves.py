@@ -60,7 +60,7 @@ class Buffers:
         self.peers = job.peers(collective, count, dtype)
 
     def contenders(self, count: int, names: list[str]) -> list[Contender]:
-        """Ours by name, then the peers, for a call of `count` elements with fresh random inputs."""
+        """Our contenders by name, then the peers, for a call of `count` elements with fresh random inputs."""
         size = _OneSize(self.job, self.collective, count, self.dtype)
         return [*(self._ours(size, name) for name in names), *(self._peer(size, peer) for peer in self.peers)]
 
@@ -112,12 +112,12 @@ class _OneSize:
 
 
 def _fastest_kernels(times: Mapping[str, float | None]) -> float | None:
-    """NCCL's time by kernels; None if there is none."""
+    """NCCL's time by kernels; None if it was not measured."""
     return min((time for name in _NCCL_KERNELS if (time := times.get(name))), default=None)
 
 
 def compare(case: Case, timings: list[Timing]) -> Fields:
-    """The times of registered arrays beside NCCL's at one size; None for what is missing."""
+    """The times of registered arrays beside NCCL's at one size; None for a missing time."""
     times = {timing.name: timing.time_us for timing in timings}
     nccl, engines = _fastest_kernels(times), times.get(COPY_ENGINES)
     kernels, proxied = (times.get(name) for name in REGISTERED)

@@ -82,7 +82,7 @@ class Nccl:
 
 
 class NcclCommunicator:
-    """A communicator of NCCL. Its calls wait for the other ranks without a bound.
+    """A communicator of NCCL. The communicator's calls wait for the other ranks without a time-out.
 
     Args:
         nccl: the library.
@@ -97,7 +97,7 @@ class NcclCommunicator:
         self._nccl.call("ncclAllReduce", pointer, pointer, count, _FLOAT32, _SUM, self._handle, stream)
 
     def shrink(self, exclude: Sequence[int], *, abort: bool) -> Self:
-        """A communicator of the other ranks, which alone call this; with `abort` what is under way is ended first."""
+        """A communicator of the other ranks, which alone call this; with `abort`, running calls are ended first."""
         made = _pointer()
         ranks = (_int * len(exclude))(*exclude)
         flags = _SHRINK_ABORT if abort else _SHRINK_DEFAULT
@@ -105,11 +105,11 @@ class NcclCommunicator:
         return type(self)(self._nccl, made)
 
     def close(self) -> None:
-        """Frees it, when its calls have ended."""
+        """Frees the communicator, when its calls have ended."""
         self._nccl.call("ncclCommDestroy", self._handle)
 
     def abort(self) -> None:
-        """Ends its calls, and frees it."""
+        """Ends the communicator's calls, and frees it."""
         self._nccl.call("ncclCommAbort", self._handle)
 
 

@@ -17,7 +17,7 @@ CTA_POLICY_DEFAULT, CTA_POLICY_ZERO = 0, 2
 
 
 def why_missing() -> str:
-    """Why this installation can't do that, or ""."""
+    """The reason why this installation can't register memory with NCCL as symmetric; "" if it can."""
     version = torch.cuda.nccl.version()
     if version < _FIRST_VERSION:
         return f"it needs NCCL {'.'.join(map(str, _FIRST_VERSION))}, and torch has {'.'.join(map(str, version))}"
@@ -32,7 +32,7 @@ def why_missing() -> str:
 
 
 class RegisteredNccl:
-    """A process group of its own, with two arrays. All ranks make it together.
+    """A separate process group, with two arrays. All ranks make it together.
 
     Args:
         device: this rank's.

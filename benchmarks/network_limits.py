@@ -113,7 +113,7 @@ def _round_trip(job: Job, ranks: tuple[int, int]) -> float:
 
 
 def _bus(job: Job) -> Fields:
-    """GB/s of a rank's copies to pinned memory, from it, and of either while both run."""
+    """GB/s of a rank's copies to pinned memory, from pinned memory, and in either direction while both run."""
     runtime, found = job.comm.runtime, {}
     device = job.comm.empty(2 * _COPY_BYTES, "uint8")
     with closing(runtime.allocate_pinned(2 * _COPY_BYTES)) as pinned:

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PORT = 47592  # both programs', one after the other
+_PORT = 47592  # the port of both programs, which run one after the other
 _SECONDS = 2
-_MESSAGES, _MOST_BYTES = 2000, 256 << 20  # each way
+_MESSAGES, _MOST_BYTES = 2000, 256 << 20  # messages in each direction
 _LIMIT = 60.0
-_TRIES = 50  # of a client, until the server listens
+_TRIES = 50  # attempts of a client, until the server listens
 
 
 class NetworkPeers:
@@ -30,7 +30,7 @@ class NetworkPeers:
         unpacked: a directory into which their packages were unpacked, if they were.
 
     Attributes:
-        missing: the programs that are not here.
+        missing: the programs that are not installed.
     """
 
     def __init__(self, unpacked: Path | None = None) -> None:

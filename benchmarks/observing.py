@@ -45,8 +45,8 @@ from proxyccl.tools.tables import Column, Table
 ffi, lib = _engine.ffi, _engine.lib
 
 NOBODY, LOOKED_AT, TRACED = MODES = ("nobody looks", "looked at", "traced")
-JOB = f"observing-{os.getpid()}"  # no other run has it
-_TIMEOUT = 30.0  # seconds, of each wait
+JOB = f"observing-{os.getpid()}"  # unique to this run
+_TIMEOUT = 30.0  # longest wait, in seconds
 _SLOTS = 1 << 14  # a ring that fits a core's cache, filled once for each timed run
 _KINDS = {
     "put of 0 bytes": (Operation.DATA, 0),
@@ -163,7 +163,7 @@ class Alone:
         first = self._ring.taken
         words = Trigger(operation, 0, size, 0, 0, 0, 8).encode()
         pushed = bare_loops.produce(self._ring, first, words, _SLOTS, _TIMEOUT)
-        lib.proxyccl_worker_stop(self._worker)  # returns when the ring is empty
+        lib.proxyccl_worker_stop(self._worker)  # the stopped worker returns when the ring is empty
         lib.proxyccl_thread_add_worker(self._thread, self._worker)
         start = time.thread_time_ns()
         reason = lib.proxyccl_thread_run(self._thread, self._info)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 BEGIN, PROBLEM = "BEGIN ", "PROBLEM "
-"""How a rank's lines begin that name the program that starts, and a reason why one was not run."""
+"""The beginnings of a rank's lines that name the program that starts, or the reason why a program was not run."""
 
 OURS = "proxyccl"
 CONTENDERS: dict[str, dict[str, str]] = {

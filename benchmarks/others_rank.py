@@ -34,8 +34,8 @@ from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.processes import stat_of
 
 _SAMPLES = 16
-_AIMED_STEPS = 10  # the first ones: none of them but the first should be slow
-_UNCOUNTED_STEPS = 3  # whose CPU time is not counted: they make what is made once
+_AIMED_STEPS = 10  # the first steps, of which only step 1 may be slow
+_UNCOUNTED_STEPS = 3  # CPU time is not counted in these steps, which create caches
 
 
 class World:
@@ -65,7 +65,7 @@ class World:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets the program before."""
+        """Clears the state of the previous program."""
         self.seconds: list[tuple[float, float]] = []
         self.outputs: list[Tensor] = []
         self._cpu = 0.0
@@ -98,7 +98,9 @@ class World:
         self.outputs.append(whole[:: -(-whole.numel() // _SAMPLES)].clone())
 
     def of_all(self, own: Any) -> list[Any]:
-        """The objects of all ranks. They go by a store, since the contender should only have the program's calls."""
+        """The objects of all ranks. The objects travel through a store, because the contender should get only the
+        program's calls.
+        """
         self._met += 1
         self.store.set(f"met/{self._met}/{self.rank}", json.dumps(own))
         return [json.loads(self.store.get(f"met/{self._met}/{rank}")) for rank in range(self.size)]
@@ -110,12 +112,12 @@ class World:
         self.of_all(None)
 
     def _proxies(self) -> set[int]:
-        """The processes that work for these ranks and are none of them."""
+        """The processes that work for these ranks, without the ranks' own processes."""
         program = Path(sys.argv[0]).name
         return {found.pid for _, found in find() if found.description.program == program} - self._pids
 
     def _cpu_seconds(self, proxies: set[int]) -> float:
-        """CPU time of all threads of this process, and a rank's share of that of the proxies' processes."""
+        """CPU time of all threads of this process, and a rank's share of the CPU time of the proxies' processes."""
         ticks = sum(int(field) for pid in proxies for field in stat_of(Path(f"/proc/{pid}/stat"))[11:13])
         return time.process_time() + ticks / os.sysconf("SC_CLK_TCK") / self.size
 
@@ -133,7 +135,7 @@ class World:
 
 
 def why_not(program: Program, world: World) -> str:
-    """Why a program can't run here; "" if it can."""
+    """The reason why a program can't run here; "" if it can."""
     if missing := [module for module in program.needs if find_spec(module) is None]:
         return f"no module named {missing[0]}"
     if world.size < program.ranks:
@@ -174,13 +176,13 @@ def main() -> None:
         if world.rank == 0:
             print(RESULT + json.dumps(row), flush=True)
         faulthandler.cancel_dump_traceback_later()
-        gc.collect()  # models hold themselves
+        gc.collect()  # models contain reference cycles
         if world.on_gpus:
             torch.cuda.empty_cache()
     if dist.is_initialized():
         dist.destroy_process_group()
     world.store.set(f"ended/{world.rank}", "")
-    if world.rank == 0:  # it has the store
+    if world.rank == 0:  # rank 0 hosts the store
         world.store.wait([f"ended/{rank}" for rank in range(world.size)])
 
 
@@ -190,4 +192,4 @@ if __name__ == "__main__":
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # without the groups' ends, which would wait for the other ranks
+        os._exit(1)  # skips destroying the groups, which would wait for the other ranks

@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rows of the width."""
+        """Applies the layer to rows of the model's width."""
         grown: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
         return grown
 

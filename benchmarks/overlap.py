@@ -32,10 +32,10 @@ _DTYPE = "float32"
 _SIZES = (64 * aims.KIB, 1 * aims.MIB, 16 * aims.MIB, 256 * aims.MIB)
 _QUICK_SIZES = (1 * aims.MIB, 64 * aims.MIB)
 _COLLECTIVES = ("all_gather", "all_to_all", "all_reduce")
-_ROWS = 8192  # of the matrices: a product takes all multiprocessors
+_ROWS = 8192  # rows of the matrices, so that a product takes all multiprocessors
 _ROWS_ON_HOST = 256
-_PRODUCTS = 4  # in a burst
-_MOST_BURSTS = 4096  # that may be queued beside what is timed
+_PRODUCTS = 4  # products in a burst
+_MOST_BURSTS = 4096  # most bursts that may be queued beside the timed calls
 
 _COLUMNS = (
     Column("collective", "", 10, left=True),
@@ -63,13 +63,13 @@ def of_all_reduce(job: Job, largest: int) -> Callable[[int], list[Contender]]:
 
 
 def of_move(job: Job, collective: str, largest: int) -> Callable[[int], list[Contender]]:
-    """The same for all_gather and all_to_all."""
+    """Makes the contenders of an all_gather or all_to_all of this many elements."""
     buffers = moves.Buffers(job, collective, largest, _DTYPE)
     return lambda count: buffers.contenders(count, list(moves.REGISTERED))
 
 
 def ratio(time_us: float | None, alone_us: float | None) -> float | None:
-    """One time over another; None if either is missing."""
+    """One time over another; None if either time is missing."""
     return time_us / alone_us if time_us is not None and alone_us else None
 
 
@@ -183,8 +183,8 @@ def measure(job: Job, product: Burst, contenders: list[Contender], repeats: int)
 
 
 def compare(rows: list[Fields]) -> Fields:
-    """Ours by proxy at one size: its time beside products over that alone, and the time of the products beside it over
-    that beside NCCL's copy engines; None for what is missing.
+    """Two ratios for our call by proxy at one size: its time beside products over its time alone, and the products'
+    time beside it over their time beside NCCL's copy engines. A missing ratio is None.
     """
     by_name = {row["name"]: row for row in rows}
     ours, engines = by_name[PROXIED], by_name.get(moves.COPY_ENGINES, {})

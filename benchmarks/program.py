@@ -12,7 +12,7 @@ from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions
 
 RESULT, FACTS = "RESULT ", "FACTS "
-"""How a rank's lines begin that `programs.py` reads: a row's, and that of the facts about the job."""
+"""The beginnings of a rank's lines that `programs.py` reads: a row, and the facts about the job."""
 
 
 def common_arguments(description: str) -> argparse.ArgumentParser:
@@ -38,7 +38,7 @@ def nvidia_driver() -> str:
 
 def describe(comm: Communicator) -> Fields:
     """The fields of results that describe the ranks and their devices."""
-    from mpi4py import MPI  # programs that torchrun starts have none
+    from mpi4py import MPI  # programs that torchrun starts do not use MPI
 
     return {
         "device": comm.runtime.describe(),

@@ -10,8 +10,8 @@ peer, and ours with other settings. The faster job of a contender counts, since 
 by up to 40 % on shared machines. Their rows also have the first step, the slowest of the steps 2 to 10 over the median
 ("late"), and the CPU time of a step, that of the proxies included.
 
-The CPU's share is the part of the time in which the CPU issued what was measured: near 1, a faster GPU gains nothing.
-Of calls after a rest it is the share of a core that an idle proxy takes.
+The CPU's share is the part of the time in which the CPU issued what was measured: at a share near 1, a faster GPU would
+not help. Of calls after a rest it is the share of a core that an idle proxy takes.
 
 Without a GPU for each rank it runs tiny cases on the host runtime, beside gloo: that shows that the programs work.
 """
@@ -46,11 +46,11 @@ from proxyccl.tools.tables import Column, Table
 _HERE = Path(__file__).parent
 _RANK = _HERE / "programs_rank.py"
 _OTHERS = _HERE / "others_rank.py"
-_START_SECONDS = 60.0  # for imports and the ranks' meeting
+_START_SECONDS = 60.0  # for imports and the start of communicators
 _MIXTURE = _HERE.parent / "examples" / "moe_training.py"
 _WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _GRACE_SECONDS = 3.0
-_SHOWN_LINES = 15  # of a failed job's output
+_SHOWN_LINES = 15  # lines of a failed job's output
 _COLUMNS = (
     Column("program", "", 50, left=True),
     Column("figure", "", 50, left=True),
@@ -205,13 +205,13 @@ class Job:
         yield from output
 
     def status(self) -> int:
-        """The first status that is not 0, when all have ended; 0 if there is none."""
+        """Waits until all processes have ended. Returns the first nonzero status; 0 if all are 0."""
         statuses = [process.wait() for process in self._processes]
         self._timer.cancel()
         return next((status for status in statuses if status), 0)
 
     def close(self) -> None:
-        """Ends what still runs."""
+        """Ends the processes that still run."""
         self._timer.cancel()
         self._kill()
 
@@ -220,7 +220,7 @@ class Job:
         self._kill()
 
     def _kill(self) -> None:
-        """Asks first: a launcher then ends its ranks."""
+        """Sends SIGTERM first, so that a launcher ends its ranks."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -286,7 +286,7 @@ class Collected:
         self.write()
 
     def fail(self, part: str, reason: str, output: list[str]) -> None:
-        """Notes that a part has not ended well."""
+        """Records that a part has failed."""
         self.failed[part] = reason
         print(f"# {part}: {reason}", *(f"#   {line.rstrip()}" for line in output[-_SHOWN_LINES:]), sep="\n", flush=True)
         self.write()

@@ -47,7 +47,9 @@ def issue_and_whole(ranks: Ranks, calls: dict[str, Callable[[], object]], burst:
 
 
 def measure_issue(ranks: Ranks, *, quick: bool) -> None:
-    """Issue of torch's calls, beside those of a group that does nothing, and of `Communicator.all_reduce`."""
+    """Measures the issue of torch's calls, of the calls of a group that does nothing, and of
+    `Communicator.all_reduce`.
+    """
     bursts = 2 if quick else _BURSTS
     groups = {OURS: ranks.group_of_ours(Variant(OURS)), ranks.peer: dist.group.WORLD, "nothing": nothing_group()}
     calls = {name: issue_calls(group, ranks.device) for name, group in groups.items() if group is not None}
@@ -69,7 +71,7 @@ def measure_experts(ranks: Ranks, *, quick: bool) -> None:
     x = ranks.ones(tokens * hidden, torch.bfloat16).view(tokens, hidden)
     ids = torch.rand(tokens, experts, device=ranks.device).topk(topk, dim=1).indices
     weights = ranks.ones(tokens * topk).view(tokens, topk)
-    results = x.new_ones(experts // ranks.size, ranks.size * tokens, hidden)  # the experts' of float8 rows
+    results = x.new_ones(experts // ranks.size, ranks.size * tokens, hidden)  # the experts' results for float8 rows
 
     def low_latency() -> torch.Tensor:
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, experts, use_fp8=False)
@@ -138,7 +140,7 @@ def _per_call(ranks: Ranks, call: Callable[[], object], replays: int) -> float:
     if ranks.on_gpus:
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            queue()  # what is made once
+            queue()  # creates caches before the timed calls
         ranks.meet()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             queue()

@@ -81,7 +81,7 @@ class Variant:
 
 
 def communicator_of(group: Any, device: torch.device) -> Communicator:
-    """The communicator of a process group of ours."""
+    """The communicator of one of our process groups."""
     backend = group if hasattr(group, "endpoints") else group._get_backend(device)
     made: Communicator = backend.endpoints.of_all(device)
     return made
@@ -110,7 +110,7 @@ class Ranks:
         self.first = self.rank == 0
 
     def group_of_ours(self, variant: Variant) -> Any:
-        """A process group of all ranks with a communicator of its own. All ranks call it together."""
+        """A process group of all ranks with a separate communicator. All ranks call it together."""
         group = dist.new_group(backend=OURS)
         comm = communicator_of(group, self.device)
         defaults = comm.runtime.launch_defaults
@@ -121,7 +121,7 @@ class Ranks:
             comm.collectives.selector = comm.collectives.selector.with_table(collective, table)
         if not variant.lends:
             comm.collectives.lent_memory.limit = 0
-        # This makes the kernels' team, which has these blocks from then on.
+        # This call makes the kernels' team, which then keeps this number of blocks.
         dist.reduce_scatter_tensor(self.ones(1), self.ones(self.size), group=group)
         comm.runtime.launch_defaults = defaults
         return group
@@ -149,14 +149,14 @@ class Ranks:
         self.synchronize()
 
     def slowest(self, *values: float) -> list[float]:
-        """The largest of all ranks, of each value."""
+        """For each value, the largest value of all ranks."""
         most = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         found: list[float] = most.tolist()
         return found
 
     def report(self, program: str, figure: str, unit: str, values: dict[str, Figure], **more: Any) -> None:
-        """Prints a row for `programs.py` on the first rank. Names that begin as ours are ours."""
+        """Prints a row for `programs.py` on the first rank. Contenders whose names begin like ours count as ours."""
         row: Fields = {"program": program, "figure": figure, "unit": unit, **more}
         row["values"] = [
             {"name": name, "ours": name.startswith(OURS), "value": found.value, "cpu_share": found.cpu_share}

@@ -25,7 +25,7 @@ from torch_calls import nothing_group
 from proxyccl.channels.collectives.table import COLLECTIVES
 
 _PROFILED_STEPS = 3
-_LOSSES_DIFFER = 0.05  # of the loss: more than bfloat16 rounds
+_LOSSES_DIFFER = 0.05  # relative to the loss: more than the rounding of bfloat16
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Case:
     blocks: int
 
     def tiny(self) -> Case:
-        """One for CPUs."""
+        """A small case for CPUs."""
         return Case(f"{self.name}, tiny", self.sharded, self.dtype, 16, 32, 2)
 
 
@@ -55,7 +55,7 @@ CASES = {
     "fsdp-bf16": Case("FSDP2 step, bfloat16, 8192 tokens", True, torch.bfloat16, 8192, 2048, 8),
     "fsdp-f32": Case("FSDP2 step, float32, 512 rows", True, torch.float32, 512, 2048, 8),
     "ddp-f32": Case("DDP step, float32, 512 rows", False, torch.float32, 512, 2048, 8),
-    # Of 2.1 billion parameters; communication by NCCL takes about as long as the products of 1024 tokens.
+    # A case with 2.1 billion parameters; communication by NCCL takes about as long as the products of 1024 tokens.
     "fsdp-half": Case("FSDP2 step, bfloat16, 1024 tokens of 8192 values", True, torch.bfloat16, 1024, 8192, 4),
 }
 
@@ -166,7 +166,7 @@ def measure(ranks: Ranks, case: Case, variants: list[Variant], *, quick: bool, t
         for way in ways:
             way.turn(ranks, batch, steps, together=together)
             if turn < 0:
-                way.seconds.clear()  # it warmed up
+                way.seconds.clear()  # discards the times of the warm-up
     found = {}
     for way in ways:
         step, issue = (statistics.median(column) for column in zip(*way.seconds, strict=True))

@@ -20,7 +20,7 @@ from proxyccl.proxy.trigger import Operation, Trigger
 ffi = _engine.ffi
 
 TIMEOUT = 60.0
-"""Seconds, of each wait."""
+"""Longest wait, in seconds."""
 
 FIFO_SIZE = 8192
 

@@ -21,12 +21,12 @@ from proxyccl import Communicator
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 20.0  # seconds, of each wait
+_TIMEOUT = 20.0  # longest wait, in seconds
 _WHERE = ("thread", "process")
 _COUNT = 256  # elements of 4 bytes
 _BURST = 50
 _BURSTS = 40
-_GONE_SECONDS = 1.5  # for which no rank uses the process, so that the next communicator starts it again
+_GONE_SECONDS = 1.5  # seconds after which an unused process has ended, so that the next communicator starts it
 
 Samples = dict[str, dict[str, list[float]]]
 """The measurements, by name and by where the proxies ran."""
@@ -62,7 +62,7 @@ def of_all(where: str) -> dict[str, float]:
 
 
 def ratios(samples: Samples, *, higher_is_better: bool) -> list[Fields]:
-    """A row for each thing measured: both medians, and the process's over the thread's."""
+    """A row for each thing measured: both medians, and the ratio of the process's to the thread's."""
     rows = []
     for name, values in samples.items():
         thread, process = (statistics.median(values[where]) for where in _WHERE)

@@ -29,7 +29,7 @@ from proxyccl.tools.options import show_size
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
 
-_TIMEOUT = 20.0  # seconds, of each wait
+_TIMEOUT = 20.0  # longest wait, in seconds
 
 _SOURCE = r"""
 #include "proxyccl/proxyccl.h"
@@ -194,14 +194,14 @@ class Bench:
         self.peer = 1 - comm.rank
         self.first = comm.rank == 0
         self.memory = comm.empty(2 * largest, "uint8")
-        # They own the semaphores.
+        # Kept, because the channels own the semaphores.
         self._channel_sets = (
             comm.proxy_channels(self.memory),
             comm.sm_channels(self.memory),
             comm.proxy_channels(self.memory),
         )
         self.proxied, self.mapped, self.valued = (channels.to(self.peer) for channels in self._channel_sets)
-        self._signals = comm.empty(1, "int64").fill(0)  # on `valued`, of each way
+        self._signals = comm.empty(1, "int64").fill(0)  # signals sent on `valued`, in each way
         self.kernels = comm.compile(_SOURCE)
         self.stream = comm.runtime.create_stream()
         self.ns = comm.empty(rounds, "int64")
@@ -271,7 +271,9 @@ class Bench:
         return {"bytes": nbytes, **timing, "limit_us": limit, "aim_us": aim}
 
     def value_latency(self, kind: int) -> Fields:
-        """Latency of what travels in a trigger, beside a signal and a put of as many bytes from memory."""
+        """Latency of values and signals that travel in a trigger, beside a signal and a put of as many bytes from
+        memory.
+        """
         wrong = self.comm.empty(1, "int32").fill(0)
         given = (self.valued, self.memory, self.largest, kind, wrong, self._signals)
         timing = self.one_way("value_ping_pong", *given)
@@ -333,7 +335,7 @@ class Bench:
         }
 
     def get_bandwidth(self, nbytes: int, total: int) -> Fields:
-        """Bandwidth of gets of rank 0, beside that of its puts; each moves about `total` bytes."""
+        """Bandwidth of gets of rank 0, beside the bandwidth of its puts; each moves about `total` bytes."""
         transfers = max(4, min(400, total // nbytes))
         rates = []
         for get in (False, True):
@@ -348,7 +350,7 @@ class Bench:
         return {"bytes": nbytes, "transfers": transfers, "put_gbs": rates[0], "get_gbs": rates[1]}
 
     def _slowest(self, times: list[float], *, both: bool) -> list[float]:
-        """The slower rank's times, or the first rank's if it worked alone; the same on both ranks."""
+        """The slower rank's times, or the first rank's times if it worked alone; the same on both ranks."""
         everyone = [np.frombuffer(data) for data in self.comm.all_gather_bytes(np.array(times).tobytes())]
         return (np.maximum(*everyone) if both else everyone[0]).tolist()
 

@@ -46,9 +46,9 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _LOOK = 0.02  # seconds between two reads of the flush word; more reads would disturb a CPU that does the device's work
 _SHORT, _LONG = 8, 64 << 10
-_SMALL_FIFO_SIZE = 256  # so small that the producer spins while it waits for room
-_CALIBRATION = 200  # writes
-_MOST_WRITES = 1_000_000  # in a run
+_SMALL_FIFO_SIZE = 256  # small, so that the producer spins while it waits for room
+_CALIBRATION = 200  # writes in a calibration run
+_MOST_WRITES = 1_000_000  # most writes in a run
 _LETTERS = "abcdefgh"
 _SOFT_ROCE = "Soft-RoCE on an emulated CPU, which also does the device's work: ratios are meaningful, rates are not"
 

@@ -70,7 +70,7 @@ class Contender(ABC):
 
     @abstractmethod
     def check(self) -> bool:
-        """Has it work once. Returns whether the result is right."""
+        """Makes one all_reduce with the new communicator. Returns whether the result is right."""
 
     @abstractmethod
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Contender(ABC):
 
 
 class Ours(Contender):
-    """See `Contender`; `how` makes the communicator from the whole and the MPI communicator of its ranks."""
+    """A `Contender` of ours; `how` makes the communicator from the whole and the MPI communicator of its ranks."""
 
     def __init__(self, name: str, how: Callable[[Communicator, MPI.Intracomm], Communicator], *, stuck: bool) -> None:
         super().__init__(name, stuck=stuck)
@@ -121,7 +121,7 @@ class Ours(Contender):
 
 
 class Ncclwise(Contender):
-    """See `Contender`; `shrink` by ncclCommShrink, otherwise anew."""
+    """A `Contender` of NCCL: with `shrink` by ncclCommShrink, otherwise by a new communicator."""
 
     def __init__(self, name: str, nccl: Nccl, *, shrink: bool, stuck: bool) -> None:
         super().__init__(name, stuck=stuck)
@@ -172,7 +172,7 @@ class Ncclwise(Contender):
 
 
 def contenders(runtime: str) -> tuple[list[Contender], str]:
-    """All of them, and why NCCL is not among them, or its version."""
+    """All contenders; and NCCL's version, or the reason why NCCL is missing."""
     members = list(range(LAST))
     ways: dict[str, Callable[[Communicator, MPI.Intracomm], Communicator]] = {
         "Communicator": lambda _, part: Communicator(part),

@@ -70,7 +70,7 @@ _LAYOUTS = {
     "64 blocks of 1": (64, 1),
     "512 blocks of 1": (512, 1),
 }
-_GPU_FIFO_SIZES = (256, 8192)  # besides the requested one
+_GPU_FIFO_SIZES = (256, 8192)  # ring sizes besides the requested size
 _MOST_HOST_BLOCKS = 64  # each is a thread of the CPU
 
 _SOURCE = r"""
@@ -107,8 +107,8 @@ extern "C" __global__ void bare_round_trips(Fifo ring, ProxycclTrigger trigger, 
   }
 }
 """
-_ROUND_TRIPS = 500  # in a launch; the first tenth warms up
-_CALIBRATION = 2000  # triggers
+_ROUND_TRIPS = 500  # round trips in a launch; the first tenth warms up
+_CALIBRATION = 2000  # triggers in a calibration run
 _MOST_TRIGGERS = 400_000  # the most that a CPU thread produces in a timed run
 _MOST_PUSHES = 50_000_000  # the most that a kernel makes in a timed run
 
@@ -307,7 +307,7 @@ class _Pushes:
         return self._timed(self._proxy.fifo, self._proxy.taken + each * self._producers, each)
 
     def bare(self, count: int) -> float:
-        """The same with the bare loop as the consumer of a fresh ring."""
+        """Triggers per second with the bare loop as the consumer of a fresh ring."""
         each = self._each(count)
         total = each * self._producers
         with _bare_drain(self._proxy.runtime, self._fifo_size, total) as fifo:

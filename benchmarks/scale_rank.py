@@ -29,7 +29,9 @@ from proxyccl.proxy.trigger import MAX_MEMORIES
 Fields = dict[str, float]
 
 _PHASES = {"hosts": "bootstrap", "topology": "exchange", "control segments": "exchange", "job": "exchange"}
-"""Phases of the start-up by the purposes of its exchanges; what lies between exchanges counts to the one before."""
+"""Phases of the start-up by the purposes of its exchanges; time between two exchanges counts as part of the earlier
+one.
+"""
 _COUNT, _TURNS, _REST_SECONDS = 256, 5, 1.0
 
 
@@ -42,7 +44,7 @@ class Timed:
         self.rounds: list[tuple[str, float, float, int]] = []
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`."""
+        """Calls the inner bootstrap's `all_gather`, and records the exchange."""
         began = time.perf_counter()
         everyone = self._bootstrap.all_gather(data, timeout, give_up)
         purpose = data.partition(b"\0")[0].decode()
@@ -50,7 +52,7 @@ class Timed:
         return everyone
 
     def subset(self, members: Sequence[int], key: int) -> Bootstrap:
-        """See `Bootstrap`."""
+        """Implements `Bootstrap`."""
         return self._bootstrap.subset(members, key)
 
     def close(self) -> None:
@@ -64,7 +66,7 @@ def held() -> Fields:
     for name in os.listdir("/proc/self/fd"):
         try:
             mode = os.stat(f"/proc/self/fd/{name}").st_mode
-        except OSError:  # that of the listing itself
+        except OSError:  # the descriptor of the listing itself
             continue
         descriptors += 1
         sockets += stat.S_ISSOCK(mode)
@@ -178,7 +180,7 @@ def main() -> None:
 
 
 def proxy_of(comm: Communicator) -> Fields:
-    """Connections, channels and memory ids of this rank's proxy; none if nothing has used it."""
+    """Connections, channels and memory ids of this rank's proxy; empty if the proxy was never used."""
     found = find(comm.job, [comm.rank], os.getpid())
     if not found:
         return {"connections": 0, "channels": 0, "memory_ids": 0}

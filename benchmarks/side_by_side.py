@@ -37,7 +37,7 @@ BARE_COPIES = "bare copies"
 PROXIED = "registered_proxy"
 """Our name of calls by proxy with registered arrays."""
 WAIT_TIMEOUT = 20.0
-"""Seconds, of each wait of the communicator."""
+"""The communicator's time-out, in seconds."""
 
 _MOST_CALLS = 50
 _BURST_US = 3000.0
@@ -88,7 +88,7 @@ class Contender:
 
 
 def absent(name: str, missing: str) -> Contender:
-    """A peer that can't make the call, for the reason given: the tables show it."""
+    """A peer that can't make the call, with the reason, which the tables show."""
     return Contender(name, False, lambda: None, lambda: None, lambda _: 0, missing=missing)
 
 
@@ -101,7 +101,7 @@ class Peer:
         call: queues the call on the job's stream, given output and input.
         arrays: makes an input and an output of this many elements, if the peer wants arrays of its own.
         in_place: whether an all_reduce replaces its input.
-        missing: why it can't be called on this machine, or "". It then has no call.
+        missing: why it can't be called on this machine, or "". Such a peer has no call.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Burst(ABC):
 class Timing:
     """A contender's result. If it can't make the call, `time_us` is None and `reason` says why.
 
-    `multiprocessors` is that of its `Burst`.
+    `multiprocessors` is taken from the contender's `Burst`.
     """
 
     name: str
@@ -241,7 +241,7 @@ class Job(ABC):
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
-        """Makes the job's stream current for the libraries that have such a thing."""
+        """Makes the job's stream current for libraries with a current stream."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -277,7 +277,7 @@ class Job(ABC):
         return {**describe(self.comm), "peers": self.peer_versions()}
 
     def heading(self, title: str, *notes: str) -> None:
-        """Prints what is measured, and on what."""
+        """Prints what is measured, and on which devices."""
         peers = ", ".join(f"{name} {version}" for name, version in self.peer_versions().items())
         heading(self.comm, title, f"peers: {peers or 'none'}; no multicast", *notes)
 
@@ -288,7 +288,7 @@ class Job(ABC):
         self._said.add(line)
 
     def element_types(self, wanted: Sequence[str]) -> list[str]:
-        """Those of the element types that arrays can have; says which are left out."""
+        """Returns the element types that arrays can have, and prints which others are left out."""
         for name in wanted:
             if name not in self.dtypes:
                 self.say_once(f"# {name} is not measured: arrays on the {self.comm.runtime.name} runtime can't have it")
@@ -340,7 +340,7 @@ class Job(ABC):
         that are wrong after it.
         """
         contender.refill()
-        self.time_now(contender.call, 1)  # ranks come from the checks one after another
+        self.time_now(contender.call, 1)  # ranks leave the checks at different times
         slowest = self.slowest(self.time_now(contender.call, 3))
         calls = max(1, min(self._most_calls, int(_BURST_US / slowest)))
         contender.refill()

@@ -1,8 +1,8 @@
 """Time to start: imports, the commands, and a program's first result: python start_up.py
 
 Every call is a process of its own, run on the host runtime with the modules' bytecode cached. Times are wall-clock
-times of the whole process, from fork to exit, and its processor time, that of its children included. Calls alternate,
-so the load of the machine is the same for all. What Python and numpy take by themselves stands beside.
+times of the whole process, from fork to exit, and processor times include the process's children. Calls alternate, so
+the load of the machine is the same for all. What Python and numpy take by themselves stands beside.
 
 Below the table are the modules that took the longest to import by themselves, without those that they import, as
 `python -X importtime` shows it.
@@ -76,7 +76,7 @@ class Start(NamedTuple):
 
 
 def environment() -> dict[str, str]:
-    """The variables of the processes: those of this one, with bytecode cached."""
+    """The environment of the processes: this process's variables, with bytecode caching turned on."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -89,7 +89,7 @@ def start(arguments: Sequence[str]) -> Start:
 
 
 def measure(repeats: int, seconds: float) -> list[Fields]:
-    """A row for each program: one run to fill caches, then `repeats` of them, or fewer where the time is up."""
+    """A row for each program: one run to fill caches, then `repeats` runs, or fewer where the time is up."""
     for arguments in PROGRAMS.values():
         start(arguments)
     end = time.monotonic() + seconds

@@ -1,7 +1,7 @@
 """Draws a part of a file of `proxyccl trace` as SVG: python benchmarks/trace_picture.py TRACE.json PICTURE.svg
 
-The part is one burst of triggers or sends, such as a collective makes, between two pauses of all proxies. It is the
-burst of median length among those with the most frequent number of them. Use Perfetto to see the whole file; these
+The part is one burst of triggers or sends, such as a collective makes, between two pauses of all proxies. The burst has
+the median length among the bursts with the most frequent number of triggers. Use Perfetto to see the whole file; these
 pictures are for pages.
 """
 

@@ -30,7 +30,7 @@ from proxyccl.tools.results import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = [(1, 8), (1, 4096), (1, 64 << 10), (1, 1 << 20), (1, 64 << 20), (1024, 4096), (10000, 45 << 10)]
-"""(blocks, bytes of each)."""
+"""The cases: the number of blocks, and the bytes of each block."""
 DEVICE_SIZES = [
     *((1, 1 << bits) for bits in (3, 12, 16, 20, 24, 26, 30)),
     (1024, 4096),
@@ -39,7 +39,7 @@ DEVICE_SIZES = [
     (10000, 45 << 10),
 ]
 MIXED_SIZES = [(1, 8), (1, 64 << 20), (10000, 45 << 10)]
-"""The same between the host's memory and a GPU's."""
+"""The cases between the host's memory and a GPU's: the number of blocks, and the bytes of each block."""
 MOST_BYTES = 1 << 29
 MOST_DEVICE_BYTES = 1 << 30
 HUGE_PAGE = 2 << 20
@@ -49,7 +49,7 @@ MOST_SECONDS, MOST_SECONDS_TIMES = 0.5, 5
 
 
 def rows_of(address: int, blocks: int, nbytes: int, backwards: bool, most: int) -> Any:
-    """Blocks that don't follow each other, in one order or the other."""
+    """Blocks that are not adjacent, in ascending or descending order."""
     stride = nbytes if blocks == 1 else min(2 * nbytes, most // blocks // 16 * 16)
     offsets = np.arange(blocks, dtype=np.uint64) * np.uint64(stride)
     rows = np.zeros((blocks, 3), np.uint64)
@@ -70,8 +70,8 @@ class Side:
         from nixl._api import nixl_agent
 
         self.agent = nixl_agent(name)
-        # It starts at a huge page: the small pages at the start of a mapping, whose number differs from run to run,
-        # take twice as long to copy.
+        # The memory starts at a huge page: the small pages at the start of a mapping, whose number differs from run to
+        # run, take twice as long to copy.
         memory = np.ones(MOST_BYTES + HUGE_PAGE, np.uint8)
         self._memory: list[Any] = [memory[-memory.ctypes.data % HUGE_PAGE :][:MOST_BYTES]]
         self.kinds = {"DRAM": (int(self._memory[0].ctypes.data), 0)}
@@ -90,7 +90,7 @@ def target(directory: Path, devices: bool) -> None:
     data = json.dumps({"kinds": side.kinds, "metadata": side.agent.get_agent_metadata().hex()})
     partial.write_text(data)
     partial.rename(directory / "metadata")
-    sys.stdin.read()  # until the parent ends it
+    sys.stdin.read()  # waits until the parent ends this process
     os._exit(0)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 if os.environ.get("PROXYCCL_RUNTIME") == "host":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # chosen when triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads this when it is imported
 
 import numpy as np
 import triton
@@ -53,7 +53,7 @@ _AIMS = {"put + signal": 1.05, "all_reduce": 1.15}
 _NO_PEER = "it needs GPUs"
 _CELLS = 1000
 _GEMM_ERROR = 5e-3
-"""Of the largest element: sums of products in float16."""
+"""Tolerance relative to the largest element, for sums of products in float16."""
 _PING_PONG = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
@@ -154,7 +154,7 @@ def kernel_of(example: str) -> str:
 
 
 def measure_put_signal(job: Job, report: Report, rounds: int) -> None:
-    """1 KiB there and back."""
+    """Moves 1 KiB there and back."""
     comm, nbytes, first = job.comm, 1024, int(job.rank == 0)
     seed = fresh_seed(job)
     given = [job.random(nbytes // 4, "float32", seed + rank) for rank in range(job.ranks)]
@@ -175,7 +175,7 @@ def measure_put_signal(job: Job, report: Report, rounds: int) -> None:
 
 
 def measure_diffusion(job: Job, report: Report, steps: int) -> None:
-    """This many steps, an even number, so that the result lies where the start lay."""
+    """Makes an even number of steps, so that the result ends up in the array with the start values."""
     comm, rank, ranks, n, seed = job.comm, job.rank, job.ranks, _CELLS, fresh_seed(job)
     starts = [job.random(n, "float32", seed + each) for each in range(ranks)]
     heat = np.concatenate([on_cpu(start) for start in starts]).astype(np.float64)
@@ -290,11 +290,13 @@ class Products:
         return pt.compile(self.job.comm, function, grid=self.programs, configs=self._configs)
 
     def matrix(self, rows: int, columns: int, seed: int) -> Any:
-        """A random matrix in float16, with more than the few bits of whole numbers, which cost the GPU less power."""
+        """A random matrix in float16 with full mantissas: whole numbers have few bits, and would take the GPU less
+        power.
+        """
         return self.job.random(rows * columns, "float16", seed).reshape(rows, columns) * 0.037
 
     def product(self, a: Any, b: Any) -> Any:
-        """In float32."""
+        """Returns the matrix in float32."""
         return a.float() @ b.float() if self.on_gpus else a.astype(np.float32) @ b.astype(np.float32)
 
     def wrong(self, found: Any, expected: Any) -> int:
@@ -412,7 +414,7 @@ def tell_configurations(job: Job, kernel: Any) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Those of the command line."""
+    """Returns the options of the command line."""
     parser = common_arguments(__doc__.splitlines()[0])
     parser.set_defaults(seconds=_SECONDS)
     return parser.parse_args()
@@ -426,7 +428,7 @@ def main() -> int:
             raise SystemExit("triton_kernels.py needs 2 ranks: mpiexec -n 2 python -m mpi4py ...")
         job.heading("kernels in Triton", f"Triton {triton.__version__}; {job.timing}")
         report = Report(job, (5 if options.quick else 15) if on_gpus(job) else 1)
-        rounds = 200 if on_gpus(job) else 2  # of the interpreter, each takes milliseconds
+        rounds = 200 if on_gpus(job) else 2  # fewer in the interpreter, where a round takes milliseconds
         measure_put_signal(job, report, rounds)
         measure_diffusion(job, report, rounds)
         measure_all_reduce(job, report)

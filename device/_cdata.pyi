@@ -1,7 +1,7 @@
 """The types of the Python objects that cffi makes for C values. The stubs of `_native` and `_engine` use these.
 
 There is no such module at run time. A struct `S` is the class `S` and a pointer to it the class `SPointer`, both made
-by build_stubs.py. Pointers to numbers are told apart by the type of the number, as cffi does.
+by build_stubs.py. Pointers to numbers have separate classes for each type of number, as in cffi.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ class VoidPointer(Pointer):
     """A ``void *``."""
 
 class NullPointer(VoidPointer):
-    """`BaseFFI.NULL`, which fits wherever a pointer does."""
+    """`BaseFFI.NULL`, which is valid wherever a pointer is expected."""
 
 class ItemPointer(Pointer, Generic[Item]):
     """A pointer to items that can be read and written."""
@@ -51,7 +51,7 @@ class FloatPointer(ItemPointer[float]): ...
 class PointerTo(ItemPointer[Target]): ...
 
 class Array(Pointer, Generic[Item, Target]):
-    """An array of items. Where C takes a pointer to one of them, a `Target`, it takes the array too."""
+    """An array of items. C functions that take a pointer to an item, a `Target`, take the array too."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Item]: ...
@@ -60,10 +60,10 @@ class Array(Pointer, Generic[Item, Target]):
     def __add__(self, items: int, /) -> Target: ...
 
 Passed: TypeAlias = Target | Array[Any, Target] | NullPointer
-"""What a call takes for a pointer, and a field that is one."""
+"""The values that C functions and struct fields accept as a pointer."""
 
 Initial: TypeAlias = Item | Mapping[str, object] | Sequence[object]
-"""What initialises a struct."""
+"""The values that may initialise a struct."""
 
 class Field(Generic[Value, Accepted]):
     """A struct's field that is read as one type and accepts another."""
@@ -78,7 +78,7 @@ class ArrayField(Field[Array[Item, Target], Array[Item, Target] | Sequence[Any]]
     """A struct's field that is an array."""
 
 class CBuffer(Buffer):
-    """A C value's bytes."""
+    """The bytes of a C value."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int | slice, /) -> bytes: ...
@@ -86,7 +86,9 @@ class CBuffer(Buffer):
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class BaseFFI:
-    """What does not depend on the declarations; each extension's `FFI` adds ``new``, ``cast`` and ``sizeof``."""
+    """The part of cffi's `FFI` that all extensions share; each extension's `FFI` adds ``new``, ``cast`` and
+    ``sizeof``.
+    """
 
     NULL: NullPointer
     errno: int

@@ -104,16 +104,16 @@ class DriverCalls(Struct, frozen=True):
     The address is 0 if the driver lacks a call or does not need it. The host runtime has neither contexts nor captures.
 
     Attributes:
-        copy: a copy between addresses of the device.
-        copy_many: several copies in one call.
-        set: the setting of bytes.
-        write64, write32: one write of a word by a stream.
-        wait64: one wait of a stream for a word; needed if `batch` is 0.
-        batch: several operations of a stream on words in one call.
+        copy: copies between addresses of the device.
+        copy_many: makes several copies in one call.
+        set: sets bytes.
+        write64, write32: make a stream write a word.
+        wait64: makes a stream wait for a word; needed if `batch` is 0.
+        batch: queues several writes of words and waits for words in one call.
         event_record: records an event on a stream.
         event_query: tells whether an event was reached.
         wait_event: makes a stream wait for an event.
-        launch: a launch, with cuLaunchKernel's signature.
+        launch: launches a kernel, with cuLaunchKernel's signature.
         synchronize: waits for a stream, if a call without a stream waits for its end.
         current: stores the thread's current context.
         make_current: makes a context current. Threads that serve several devices call it.
@@ -121,7 +121,7 @@ class DriverCalls(Struct, frozen=True):
         is_capturing: whether a stream is being captured.
         exchange_capture_mode: exchanges the thread's capture mode.
         relaxed: the capture mode that allows allocations and event queries.
-        allocate: allocates; 0 if memory needs flags.
+        allocate: allocates device memory; 0 if memory needs flags.
         allocate_with_flags: allocates with `flags`; needed if `allocate` is 0.
         flags: the flags for `allocate_with_flags`.
         free: frees memory; waits for the device.
@@ -164,8 +164,8 @@ class StreamEvents(Struct, frozen=True):
 
     Attributes:
         order: address of a ProxycclStreamOrder (stream_order.h).
-        take: takes an event that nothing uses, and returns its handle.
-        give: returns an event that is no longer used.
+        take: takes an unused event and returns the event's handle.
+        give: puts an event back that is no longer used.
     """
 
     order: int
@@ -174,7 +174,9 @@ class StreamEvents(Struct, frozen=True):
 
 
 Allocations = tuple[tuple[int, int], ...]
-"""The allocations that contain a range, in order: for each an address in the range, and the driver's number for it."""
+"""The allocations that contain a range, in order: for each allocation an address in the range, and the driver's
+number of the allocation.
+"""
 
 
 class LaunchDefaults(Struct, frozen=True):
@@ -183,16 +185,17 @@ class LaunchDefaults(Struct, frozen=True):
     Attributes:
         threads: threads in a block of the shipped kernels.
         blocks: most blocks that a shipped collective uses.
-        efficient_blocks: the same under the policy that spares multiprocessors: few blocks, for a little more time.
+        efficient_blocks: most blocks under the policy that spares multiprocessors: fewer blocks, which take a little
+            longer.
         copy_blocks: most blocks that a proxied collective uses.
         small_threads: threads in a block of the kernel of a reduction by proxy (`PROXYCCL_SMALL_KERNEL`).
         small_blocks: most blocks of that kernel.
         small_bytes: least bytes of a rank that a block reduces at a time.
-        awaits_data: whether the kernel of a short reduction by proxy is launched when all ranks have joined, and waits
-            for their data itself.
+        awaits_data: whether the kernel of a short reduction by proxy is launched as soon as all ranks have joined, and
+            itself waits for their data.
         bytes_per_block: a collective takes one block for each multiple of this number of bytes that a rank contributes.
         exchange_bytes: the bytes that a rank receives from all others at a time, in each buffer for rounds (team.h).
-        pipeline_bytes: the same for each buffer for pipelines.
+        pipeline_bytes: the bytes in each buffer for pipelines.
         meeting_bytes: least bytes of a share for which ranks exchange the addresses of their outputs before sending.
         offered_bytes: most bytes of an in-place all_reduce whose ranks load each other's inputs directly.
         proxied_kernel_bytes: longest share that a kernel moves to peers of other nodes, through the proxy, by default.
@@ -204,22 +207,23 @@ class LaunchDefaults(Struct, frozen=True):
         packet_blocks: most blocks of a packet kernel.
         pair_packet_blocks: most blocks of a packet kernel of two ranks, each of which sends to one peer only.
         packet_move_bytes: most bytes that a rank sends to all others in packets, in an all_gather or an all_to_all. 0:
-            none are sent so.
+            none are sent in packets.
         line_bytes: least bytes from one rank to another that are sent as lines (lines.h) instead of packets, if all
             links carry whole lines. 0: lines are not used.
         line_blocks: most blocks of a kernel whose packets are lines; under the policy `efficiency` at most
             efficient_blocks.
         line_move_bytes: the limit in place of packet_move_bytes where lines may be used.
         row_blocks: blocks of the clusters that share a row in a kernel whose packets are lines; 1 without clusters.
-        pinned_bytes: most bytes that a schedule moves through pinned memory: for so few, a copy engine takes longer to
-            start. 0: none, for example if one call issues the copies to all peers.
-        staged_pinned_bytes: the same for each peer where transports stage the data of all remote peers: a daemon's
-            short copies wait for the kernels of its clients.
-        own_box_bytes: most bytes for each peer that a schedule's stream copies within its device through a peer's
-            memory. Copy engines make that copy; the driver's local copy is a kernel, which waits for a multiprocessor.
+        pinned_bytes: most bytes that a schedule moves through pinned memory, because a copy engine takes longer to
+            start than such a copy takes. 0: none, for example if one call issues the copies to all peers.
+        staged_pinned_bytes: most bytes for each peer if transports stage the data of all remote peers, because a
+            daemon's short copies wait for the kernels of its clients.
+        own_box_bytes: most bytes for each peer for which a schedule's stream copies the rank's own data through a
+            peer's memory. Copy engines make such copies; the driver makes a local copy with a kernel, which waits for a
+            multiprocessor.
             0: none.
-        one_crossing_bytes: bytes that a rank receives from all others up to which a reduction by proxy sends
-            everything to every rank, in one crossing. That is faster than two crossings of shares.
+        one_crossing_bytes: a reduction by proxy sends everything to every rank, in one crossing, if a rank receives at
+            most this many bytes from all others. For more bytes, two crossings with shares are faster.
     """
 
     threads: int
@@ -261,7 +265,7 @@ class BaseRuntime(Protocol):
         launch_defaults: launch shapes that suit the device.
         thread_stream: the handle that means each thread's own default stream; None if there is none.
         legacy_stream: the handle of the stream whose work runs after all work on the threads' default streams; None if
-            those do not exist.
+            threads have no default streams.
         calls: the driver's calls, for callers in C.
     """
 
@@ -283,7 +287,7 @@ class BaseRuntime(Protocol):
 
     @property
     def device_name(self) -> str:
-        """The vendor's name for the device: the same for all of its kind."""
+        """The vendor's name for the device's model."""
 
     def describe(self) -> str:
         """One line on the device."""
@@ -321,8 +325,9 @@ class BaseRuntime(Protocol):
         """
 
     def end_export(self, handle: bytes) -> None:
-        """Ends an `export`: the handle need not be openable any longer. Until then some drivers keep memory that its
-        owner frees."""
+        """Ends an `export`, after which other processes can't rely on the handle. Until then some drivers keep the
+        memory allocated even if its owner frees it.
+        """
         return
 
     def open(self, handle: bytes) -> Memory:
@@ -340,12 +345,12 @@ class BaseRuntime(Protocol):
     def keep_pins(self) -> Callable[[], None]:
         """Keeps memory of other devices pinned, if unpinning waits for the kernels of all devices of the process.
 
-        Returns the function that ends this, to call when the kernels have ended.
+        Returns a function to call when those kernels have ended, after which the memory may be unpinned.
         """
         return lambda: None
 
     def warm_up(self, peers: Collection[str]) -> None:
-        """Makes the driver do the work now that it otherwise does at the first copy to each peer.
+        """Prepares copies to peers: makes the driver do the work now that it would do at the first copy to each peer.
 
         Args:
             peers: the peers' device_ids. Devices that this process does not see, or can't reach, are skipped.
@@ -358,8 +363,9 @@ class BaseRuntime(Protocol):
 
     @property
     def loads_lazily(self) -> bool:
-        """Whether a kernel's first launch may load the kernel, and block all other driver calls of the process
-        meanwhile."""
+        """Whether the driver may load a kernel only at the kernel's first launch, which blocks all other driver
+        calls of the process.
+        """
         return False
 
     @property
@@ -386,9 +392,9 @@ class BaseRuntime(Protocol):
         """Whether this device's kernels can access memory of the device with this `device_id`."""
 
     def adds_at_peer(self, device_id: str) -> bool:
-        """Whether this device's kernels can add atomically to memory, which they reach, of the device with this id.
+        """Whether this device's kernels can add atomically to reachable memory of the device with this id.
 
-        False if the driver does not report it: over PCIe alone, or if this process does not see the device.
+        Returns False if the driver does not report such atomics: over PCIe, or if this process does not see the device.
         """
 
     def pointer_device(self, ptr: int) -> int | None:
@@ -415,12 +421,12 @@ class BaseRuntime(Protocol):
 
         Args:
             for_proxy: the stream is for the engine's copies, and need not take launches.
-            in_caller: each call that queues work returns when the work is done. Only the host runtime has such
-                streams; a GPU's is like any other.
+            in_caller: each call that queues work returns when the work is done. Only the host runtime has such streams;
+                GPUs ignore the option.
         """
 
     def create_event(self, *, times: bool = True) -> Event:
-        """Creates an event. Without `times` it does not support `elapsed`, and is reached a little sooner."""
+        """Creates an event. Without `times` the event does not support `elapsed`, and costs a little less."""
 
     def stream_handle(self, stream: StreamLike) -> int:
         """Returns the driver's handle of a call's stream, which may be of any kind in `StreamLike`.

@@ -110,7 +110,7 @@ class _Declarations:
         # cffi's model drops the names of parameters.
         tree, _, _ = Parser()._parse(source)
         self.parameters = {
-            node.name: [parameter.name for parameter in node.type.args.params if parameter.name]  # "void" has none
+            node.name: [parameter.name for parameter in node.type.args.params if parameter.name]  # none in "void"
             for node in tree.ext
             if node.name in self.functions
         }

@@ -1,9 +1,9 @@
 """A GPU vendor's driver and run-time compiler: the calls that `GpuRuntime` is made of.
 
-CUDA's driver API and HIP's are twins, so a call is made by CUDA's name without its prefix. Methods are for calls with
-several callers, and for those that differ in more than the name; a vendor's class has these. Pointers, streams, events,
-modules and functions are integers. Every call raises DriverError where the driver reports a failure, and acts on the
-calling thread's current context.
+CUDA's driver API and HIP's are twins, so a call is made by CUDA's name without its prefix. Methods exist for calls with
+several callers, and for calls that differ between the vendors in more than the name; the vendors' classes implement the
+latter. Pointers, streams, events, modules and functions are integers. Every call raises DriverError where the driver
+reports a failure, and acts on the calling thread's current context.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOST_CONTEXT = {
 }
 """The statuses of errors that end the process's context, and their descriptions.
 
-All later calls into that context return such a status too. Other processes' contexts are not affected. Source:
+All later calls into that context return an error status too. Other processes' contexts are not affected. Source:
 cuda.h, on CUresult ("the process ... must be terminated and relaunched").
 """
 
@@ -104,7 +104,7 @@ class Driver(ABC):
 
     _PREFIX: ClassVar[str]
     _OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
-    """The vendor's names of calls, by CUDA's names, where they differ. Both are without their prefixes."""
+    """The vendor's names of calls, by CUDA's names, where the two differ. Names are without prefixes."""
 
     # -- the binding ---
 
@@ -139,7 +139,9 @@ class Driver(ABC):
         return results[0] if len(results) == 1 else results
 
     def release(self, call: str, *args: Any) -> None:
-        """Makes a call that frees a resource. A lost context is not an error: the resource is gone with it."""
+        """Makes a call that frees a resource. A lost context is not an error, because the resource was lost with the
+        context.
+        """
         self.call(call, *args, allowed=LOST_CONTEXT)
 
     def is_done(self, call: str, handle: int) -> bool:
@@ -162,12 +164,12 @@ class Driver(ABC):
 
     @property
     def loads_lazily(self) -> bool:
-        """See `BaseRuntime.loads_lazily`."""
+        """Implements `BaseRuntime.loads_lazily`."""
         return False
 
     @property
     def queue_limit(self) -> str | None:
-        """See `BaseRuntime.queue_limit`."""
+        """Implements `BaseRuntime.queue_limit`."""
         return None
 
     # -- devices and contexts ---
@@ -223,7 +225,7 @@ class Driver(ABC):
 
     def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
         """Returns base and size of the allocation that contains `nbytes` at an address, or of several that are mapped
-        side by side. The size is too small if the bytes extend past them.
+        side by side. The size is below `nbytes` if the bytes extend past these allocations.
         """
         base, size = self.call("MemGetAddressRange", ptr)
         return int(base), int(size)
@@ -246,7 +248,7 @@ class Driver(ABC):
 
     @abstractmethod
     def end_export(self, handle: bytes) -> None:
-        """Ends an `export_memory`: the handle need not be openable any longer."""
+        """Ends an `export_memory`, after which other processes can't rely on the handle."""
 
     @abstractmethod
     def import_memory(self, handle: bytes) -> int:

@@ -1,6 +1,6 @@
-"""The environment variables that ProxyCCL reads: all of their names, so that a misspelt one is noticed.
+"""The names of all environment variables that ProxyCCL reads, so that a misspelt name is noticed.
 
-docs/reference/environment.md says what each means.
+docs/reference/environment.md explains each variable.
 """
 
 from __future__ import annotations
@@ -71,10 +71,12 @@ def set_variables() -> dict[str, str]:
 
 
 def problem_with(name: str) -> str:
-    """Returns why a variable with ProxyCCL's prefix is ignored, with the nearest known name; "" if it is known."""
+    """Returns why a variable with ProxyCCL's prefix is ignored, with the nearest known name; "" if the variable is
+    known.
+    """
     if name in VARIABLES or name in OF_TESTS:
         return ""
-    from difflib import get_close_matches  # only the rare misspelt name pays for it
+    from difflib import get_close_matches  # imported here, because misspelt names are rare
 
     # Names are compared without the prefix, which would make any two names similar.
     nearest = get_close_matches(name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in VARIABLES], 1)

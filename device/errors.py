@@ -1,7 +1,7 @@
 """The exceptions of ProxyCCL.
 
-They live in the lowest package so that every package can raise them. An exception that ends a communicator derives from
-`CommunicatorError` and names the rank, peer, channel, operation and offset, as far as they are known.
+The exceptions live in the lowest package, so that every package can raise them. An exception that ends a communicator
+derives from `CommunicatorError` and names the rank, peer, channel, operation and offset, as far as they are known.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def _restored(kind: type[ProxyCCLError], args: tuple[object, ...], attributes: d
     error.args = args
     error.__dict__.update(attributes)
     if notes := getattr(error, "__notes__", None):
-        error.__notes__ = list(notes)  # a list of its own for the copy
+        error.__notes__ = list(notes)  # a separate list for the copy
     return error
 
 
 def raise_in_place_of(caught: BaseException, error: BaseException) -> NoReturn:
     """Raises `error` with `caught` as its cause; if both are the same, raises it again.
 
-    No frame keeps a reference to the error: with its traceback that would be a cycle, which would keep all callers'
-    arrays alive until a garbage collection.
+    No frame keeps a reference to the error: the error's traceback refers to the frame, and the cycle would keep all
+    callers' arrays alive until a garbage collection.
     """
     try:
         if error is caught:
@@ -55,7 +55,7 @@ class HandleTypeError(ArgumentError, TypeError):
 
 
 class UntrustedPathError(ArgumentError):
-    """A file or directory that another user owns or can change, or a link in its place. Its contents were not used."""
+    """A file or directory that another user owns or can change, or a link in its place. The contents were not used."""
 
 
 class AlreadyMappedError(ArgumentError):
@@ -67,7 +67,7 @@ class ResourceError(ProxyCCLError):
 
 
 class CapacityError(ProxyCCLError):
-    """More data arrived than a fixed maximum allows. `needed` is the amount; nothing was overwritten."""
+    """More data arrived than a fixed maximum allows. `needed` is the amount of data; nothing was overwritten."""
 
     def __init__(self, message: str, needed: int) -> None:
         super().__init__(message)
@@ -154,7 +154,7 @@ def renumbered(error: CommunicatorError, ranks: Sequence[int]) -> CommunicatorEr
 
     Args:
         error: an error that names ranks by their indices in `ranks`.
-        ranks: the numbers in the other communicator.
+        ranks: by index, the ranks' numbers in the other communicator.
     """
     if list(ranks) == list(range(len(ranks))):
         return error
@@ -180,7 +180,9 @@ class ProxyLostError(CommunicatorError):
 
 
 class ContextLostError(CommunicatorError):
-    """An error, most often a kernel's, ended a rank's context on its GPU. That process can no longer use the GPU."""
+    """An error, most often in a kernel, ended a rank's context on its GPU. The rank's process can no longer use the
+    GPU.
+    """
 
 
 class TransportError(CommunicatorError):

@@ -27,7 +27,7 @@ def set_functions(ffi: Any, struct: Any, calls: object, *names: str, **other_nam
         struct: the struct.
         calls: an object with the functions' addresses as attributes; 0 means NULL.
         names: the fields whose attributes have the same names.
-        other_names: the attributes' names by the fields' names, where they differ.
+        other_names: for the other fields, the attributes' names by the fields' names.
     """
     for field, name in (*zip(names, names, strict=True), *other_names.items()):
         setattr(struct, field, ffi.cast("void *", getattr(calls, name)))

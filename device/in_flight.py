@@ -16,8 +16,9 @@ from proxyccl.device.owned import OwnedStream, closed_stream
 
 _BATCH = 16
 _MOST_OPEN = 8
-"""The most streams whose latest launches have no event after them yet. As many unused streams, with their arrays, may
-be kept."""
+"""The most streams whose latest launches have no event after them yet. At most this number of unused streams, with
+their arrays, are kept alive.
+"""
 
 
 ThreadStream = tuple[int, int]
@@ -49,8 +50,8 @@ def identify_stream(runtime: BaseRuntime, handle: int) -> int | ThreadStream:
 def reachable_stream(runtime: BaseRuntime, stream: int | ThreadStream) -> int:
     """Returns a handle, for the calling thread, of a stream that ends after `stream`'s queued work.
 
-    No handle means another thread's own default stream. The legacy default stream stands for it: its work runs after
-    all work on the threads' default streams.
+    A thread has no handle for another thread's own default stream. For such a stream the function returns the legacy
+    default stream, whose work runs after all work on the threads' default streams.
     """
     if isinstance(stream, int):
         return stream
@@ -69,16 +70,16 @@ class Launcher(Protocol):
 
 
 class InFlight:
-    """References to the arguments of launches, released in batches as their streams pass them.
+    """References to the arguments of launches, released in batches once the streams have completed the launches.
 
-    An event follows each batch: one event for several launches keeps a launch cheap.
+    One event follows each batch, because an event for every launch would take more time.
     """
 
     def __init__(self, runtime: BaseRuntime) -> None:
         self._runtime = weakref.proxy(runtime)  # the runtime owns this object
         self._lock = threading.Lock()
         self._launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
-        self._open: dict[int | ThreadStream, tuple[StreamLike, list[object]]] = {}  # by the stream, whoever uses it
+        self._open: dict[int | ThreadStream, tuple[StreamLike, list[object]]] = {}  # by stream, for all threads
         self._batches: deque[tuple[Event, list[object]]] = deque()
 
     def add(self, kept: object, stream: StreamLike, handle: int) -> None:
@@ -86,7 +87,7 @@ class InFlight:
         with self._lock:
             key = identify_stream(self._runtime, handle)
             if key in self._open and closed_stream(self._open[key][0]) is not None:
-                self._end_batch(key)  # another stream has this handle now
+                self._end_batch(key)  # the handle was reused for another stream
             _, batch = self._open.setdefault(key, (stream, []))
             batch.append(kept)
             if len(self._open) > _MOST_OPEN:
@@ -98,14 +99,14 @@ class InFlight:
             self._release_done()
 
     def _release_done(self) -> None:
-        # Each batch is queried once; those that are not done go to the back.
+        # Each batch is queried once; incomplete batches go to the back.
         for _ in range(len(self._batches)):
             waiting = self._batches.popleft()
             if not waiting[0].query():
                 self._batches.append(waiting)
 
     def _end_an_open_batch(self) -> None:
-        """Ends the oldest batch that is not full: the program may have dropped its stream."""
+        """Ends the oldest batch that is not full, because the program may have dropped the batch's stream."""
         for key, (stream, _) in self._open.items():
             if isinstance(stream, OwnedStream) and self._is_reachable(key) and not self._is_capturing(key, stream):
                 self._end_batch(key)
@@ -131,8 +132,9 @@ class InFlight:
         Such a call, to load a module or to free memory, holds the device's context while it waits. The copies of the
         process's proxy then wait for it, and kernels wait for those copies.
 
-        This waits neither for graphs nor for the last few launches on other threads' own default streams. It also skips
-        the last few launches on streams that the program passes as integers: those streams may be gone.
+        This method waits neither for graphs nor for the last few launches on other threads' own default streams. It
+        also skips the last few launches on streams that the program passes as integers, because these streams may be
+        gone.
         """
         with self._lock:
             for key, (stream, _) in list(self._open.items()):
@@ -149,8 +151,9 @@ class InFlight:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """A context for a wait for all streams. Releases all objects kept at its start, unless a signal handler ends
-        the wait."""
+        """A context in which the caller waits for all streams. At its end, all objects that were kept at its start
+        are released, unless a signal handler ended the wait.
+        """
         with self._lock:
             opened, batches = self._open, self._batches
             self._open, self._batches = {}, deque()

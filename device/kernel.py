@@ -22,7 +22,7 @@ from proxyccl.device.in_flight import LaunchRuntime
 from proxyccl.device.sleepers import wakes
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import VoidPointer  # the stub's; cffi has no such name
+    from proxyccl.device._native import VoidPointer  # a type in the stub, which cffi lacks at run time
 
 BYTES, INTEGER, FLOAT, POINTER = range(4)  # kernel.h, ParameterKind
 _FLOAT_FORMAT = {4: "<f", 8: "<d"}
@@ -100,7 +100,7 @@ class Launch:
         self.prepared.wakes = self._wakes = wakes(self._sleepers)
 
     def replace(self, index: int, raw: bytes) -> None:
-        """Changes a struct argument for later launches; queued launches keep theirs."""
+        """Changes a struct argument for later launches; queued launches keep their arguments."""
         self._values[index][:] = raw
 
     def copy(self) -> Launch:
@@ -138,8 +138,9 @@ class Launch:
         return 0
 
     def packed(self, index: int) -> VoidPointer:
-        """Returns the address of a packed argument. Writing there changes later launches; queued launches keep
-        theirs."""
+        """Returns the address of a packed argument. Writing there changes later launches; queued launches keep their
+        arguments.
+        """
         return ffi.cast("void *", ffi.from_buffer(self._values[index]))
 
     def __call__(self, stream: StreamLike = None) -> None:
@@ -182,7 +183,7 @@ class Kernel:
         self.runtime = runtime
         self.name = name
         self.function = function
-        self._module = module  # unloaded with its last kernel
+        self._module = module  # the module is unloaded with its last kernel
         self.parameters = tuple(parameters)
 
     def __repr__(self) -> str:
@@ -233,7 +234,7 @@ class Kernel:
                 return struct.pack(_FLOAT_FORMAT[size], float(value))
             except OverflowError:
                 raise ArgumentError(argument, f"{value} does not fit in a float of {size} bytes") from None
-            except (TypeError, ValueError) as error:  # an array of several numbers, or of texts
+            except (TypeError, ValueError) as error:  # raised for an array of several numbers, or of texts
                 raise ArgumentError(argument, f"expected a number: {error}") from error
         if kind == INTEGER:
             number, bits = int(value) if isinstance(value, bool | np.bool_) else find_integer(value), 8 * size
@@ -258,7 +259,7 @@ class Kernel:
     def _address(self, value: Any, argument: str) -> int:
         if value is None:
             return 0
-        if isinstance(value, int | np.integer):  # a numpy number would also pass as a buffer
+        if isinstance(value, int | np.integer):  # checked first, because a numpy number is a buffer too
             return as_integer(value, argument, "expected an address from 0 to 2**64 - 1", 0, (1 << 64) - 1)
         address = getattr(value, "device_pointer", None)
         if isinstance(address, int):

@@ -20,12 +20,13 @@ typedef struct ProxycclLaunch {
   unsigned shared_bytes;
   void** parameters;
   const ProxycclSleepers* const*
-      wakes; /* sleepers of the proxies that the kernel pushes to, ends with NULL; NULL if none */
+      wakes; /* NULL-terminated list of the sleepers of the proxies that the kernel pushes to; or NULL */
 } ProxycclLaunch;
 
 enum { PROXYCCL_OTHER_CONTEXT = -1 };
 
-/* Whether a context is the calling thread's current one, by `current`, which is NULL if there is only one context. */
+/* Whether a context is the calling thread's current one, as `current` reports; `current` is NULL if there is only one
+ * context. */
 static inline int proxyccl_is_current(int (*current)(uint64_t* context), uint64_t context) {
   uint64_t here = 0;
   return current == NULL || (current(&here) == 0 && here == context);

@@ -43,5 +43,7 @@ class OwnedStream(Owned):
 
 
 def closed_stream(stream: Any) -> OwnedStream | None:
-    """Returns the stream if the program has closed it, else None. A closed stream's handle may belong to another."""
+    """Returns the stream if the program has closed it, else None. A closed stream's handle may belong to another
+    stream.
+    """
     return stream if isinstance(stream, OwnedStream) and stream.closed else None

@@ -29,8 +29,8 @@ class Runtime(LaunchRuntime, Protocol):
         """Compiles a source (cached on disk). Raises CompileError.
 
         `control` is the device address of the control block for waits in these kernels that pass none: its abort word
-        and time-out end such waits, and it takes their error record. If `control` is 0, such a wait ends after 30 s
-        without an error.
+        and time-out end such waits, and their error record is stored in it. If `control` is 0, such a wait ends after
+        30 s without an error.
         """
 
     def release_control(self, control: int) -> None:

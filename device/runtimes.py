@@ -21,7 +21,8 @@ _NVIDIA_DRIVER = "libcuda.so.1"  # as cuda-bindings loads it
 _AMD_NODES = ("/dev/kfd", "/dev/dxg")
 """The device files of AMD's kernel driver, and of its counterpart on Linux under Windows."""
 
-# A module that fails to import must not be imported by two threads at once: the second would see it half initialised.
+# A lock, because a module that fails to import must not be imported by two threads at once: the second thread would see
+# a half-initialised module.
 _opening = threading.RLock()
 forks.hold_while_forking(_opening)
 
@@ -73,7 +74,7 @@ def open_compiler(name: str) -> Compiler:
 
 
 def find_runtime() -> str:
-    """Returns the default runtime: that of the first GPU vendor with a device on this machine, else "host"."""
+    """Returns the default runtime: the runtime of the first GPU vendor with a device on this machine, else "host"."""
     with _opening:
         return _first_with_a_device()
 
@@ -90,8 +91,8 @@ def _first_with_a_device() -> str:
 
 
 def _has_a_driver(name: str) -> bool:
-    """Whether the vendor's driver is installed: without one, its packages need not be imported, which takes longer than
-    everything else in making a communicator.
+    """Whether the vendor's driver is installed: without a driver, the vendor's packages need not be imported, which
+    takes longer than everything else in making a communicator.
     """
     if name == "hip":
         return any(os.path.exists(node) for node in _AMD_NODES)

@@ -36,7 +36,7 @@ def _escaped(character: str) -> str:
 
 
 def _json_escape(token: str) -> str:
-    if token.isprintable():  # also an escape
+    if token.isprintable():  # becomes an escape too
         return token
     units = token.encode("utf-16-be")
     return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))

@@ -20,10 +20,10 @@ class Sleepers:
 
     def __init__(self) -> None:
         self.pointer = ffi.new("ProxycclSleepers *")
-        self._memories: list[SharedMemory] = []  # stay mapped as long as a launch may read the words
+        self._memories: list[SharedMemory] = []  # kept mapped as long as a launch may read the words
 
     def add(self, word: SharedMemory) -> None:
-        """Adds a thread by its word. Threads beyond `MOST_SLEEPERS` are not woken; they wake by themselves."""
+        """Adds a thread by its word. Launches do not wake threads beyond `MOST_SLEEPERS`, which wake by themselves."""
         self._memories.append(word)
         lib.proxyccl_sleepers_add(self.pointer, ffi.cast("uint32_t *", word.ptr))
 

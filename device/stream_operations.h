@@ -17,8 +17,8 @@ typedef struct ProxycclStreamOperation {
   uint32_t kind; /* ProxycclStreamOperationKind */
   uint32_t reserved0;
   uint64_t address; /* the device's address of an aligned word of 8 bytes */
-  uint64_t value;   /* below 2^63: drivers compare differently beyond */
-  uint32_t flags;   /* 0 */
+  uint64_t value;   /* below 2^63, because drivers compare larger values differently */
+  uint32_t flags;   /* must be 0 */
   uint32_t reserved1;
   uint64_t reserved2[2];
 } ProxycclStreamOperation;
@@ -26,12 +26,12 @@ typedef struct ProxycclStreamOperation {
 /* The work of one driver call: operations on words, else a kernel, else a copy; a copy from NULL sets all bits. A copy
  * of no bytes takes no call. */
 typedef struct ProxycclStreamStep {
-  uint32_t words;               /* the number of operations on words; they follow those of earlier steps */
+  uint32_t words;               /* the number of operations on words; they follow the operations of earlier steps */
   const ProxycclLaunch* launch; /* a kernel of the streams' context */
   uint64_t dst, src, bytes;     /* a copy between the device's addresses */
 } ProxycclStreamStep;
 
-/* Steps in order. For words the driver offers either `batch`, or the two others. */
+/* The steps, in order. For operations on words the driver offers either `batch`, or `write` and `wait`. */
 typedef struct ProxycclStreamOperations {
   /* cuStreamBatchMemOp, proxyccl_host_stream_operations */
   int (*batch)(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);
@@ -53,7 +53,7 @@ typedef struct ProxycclStreamOperations {
   uint32_t count;    /* number of steps */
   uint32_t captured; /* 1: a graph contains the steps, and may repeat them at any time */
   const ProxycclSleepers* const*
-      wakes; /* the sleepers of the proxies that the steps notify, ends with NULL; NULL if none */
+      wakes; /* NULL-terminated list of the sleepers of the proxies that the steps notify; or NULL */
 } ProxycclStreamOperations;
 
 static inline int proxyccl_stream_issue_words(const ProxycclStreamOperations* self, ProxycclStreamOperation* words,

@@ -16,9 +16,9 @@ typedef struct ProxycclStreamOrder {
   int (*query)(void* event);                              /* cuEventQuery, hipEventQuery */
   int (*is_capturing)(void* stream, int* status);         /* cuStreamIsCapturing, hip's; NULL: there are no graphs */
   int (*exchange_capture_mode)(int* mode);                /* cuThreadExchangeStreamCaptureMode, hip's */
-  int (*current)(uint64_t* context);                      /* cuCtxGetCurrent, hipGetDevice; NULL: there is one */
-  int relaxed;                                            /* the capture mode in which an event may be queried */
-  uint64_t context;                                       /* the context that the streams and events belong to */
+  int (*current)(uint64_t* context); /* cuCtxGetCurrent, hipGetDevice; NULL: there is only one context */
+  int relaxed;                       /* the capture mode in which an event may be queried */
+  uint64_t context;                  /* the context that the streams and events belong to */
 } ProxycclStreamOrder;
 
 /* Whether the order's context is current: the meaning of a default stream's handle depends on that. */
@@ -53,7 +53,7 @@ static inline int proxyccl_stream_wait(const ProxycclStreamOrder* self, uintptr_
 }
 
 /* Makes later work of `then` wait for work queued on `first`, by an event that nothing else uses meanwhile. With
- * `alike` it does nothing if one of them is being captured and the other is not. */
+ * `alike`, does nothing if one of the two streams is being captured and the other is not. */
 static inline int proxyccl_stream_follow(const ProxycclStreamOrder* self, uintptr_t event, uintptr_t first,
                                          uintptr_t then, int alike) {
   if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;

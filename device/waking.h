@@ -1,7 +1,7 @@
-/* The sleeping threads of a proxy, for whoever is about to launch work for them. A thread that sleeps needs tens of
+/* The sleeping threads of a proxy, for code that is about to launch work for them. A thread that sleeps needs tens of
  * microseconds to run again, which pass beside the launch.
  *
- * It is a hint. A thread that falls asleep just after it was looked at sleeps for as long as it chose to, and no work
+ * Waking is only a hint. A thread that falls asleep just after its word was read sleeps for its full time, and no work
  * is lost. So the words are relaxed: the system compares a word once more as the thread begins to wait, under the lock
  * under which it looks for waiting threads. */
 #pragma once
@@ -14,7 +14,7 @@
 
 enum { PROXYCCL_MOST_SLEEPERS = 128 };
 
-/* Each word is 1 while its thread sleeps and may be woken. The memory may be another process's, too. */
+/* Each word is 1 while its thread sleeps and may be woken. The words may be in another process's memory. */
 typedef struct ProxycclSleepers {
   uint32_t count; /* only grows; pairing sleeper */
   uint32_t* asleep[PROXYCCL_MOST_SLEEPERS];
@@ -33,7 +33,8 @@ static inline int proxyccl_sleepers_add(ProxycclSleepers* self, uint32_t* asleep
 static inline void proxyccl_wake_one(uint32_t* asleep) {
   if (__atomic_load_n(asleep, __ATOMIC_RELAXED) == 0) return;
   __atomic_store_n(asleep, 0, __ATOMIC_RELAXED);
-  syscall(SYS_futex, asleep, FUTEX_WAKE, 1, NULL, NULL, 0); /* not private: the thread may be another process's */
+  syscall(SYS_futex, asleep, FUTEX_WAKE, 1, NULL, NULL,
+          0); /* not FUTEX_PRIVATE: the thread may be in another process */
 }
 
 /* Wakes the sleeping threads. If none sleeps, this costs one load for each thread. */

@@ -41,7 +41,7 @@ def main() -> None:
         if comm.rank == 0:
             print(f"{comm.world_size} ranks on the {comm.runtime.name} runtime, {x.nbytes} bytes of float32")
         algorithms = ["two_shot", "ring", "proxy"]
-        if comm.topology.all_accessible():  # these store packets into the peers' memory
+        if comm.topology.all_accessible():  # packet algorithms need mapped peers
             algorithms += ["one_shot", "recursive_doubling", "two_shot_packets"]
         for algorithm in algorithms:
             comm.all_reduce(x.upload(own), algorithm=algorithm)

@@ -58,7 +58,7 @@ def show(line: str) -> None:
 
 
 def show_progress(stream: IO[str], others: list[str]) -> None:
-    """Shows the lines in which the library says what it does, and keeps the others."""
+    """Shows the library's progress messages, and collects the other lines."""
     for line in stream:
         if line.startswith("proxyccl: "):
             show(line.removeprefix("proxyccl: ").rstrip())

@@ -110,7 +110,7 @@ def initialize_distributed() -> tuple[int, int, int]:
 
 
 def with_numpy(options: argparse.Namespace) -> str:
-    """The same with numpy arrays, which need the host runtime, and a communicator as the group."""
+    """Runs the example with numpy arrays, which need the host runtime, and with a communicator as the group."""
     with Communicator(runtime="host") as ep_group:
         experts = options.experts_per_rank * ep_group.world_size
         ep_layer = EPAll2AllLayer(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Splits = list[int] | None
-"""Rows for each rank; None for the same number."""
+"""The numbers of rows sent to and received from each rank; None for equal numbers."""
 
 
 def aligned(counts: Tensor, alignment: int) -> Tensor:
@@ -70,7 +70,7 @@ class AllToAll:
         by_expert = came_experts.argsort(stable=True)
         bounds = torch.searchsorted(came_experts[by_expert], torch.arange(self._local + 1, device=x.device))
         ends = aligned(bounds.diff(), self._alignment).cumsum(0)
-        shifts = torch.cat([ends.new_zeros(1), ends]) - bounds  # of an expert's rows, and of rows that nobody sent
+        shifts = torch.cat([ends.new_zeros(1), ends]) - bounds  # by expert; last: rows not sent
         target = torch.empty_like(by_expert)
         target[by_expert] = torch.arange(len(by_expert), device=x.device) + shifts[came_experts[by_expert]]
         grouped = x.new_zeros(len(came) + self._local * self._alignment, x.shape[1]).index_copy(0, target, came)
@@ -87,7 +87,7 @@ class AllToAll:
         return torch.bmm(weights.to(rows.dtype).unsqueeze(1), of_token).squeeze(1)
 
     def _splits(self, sorted_ids: Tensor) -> tuple[list[int], list[int]]:
-        """How many rows come from each rank, and go to each. Waits for the device."""
+        """Returns the numbers of rows that come from each rank and go to each rank. Waits for the device."""
         bounds = torch.searchsorted(sorted_ids, torch.arange(self._ranks + 1, device=sorted_ids.device) * self._local)
         counts = bounds.diff()
         come = torch.empty_like(counts)
@@ -95,7 +95,7 @@ class AllToAll:
         return come.tolist(), counts.tolist()
 
     def _places(self, sorted_ids: Tensor) -> Tensor:
-        """The row of each slot, of as many for each rank as are fixed."""
+        """Returns the row of each slot, if each rank has a fixed number of rows."""
         assert self._fixed is not None
         ranks = sorted_ids // self._local
         first = torch.searchsorted(ranks, torch.arange(self._ranks, device=ranks.device))
@@ -103,7 +103,7 @@ class AllToAll:
         return torch.where(number < self._fixed, ranks * self._fixed + number, self._ranks * self._fixed)
 
     def check(self) -> None:
-        """Nothing: what does not fit is dropped."""
+        """Does nothing, because slots that do not fit are dropped."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing, because no resources are held."""

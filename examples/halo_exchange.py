@@ -47,7 +47,7 @@ HEIGHT, WIDTH, STEPS = 37, 53, 41
 
 with Communicator() as comm:
     rank, ranks = comm.rank, comm.world_size
-    shares = [len(share) for share in np.array_split(np.arange(HEIGHT), ranks)]  # such as 13, 12, 12
+    shares = [len(share) for share in np.array_split(np.arange(HEIGHT), ranks)]  # for example 13, 12 and 12 rows
     first, rows, room = sum(shares[:rank]), shares[rank], max(shares) + 2
     plate = np.random.default_rng(0).random((HEIGHT, WIDTH), np.float32)
     mine = np.zeros((2, room, WIDTH), np.float32)
@@ -56,7 +56,7 @@ with Communicator() as comm:
 
     channels = comm.proxy_channels(u)  # to every other rank, in the order of ranks
     above = rank - 1 if rank > 0 else -1
-    below = rank if rank < ranks - 1 else -1  # this rank is not among them
+    below = rank if rank < ranks - 1 else -1  # channels skip this rank
     last = shares[rank - 1] + 1
     kernel = comm.compile(KERNEL, "spread")
     comm.barrier()  # no neighbour puts into u before this rank has filled it

@@ -40,10 +40,10 @@ grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # as older ver
 
 LAYERS, VOCABULARY = 8, 256
 WARM_UP = 11  # steps before a capture, as torch asks of DistributedDataParallel
-ALIGNMENT = 8  # of each expert's first row: 16 bytes of bfloat16, as grouped_mm wants
-ROOM = 2  # of captured steps, over the rows that come if all experts are chosen equally often
+ALIGNMENT = 8  # rows; alignment of an expert's first row: grouped_mm needs 16 bytes
+ROOM = 2  # captured steps reserve this many times the rows of an even routing
 MOMENTUM = 0.9
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the losses' difference, over the first loss
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # for the losses' difference, relative to the first loss
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Trainer:
 
     @ray.method(tensor_transport=proxyccl.ray.NAME)
     def weights(self, step: int) -> list[torch.Tensor]:
-        """Those of a step, which stay in this actor's memory."""
+        """The weights of a step, which stay in this actor's memory."""
         return weights_of(step)
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 ENGINE = ROOT / "proxy/engine"
 TRANSPORTS = re.findall(r"each\((\w+)\)", (ENGINE / "transports.h").read_text())
 OPTIONS = [f"{name}_transport" for name in TRANSPORTS if (ENGINE / f"{name}_transport.h").exists()]
-"""The headers of their options; a transport without options has none."""
+"""The headers of the transports' options; a transport without options has no header."""
 HEADERS = [
     *(f"device/include/proxyccl/{name}.h" for name in ("trigger", "control")),
     *(f"proxy/engine/{name}.h" for name in ("observe", "outcome", "runtime_table", "schedule", *OPTIONS, "engine")),
@@ -21,7 +21,7 @@ HEADERS = [
     *(f"proxy/segment/{name}.h" for name in ("calls", "announcements", "rendezvous")),
     *(f"proxy/engine/{name}_objects.h" for name in ("fabric", "verbs")),
 ]
-"""Those that Python needs, each after those whose types it names."""
+"""The headers that Python needs, each after the headers whose types it names."""
 
 
 def files(pattern: str) -> list[str]:

@@ -98,7 +98,7 @@ def _resolve(
         except OSError as error:
             failures[host, port] = error
             continue
-        except ValueError as error:  # from characters that no address can have
+        except ValueError as error:  # a name with characters that addresses can't contain
             failures[host, port] = OSError(errno.EINVAL, str(error))
             continue
         for family, _, _, _, place in found:

@@ -138,8 +138,8 @@ class ExposedMemory(Message, frozen=True):
 
     Attributes:
         transport: the transport's name.
-        address: address of its first byte, as peers name it.
-        key: key by which peers name it: a remote key, or the number of a target.
+        address: address of the memory's first byte, as peers name it.
+        key: key by which peers name the memory: a remote key, or the number of a target.
         local_key: key by which this rank's own requests name it; 0 if data is staged.
         copied: whether the proxy's copies use `address` too.
         owner: the context's state for withdrawing it.

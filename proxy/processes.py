@@ -10,7 +10,7 @@ from pathlib import Path
 from proxyccl.device.errors import ArgumentError
 
 _NODES = Path("/sys/devices/system/node")
-_DIGITS = 5  # of a core's number
+_DIGITS = 5  # most digits of a core's number
 
 
 def stat_of(path: Path) -> list[str]:
@@ -26,7 +26,7 @@ def start_of(pid: int, *, zombies: bool = False) -> int | None:
     """When a process started, in ticks since the system's start; None if there is no such process. Without `zombies`
     also None for a process whose first thread has ended, although other threads may still run.
 
-    Together with the process id it identifies one process: the system reuses ids.
+    The process id and the start time together identify one process, because the system reuses ids.
     """
     try:
         fields = stat_of(Path(f"/proc/{pid}/stat"))
@@ -50,7 +50,9 @@ def cpu_time_of(pid: int, thread: int) -> int | None:
 
 
 def process_name(pid: int | None) -> str:
-    """How messages name the process at a socket's other end, which may have no number in this PID namespace."""
+    """Names the process at a socket's other end, for messages. `pid` is 0 if the process has no id in this PID
+    namespace.
+    """
     return f"process {pid}" if pid else "a process of another PID namespace"
 
 
@@ -77,8 +79,8 @@ def parse_cores(text: str, near: int | None = None) -> list[int]:
     """Parses a list of cores. Returns their numbers.
 
     Args:
-        text: numbers and ranges, such as ``0-3,8``; ``node:1`` for the cores of a NUMA node; ``near`` for those of the
-            node `near`.
+        text: numbers and ranges, such as ``0-3,8``; ``node:1`` for the cores of a NUMA node; ``near`` for the cores of
+            the node `near`.
         near: the NUMA node next to the device; None if there is no device, or its node is unknown.
 
     Raises:

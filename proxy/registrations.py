@@ -31,8 +31,8 @@ class Registration:
     Attributes:
         ptr: the range's address in this process.
         nbytes: the range's size.
-        address: the address by which peers name its first byte. It is `ptr`, or for a DMA-BUF or a provider that takes
-            offsets another.
+        address: the address by which peers name its first byte. This address equals `ptr` except for a DMA-BUF, or a
+            provider that takes offsets.
         key: key for peers' requests.
         local_key: key for this rank's own requests; 0 if a provider of libfabric needs none.
         allocation: identifies the range's allocation among all others; None if the range stays registered only while in
@@ -97,14 +97,15 @@ class RegistrationCache:
     def register_of(
         self, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
     ) -> Registration:
-        """Registers memory of a runtime, unless it is of a GPU that does not order RDMA writes. Each call is paired
+        """Registers memory of a runtime. Refuses memory of a GPU that does not order RDMA writes. Each call is paired
         with a `release`. `gpu_writes` is an option: "auto" to ask the device for the order, "ordered" to trust the
         caller.
 
         Raises:
             ArgumentError: the range is empty or invalid.
-            ResourceError: the system or the device has no room.
-            RuntimeUnavailableError: the device can't reach this memory, or nothing promises the order.
+            ResourceError: the system or the device is out of memory or descriptors.
+            RuntimeUnavailableError: the device can't reach this memory, or neither the driver nor `gpu_writes` promises
+                the order.
         """
         raise NotImplementedError
 
@@ -149,7 +150,7 @@ class RemoteWriteTargets:
 
     def __init__(self) -> None:
         self.table: Any = ffi.new("ProxycclRemoteWriteTarget[]", lib.PROXYCCL_STAGED_WRITE_TARGETS)
-        self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # the key removed first is reused first
+        self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # free keys, reused in the order of their removal
         self._lock = threading.Lock()
 
     def add(self, ptr: int, nbytes: int, host_ptr: int = 0) -> int:

@@ -42,7 +42,7 @@ class _FromEnvironment:
     """
 
     _owner: ClassVar[str]
-    _prefix: ClassVar[str]  # of the variables' names
+    _prefix: ClassVar[str]  # prefix of the variables' names
     _name: ClassVar[str]  # the meaning of a name, for errors
     _choices: ClassVar[dict[str, tuple[object, ...]]]
 
@@ -54,7 +54,7 @@ class _FromEnvironment:
 
     @classmethod
     def _checked(cls, option: str, shown: str, value: object) -> object:
-        """Returns an option's value, with integers as Python's own. An error names it by `shown`."""
+        """Returns an option's value, with integers as Python's own. `shown` is the option's name in errors."""
         if option in _RANGES:
             lowest, highest = _RANGES[option][0], _RANGES[option][-1]
             return as_integer(value, shown, f"must be a whole number from {lowest} to {highest}", lowest, highest)
@@ -110,7 +110,7 @@ class RdmaOptions(_FromEnvironment):
             up. RDMA writes and atomics need no receives.
         send_depth: work requests that a send queue holds, at least 2; fewer if the device's limit is lower.
         signal: how to advance a peer's counter: by an inline "write", by an atomic "fetch_add", or "auto" for a write
-            if the device can, else a fetch-add.
+            if the device supports inline data, else a fetch-add.
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
             in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged".
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged", 4 KiB to 64 MiB; two
@@ -150,25 +150,26 @@ class FabricOptions(_FromEnvironment):
     """The libfabric provider to use, and its settings.
 
     Attributes:
-        provider: its name, such as "efa", "cxi" or "tcp;ofi_rxm", or a part of that between semicolons, such as "tcp";
-            None for the first that libfabric prefers and that reaches other hosts (`choose_offer`).
+        provider: the provider's name, such as "efa", "cxi" or "tcp;ofi_rxm", or a part of the name between semicolons,
+            such as "tcp"; None for the first that libfabric prefers and that reaches other hosts (`choose_offer`).
         interface: the interfaces, by libfabric's names of their domains, such as "eth0" or "rdmap0s6": a
             comma-separated list of prefixes. A leading "=" gives whole names; a leading "^" or "^=" gives names to
             exclude. None for any but the loopback.
         depth: the most outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
         signal: when a signal is written: "ordered", right after its data, which needs a provider that keeps the
-            order of writes; "delivered", when its data has been delivered; "auto" for the first if the provider can,
-            and in the same message where that is stored in order.
+            order of writes; "delivered", when its data has been delivered; "auto" for "ordered"
+            if the provider supports it; the signal then joins the data's message if the provider stores each message
+            in order.
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
             in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged_fabric".
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;
-            two ranks use the smaller of their values. None for 4 MiB, or 2 MiB for each of more streams; less for the
-            peers of a rank that has many.
+            two ranks use the smaller of their values. None for 4 MiB, or 2 MiB for each stream if there are several;
+            less for a rank with many peers.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
             `staging_bytes`.
         streams: the connections over which staged data goes to a peer, each with a thread of its own, 1 to 16; two
-            ranks use the smaller of their values. None for the provider's and the machine's: 1 where the provider is
-            not one over sockets, else as many as the rank's share of half of the machine's cores.
+            ranks use the smaller of their values. None for a default: 1 if the provider is not based on sockets, else
+            the rank's share of half of the machine's cores.
 
     Raises:
         ArgumentError: a value is out of range; the error names the field.

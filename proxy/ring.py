@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from proxyccl.device._native import ProxycclFifo  # exists only in the stub
 
 _LINE_BYTES = 128
-"""Distance of words with different writers: two cache lines, because some processors fetch lines in pairs."""
+"""Distance in bytes between words with different writers: two cache lines, because some processors fetch lines in
+pairs.
+"""
 _SLOT_BYTES: int = ffi.sizeof("ProxycclTrigger")
 
 
 def require_ring_size(size: object) -> int:
-    """Returns the number of slots. Raises ArgumentError if a ring can't have that many."""
+    """Returns the number of slots. Raises ArgumentError if a ring can't have that number of slots."""
     expected = f"must be a power of two from 2 to {1 << 20}"
     slots = as_integer(size, "fifo_size", expected, 2, 1 << 20)
     if slots & (slots - 1):
@@ -41,7 +43,7 @@ def ring_bytes(size: int) -> int:
 
 
 class RingTrigger(Message, frozen=True):
-    """A trigger in a ring: the trigger's ticket, and its operation in words."""
+    """A trigger in a ring: the trigger's ticket, and the trigger's operation in words."""
 
     ticket: int
     channel: int
@@ -128,7 +130,7 @@ class Ring:
 
     def snapshot(self, count: int = 32) -> RingContents:
         """The ring's contents at this moment, with at most `count` waiting and `count` recent triggers."""
-        import numpy as np  # imported here: other readers of rings do without numpy
+        import numpy as np  # imported here, because other users of this module need no numpy
 
         slots = np.frombuffer(ctypes.string_at(self.slots_host, self.tail_offset), np.uint64).reshape(-1, 2)
         taken = self.taken  # read after the slots: a trigger taken meanwhile must not count as waiting

@@ -20,7 +20,7 @@ class SchedulePost(Message, frozen=True):
     Attributes:
         channel: a channel to the peer that is used for posts alone.
         memory: the first id of the memory in the peer's proxy.
-        offset: where the peer's data begin in that memory, in bytes.
+        offset: where the peer's data begins in that memory, in bytes.
     """
 
     channel: Uint32
@@ -40,9 +40,10 @@ class ScheduleSend(Message, frozen=True):
         dst_memory: the first id of the destination; None for the place that the peer posted.
         dst_offset: offset from the destination's start, in bytes.
         gate: the count that the send's gate must reach before the send; 0 for a send that waits for no gate.
-        gate_stage: the stage that is the gate, so that the send forwards the stage's data; None for the gate that
+        gate_stage: the stage that serves as the gate, for a send that forwards the stage's data; None for the gate that
             streams and kernels count up.
-        stage: index of the word, for streams and kernels to wait for, that counts the complete send; None for none.
+        stage: index of the word that counts the send once it is complete, and that streams and kernels may wait for;
+            None for no such word.
     """
 
     channel: Uint32
@@ -63,7 +64,8 @@ class ScheduleReceive(Message, frozen=True):
     Attributes:
         channel: the channel to the peer that is used for sends alone.
         sends: number of the peer's sends to wait for, beyond the sends of earlier receives on the channel.
-        stage: index of the word, for streams to wait for, that counts the complete receive; None for none.
+        stage: index of the word that counts the receive once it is complete, and that streams may wait for; None for no
+            such word.
     """
 
     channel: Uint32
@@ -72,12 +74,13 @@ class ScheduleReceive(Message, frozen=True):
 
 
 class Schedule(Message, frozen=True):
-    """The steps of one rank. The proxy takes steps as soon as possible, in any order; sends on one channel keep theirs.
+    """The steps of one rank. The proxy takes steps as soon as possible, in any order; sends on one channel keep their
+    order.
 
     Attributes:
         posts, sends, receives: the steps.
-        joined: index of the word, for streams to wait for, that counts the peers whose posts have arrived; None for
-            none.
+        joined: index of the word that counts the peers whose posts have arrived, and that streams may wait for; None
+            for no such word.
     """
 
     posts: tuple[SchedulePost, ...] = ()
@@ -90,8 +93,8 @@ class SchedulePointers(Struct, frozen=True):
     """The device's addresses of the words by which streams and the proxy synchronize.
 
     A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. When a schedule has stages, the
-    stream may wait in between until a stage has counted its receives, and write to `gate` how far gated sends may go.
-    In the end the stream, or its kernel, writes 0 to each word that it waited for, and to the gate.
+    stream may wait in between until a stage has counted its receives, and write to `gate` the count up to which gated
+    sends may go. In the end the stream, or its kernel, writes 0 to each word that it waited for, and to the gate.
 
     Attributes:
         bell: the number of the schedule to start.

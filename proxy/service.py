@@ -60,7 +60,7 @@ class ProxyService(ProxyWords):
         fifos: number of rings.
         threads: number of workers, each with its own thread. Rings are assigned to workers in turn.
         fifo_size: slots in each ring.
-        idle: the idle policy of the threads; a shared thread uses the most aggressive of its services'. None for
+        idle: the idle policy of the threads; a shared thread uses the most aggressive policy of its services. None for
             the default of `IdlePolicy`, or of the shared threads.
         cores: cores that the threads may run on; None for any.
         shared_threads: one thread for each worker, shared with other services; empty to create threads.
@@ -182,11 +182,11 @@ class ProxyService(ProxyWords):
         handle: HandleProvider | None = None,
         first: int | None = None,
     ) -> int:
-        """Registers memory under a free id, or under consecutive ones if it is longer than 4 GiB.
+        """Registers memory under a free id, or under consecutive ids if the memory is longer than 4 GiB.
 
         Args:
             base: the memory's address in the caller's process.
-            nbytes: its size.
+            nbytes: the memory's size.
             key: the memory's key in this rank's requests on remote transports; 0 for none.
             handle: returns the handle by which another process opens the memory; not used here.
             first: the first id, which another service chose; None to choose one here.
@@ -227,7 +227,7 @@ class ProxyService(ProxyWords):
     def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
         """Registers memory, this rank's or a peer's, that only a remote link reaches, by an address and a key.
 
-        The engine refuses a trigger on a channel that would copy from or to it. Returns the first id.
+        The engine refuses triggers that name the memory on channels that copy within the host. Returns the first id.
 
         Raises:
             ResourceError: no ids are left.
@@ -326,7 +326,7 @@ class ProxyService(ProxyWords):
         return connection
 
     def reserve_channel(self, connection: Connection, channel: int | None = None) -> int:
-        """Reserves a channel id for a connection. The engine refuses triggers on it until `set_channel`.
+        """Reserves a channel id for a connection. The engine refuses triggers on the channel until `set_channel`.
 
         Args:
             connection: the connection.
@@ -344,9 +344,9 @@ class ProxyService(ProxyWords):
         """Puts a reserved channel in use.
 
         Args:
-            channel: its id.
-            connection: the connection that it was reserved for.
-            remote_semaphore: address, as the transport reaches it, of the word that its signals count up.
+            channel: the channel's id.
+            connection: the connection that the channel was reserved for.
+            remote_semaphore: address, as the transport reaches it, of the word that the channel's signals count up.
             handle: returns the handle by which another process opens that word; not used here.
         """
         with self._open():
@@ -379,8 +379,9 @@ class ProxyService(ProxyWords):
     def check_turns(self, timeout: float) -> None:
         """Fails the proxy if a stream has waited `timeout` seconds for a schedule while a worker took no turn.
 
-        Nothing else would end the stream's wait. A worker that waits for a peer takes turns and bounds its own wait. A
-        worker takes no turn while its process is stopped, a driver call does not return, or a Python handler runs.
+        Without this check, the stream would wait forever. A worker that waits for a peer takes turns and bounds its own
+        wait. A worker takes no turn while its process is stopped, a driver call does not return, or a Python handler
+        runs.
 
         Args:
             timeout: the longest wait, in seconds. One thread calls this method every few milliseconds.
@@ -477,14 +478,14 @@ class ProxyService(ProxyWords):
         return self.fifos
 
     def _worker_event(self, worker: Worker, reason: int, info: Any) -> None:
-        """Called in the worker's thread when the engine returns for the worker."""
+        """Handles an outcome of the engine. Called in the worker's thread when the engine returns for the worker."""
         if reason == lib.PROXYCCL_EXIT_HANDLER:
             self._handle(worker, info)
         elif reason == lib.PROXYCCL_EXIT_ERROR:
             self._fail(self._failure(info))
 
     def _thread_lost(self, error: BaseException) -> None:
-        """Called in a worker's thread after an error has ended the worker."""
+        """Fails the proxy after an error has ended a worker. Called in the worker's thread."""
         reason = f"its proxy's thread has failed: {type(error).__name__}: {error}"
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_LOCAL, None, None, 0, reason, error))
 
@@ -494,7 +495,7 @@ class ProxyService(ProxyWords):
         self._handling[channel] = time.monotonic()
         try:
             self._handlers[channel](Trigger.decode(*words))
-        except BaseException as raised:  # SystemExit included: it would end only this thread, and the proxy with it
+        except BaseException as raised:  # catches SystemExit too, which would end this thread and so the proxy
             error = raised
         finally:
             del self._handling[channel]
@@ -594,7 +595,7 @@ class ProxyService(ProxyWords):
         Returns:
             False if a worker did not end in time. The service's memory is then kept, and another call waits again.
         """
-        if not self._process.is_here:  # after a fork: the workers and their memory belong to the parent
+        if not self._process.is_here:  # in a fork's child: the workers and their memory belong to the parent
             return True
         with self._lock:
             if self._freed:
@@ -615,7 +616,7 @@ class ProxyService(ProxyWords):
             lib.proxyccl_connection_destroy(made.pointer)
             for resource in made.owned:
                 with contextlib.suppress(ProxyCCLError):
-                    resource.synchronize()  # waits for copies, because the memory that they use may be freed next
+                    resource.synchronize()  # waits for copies: their memory may be freed next
                 with contextlib.suppress(ProxyCCLError):
                     resource.close()
         lib.proxyccl_service_destroy(self._service)

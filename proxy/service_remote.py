@@ -23,7 +23,7 @@ _MOST_ENDPOINTS: int = _engine.lib.PROXYCCL_MAX_CONNECTIONS
 class _PeerEndpoint(Struct):
     transport: str
     endpoint: TransportEndpoint
-    options: Any = None  # of the connection; None until the endpoint is connected
+    options: Any = None  # the connection's options; None until the endpoint is connected
     used: bool = False  # whether a connection is open over the endpoint
 
 
@@ -59,8 +59,8 @@ class ServiceRemote:
         return self._devices[open_device]
 
     def unsupported_reason(self, transport: str) -> str:
-        """The reason why a transport's device can't register the memory of the rank's GPU; empty if it can, or need
-        not. Raises ResourceError if the system or the device has no room.
+        """The reason why a transport's device can't register the memory of the rank's GPU; empty if the device can
+        register it, or need not. Raises ResourceError if the system or the device is out of memory or descriptors.
         """
         device = self._device(transport)
         if remote_functions(transport).stages:
@@ -72,7 +72,7 @@ class ServiceRemote:
 
         Raises:
             ArgumentError: the peer has an endpoint already, or there is no such transport.
-            ResourceError: the device or the system has no room.
+            ResourceError: the device or the system is out of memory or descriptors.
         """
         functions = remote_functions(transport)
         if peer in self._endpoints:
@@ -86,7 +86,7 @@ class ServiceRemote:
     def connect_endpoint(
         self, peer: int, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Connects this rank's endpoint to the peer's. It does not wait for the peer.
+        """Connects this rank's endpoint to the peer's. The call does not wait for the peer.
 
         Args:
             peer: the peer's rank.
@@ -121,15 +121,15 @@ class ServiceRemote:
 
         Args:
             ptr: the memory's address in the caller's process.
-            nbytes: its size.
+            nbytes: the memory's size.
             transport: name of the transport.
-            handle: handle by which another process opens it, which also identifies its allocation; empty if it has
-                none.
+            handle: handle by which another process opens the memory, which also identifies the memory's allocation;
+                empty if the memory has no handle.
 
         Raises:
             ArgumentError: the proxy can't reach the memory.
-            ResourceError: the device or the system has no room.
-            RuntimeUnavailableError: the device can't register it.
+            ResourceError: the device or the system is out of memory or descriptors.
+            RuntimeUnavailableError: the device can't register the memory.
         """
         device = self._device(transport)
         if remote_functions(transport).stages:
@@ -144,7 +144,7 @@ class ServiceRemote:
 
         Raises:
             ArgumentError: the proxy can't reach the memory, or the transport does not stage data.
-            ResourceError: the system has no room.
+            ResourceError: the system is out of memory or descriptors.
         """
         if not remote_functions(transport).stages:
             raise ArgumentError("transport", f"{transport} does not stage data")
@@ -154,7 +154,7 @@ class ServiceRemote:
     def withdraw(self, memory: ExposedMemory) -> None:
         """Undoes `expose` or `expose_pinned`. Triggers must no longer name the memory, on this rank or on a peer."""
         functions = remote_functions(memory.transport)
-        if functions.open not in self._devices:  # a closed device has withdrawn everything
+        if functions.open not in self._devices:  # closing a device withdraws all memory
             return
         device = self._devices[functions.open]
         if functions.stages:

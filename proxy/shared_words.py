@@ -1,4 +1,6 @@
-"""A service's shared memory (ProxycclSharedWords in engine/engine.h), and a check whether its workers take turns."""
+"""A service's shared memory (ProxycclSharedWords in engine/engine.h), and a check whether the service's workers take
+turns.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ from proxyccl.proxy.trigger import MAX_CHANNELS
 ffi, lib = _engine.ffi, _engine.lib
 
 _LONGEST_STEP = 0.25
-"""Seconds that one check counts at most: if the checking process was stopped too, that does not count against the
-workers."""
+"""The most seconds that one check adds to a wait: if the checking process was stopped too, that time does not count
+against the workers.
+"""
 
 
 class SharedWords:
-    """A ProxycclSharedWords in pinned memory, from `offset` on, with `BYTES` zeroed bytes.
+    """A ProxycclSharedWords in pinned memory: `BYTES` zeroed bytes from `offset` on.
 
     Attributes:
         memory: the memory.
@@ -54,7 +57,7 @@ class SharedWords:
             raise ClosedError("the proxy service is closed")
 
     def counters(self, channel: int) -> ChannelCounters:
-        """See `ProxyWords.counters`."""
+        """Returns a channel's counters, as `ProxyWords.counters` does."""
         if not 0 <= channel < MAX_CHANNELS:
             raise ArgumentError("channel", f"must be from 0 to {MAX_CHANNELS - 1}, not {channel}")
         self.require_open()
@@ -76,7 +79,7 @@ class ProxyWords:
     words: SharedWords
 
     def _words_of(self, channel: int) -> SharedWords:
-        """The words that hold those of a channel."""
+        """Returns the shared words that contain a channel's words."""
         return self.words
 
     def flushed(self, channel: int) -> int:
@@ -89,8 +92,8 @@ class ProxyWords:
         return words.on_device(words.flushed + channel)
 
     def completed(self, channel: int) -> int:
-        """One more than the ticket up to which all triggers of a channel are known to be complete, or of a handler's
-        channel handled. Their effects are visible to the caller.
+        """One more than the ticket up to which all triggers of a channel are known to be complete, or, on a handler's
+        channel, handled. Their effects are visible to the caller.
         """
         words = self._words_of(channel)
         words.require_open()
@@ -109,7 +112,9 @@ class ProxyWords:
 
     @property
     def memory_limits_pointer(self) -> int:
-        """The device's address of a table: for each memory id, the bytes from its first to the memory's end."""
+        """The device's address of a table that has, for each memory id, the bytes from the id's first byte to the
+        memory's end.
+        """
         return self.words.on_device(self.words.memory_limits)
 
     @property
@@ -120,7 +125,7 @@ class ProxyWords:
         return SchedulePointers(bell, done, gate, tuple(on_device(words.stages + i) for i in range(STAGES)))
 
     def end_waits(self) -> None:
-        """Releases streams that wait for schedules or stages. For use after a failure, when no worker will."""
+        """Releases streams that wait for schedules or stages. For use after a failure, when no worker does."""
         lib.proxyccl_schedule_words_end_waits(self.words.schedule_words)
 
 
@@ -137,8 +142,8 @@ class TurnWatch:
         self._looked = time.monotonic()
 
     def look(self, *, awaited: bool = True) -> float:
-        """The longest time, in seconds, for which a worker that has not ended has taken no turn. Restarts at 0 unless
-        the caller's work is `awaited`.
+        """The longest time, in seconds, for which a worker that has not ended has taken no turn. The time restarts at 0
+        unless a caller's work is `awaited`.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_STEP), now

@@ -41,7 +41,7 @@ class ChannelTable:
         self._observed = observed
         self._rings_of = [range(worker, rings, workers) for worker in range(workers)]
         self._ring_per_connection = ring_per_connection
-        self._ring_of: dict[int, int] = {}  # by channel
+        self._ring_of: dict[int, int] = {}  # each channel's ring
         self._free = list(reversed(range(MAX_CHANNELS)))
         self._handlers = 0
         self._given = 0  # ids that other services reserved
@@ -54,7 +54,7 @@ class ChannelTable:
 
     def reserve(self, worker: int, channel: int | None = None, *, connection: int | None = None) -> int:
         """Reserves a channel id for a worker, or takes an id that another service reserved. `connection` is the number
-        of the channel's connection; None for a handler or another service. Raises ResourceError.
+        of the channel's connection; None for a handler, or for a channel of another service. Raises ResourceError.
         """
         if channel is not None:
             turn = self._given
@@ -111,7 +111,7 @@ def windows_of(nbytes: int) -> int:
 
 
 class MemoryTable:
-    """The memory ids in use, and the entries of each in the engine's table and in the kernels' table of limits. Memory
+    """The memory ids in use, and each id's entries in the engine's table and in the kernels' table of limits. Memory
     that exceeds a window of 4 GiB has consecutive ids.
     """
 
@@ -130,8 +130,9 @@ class MemoryTable:
         host: int | None = None,
         first: int | None = None,
     ) -> int:
-        """Registers memory under free ids, or under those that another service chose. Returns the first id. Raises
-        ResourceError. No copy may use the address of `remote_only` memory; `host` is the CPU's, or None.
+        """Registers memory under free ids, or from id `first` on, which another service chose. Returns the first id.
+        Raises ResourceError. No copy may use the address of `remote_only` memory. `host` is the CPU's address of the
+        memory, or None.
         """
         windows = windows_of(nbytes)
         if first is None:

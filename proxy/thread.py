@@ -26,7 +26,7 @@ LONGEST_US = 1e9
 """The longest time of an `IdlePolicy`, in µs."""
 
 OnExit = Callable[[int, "_engine.ProxycclExitInfoPointer"], None]
-"""Called in the thread with a ProxycclOutcome and a ProxycclExitInfo, which is valid until it returns."""
+"""Called in the thread with a ProxycclOutcome and a ProxycclExitInfo, which is valid during the call."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,22 @@ class IdlePolicy:
     """The policy of a thread when the rings of all its workers are empty.
 
     It spins, then yields, then sleeps for a 32nd of its idle time, so waking late adds at most a 32nd to a pause. While
-    transfers are under way, it yields for 1.6 ms, because waking from a short sleep takes as long as the sleep. After
-    a long pause it sleeps for a 1024th of that, for at most 10 ms, even if this is longer than `max_sleep_us`: a thread
-    that was idle for 10 s uses 0.1 % of a core. A call that this library launches wakes a sleeping thread before the
-    launch. A graph that another library replays does not: the thread then finds the work when its sleep ends.
+    transfers are under way, it yields for 1.6 ms, because a thread takes as long to wake from a short sleep as it
+    slept. After a
+    long pause the thread sleeps for a 1024th of the pause, at most 10 ms, even if this is longer than `max_sleep_us`: a
+    thread that was idle for 10 s uses 0.1 % of a core. A call that this library launches wakes a sleeping thread before
+    the launch. A graph that another library replays does not wake the thread, which then finds the work when its sleep
+    ends.
 
-    The defaults are for few cores. Where there are enough, a proxy without a policy has that of `where_cores_suffice`.
+    The defaults are for few cores. Where cores suffice, a proxy without a policy uses `where_cores_suffice`.
 
     Attributes:
-        spin_us: how long it polls without a pause. After 50 µs of it the thread yields its core between polls:
-            otherwise anything else that the system runs on that core waits for a whole time slice. If there are fewer
-            cores than threads, a kernel that pushes and then needs the core waits this long each time.
+        spin_us: how long the thread polls without a pause. After the first 50 µs it yields its core between polls:
+            otherwise other threads on that core would wait for a whole time slice. If there are fewer cores than
+            threads, a host kernel that pushes a trigger and then needs the core waits this long each time.
         yield_us: how long the thread then yields the core between two polls.
-        max_sleep_us: the longest sleep between two polls after that, except after long pauses, and so the longest
-            delay of waking, apart from the system's own.
+        max_sleep_us: the longest sleep between two later polls, except after long pauses. The thread finds work at most
+            this late, plus the system's own delay.
 
     Raises:
         ArgumentError: a time is out of range.
@@ -62,11 +64,13 @@ class IdlePolicy:
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= LONGEST_US:
                 raise ArgumentError(name, f"must be a number from 0 to {LONGEST_US:.0e} µs, not {value!r}")
-            object.__setattr__(self, name, float(value))  # messages to a daemon take Python's own numbers
+            object.__setattr__(self, name, float(value))  # messages to a daemon encode only Python's own numbers
 
     @classmethod
     def always_awake(cls) -> IdlePolicy:
-        """A policy for threads that never sleep while a communicator is open. Each answers at once and costs a core."""
+        """A policy for threads that never sleep while a communicator is open. Each thread answers at once and costs
+        a core.
+        """
         return cls(yield_us=LONGEST_US, max_sleep_us=50.0)
 
     @classmethod
@@ -98,7 +102,8 @@ class IdlePolicy:
 def choose_idle(cores: int, programs: int, threads: int, within: tuple[int, int] | None = None) -> IdlePolicy:
     """Chooses the policy of threads that share cores with programs.
 
-    A program may spin while it waits for its GPU, and a thread while it has work, so each of them needs a core.
+    A program may spin while it waits for its GPU, and a thread spins while it has work, so each program and each thread
+    needs a core.
 
     Args:
         cores: cores that the programs and the threads may run on.
@@ -149,7 +154,7 @@ class ProxyThread:
 
     Args:
         name: the thread's name.
-        idle: the thread's policy for workers without one.
+        idle: the policy for workers that need none in particular.
         cores: numbers of the cores that the thread may run on; None for all of its process.
         begin: called in the thread before anything else.
         functions: the functions of a runtime whose waiting kernels may help run the workers; None for no help.
@@ -212,7 +217,9 @@ class ProxyThread:
 
     @property
     def idle(self) -> IdlePolicy:
-        """The idle policy in force: the most aggressive of its workers', or the thread's own without workers."""
+        """The idle policy in force: the most aggressive policy of the thread's workers, or the thread's own policy
+        if it has no workers.
+        """
         return self._idle
 
     def add(
@@ -227,7 +234,7 @@ class ProxyThread:
 
         Args:
             worker: a ProxycclWorker.
-            stats: its ProxycclWorkerStats, where observers find the thread and its policy.
+            stats: the worker's ProxycclWorkerStats, where observers find the thread and its policy.
             on_exit: called in the thread when the engine returns for the worker.
             on_lost: called instead if an error has ended the thread and so its workers.
             idle: the policy that the worker needs; None for the thread's own.
@@ -243,7 +250,7 @@ class ProxyThread:
             self._changed.notify()
 
     def _choose_idle(self) -> None:
-        """Sets the thread's policy to the most aggressive of its workers', and publishes the policy."""
+        """Sets the thread's policy to the most aggressive policy of its workers, and publishes the policy."""
         self._idle = IdlePolicy.most_awake([served.idle for served in self._served.values()] or [self._default])
         policy = _policy(self._idle)
         lib.proxyccl_thread_set_idle(self._pointer, policy)
@@ -280,7 +287,7 @@ class ProxyThread:
             try:
                 served.on_exit(reason, info)
             except BaseException as error:
-                if not runs_on:  # this worker is not among the remaining ones
+                if not runs_on:  # this worker is no longer listed
                     served.on_lost(error)
                 raise
 

@@ -34,14 +34,14 @@ class Operation(enum.IntFlag):
 _TRANSFER = Operation.DATA | Operation.GET
 
 
-@functools.cache  # a trace names many operations
+@functools.cache  # cached, because a trace contains many operations
 def operation_name(operation: Operation) -> str:
     """An operation in words, such as "data+signal" or "get+flush"."""
     transfer = [Operation.GET] if operation & Operation.GET else list(operation & Operation.DATA)
     return "+".join(str(flag.name).lower() for flag in (*transfer, *(operation & ~_TRANSFER))) or "custom"
 
 
-# field: (word, shift, bits). A transfer's size takes SIZE_BITS, below the bit that marks a get.
+# For each field its word, shift and bits. A transfer's size takes SIZE_BITS, below the bit that marks a get.
 _FIELDS = {
     "size": (0, lib.PROXYCCL_SIZE_SHIFT, 32),
     "src_offset": (0, lib.PROXYCCL_SRC_OFFSET_SHIFT, lib.PROXYCCL_OFFSET_BITS),
@@ -90,7 +90,7 @@ class Trigger:
 
         Raises:
             ArgumentError: a field does not fit its bits, or a value is given with a source, or not given without one;
-                `GET` without `DATA`, or with a value.
+                or `GET` is set without `DATA` or with a value.
         """
         given = {name: as_integer(getattr(self, name), name, "must be an integer from 0 on", 0) for name in _FIELDS}
         carries, operation = given["src_memory"] >= MAX_MEMORIES, given["operation"]

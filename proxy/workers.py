@@ -1,4 +1,6 @@
-"""The workers of one service: each drains its rings in a thread, which other workers may share. Threads of wires."""
+"""The workers of one service: each drains its rings in a thread, which other workers may share. Also the threads
+that serve the wires of staged connections.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ MAX_RINGS: int = lib.PROXYCCL_MAX_RINGS
 _POLL_SECONDS = 0.0002
 _UNUSED_THREAD_SECONDS = 10.0
 _WIRE_IDLE = IdlePolicy(yield_us=50.0)
-"""A worker wakes them, and takes over meanwhile (for as long as SERVED_NS of staged_transport.c). Awake threads take
-cores from those with work.
+"""The idle policy of threads of wires. Workers wake these threads and serve the wires until they are awake, so the
+threads need not stay awake, where they would take cores from threads with work.
 """
 
 
@@ -43,8 +45,8 @@ def require_rings(fifos: object, threads: object) -> tuple[int, int]:
 
 
 class OwnThreads(Struct, frozen=True):
-    """The threads to create for a service's workers, one for each worker: their number, idle policy, cores (None for
-    any), and the prefix of their names.
+    """Options of the threads to create for a service's workers, one thread for each worker: the threads' number, idle
+    policy and cores (None for any), and the prefix of their names.
     """
 
     count: int
@@ -70,7 +72,7 @@ class Worker(Struct, frozen=True):
 
 
 OnEvent = Callable[[Worker, int, Any], None]
-"""Called in a worker's thread with a ProxycclOutcome and a ProxycclExitInfo, which is valid until it returns."""
+"""Called in a worker's thread with a ProxycclOutcome and a ProxycclExitInfo, which is valid during the call."""
 
 
 def _begin(runtime: Runtime, unbound_threads: int) -> None:
@@ -169,7 +171,7 @@ class Workers:
 
     @contextlib.contextmanager
     def paused(self, timeout: float) -> Iterator[None]:
-        """See `ProxyService.paused`."""
+        """Implements `ProxyService.paused`."""
         deadline = time.monotonic() + timeout
         asked = [lib.proxyccl_worker_pause(worker.pointer) for worker in self._workers]
         try:
@@ -188,8 +190,8 @@ class Workers:
         return [lib.proxyccl_worker_drain(worker.pointer) for worker in self._workers]
 
     def await_drained(self, asked: list[int], timeout: float, given_up: Callable[[], bool]) -> bool:
-        """Waits for the reports of `ask_to_drain`. False on a time-out, if `given_up` returned True, or if a worker
-        ended.
+        """Waits for the reports of `ask_to_drain`. Returns False on a time-out, if `given_up` returned True, or if a
+        worker ended.
         """
         deadline = time.monotonic() + timeout
         for worker, number in zip(self._workers, asked, strict=True):
@@ -205,9 +207,11 @@ class Workers:
             (lib.proxyccl_worker_stop if drained else lib.proxyccl_worker_abandon)(worker.pointer)
 
     def await_ended(self, timeout: float) -> bool:
-        """Waits until all workers and own threads have ended, each for this number of seconds. False if one has not."""
+        """Waits until all workers and own threads have ended, each for this number of seconds. Returns False if one
+        has not ended.
+        """
         ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]
-        # After a worker's time-out, its thread is not waited for again.
+        # If a worker has timed out, its thread is not waited for a second time.
         closed = [thread.close(timeout if ended[i] else 0) for i, thread in enumerate(self._own_threads)]
         return all(ended) and all(closed)
 
@@ -222,7 +226,8 @@ class WireWorkers:
     (engine/staged_transport.h). The other arguments are those of the service.
 
     The service's own workers also poll a wire while the wire's thread sleeps. So nothing waits for these threads, and
-    an idle one soon sleeps. They speed up long transfers, because one thread's sockets do not saturate a network.
+    an idle one soon sleeps. These threads speed up long transfers, because one thread's sockets do not saturate a
+    network.
 
     Raises:
         ArgumentError: there are no such cores.
@@ -255,8 +260,8 @@ class WireWorkers:
         self._workers.start(on_event, on_lost)
 
     def add(self, wires: Sequence[tuple[int, Any]]) -> None:
-        """Makes each thread poll the connection's wires that have the thread's number. A thread without room leaves a
-        wire to the service's workers, which may not know the connection yet.
+        """Makes each thread poll the connection's wires that have the thread's number. The service's workers must not
+        know the connection yet. If a thread has no room for a wire, the workers alone poll that wire.
         """
         for number, wire in wires:
             lib.proxyccl_staged_wire_set_thread(wire, self._shared[number])

@@ -23,7 +23,7 @@ from proxyccl.proxy.observe.segment import open_published
 from proxyccl.proxy.processes import is_stopped, start_of
 
 _OTHERS = "other collectives"
-"""Those beyond the kinds that are counted one by one (PROXYCCL_CALL_KINDS)."""
+"""The name for calls of collectives beyond the PROXYCCL_CALL_KINDS that are counted separately."""
 
 
 class RankView(Message, frozen=True):
@@ -60,7 +60,7 @@ class RankView(Message, frozen=True):
 
 
 class WaitView(Message, frozen=True):
-    """A rank that waits for another, and the evidence for that."""
+    """A rank that waits for another rank, and the evidence for this wait."""
 
     rank: int
     peer: int

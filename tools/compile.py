@@ -29,7 +29,7 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
     *(
         ("experts/dispatch.h", kernel, dtype, None)
         for announced, kernel in DISPATCH_KERNELS.items()
-        if announced != "ids"  # those layers have no output buffers
+        if announced != "ids"  # layers that announce ids have no output buffers
         for dtype in SCALED_DTYPES
     ),
     *(("experts/combine.h", "combine", dtype, None) for dtype in TOKEN_DTYPES),
@@ -56,7 +56,9 @@ def runtime_of(architecture: str) -> str:
 
 
 def compile_all(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int]:
-    """Compiles kernels with `compile_kernels`, one on each core at a time. Raises as that does, and as `runtime_of`."""
+    """Compiles kernels with `compile_kernels`, one on each core at a time. Raises the errors of `compile_kernels`
+    and `runtime_of`.
+    """
     compiler, threads = open_compiler(runtime_of(architecture)), usable_cores(len(os.sched_getaffinity(0)))
     return compile_kernels(compiler, architecture, kernels, threads)
 
@@ -82,7 +84,7 @@ def run(parsed: Namespace) -> int:
 
 
 def _here() -> list[str]:
-    """The architectures of this machine's GPUs; empty where kernels run on the CPU."""
+    """The architectures of this machine's GPUs; empty if kernels run on the CPU."""
     name = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     if name != "host":
         driver = open_driver(name)

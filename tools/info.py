@@ -330,8 +330,8 @@ def _proxies(watch: Watch) -> list[Finding]:
 
 
 def _idle_policies(watch: Watch) -> list[Finding]:
-    """The default policy of idle threads for a rank on each core or GPU, and that of the proxies that run now, with
-    their share of a core since `watch` first looked at them.
+    """The default policy of idle threads for a rank on each core or GPU, and the policy of the proxies that run now,
+    with their share of a core since `watch` first looked at them.
     """
     cores, allowed = len(os.sched_getaffinity(0)), cores_allowed()
     quota = "" if allowed is None else f", of which control groups allow {allowed:g}"
@@ -384,7 +384,7 @@ def findings() -> list[Finding]:
     watch = Watch()
     with contextlib.suppress(ArgumentError):  # `_idle_policies` reports the error
         watch.rates()
-    mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer one
+    mpi = _mpi()  # before libfabric is loaded: MPI may need a newer libfabric
     kernels = (*_shipped(), *_compiler(), *_cache())
     before = [*_runtimes(), *_devices(), *_rdma(), *_fabric()]
     after = [*mpi, *kernels, *_tuning(), *_environment()]

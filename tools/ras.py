@@ -30,7 +30,7 @@ from proxyccl.tools.communicators import communicators
 
 PORT = 28028
 PROTOCOL = 2
-_MOST_LINE = 1024  # bytes
+_MOST_LINE = 1024  # most bytes of a command's line
 _HTTP = re.compile(r" HTTP/[0-9.]+$")  # a browser may send commands in the body of a request
 _SILENCE = 60.0  # seconds after which a silent client is disconnected
 
@@ -59,7 +59,7 @@ class _Client(StreamRequestHandler):
 
     def handle(self) -> None:
         while line := self.rfile.readline(_MOST_LINE + 1):
-            if len(line) > _MOST_LINE:  # NCCL hangs up too
+            if len(line) > _MOST_LINE:  # NCCL's server also hangs up
                 return
             command = line.decode(errors="replace").removesuffix("\n").removesuffix("\r")
             if _HTTP.search(command):

@@ -43,7 +43,7 @@ _RESULTS = {
     lib.PROXYCCL_ERROR_OUT_OF_RANGE: _INVALID_ARGUMENT,
     lib.PROXYCCL_ERROR_INVALID_FLAG: _INVALID_ARGUMENT,
 }
-"""The ncclResult_t for a ProxycclErrorCode; others are internal errors."""
+"""The ncclResult_t for each ProxycclErrorCode; codes that are not listed are internal errors."""
 
 _STATES = {"failed": "ABORT", "leaves": "FINALIZE", "runs": "RUNNING"}
 _MISSING = {"ended": "has ended", "stopped": "is stopped", "absent": "does not have the communicator open"}

@@ -35,7 +35,7 @@ from proxyccl.tools import options
 from proxyccl.tools.options import show_size
 from proxyccl.tools.results import versions
 
-_FETCH_EVERY = 0.005  # seconds
+_FETCH_EVERY = 0.005  # seconds between two fetches
 
 
 def _alike(traced: TracedTrigger) -> tuple[object, ...]:

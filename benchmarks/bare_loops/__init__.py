@@ -59,7 +59,7 @@ def fabric_serve(queue: int, seconds: float) -> int:
 
 
 def produce(ring: Ring, first: int, words: tuple[int, int], count: int, timeout: float) -> int:
-    """Pushes copies of one trigger from this thread, and waits for room. Nobody else may push meanwhile.
+    """Pushes copies of one trigger from this thread, and waits for room. No other thread may push meanwhile.
 
     Args:
         ring: the ring to push to.

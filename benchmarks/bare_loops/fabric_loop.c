@@ -14,7 +14,7 @@
 
 #include "clock.h"
 
-enum { COMPLETIONS = 16 }; /* taken with one call */
+enum { COMPLETIONS = 16 }; /* most completions taken with one call */
 
 typedef struct {
   struct fi_context2 context;
@@ -27,7 +27,7 @@ static int possible(const ProxycclFabricBareWrites* options) {
          options->complete_every <= options->depth;
 }
 
-/* Makes write number `number`. 0, -FI_EAGAIN, or another error, negative. */
+/* Posts write number `number`. Returns 0, -FI_EAGAIN, or another negative error. */
 static ssize_t make(const ProxycclFabricBareWrites* options, Place* places, uint64_t number) {
   const int awaited = number % options->complete_every == 0 || number == options->count;
   const struct iovec part = {(void*)(uintptr_t)options->local, options->bytes};

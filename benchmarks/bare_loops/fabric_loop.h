@@ -11,14 +11,14 @@ typedef struct ProxycclFabricBareWrites {
   uintptr_t endpoint, queue; /* fid_ep * and its fid_cq *, on which nothing is outstanding */
   uint64_t peer;             /* fi_addr_t */
   uint64_t local, remote;    /* each write's source and target */
-  uintptr_t descriptor;      /* of `local` */
-  uint64_t key;              /* of `remote` */
-  uint64_t bytes;            /* of each write */
+  uintptr_t descriptor;      /* descriptor of `local` */
+  uint64_t key;              /* key of `remote` */
+  uint64_t bytes;            /* bytes of each write */
   uint32_t depth;            /* most writes outstanding: at most PROXYCCL_FABRIC_BARE_DEPTH */
-  uint32_t complete_every;   /* one write in this many has a completion, and the last one: the target reports its
-                                delivery. At most `depth`. */
+  uint32_t complete_every;   /* one write in this number has a completion, by which the target reports delivery, and so
+                                has the last write; at most `depth` */
   uint64_t count;            /* number of writes */
-  uint64_t timeout_ns;       /* for all of them */
+  uint64_t timeout_ns;       /* time-out of all writes together */
 } ProxycclFabricBareWrites;
 
 /* Nanoseconds from the first write to the last completion; or the number of libfabric's error, negative. */

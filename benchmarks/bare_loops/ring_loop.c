@@ -15,7 +15,7 @@ static void cpu_relax(void) {
 #endif
 }
 
-/* Waits a little; reads the clock once in MISSES_PER_CLOCK calls. 1 if the time is over. */
+/* Waits a little; reads the clock once in MISSES_PER_CLOCK calls. Returns 1 if the time is over. */
 static int missed(uint32_t* misses, uint64_t deadline) {
   cpu_relax();
   if (++*misses % MISSES_PER_CLOCK != 0) return 0;
@@ -41,7 +41,7 @@ uint64_t proxyccl_bare_drain(uintptr_t slots, uintptr_t tail, uint32_t size_log2
   return ring.next;
 }
 
-/* The producers' side of pairings trigger and tail; fifo.h has it for kernels. */
+/* The producers' side of pairings trigger and tail; fifo.h has the same code for kernels. */
 static uint64_t acquire_tail(const uint64_t* tail) { return __atomic_load_n(tail, __ATOMIC_ACQUIRE); }
 
 static void store_trigger(ProxycclTrigger* slot, uint64_t word0, uint64_t word1) {

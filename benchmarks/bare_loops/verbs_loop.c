@@ -10,7 +10,7 @@
 #include "clock.h"
 #include "verbs_transport.h"
 
-enum { COMPLETIONS = 16 }; /* taken with one call */
+enum { COMPLETIONS = 16 }; /* most completions taken with one call */
 
 static int possible(const ProxycclVerbsBareWrites* options) {
   return options->qp != 0 && options->cq != 0 && options->count > 0 && options->depth > 0 && options->chain > 0 &&
@@ -18,7 +18,7 @@ static int possible(const ProxycclVerbsBareWrites* options) {
          (uint64_t)options->chain + options->signal_every <= (uint64_t)options->depth + 1;
 }
 
-/* Posts the writes after number `posted`, with one call. 0, or the errno. */
+/* Posts the writes after number `posted`, with one call. Returns 0 or the errno. */
 static int post(const ProxycclVerbsBareWrites* options, struct ibv_send_wr* requests, uint64_t posted, uint64_t count) {
   struct ibv_send_wr* refused;
   int status;

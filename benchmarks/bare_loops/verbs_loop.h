@@ -12,13 +12,13 @@ typedef struct ProxycclVerbsBareWrites {
   uint64_t local;   /* address that each write reads */
   uint64_t remote;  /* address that each write goes to */
   uint32_t lkey, rkey;
-  uint32_t bytes;        /* of each write */
+  uint32_t bytes;        /* bytes of each write */
   uint32_t depth;        /* most writes outstanding; the send queue takes them */
   uint32_t chain;        /* writes posted with one call: from 1 to PROXYCCL_VERBS_BARE_CHAIN */
-  uint32_t signal_every; /* one write in this many is signalled, and the last one. At most depth + 1 - chain: otherwise
-                            the writes before the next signalled one leave no room for a chain. */
+  uint32_t signal_every; /* one write in this number is signalled, and so is the last write; at most depth + 1 - chain:
+                            otherwise the writes before the next signalled one leave no room for a chain. */
   uint64_t count;        /* number of writes */
-  uint64_t timeout_ns;   /* for all of them */
+  uint64_t timeout_ns;   /* time-out of all writes together */
 } ProxycclVerbsBareWrites;
 
 /* Nanoseconds from the first post to the last completion; or a status of the verbs transport, negative: -EINVAL for

@@ -1,1 +1,1 @@
-"""Agents, which come and go, and transfers between their memory. They need no group."""
+"""Agents, which come and go, and transfers between their memory. Agents do not form a group."""

@@ -116,7 +116,7 @@ class Agent:
         self.timeout = timeout_from(timeout)
         allowed, named = allowed_paths(paths)
         self._lock = threading.RLock()
-        self._closing = threading.RLock()  # reentrant, because a signal handler may close the agent, too
+        self._closing = threading.RLock()  # reentrant: a signal handler may also close
         self._own = Regions()
         self._peers: dict[str, Peer] = {}
         self._kept: dict[Region, list[object]] = {}
@@ -146,7 +146,7 @@ class Agent:
         self._handle: ProxycclAgentPointer = handle
         forks.finalizer(self, _release, handle, served)
         _agents[id(self)] = self
-        forks.finalizer(self, self._published.withdraw).atexit = True  # if the program does not close the agent
+        forks.finalizer(self, self._published.withdraw).atexit = True  # in case the program does not close the agent
         self._published.write(())
         wants = FABRIC in allowed and (named or len(listeners) > 1)
         self._fabric, self._no_fabric = open_fabric(named) if wants else (None, "")
@@ -208,7 +208,8 @@ class Agent:
             kind: with an address: "dram", the host's memory (also if None), or "vram", a device's.
 
         Raises:
-            ArgumentError: `memory` is neither, or is device memory that can't be shared with other processes.
+            ArgumentError: `memory` is neither an array nor (address, bytes), or is device memory that can't be shared
+                with other processes.
             RuntimeUnavailableError: this machine does not offer the device's runtime.
         """
         owner: object = None
@@ -461,7 +462,7 @@ class Agent:
 
         Raises:
             UnknownAgentError: no such agent was added.
-            DisconnectedError: it can't be reached.
+            DisconnectedError: the agent can't be reached.
         """
         link = self._link(name, self._known(name))
         return Path("self") if link is None else link.path
@@ -500,7 +501,7 @@ class Agent:
         return peer
 
     def _known(self, name: str) -> Peer | None:
-        """Returns the agent of a name; None for this agent."""
+        """Returns the known agent with a name; None for this agent's own name."""
         with self._lock:
             self._require_open()
             return None if name == self.name else self._peer(name)
@@ -545,7 +546,7 @@ class Agent:
                 self._warn_of_slow(link, peer.place.host)
                 with self._lock:
                     peer.ledger, peer.link = ledger, link
-                peer.unmap_lost()  # the peer may have ended before
+                peer.unmap_lost()  # in case an earlier process of the peer has ended
                 if peer.removed:
                     peer.leave()
                 _LOG.info("agent %s reaches agent %s by %s", shown(self.name), shown(name), link.path)
@@ -553,7 +554,7 @@ class Agent:
         return peer.link
 
     def _unmap_lost(self) -> None:
-        """Unmaps the memory of agents whose links are lost. Called by a thread of the library's own."""
+        """Unmaps the memory of agents whose links are lost. Called by a thread of the library."""
         with self._lock:
             peers = list(self._peers.values())
         for peer in peers:

@@ -27,11 +27,11 @@ _STREAMS = 4
 
 _LONG_BYTES = 8 << 20
 """The block size from which the copy engine is as fast as a kernel, although it takes two or three microseconds to
-begin: 500 blocks of 1 MiB moved at 205 GB/s between two H200, and by the kernel at 350.
+begin. Shorter blocks are slower: between two H200 it moved 500 blocks of 1 MiB at 205 GB/s, the kernel at 350 GB/s.
 """
 
 _FEW = 4
-"""The copy engine copies this many short blocks in the time in which a kernel starts."""
+"""The number of short blocks that the copy engine copies in the time that a kernel takes to start."""
 
 _PIECES = (4 << 10, 64 << 10)
 """The least and the most bytes that a warp copies at a time."""
@@ -49,7 +49,7 @@ Place = tuple[PinnedMemory, int]
 
 
 class Table:
-    """Pinned memory borrowed from a copier, which gets it back at the end. Its contents are undefined.
+    """Pinned memory borrowed from a copier, to which the memory returns at the end. The contents are undefined.
 
     Attributes:
         nbytes: its least size.
@@ -58,14 +58,14 @@ class Table:
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
         self.nbytes = nbytes
-        # Cache lines of their own, because the device and the CPU write words at any time.
+        # Each piece has separate cache lines, because the device and the CPU write words at any time.
         size = max(_LINE, 1 << (nbytes - 1).bit_length())
         self._free, self._place = copier.take_pinned(size)
         memory, offset = self._place
         self.host_ptr, self.ptr = memory.host_ptr + offset, memory.ptr + offset
 
     def __del__(self) -> None:
-        if hasattr(self, "_place"):  # it could be taken
+        if hasattr(self, "_place"):  # the constructor has taken memory
             self._free.append(self._place)  # no lock: a finalizer may run in a thread that holds it
 
 
@@ -132,7 +132,7 @@ class Copier:
 
     def _launch(self, rows: Rows) -> tuple[Launch, Table]:
         """Prepares a kernel for short blocks, which are cut so that every warp has work."""
-        on_host = self.runtime.name == "host"  # a thread of the kernel is a warp there
+        on_host = self.runtime.name == "host"  # on the host, each thread of the kernel acts as a warp
         blocks, threads = (1, 1) if on_host else (min(_BLOCKS, self.runtime.launch_defaults.blocks), _THREADS)
         warps = 1 if on_host else blocks * threads // _WARP
         share = int(rows[:, 2].sum()) // warps
@@ -172,8 +172,8 @@ class Copier:
             return self._streams[self._turn % len(self._streams)]
 
     def take_pinned(self, size: int) -> tuple[list[Place], Place]:
-        """Takes pinned memory that was given back, or allocates some: pinning memory takes longer than a transfer. The
-        size is a power of two. Returns the list to give the memory back to, and the memory.
+        """Takes returned pinned memory, or allocates new memory. Memory is reused because pinning takes longer than a
+        transfer. The size is a power of two. Returns the list of free memory to which it is returned, and the memory.
         """
         free = self._free.setdefault(size, [])
         with self._lock:

@@ -31,7 +31,7 @@ class Share(Message, frozen=True, weakref=True):
     Attributes:
         region: the region.
         place: names the physical device, the same in every process of the machine; "host" for the host's memory.
-        handle: the runtime's, or that of `SharedMemory`.
+        handle: a handle of the runtime or of `SharedMemory`.
     """
 
     region: Region
@@ -75,16 +75,17 @@ class Devices:
         return self.copier(share.region.device, share.place.partition(":")[0])
 
     def of_stream(self, stream: StreamLike) -> Copier:
-        """The device of a stream: the one that the stream names, as torch's do; else the first that the agent uses.
-        Errors as for `copier`."""
+        """The device of a stream: the device that the stream names, as torch's streams do; otherwise the first
+        device that the agent uses. Errors as for `copier`.
+        """
         named = getattr(stream, "device_index", None)
         with self._lock:
             used = next(iter(self._copiers), (None, 0))
         return self.copier(*(used[::-1] if named is None else (int(named), used[0])))
 
     def nearest(self, share: Share) -> Copier:
-        """The device that copies between the host's memory and a region: its own, if this process sees it, else one
-        that reaches it. Raises NoPathError if there is none.
+        """The device that copies between the host's memory and a region: the region's own device, if this process sees
+        it, otherwise a device that reaches the region. Raises NoPathError if there is none.
         """
         name = share.place.partition(":")[0]
         if name == "host":
@@ -102,7 +103,7 @@ class Devices:
         """Shares a region with other processes, until the result is garbage.
 
         Raises:
-            ArgumentError: it is not memory of the device, or can't be shared.
+            ArgumentError: the region is not memory of the device, or can't be shared.
             RuntimeUnavailableError: the machine does not offer the runtime.
         """
         runtime = runtime or self.copier(region.device).runtime
@@ -117,13 +118,13 @@ class Devices:
 
 
 class NotSharedError(NoPathError):
-    """The region can't be mapped: it is private, or was deregistered, or replaced by another one."""
+    """The region can't be mapped, because it is private, was deregistered, or was replaced by another region."""
 
 
 class Reached:
-    """The memory of one agent that this process can map: the host's that ProxyCCL allocated, and devices'. A region is
-    mapped when it is first used, a device's in the context of the device that copies: only there do its copies run at
-    the link's speed.
+    """One agent's memory that this process can map: host memory that ProxyCCL allocated, and device memory. A region is
+    mapped at its first use. Device memory is mapped in the context of the copying device, because only there do copies
+    run at the link's speed.
 
     Any thread may use it.
     """
@@ -145,7 +146,7 @@ class Reached:
             }
 
     def of(self, regions: Iterable[Region]) -> list[Share]:
-        """Returns the shares of those regions that have one."""
+        """Returns the shares of the regions that have a share."""
         with self._lock:
             return [self._shares[region] for region in regions if region in self._shares]
 
@@ -199,14 +200,16 @@ class Reached:
 
 
 class Pinned:
-    """The host's memory of an agent that its transfers with devices use, pinned at the first use."""
+    """An agent's host memory that transfers with devices use. It is pinned at its first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pinned: dict[Region, Memory | None] = {}
 
     def pin(self, copier: Copier, regions: Iterable[Region]) -> tuple[list[Memory], str]:
-        """Returns the pinned memory of regions, and the reason why some is not pinned; "" if all is."""
+        """Returns the pinned memory of regions, and the reason why some of the memory is not pinned; "" if all of it
+        is.
+        """
         memories, reason = [], ""
         with self._lock:
             for region in regions:
@@ -222,7 +225,7 @@ class Pinned:
         return memories, reason
 
     def drop(self, regions: Iterable[Region]) -> None:
-        """Forgets regions that another agent has deregistered. Each stays pinned while a transfer keeps it."""
+        """Forgets regions that another agent has deregistered. A region stays pinned while a transfer uses it."""
         with self._lock:
             for region in regions:
                 self._pinned.pop(region, None)

@@ -50,7 +50,7 @@ class Keys:
         self._sorted: tuple[Rows, Rows] | None = None
 
     def add(self, keys: Iterable[Key], replaced: Iterable[Region] = ()) -> None:
-        """Adds keys, after those of the regions that they replace are forgotten."""
+        """Forgets the keys of replaced regions, then adds keys."""
         with self._lock:
             for region in replaced:
                 self._keys.pop(region, None)
@@ -101,8 +101,8 @@ class AgentFabric:
         self.raw = ADDRESS.decode(self.address, "this agent").address
         self._lock = threading.Lock()
         self._registered: dict[Region, Registration] = {}
-        self._ended: deque[tuple[Registration, object]] = deque()  # registrations of stages that have ended
-        self._unreached: dict[int, str] = {}  # by device, why the provider does not reach its memory
+        self._ended: deque[tuple[Registration, object]] = deque()  # registrations of stages that are no longer in use
+        self._unreached: dict[int, str] = {}  # by device, the reason why the provider can't reach its memory
         parts, offer = self.endpoint.parts, self.endpoint.offer
         named = {name: getattr(parts, name) for name in ("endpoint", "queue", "fabric", "peers", "descriptor")}
         limits = {"depth": self.endpoint.depth, "max_message": offer.max_message}
@@ -124,7 +124,7 @@ class AgentFabric:
 
     def register(self, regions: Iterable[Region], runtimes: Mapping[Region, Runtime]) -> None:
         """Registers regions, except those of devices that the provider does not reach; a region may be registered
-        already. `runtimes` are those of regions in device memory. Errors as for `FabricEndpoint.register`.
+        already. `runtimes` are the runtimes of the regions in device memory. Errors as for `FabricEndpoint.register`.
         """
         with self._lock:
             for region in regions:
@@ -140,7 +140,9 @@ class AgentFabric:
                 self._registered[region] = made
 
     def _register(self, region: Region, runtime: Runtime | None) -> Registration:
-        """Raises as `RegistrationCache.register_of`, and for memory that the driver does not know."""
+        """Registers a region. Raises as `RegistrationCache.register_of`, and for memory that the driver does not
+        know.
+        """
         if runtime is None:
             return self.endpoint.register(region.address, region.nbytes)
         if runtime.name != "host" and runtime.pointer_device(region.address) is None:
@@ -148,7 +150,7 @@ class AgentFabric:
         return self.endpoint.register_of(runtime, self._options.gpu_writes, region.address, region.nbytes)
 
     def deregister(self, regions: Iterable[Region]) -> None:
-        """Deregisters those of the regions that are registered."""
+        """Deregisters the regions, skipping unregistered ones."""
         self._release_ended()
         with self._lock:
             for region in regions:
@@ -168,8 +170,8 @@ class AgentFabric:
             "key": made.key,
             "base": made.address,
         }
-        # A finalizer releases nothing itself: its thread may have any lock. The table is used for nothing else before
-        # the registration is released, because a peer's late write may still land there.
+        # A finalizer releases nothing itself: its thread may have any lock. The table is not reused before the
+        # registration is released, because a peer's late write may still land there.
         forks.finalizer(stages, self._ended.append, (made, table))
         return stages
 
@@ -178,7 +180,7 @@ class AgentFabric:
             self.endpoint.release(registration)
 
     def keys(self, regions: Iterable[Region]) -> list[Key]:
-        """Returns the keys of those regions that are registered."""
+        """Returns the keys of the regions that are registered."""
         with self._lock:
             found = [(region, self._registered[region]) for region in regions if region in self._registered]
         return [Key(region, made.address, made.key) for region, made in found]
@@ -191,7 +193,7 @@ class AgentFabric:
             address.
 
         Raises:
-            NoPathError: some of it is not registered with libfabric, on either side.
+            NoPathError: some memory of either side is not registered with libfabric.
         """
         with self._lock:
             here = [self._registered[region] for region in holders if region in self._registered]
@@ -209,15 +211,14 @@ class AgentFabric:
         return np.column_stack(columns)
 
     def close(self) -> None:
-        """Closes the endpoint. It must no longer be in use."""
+        """Closes the endpoint. The endpoint must no longer be in use."""
         self.deregister(list(self._registered))
         self.endpoint.close()
 
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
-    """Opens an endpoint, with the options of ``PROXYCCL_FABRIC_…``, if this machine has an adapter for one or, if
-    `asked`, by any provider. Returns None and the reason if libfabric can't use this machine's adapters, "" if there
-    are none.
+    """Opens an endpoint, with the options of ``PROXYCCL_FABRIC_…``, if this machine has a suitable adapter; if `asked`,
+    by any provider. Returns None and the reason if libfabric can't use this machine's adapters, "" if there are none.
 
     Raises:
         ArgumentError, ResourceError, RuntimeUnavailableError: it was asked for, and can't be opened.

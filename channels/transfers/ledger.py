@@ -27,11 +27,11 @@ _NBYTES = _WORDS * 8  # pages of words that were never used take no memory
 
 
 class Ledger:
-    """The ledger of an agent: of this one, which writes it, or of a peer, as it is mapped here.
+    """The ledger of an agent: this process's agent, which writes the ledger, or a peer, whose ledger is mapped here.
 
-    The word of a registration, number % words, is the number while the memory is registered, and its complement if the
-    memory was freed first. After `end` it has any other value. Word 0 counts the registrations that have ended: while
-    word 0 does not change, all registrations remain valid.
+    The word of a registration, number % words, is the number while the memory is registered, and the number's
+    complement if the memory was freed first. After `end` it has any other value. Word 0 counts the registrations that
+    have ended: while word 0 does not change, all registrations remain valid.
 
     The callers of `begin` and `end` take turns.
 
@@ -49,7 +49,7 @@ class Ledger:
         self._unused: list[int] = []
         self._births = itertools.count(1)
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
-        forks.finalizer(self, _unwatch, self._watched)  # the memory may outlive the agent, by which this stays mapped
+        forks.finalizer(self, _unwatch, self._watched)  # the memory's finalizers may outlive the agent
 
     @classmethod
     def make(cls) -> Ledger:
@@ -67,7 +67,7 @@ class Ledger:
 
     @property
     def handle(self) -> bytes:
-        """The handle with which peers open it."""
+        """The handle with which peers map the ledger."""
         return self._memory.handle
 
     @property
@@ -81,7 +81,8 @@ class Ledger:
 
     def begin(self, pages: object = None) -> int:
         """Begins a registration, and returns its number. If an object lives as long as the memory is mapped (`pages`),
-        the registration ends with it as that of freed memory. Raises ResourceError if there are too many registrations.
+        the registration ends together with the object, as for freed memory. Raises ResourceError if there are too many
+        registrations.
         """
         slot = self._unused.pop() if self._unused else next(self._next)
         if slot >= _WORDS:
@@ -112,5 +113,5 @@ def _unwatch(watched: dict[int, weakref.finalize[..., Any]]) -> None:
 
 
 def _freed(end: Any, pointer: Uint64Pointer, number: int, _mapped: object) -> None:
-    """Notes that the memory was freed. Garbage collection calls this in any thread, which may hold any lock."""
+    """Records that the memory was freed. Garbage collection calls this in any thread, which may hold any lock."""
     end(pointer, number, True)

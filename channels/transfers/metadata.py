@@ -26,7 +26,7 @@ class Place(Message, frozen=True):
 
     Attributes:
         host: the boot id of its machine.
-        process: its process's number in its PID namespace.
+        process: the id of the agent's process in its PID namespace.
         addresses: (address, port) pairs for other hosts.
         secret: the bytes that the agent expects on a link.
         secret_address: address of the secret in its process.

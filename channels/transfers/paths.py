@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclLinkPointer
 
 _TCP_OPTIONS = {
-    # Otherwise an answer would wait until the one before is acknowledged, which takes the other side 40 ms.
+    # Disables Nagle's algorithm: otherwise an answer would wait for the acknowledgement of the previous answer, which
+    # the other side delays by 40 ms.
     (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
     # Keep-alives detect a host that lost its power or its network, because such a host stays silent.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
@@ -52,7 +53,7 @@ FABRIC = "fabric"
 """The path by libfabric."""
 
 SHARED = "shared_memory"
-"""The path of memory that this process maps. A link always has another path too, for memory that can't be mapped."""
+"""The path of memory that this process maps. A link always has a second path, for memory that can't be mapped."""
 
 _ALL = (SHARED, "process_vm", "unix", FABRIC, "tcp")
 
@@ -91,7 +92,7 @@ def fabric_path(provider: str, *, of_devices: bool = False) -> str:
 
 def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
     """Returns the path of device memory, on one side or both, through a link: "copy engine and tcp, staged". Each
-    device copies to and from pinned memory of its own side. `reason` is why no device reaches both sides.
+    device copies to and from pinned memory on its own side. `reason` tells why no device reaches both sides.
     """
     steps = ["copy engine"] * (kinds[0] == VRAM) + [link.name] + ["copy engine"] * (kinds[1] == VRAM)
     by = " and ".join((", ".join(steps[:-1]), steps[-1]))
@@ -339,7 +340,7 @@ def _choose(
         by_fabric = fabric is not None and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
         if not copied and not by_fabric and carrier not in allowed:
             return None
-        if not copied and carrier == "tcp" and process >= 0:  # the number may be another process's here
+        if not copied and carrier == "tcp" and process >= 0:  # the number may be another's in this namespace
             os.close(process)
             process = -1
         connection.setblocking(False)

@@ -27,14 +27,14 @@ class Peer:
     def __init__(self, token: bytes, place: Place) -> None:
         self.token, self.place = token, place
         self.regions = Regions()
-        self.ledger: Ledger | None = None  # of an agent of this host, when it is connected
+        self.ledger: Ledger | None = None  # the ledger of a connected agent of this host
         self._ended = -1  # the ledger's count at the last check
         self.link: Link | None = None
         self.connecting = threading.Lock()  # one thread connects, and the others wait for it
         self.removed = False
         self.reached = Reached()
         self.keys = Keys()
-        self.number: int | None = None  # of the endpoint, if the link's path is by libfabric
+        self.number: int | None = None  # the endpoint's number, if the link uses libfabric
         self._lock = threading.Lock()
         self._to_close: weakref.WeakSet[Transfer] = weakref.WeakSet()
 
@@ -55,7 +55,7 @@ class Peer:
         stale = {
             region
             for region, number in zip(message.regions, message.registrations, strict=True)
-            if number < self.regions.number(region)  # these metadata are older than some that came before
+            if number < self.regions.number(region)  # skips metadata that are older than earlier ones
         }
         regions = [region for region in message.regions if region not in stale]
         shares = [share for share in message.shares if share.region not in stale]
@@ -66,8 +66,9 @@ class Peer:
         self._ended = -1
 
     def forget_ended(self) -> list[Region]:
-        """Forgets the regions that an agent of this host has deregistered, and returns them. What was mapped stays only
-        while transfers hold it."""
+        """Forgets the regions that an agent of this host has deregistered, and returns them. Mapped regions stay
+        mapped only while transfers use them.
+        """
         ledger = self.ledger
         if ledger is None:
             return []

@@ -44,8 +44,8 @@ class Side(Struct, frozen=True, eq=False):
     view: View
 
     def holders(self, addresses: Rows, now: Regions) -> tuple[list[Region], Rows]:
-        """`View.holders` of blocks. Raises NotRegisteredError if a region is not one of `now`, the agent's current
-        regions, or was registered anew.
+        """Returns `View.holders` of blocks. Raises NotRegisteredError if a region is not one of `now`, the agent's
+        current regions, or was registered anew.
         """
         regions, rows = self.view.holders(addresses)
         if now.view(self.kind) is not self.view:
@@ -100,7 +100,7 @@ class Pair(Struct, frozen=True, eq=False):
         return VRAM in self.kinds
 
     @property
-    def is_apart(self) -> bool:  # on another host, or treated so
+    def is_apart(self) -> bool:  # on another host, or treated like one
         return self.link is not None and self.link.carrier == "tcp" and not self.link.pid
 
     @property
@@ -149,7 +149,7 @@ class Preparer(Struct, eq=False):
         known = pair.known
         if pair.of_devices or SHARED not in self.paths or known is None or known.ledger is None:
             return ""
-        if not known.reached.of(pair.holders[1][:1]):  # most memory is private
+        if not known.reached.of(pair.holders[1][:1]):  # usual, because most memory is private
             return ""
         try:
             mapped, memories, _ = known.reached.map(None, pair.rows[:, 1], pair.holders[1])
@@ -186,7 +186,7 @@ class Preparer(Struct, eq=False):
         if pair.kinds[0] == VRAM:
             copier, pair = self._mapped_here(pair)
         else:
-            copier = self._devices.copier(0, "host")  # its CPU fills and empties the stages
+            copier = self._devices.copier(0, "host")  # the host runtime, whose CPU fills and empties the stages
         self.warn_once("stages memory of devices through pinned memory", reason)
         path = staged_path(Path(fabric_path(fabric.provider)), pair.kinds, reason)
         staging, staged = copier.staging(fabric.stages)

@@ -100,7 +100,7 @@ class Published:
         program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
         with self._lock:
             labels = [LinkSeen(*label) for label in self._labels]
-            try:  # OSError: there may be no descriptor for a look at this process
+            try:  # OSError: no descriptor may be left to read /proc
                 seen = AgentSeen(*this_process(), self._name, program, self._links, labels, self.log.handle)
                 self._path = write(self._file, _SEEN.encode(seen))
             except (OSError, ArgumentError, ProtocolError) as error:

@@ -69,7 +69,7 @@ def is_unicode(text: str) -> bool:
 
 
 class Regions:
-    """The regions of an agent. They may overlap, and a region may be registered more than once.
+    """The regions of an agent. Regions may overlap, and a region may be registered more than once.
 
     A block belongs to memory if one region holds all of it. Each region has the number of its latest registration
     (`Ledger`). Adding or removing a few of many costs only copies of arrays.
@@ -147,7 +147,7 @@ class Regions:
 
     def ranges(self, kind: str = DRAM, device: int | None = None) -> tuple[Rows, Rows]:
         """The first addresses and the ends of the memory of regions, in order. Regions that touch are one range: blocks
-        that follow each other are sent as one, whatever regions they belong to. Arguments are those of `view`.
+        that follow each other are sent as one, whatever regions they belong to. Takes the arguments of `view`.
         """
         view = self.view(kind, device)
         starts, ends = view.starts, view.ends
@@ -238,14 +238,14 @@ class View:
 
     Attributes:
         starts: the first addresses of the regions, in order.
-        ends: for each, the highest end of those up to it.
+        ends: for each region, the highest end of all regions up to this one.
     """
 
     def __init__(self, starts: Rows, ends: Rows, numbers: Rows, regions: NDArray[np.object_]) -> None:
         self.starts = np.ascontiguousarray(starts)
         self.ends = np.maximum.accumulate(ends)
-        # The regions that no other one holds. The last of them that starts before a block, or with it, holds the block
-        # if any region does.
+        # The regions that no other region contains. If any region holds a block, then the last of these regions that
+        # starts at or before the block does.
         chosen = np.append(True, ends[1:] > self.ends[:-1])[: len(ends)]
         self._starts, self._numbers, self._regions = self.starts[chosen], numbers[chosen], regions[chosen]
 
@@ -259,8 +259,8 @@ class View:
         return int(outside.argmax()) if outside.any() else None
 
     def holders(self, addresses: Rows) -> tuple[list[Region], Rows]:
-        """Returns the regions that hold blocks; of several regions that hold a block, the outermost. Some region must
-        hold each block.
+        """Returns the regions that hold blocks; for a block in several regions, the outermost region. Each block must
+        lie in some region.
 
         Returns:
             The regions, and rows of (number of its registration, address of a block in it).
@@ -269,7 +269,7 @@ class View:
             return [], np.empty((0, 2), np.uint64)
         at = self._starts.searchsorted(addresses, "right") - 1
         a_block = np.zeros(len(self._starts), np.uint64)
-        a_block[at[::-1]] = addresses[::-1]  # the first, if there are several
+        a_block[at[::-1]] = addresses[::-1]  # a region's first block, if it holds several
         (used,) = a_block.nonzero()  # no memory has the address 0
         rows = np.empty((len(used), 2), np.uint64)
         rows[:, 0], rows[:, 1] = self._numbers[used], a_block[used]
@@ -291,8 +291,8 @@ def _order(region: Region) -> tuple[int, int]:
 
 
 def outermost(regions: Iterable[Region]) -> list[Region]:
-    """Returns the regions that no other region contains, by address. The last of them that starts before a block, or
-    with it, holds the block if any region does.
+    """Returns the regions that no other region contains, by address. If any region holds a block, then the last of
+    these regions that starts at or before the block does.
     """
     chosen: list[Region] = []
     for region in sorted(regions, key=_order):

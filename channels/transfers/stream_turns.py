@@ -1,8 +1,8 @@
 """Orders a transfer that no device copies with a stream: the stream writes one word, and waits for another.
 
 Both words are in pinned memory. The agent's thread, or a caller that waits, begins the transfer when it sees the first
-one, and stores the second one at its end. Then the stream writes the first word again. Until then the words can't be
-reused, even if the transfer has ended, because a canceled transfer may end before its stream reaches it.
+word, and stores the second word at the transfer's end. Then the stream writes the first word again. Until then the
+words can't be reused, even if the transfer has ended, because a canceled transfer may end before its stream reaches it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORD = 8
 _PASSED = 2
 
 _unpassed: deque[Table] = deque()
-"""The words of turns that were dropped before their stream had passed them."""
+"""The words of turns that were garbage-collected before their stream had passed them."""
 
 
 class Turn:
@@ -44,10 +44,10 @@ class Turn:
         forks.finalizer(self, _leave, self._table)
 
     def start(self, transfer: ProxycclTransferPointer, message: Any, nbytes: int, stream: int) -> int:
-        """Starts the transfer when the stream comes to it, and makes the stream wait for its end. The engine's status.
+        """Makes the stream start the transfer and wait for the transfer's end. Returns the engine's status.
 
         Raises:
-            KernelError: the driver refused it; the transfer is canceled, as after any exception.
+            KernelError: the driver refused the stream's operations; the transfer is canceled, as after any exception.
         """
         words, ptr = _words(self._table), self._table.ptr
         operations = StreamOperations(
@@ -61,7 +61,7 @@ class Turn:
             lib.proxyccl_transfer_cancel(transfer, 0)
             raise
         if status:
-            words[0], words[1] = _PASSED, 1  # no stream has them
+            words[0], words[1] = _PASSED, 1  # the stream never used these words
         return status
 
 
@@ -76,14 +76,14 @@ def _words(table: Table) -> Any:
 
 def _is_passed(table: Table) -> bool:
     words = _words(table)
-    return bool(words[0] == _PASSED and words[1])  # a driver may have refused the wait alone
+    return bool(words[0] == _PASSED and words[1])  # checks both, because the driver may have refused only the wait
 
 
 def require_no_capture(runtime: BaseRuntime, stream: StreamLike) -> int:
     """The handle of a stream.
 
     Raises:
-        ArgumentError: it is not a stream, or is being captured.
+        ArgumentError: `stream` is not a stream, or is being captured.
     """
     handle = runtime.stream_handle(stream)
     if runtime.is_capturing(handle):

@@ -136,7 +136,7 @@ class Transfer:
         self._closed = False
         self._process = forks.here()
         self._kept: list[object] = [None, lists, copier, kept]
-        # A finalizer keeps the lists, which the engine reads, until no thread can be in a call with the handle.
+        # A finalizer keeps the lists, which the engine reads, until no thread can still be in a call with the handle.
         forks.finalizer(self, _release, handle, self._kept)
 
     def __repr__(self) -> str:

@@ -35,8 +35,8 @@ class Card(Message, frozen=True):
 
 
 class Join(Message, frozen=True, tag="join"):
-    """Asks a holder to announce its versions, and to wait until the sender has read them. `metadata` are those of the
-    sender's agent, `holder` is the sender's number.
+    """Asks a holder to announce its versions, and to wait until the sender has read them. `metadata` are the metadata
+    of the sender's agent, `holder` is the sender's number.
     """
 
     metadata: Annotated[bytes, _METADATA]

@@ -170,7 +170,7 @@ class Holder:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TransferTimeoutError(f"agent {self._agent.name}: {expected()} within the time")
-            with contextlib.suppress(TransferTimeoutError):  # the condition may depend on links and on others' memory
+            with contextlib.suppress(TransferTimeoutError):  # polls, because links and others' memory may change
                 self._agent.wait_for_message(min(left, _SLICE))
             self._take_messages()
 

@@ -62,7 +62,7 @@ def part_of(
     size: Sequence[int] | None = None,
     within: Any = (),
 ) -> Part:
-    """Returns the part of a tensor that an array holds. The arguments are those of `Holder.add`."""
+    """Returns the part of a tensor that an array holds. Takes the arguments of `Holder.add`."""
     if (start is None) != (size is None):
         raise ArgumentError("size", "expected both start and size, or neither")
     slices = within if isinstance(within, tuple) else (within,)

@@ -88,8 +88,8 @@ class _Planner:
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
         self._cells: dict[tuple[object, ...], list[_Cell]] = {}  # layers of a model have the same shapes
-        # The blocks between two parts, by these. A block stays within a part on either side, as memory is registered by
-        # parts.
+        # The blocks between two parts, by the pair of parts. A block stays within a part on either side, as memory is
+        # registered by parts.
         self.links: dict[tuple[str, str, bool], dict[tuple[int, int], list[Rows]]] = {}
         held = _by_tensor(sources)
         for tensor, wanted in _by_tensor(targets).items():
@@ -177,7 +177,7 @@ def _cells(parts: Sequence[Part], held: int) -> Iterator[_Cell]:
         parts: the sources' parts, then the targets' parts.
         held: the number of the sources' parts.
     """
-    edges, inside = [], np.ones((1, len(parts)), np.bool_)  # by cell so far and part
+    edges, inside = [], np.ones((1, len(parts)), np.bool_)  # for each cell so far, the parts that contain it
     for dim in range(len(parts[0].size)):
         begin, end = (np.array([getattr(part, side)[dim] for part in parts]) for side in ("start", "end"))
         cuts = np.unique(np.concatenate((begin, end)))

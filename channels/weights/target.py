@@ -276,8 +276,8 @@ class WeightTarget(Holder):
             if connected.versions(connected.sources, deadline) != {version}:
                 return False
             if connected.peers or connected.readers:
-                # A number that differs from earlier groups' numbers, because groups may share memory. It fits in a
-                # word.
+                # Returns a number, which fits in a word, that differs from the numbers of earlier groups, because
+                # groups may share memory.
                 shared = 1 + (version * len(connected.groups) + number) % (2**63 - 1)
                 self._pass_on(connected, group, shared, deadline, stream)
             if each is not None:
@@ -298,14 +298,14 @@ class WeightTarget(Holder):
             return all(read == number for read in self._readers.values())
 
         self._take_messages()
-        self._readers = dict.fromkeys(self._readers, 0)  # an earlier try of the same version used the same number
+        self._readers = dict.fromkeys(self._readers, 0)  # reset, because an earlier attempt used the same number
         self._open(number)
         try:
             whole = False
             while not whole:
                 self._wait(peers_have_theirs, deadline, lambda: f"{connected.peers} did not read their shares")
                 connected.move(group.relayed, deadline, stream)
-                whole = peers_have_theirs()  # otherwise a peer gave up, and may have overwritten its share
+                whole = peers_have_theirs()  # if false, a peer gave up and may have overwritten its share
             for peer in connected.peers:
                 self._agent.notify(peer, MESSAGE.encode(HasRead(number, self._number)))
             self._wait(peers_have_mine, deadline, lambda: f"{list(self._readers)} did not read this target's share")

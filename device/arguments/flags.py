@@ -1,4 +1,4 @@
-"""Flags from callers: True and False, and any other object that is one or the other."""
+"""Flags from callers: True and False, and other objects that convert to a bool, such as numpy's bools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def as_flag(value: Any, argument: str) -> bool:
 
     Args:
         value: the argument.
-        argument: the caller's name for it, for messages.
+        argument: the argument's name in messages.
 
     Raises:
         ArgumentError: the value is neither true nor false, such as an array of several elements.
@@ -21,5 +21,5 @@ def as_flag(value: Any, argument: str) -> bool:
         return value
     try:
         return bool(value)
-    except (TypeError, ValueError, RuntimeError):  # numpy's and torch's
+    except (TypeError, ValueError, RuntimeError):  # raised by numpy's and torch's arrays
         raise ArgumentError(argument, f"must be True or False, not {value!r}") from None

@@ -9,7 +9,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 def find_integer(value: Any) -> int | None:
-    """Returns the value of an object with ``__index__``; None for other objects, and for True and False."""
+    """Returns the value of an object with ``__index__``; returns None for other objects, and for True and False."""
     if type(value) is int:
         return value
     # A bool tensor of torch has __index__; a bool array of numpy does not.
@@ -17,7 +17,7 @@ def find_integer(value: Any) -> int | None:
         return None
     try:
         return operator.index(value)
-    except (TypeError, RuntimeError):  # the second is torch's for a tensor without values
+    except (TypeError, RuntimeError):  # torch raises RuntimeError for a tensor without values
         return None
 
 
@@ -25,7 +25,7 @@ def find_items(value: Any) -> list[Any] | None:
     """Returns the items of a caller's collection, in order; None if the value is not a collection."""
     try:
         return list(value)
-    except TypeError:  # also of an array of no dimensions, which has __iter__ all the same
+    except TypeError:  # an array of no dimensions also raises it, although it has __iter__
         return None
 
 
@@ -39,7 +39,7 @@ def as_integer(value: Any, argument: str, expected: str, lowest: int, highest: i
 
     Args:
         value: the argument.
-        argument: the caller's name for it, for messages.
+        argument: the argument's name in messages.
         expected: the valid values in words: "must be a rank from 0 to 3".
         lowest, highest: the range; highest None for no upper limit.
 

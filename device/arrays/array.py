@@ -24,12 +24,12 @@ from proxyccl.device.base_runtime import BaseRuntime, Memory, StreamLike
 from proxyccl.device.errors import ArgumentError, ClosedError
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import VoidPointer  # the stub's; cffi has no such name
+    from proxyccl.device._native import VoidPointer  # a type in the stub, which cffi lacks at run time
 
 __all__ = ["Array", "ArrayView", "as_view", "current_stream"]
 
 _MOST_ADDRESS = 2**64 - 1
-_from_buffer, _cast = ffi.from_buffer, ffi.cast  # looked up once, not in each call
+_from_buffer, _cast = ffi.from_buffer, ffi.cast  # cached, because looking up the attributes takes time in each call
 
 
 class Array:
@@ -94,7 +94,7 @@ class Array:
         return out
 
     def upload(self, values: Any) -> Array:
-        """Overwrites the array with values from host memory, broadcast and converted as numpy does. Returns itself.
+        """Overwrites the array with values from host memory, broadcast and converted as in numpy. Returns the array.
 
         Waits until the values are on the device.
 
@@ -112,7 +112,7 @@ class Array:
         return self
 
     def free(self) -> None:
-        """Frees the memory now rather than with the last reference to the array. No queued work may use it.
+        """Frees the memory now, not only with the last reference to the array. No queued work may use it.
 
         On a GPU the caller must end views by ``__cuda_array_interface__`` first: their lifetime is unknown here.
 
@@ -125,7 +125,7 @@ class Array:
         self.memory.close()
 
     def fill(self, value: Any) -> Array:
-        """Sets every element. Returns itself."""
+        """Sets every element. Returns the array."""
         return self.upload(value)
 
     def hold(self) -> VoidPointer:
@@ -146,7 +146,7 @@ class Array:
     def __getattr__(self, name: str) -> Any:
         # Each protocol attribute exists only on devices that support it: callers ask with hasattr().
         if name == "__array_interface__" and self._runtime.name == "host":
-            # Passes a buffer and not the address: for an address numpy would keep only the array alive.
+            # Passes a buffer instead of the address: with an address, numpy would not keep the array from being freed.
             return self._interface(ffi.buffer(self.hold(), self.nbytes))
         if name == "__cuda_array_interface__" and self._runtime.name != "host":
             return self._interface((self.ptr, False))
@@ -197,7 +197,7 @@ def _from_numpy(x: NDArray[Any], writable: bool, owner: object, argument: str) -
 
 def require_unmasked(x: object, argument: str) -> None:
     """Raises ArgumentError for a masked array of numpy, whose memory holds values under the mask."""
-    numpy_ma = sys.modules.get("numpy.ma")  # while numpy has not imported it, no array is masked
+    numpy_ma = sys.modules.get("numpy.ma")  # no array is masked until numpy.ma is imported
     if isinstance(x, getattr(numpy_ma, "MaskedArray", ())):
         raise ArgumentError(argument, "the array is masked; pass x.filled(), which replaces the masked values")
 
@@ -208,8 +208,9 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
     Args:
         x: an `Array`, or anything with ``__dlpack__``, ``__cuda_array_interface__`` or the buffer protocol;
             contiguous in C order.
-        argument: the caller's name for it, for messages.
-        gpu: the runtime that ``__cuda_array_interface__`` means: AMD's packages use the same name.
+        argument: the argument's name in messages.
+        gpu: the runtime whose memory ``__cuda_array_interface__`` describes, because AMD's packages offer the same
+            attribute.
 
     Raises:
         ArgumentError: `x` is not an array, has no memory, has a mask, is a lazy view of torch's, is not contiguous, or
@@ -227,7 +228,8 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return from_dlpack(x, argument)
     if hasattr(x, "__cuda_array_interface__"):
-        # To the host runtime too it means a GPU's memory, which the CPU can't touch.
+        # Under the host runtime, ``__cuda_array_interface__`` also describes a GPU's memory, which the CPU can't
+        # access.
         return _from_interface(x, ("cuda" if gpu == "host" else gpu, -1), argument)
     try:
         buffer = memoryview(x)
@@ -239,7 +241,7 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
         ) from None
     except (BufferError, ValueError) as error:  # the buffer was closed or released
         raise ArgumentError(argument, f"the {type(x).__name__} gives no buffer: {error}") from error
-    if buffer.c_contiguous:  # numpy would allocate memory for an array at address 0
+    if buffer.c_contiguous:  # the address comes from the buffer: numpy would allocate memory for an array at address 0
         require_memory(int(_cast("uintptr_t", _from_buffer(buffer))), buffer.shape or (), argument)
     try:
         array = np.asarray(buffer)

@@ -12,7 +12,7 @@ from proxyccl.device.arrays.view import ArrayView, require_contiguous, require_m
 from proxyccl.device.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import VoidPointer  # the stub's; cffi has no such name
+    from proxyccl.device._native import VoidPointer  # a type in the stub, which cffi lacks at run time
 
 # DLPack device types (dlpack.h, DLDeviceType).
 _DL_CPU, _DL_CUDA, _DL_CUDA_HOST, _DL_ROCM, _DL_ROCM_HOST, _DL_CUDA_MANAGED = 1, 2, 3, 10, 11, 13
@@ -80,7 +80,9 @@ _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _DLTENSOR = b"dltensor"
 _REFUSALS = (BufferError, RuntimeError, TypeError, ValueError)
-"""The errors of libraries that don't export an array, such as one whose memory was donated or deleted."""
+"""The errors that libraries raise if they can't export an array, for example because its memory was donated or
+deleted.
+"""
 
 # The objects that an exported tensor refers to, until its consumer calls the deleter.
 _exported: dict[int, tuple[object, ...]] = {}
@@ -131,7 +133,7 @@ def from_dlpack(x: Any, argument: str) -> ArrayView:
     runtime = _DL_RUNTIME.get(device_type)
     if runtime is None:
         raise ArgumentError(argument, f"DLPack device type {device_type} is not supported; expected CPU, CUDA or ROCm")
-    # On a GPU -1 tells the exporter not to order its stream with ours: the caller names the stream.
+    # On a GPU, stream -1 tells the exporter not to order streams: the caller of the collective chooses the stream.
     try:
         capsule = x.__dlpack__() if runtime == "host" else x.__dlpack__(stream=-1)
         managed = int(_get_pointer(capsule, _DLTENSOR))

@@ -42,7 +42,7 @@ class DType(ElementType):
 
 
 DTYPES: dict[str, DType] = {row.name: DType(**vars(row)) for row in ELEMENT_TYPES}
-_KNOWN: dict[Any, DType] = {}  # other libraries' types, whose names take microseconds
+_KNOWN: dict[Any, DType] = {}  # caches other libraries' types, whose names take microseconds to read
 _BY_DLPACK = {(*dtype.dlpack, dtype.lanes): dtype for dtype in DTYPES.values()}
 
 
@@ -59,7 +59,7 @@ def as_dtype(value: Any, argument: str = "dtype") -> DType:
     except KeyError:
         known = _KNOWN[value] = _find_dtype(value, argument)
         return known
-    except TypeError:  # the value can't be a dict key
+    except TypeError:  # unhashable values
         return _find_dtype(value, argument)
 
 

@@ -28,10 +28,10 @@ def from_torch(x: Any, argument: str, *, in_bytes: bool = False) -> ArrayView:
     type.
 
     Raises:
-        ArgumentError: it has no memory or is a lazy view, it is not contiguous, or it has an unknown element type or
+        ArgumentError: the tensor has no memory, is a lazy view, is not contiguous, or has an unknown element type or
             device.
     """
-    # DLPack would take microseconds, and refuses tensors that require a gradient.
+    # This path avoids DLPack, which takes microseconds and refuses tensors that require a gradient.
     require_tensor_memory(x, argument)
     for is_lazy, kind, method in ((x.is_conj(), "conjugate", "conj"), (x.is_neg(), "negative", "neg")):
         if is_lazy:
@@ -88,7 +88,7 @@ def require_tensor_memory(x: Any, argument: str) -> None:
     try:
         storage = x.untyped_storage()
         address, held = storage.data_ptr(), storage.nbytes()
-    except RuntimeError:  # there is no storage, or it has no address
+    except RuntimeError:  # the tensor has no storage, or the storage has no address
         address, held = 0, 0
     # x.data_ptr() would return the offset for a view of a freed storage.
     if not address or held < needed:
@@ -98,9 +98,9 @@ def require_tensor_memory(x: Any, argument: str) -> None:
 
 def _torch_stream(x: Any) -> int | None:
     device = x.get_device()
-    if device < 0:  # a CPU's, which also a torch without GPUs has
+    if device < 0:  # -1 is the CPU
         return None
-    # Code that torch's compiler emits uses the same function; current_stream() makes objects and takes microseconds.
+    # torch's compiled code uses this function too. torch.cuda.current_stream() makes objects and takes microseconds.
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
     return stream
 
@@ -116,7 +116,9 @@ def _nothing(_: Any) -> None:
 
 
 class _Library(Struct, frozen=True):
-    """The properties of a type of arrays; see `current_stream`, `from_torch` and `_INSTEAD`."""
+    """The properties of a type of arrays: its current stream, whether torch owns it, and the advice if it has no
+    memory.
+    """
 
     stream: Callable[[Any], StreamLike]
     is_torch: bool = False
@@ -151,14 +153,14 @@ class _Libraries(dict[type, _Library]):
 
     def __missing__(self, kind: type) -> _Library:
         known = self[kind] = _find_library(kind)
-        functions = getattr(kind, "__dlpack_c_exchange_api__", None)  # torch has them since 2.10
+        functions = getattr(kind, "__dlpack_c_exchange_api__", None)  # torch has these functions since 2.10
         if known.is_torch and known.instead is None and functions is not None:
             self.tensor_types[kind] = functions
         return known
 
 
 libraries = _Libraries()
-"""The functions for each type of arrays: see `_Library`."""
+"""The properties of each type of arrays."""
 
 
 def register(kind: type, stream: Callable[[Any], StreamLike]) -> None:
@@ -173,9 +175,9 @@ LEGACY_STREAMS = (0, 1)
 
 
 def other_streams(device: int, handle: int) -> tuple[tuple[str, int], ...]:
-    """Returns the current streams of the calling thread's libraries on a GPU, except the one with this handle and the
-    legacy default stream. Each is an expression in Python and a handle. Neither imports a library nor makes one use a
-    GPU.
+    """Returns the current streams of the calling thread's libraries on a GPU, except the stream with this handle and
+    the legacy default stream. Each result is a Python expression for the stream, and the stream's handle. The function
+    neither imports a library nor initialises a GPU.
     """
     found: tuple[tuple[str, int], ...] = ()
     raw_stream = _raw_stream
@@ -190,8 +192,8 @@ def other_streams(device: int, handle: int) -> tuple[tuple[str, int], ...]:
 
 def _find_raw_stream() -> Callable[[int], int] | None:
     global _raw_stream  # noqa: PLW0603
-    # Another thread may be importing torch. Before torch uses a GPU it works on no stream, and its function would make
-    # a context on the process's first device.
+    # Another thread may be importing torch. Before torch uses a GPU it has no current stream, and its function would
+    # create a context on the process's first device.
     cuda = getattr(sys.modules["torch"], "cuda", None)
     if cuda is not None and hasattr(cuda, "is_initialized") and cuda.is_initialized():
         _raw_stream = _Library.current_of_device()

@@ -46,7 +46,7 @@ class ArrayView:
 
 
 def require_memory(address: int, shape: Sequence[int], argument: str) -> None:
-    """Raises ArgumentError for an array with elements at address 0: it has no memory."""
+    """Raises ArgumentError for an array that has elements but address 0, and so no memory."""
     if not address and 0 not in shape:
         raise ArgumentError(argument, f"the array of shape {tuple(shape)} has no memory: its address is 0")
 

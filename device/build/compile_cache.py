@@ -1,9 +1,9 @@
 """A cache of compiled kernels on disk, keyed by everything that goes into them.
 
 The key covers the source with its includes, the options, the compiler and every shipped header, so a cached file
-is never stale. A file ends with its length and digest: one that is damaged is compiled again. It is written under
-another name and moved into place. Of threads and processes that need the same source at once, the first compiles it and
-the others wait. Loaded code runs as this user, so neither directory nor file may be another user's.
+is never stale. A file ends with its length and digest: a damaged file is compiled again. A new file is written under a
+temporary name and moved into place. Of threads and processes that need the same source at once, the first compiles it
+and the others wait. Loaded code runs as this user, so neither directory nor file may be another user's.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from proxyccl.device.process.user_directories import user_directory
 
 INCLUDE_DIR = Path(__file__).parents[1] / "include"
 CUDA_NAMES_DIR = INCLUDE_DIR / "cuda_names"
-"""Headers with the names of CUDA's own, for targets that lack those."""
+"""Replacements for CUDA's own headers, for targets that lack these."""
 RTC_NAMES_DIR = INCLUDE_DIR / "rtc_names"
-"""Headers with the names of libc's and C++'s headers, which run-time compilers lack."""
+"""Replacements for headers of libc and C++, which run-time compilers lack."""
 KERNEL_DIR = Path(__file__).parents[1] / "kernels"
 
 T = TypeVar("T")
@@ -38,8 +38,8 @@ T = TypeVar("T")
 _log = logging.getLogger("proxyccl")
 _MARK = b"proxyccl"
 _SEAL = struct.Struct("<8sQ32s")
-"""Mark, length of the content in bytes, and its SHA-256. A seal at a file's end does no harm: the loader
-of a shared object reads no further than its last section.
+"""Mark, length of the content in bytes, and its SHA-256. The loader of a shared object ignores a seal at a file's end,
+because it does not read past the last section.
 """
 
 
@@ -151,14 +151,14 @@ def _open_cache(*, make: bool) -> int:
     """Returns a descriptor of the cache's directory.
 
     Raises:
-        UntrustedPathError: other users can change the directory, which ``PROXYCCL_CACHE`` names.
+        UntrustedPathError: ``PROXYCCL_CACHE`` names a directory that other users can change.
         OSError: the directory can't be used.
     """
     named = bool(os.environ.get("PROXYCCL_CACHE"))
     try:
         return _keep_open(open_private(cache_dir(), "PROXYCCL_CACHE" if named else "cache", make=make))
     except UntrustedPathError as error:
-        if named:  # the user's own choice
+        if named:  # the error is raised, because the user chose this directory
             raise
         raise PermissionError(str(error)) from error
 
@@ -227,7 +227,7 @@ def image_is_there(compiler: Compiler, source: str, options: tuple[str, ...]) ->
     name = _image_name(compiler, source, options)
     try:
         return name in _unsaved or _found(_open_cache(make=False), cache_dir() / name) is not None
-    except OSError:  # compiled_image reports it
+    except OSError:  # compiled_image will report the error
         return False
 
 

@@ -1,8 +1,8 @@
 """Finds the names of the kernels in a source before it is compiled: an export is appended for each (kernel.h).
 
-Most sources show their kernels in plain text. Macros and conditions hide them, and only a preprocessor can expand
-those. The host's compiler has one. NVRTC and HIPRTC do not expose theirs, so there such a source is compiled once
-without exports, and its kernels are read from the image: no toolkit is needed, and the compiler decides.
+Most sources show their kernels in plain text. Macros and conditions may hide kernels, and only a preprocessor can
+expand these. The host's compiler has one. NVRTC and HIPRTC do not expose their preprocessors, so for them such a source
+is compiled once without exports, and the kernels' names are read from the image. This needs no toolkit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OWN_HEADER = re.compile(
     r'[ \t]*(?:"{0}"|<{0}>)[ \t]*'.format(
         r"(?:proxyccl/\w+\.h|mscclpp/\w+\.hpp|cuda_(?:fp16|bf16|fp8)\.h|assert\.h|c(?:assert|stdint|stddef)|stdint\.h)"
     )
-)  # and those that surely hold no kernels
+)  # and headers that certainly contain no kernels
 _TOKEN = re.compile(r"\w+|[(){};<>]|\[\[|\]\]")
 _NOT_A_FUNCTION = {"alignas", "decltype", "noexcept", "sizeof"}
 

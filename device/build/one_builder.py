@@ -9,22 +9,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_LONGEST_WAIT = 600.0  # seconds: as long as a compiler may take
-_PAUSE = 0.01  # seconds
+_LONGEST_WAIT = 600.0  # seconds, the longest time that a compiler may take
+_PAUSE = 0.01  # seconds between two attempts to lock
 
 
 @contextlib.contextmanager
 def one_builder(directory: int, path: Path) -> Iterator[bool]:
     """A context in which other processes that want to build the same file wait, for at most 10 minutes.
 
-    The lock ends with its process, even if that is killed.
+    The lock ends with the process, even if the process is killed.
 
     Args:
-        directory: a descriptor of the file's directory, which has the lock file meanwhile.
+        directory: a descriptor of the file's directory, in which the lock file is created.
         path: the file's path; only its name matters.
 
     Yields:
-        Whether this process has waited, so that another one has probably built the file.
+        Whether this process has waited, in which case another process has probably built the file.
 
     Raises:
         OSError: the directory can't be written.
@@ -53,7 +53,7 @@ def _lock(directory: int, name: str) -> tuple[int, bool]:
                 return descriptor, waited
         except BlockingIOError:
             pass
-        except OSError:  # the file system has no locks: each process builds for itself
+        except OSError:  # the file system has no locks, so each process builds the file
             return descriptor, waited
         if time.monotonic() > ends:
             return descriptor, waited
@@ -63,7 +63,7 @@ def _lock(directory: int, name: str) -> tuple[int, bool]:
 
 
 def _is_named(descriptor: int, directory: int, name: str) -> bool:
-    """Whether the lock file still has its name: its last owner may have removed it."""
+    """Whether the lock file's name still refers to this file: the last owner may have removed the name."""
     try:
         return os.path.samestat(os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:

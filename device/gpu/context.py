@@ -25,7 +25,9 @@ class DeviceContext:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Makes the device current within a block, which may make calls that a graph capture elsewhere forbids."""
+        """Makes the device current within a block. In the block, calls are allowed that a graph capture on another
+        thread forbids.
+        """
         before = self.driver.current()
         if before != self.handle:
             self.driver.make_current(self.handle)
@@ -38,6 +40,6 @@ class DeviceContext:
                 self.driver.make_current(before)
 
     def call(self, call: Callable[..., Any], *args: Any) -> Any:
-        """call(*args) with the device current."""
+        """Returns call(*args), made with the device current."""
         with self.current():
             return call(*args)

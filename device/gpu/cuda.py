@@ -14,7 +14,7 @@ from proxyccl.device.gpu.cuda_compiler import CudaCompiler, compiler_version
 from proxyccl.device.gpu.cuda_virtual_memory import VirtualMemory
 
 _OLDEST_DRIVER = 12000
-"""CUDA 12.0: the first version whose driver API has every call under the name used here."""
+"""CUDA 12.0: the first version whose driver API has every call that this module makes, under the same name."""
 _BATCHES_SINCE = 13000
 """CUDA 13.0: from here on `cuMemcpyBatchAsync` lacks its earlier parameter for failures."""
 
@@ -27,7 +27,7 @@ def check_versions(driver: int, compiler_major: int) -> None:
 
     Args:
         driver: 1000 * major + 10 * minor, as cuDriverGetVersion returns it.
-        compiler_major: NVRTC's major version. Its cubins run on drivers of that major version and later.
+        compiler_major: NVRTC's major version. NVRTC's cubins run on drivers of the same major version and later.
     """
     have = _in_words(driver)
     if driver < _OLDEST_DRIVER:
@@ -56,7 +56,7 @@ class CudaDriver(Driver):
     def __init__(self) -> None:
         try:
             status = int(cu.cuInit(0)[0])
-        except RuntimeError as error:  # the binding's error if it can't load the library
+        except RuntimeError as error:  # raised by the binding if it can't load the library
             raise RuntimeUnavailableError(f"cuda: NVIDIA's driver is not installed: {error}") from None
         if status == int(cu.CUresult.CUDA_ERROR_NO_DEVICE):
             raise RuntimeUnavailableError("cuda: NVIDIA's driver sees no device")
@@ -71,7 +71,7 @@ class CudaDriver(Driver):
         return int(status), tuple(results)
 
     def _address_of(self, name: str) -> int:
-        # The version selects the signature: that of CUDA 12.0, the oldest supported.
+        # The version selects a call's signature: CUDA 12.0, the oldest supported version.
         status, address = _find_address(name, _OLDEST_DRIVER)
         if status:
             raise DriverError(f"cuGetProcAddress({name})", status, self.error_text(status))
@@ -89,7 +89,7 @@ class CudaDriver(Driver):
 
     @property
     def queue_limit(self) -> str | None:
-        """The environment's setting: the driver does not report how many queues it uses."""
+        """Read from the environment, because the driver does not report how many queues it uses."""
         for name in _QUEUES:
             value = os.environ.get(name, "")
             if value.isdecimal() and int(value) < _QUEUES_UNLESS_SET:
@@ -162,7 +162,7 @@ class CudaDriver(Driver):
         status, kind = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, ptr)
         if status or int(kind) != int(cu.CUmemorytype.CU_MEMORYTYPE_DEVICE):
             return None
-        # Calls the driver directly: the binding was seen to return 0 for every device's memory.
+        # Calls the driver directly, because the binding was seen to return 0 for the memory of every device.
         ordinal = ctypes.c_int()
         attribute = int(kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
         failed = _pointer_attribute()(ctypes.byref(ordinal), attribute, ptr)

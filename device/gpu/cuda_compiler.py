@@ -1,4 +1,4 @@
-"""NVIDIA's run-time compiler as a `Compiler`: NVRTC from PyPI. It needs no driver and no device."""
+"""NVIDIA's run-time compiler as a `Compiler`: NVRTC from PyPI. NVRTC needs no driver and no device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CudaCompiler:
     """NVRTC. See `proxyccl.device.driver.Compiler` for the methods.
 
     Raises:
-        RuntimeUnavailableError: it is not installed.
+        RuntimeUnavailableError: NVRTC is not installed.
     """
 
     runtime = "cuda"
@@ -60,12 +60,12 @@ class CudaCompiler:
 
 
 class CudaLinkCompiler(CudaCompiler):
-    """NVRTC for code that a linker inlines into that of another compiler. Its images are LTO-IR."""
+    """NVRTC for code that a linker inlines into another compiler's code. The images are LTO-IR."""
 
     _image = "LTOIR"
 
     def options(self, architecture: str) -> tuple[str, ...]:
-        """Returns the options of other code, with optimisation left to the linker."""
+        """Returns the options of `NVRTC`, except that optimisation is left to the linker."""
         return (*super().options(architecture), "-dlto", "-rdc=true")
 
 

@@ -1,7 +1,7 @@
 """Memory that a program mapped itself by CUDA's virtual memory management, shared as POSIX file descriptors.
 
 Such memory, for example torch's expandable segments, consists of blocks that lie side by side in a range of addresses,
-each an allocation of its own, and CUDA IPC refuses it.
+each a separate allocation, and CUDA IPC refuses such memory.
 
 The owner may unmap a block whenever it is not in use by a call. The driver's call that finds a block's handle by
 address would then corrupt the driver's memory. So `export` retains the handles, in the call that uses the memory, and
@@ -60,7 +60,7 @@ class VirtualMemory:
         self._imported: dict[int, int] = {}
         self._allocated: dict[int, int] = {}
         self._exported: dict[bytes, _Export] = {}  # by request
-        self._lock = threading.RLock()  # of the exports; garbage that ends one may be collected anywhere
+        self._lock = threading.RLock()  # of the exports; reentrant for garbage collection
 
     def allocate(self, nbytes: int) -> int:
         """Allocates a separate block on the current context's device and maps it there. Returns its base.
@@ -91,7 +91,7 @@ class VirtualMemory:
                 self._unmap(base, mapped, size)
                 raise
         finally:
-            self._driver.release("MemRelease", block)  # the mapping holds it
+            self._driver.release("MemRelease", block)  # the mapping keeps the block
         self._allocated[base] = size
         return base
 
@@ -100,13 +100,13 @@ class VirtualMemory:
         size = self._allocated.pop(base, None)
         if size is None:
             return False
-        self._driver.release("CtxSynchronize")  # cuMemFree waits, and cuMemUnmap does not promise to
+        self._driver.release("CtxSynchronize")  # waits for the context's work, as cuMemFree does and cuMemUnmap may not
         self._unmap(base, size, size)
         return True
 
     def is_mapped(self, ptr: int) -> bool:
         """Whether an address lies in device memory that CUDA IPC refuses, such as mapped blocks."""
-        capable = ctypes.c_uint64()  # the driver writes a boolean
+        capable = ctypes.c_uint64()  # large enough for the boolean that the driver writes
         which = int(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE)
         return not self._pointer_attribute(ctypes.byref(capable), which, ptr) and not capable.value
 
@@ -124,7 +124,7 @@ class VirtualMemory:
         digest = int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little")
         request = _REQUEST.pack(context, base, size, digest)
         with self._lock:
-            if request in self._exported:  # no call before the next line: garbage that is collected may end the export
+            if request in self._exported:  # no call before the next line, because garbage collection may end the export
                 self._exported[request].users += 1
             else:
                 self._exported[request] = self._retain(blocks)
@@ -145,7 +145,7 @@ class VirtualMemory:
             for ptr, nbytes in blocks:
                 handle = self._driver.call("MemRetainAllocationHandle", ptr)
                 export.blocks.append((nbytes, handle))
-            os.close(self._descriptor_of(export.blocks[0][1]))  # so that a failure shows before a peer asks
+            os.close(self._descriptor_of(export.blocks[0][1]))  # fails here if descriptors can't be made
         except DriverError:
             self._release_blocks(export)
             raise
@@ -212,7 +212,7 @@ class VirtualMemory:
                 try:
                     self._driver.call("MemMap", base + mapped, nbytes, 0, block, 0)
                 finally:
-                    self._driver.release("MemRelease", block)  # the mapping holds it
+                    self._driver.release("MemRelease", block)  # the mapping keeps the block
                 mapped += nbytes
             device = self._driver.call("CtxGetDevice")
             self._grant(base, size, int(device))

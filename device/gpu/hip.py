@@ -1,8 +1,8 @@
 """AMD's driver as a `Driver`: hip-python over a machine's ROCm libraries.
 
-HIP's calls are CUDA's under other names, with two differences that show here. A context is a device: calls act on the
-calling thread's current one, so a context is known by its device's number. And memory is by default coherent between
-devices only from kernel to kernel, so it is allocated uncached.
+HIP's calls are CUDA's under other names, with two differences. HIP has no contexts: calls act on the calling thread's
+current device, so a device's number serves as the context. And by default, memory is coherent between devices only at
+the boundaries of kernels, so device memory is allocated uncached.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _version(number: int) -> str:
 
 
 class HipDriver(Driver):
-    """AMD's driver. ROCm defers loading too, but is not known to hold up other calls meanwhile.
+    """AMD's driver. ROCm also loads kernels lazily, but is not known to block other calls meanwhile.
 
     Raises:
         RuntimeUnavailableError: the package, ROCm or a device is missing, or the driver is too old.
@@ -80,7 +80,7 @@ class HipDriver(Driver):
     def _status_of(self, name: str, *args: Any) -> tuple[int, tuple[Any, ...]]:
         try:
             status, *results = getattr(hip, name)(*args)
-        except RuntimeError as error:  # hip-python's error if it can't load the library or find the call in it
+        except RuntimeError as error:  # hip-python can't load the library or find the call
             raise RuntimeUnavailableError(f"hip: ROCm's runtime library lacks {name}: {error}") from None
         return int(status), tuple(results)
 
@@ -107,7 +107,7 @@ class HipDriver(Driver):
     @functools.lru_cache(maxsize=64)  # noqa: B019  (one object a process)
     def device(self, ordinal: int) -> DeviceInfo:
         properties = self.call("GetDeviceProperties", ordinal)
-        # 0, for writes without an order, if HIP lacks the attribute.
+        # The order is 0, which means unordered writes, if HIP lacks the attribute.
         kind = getattr(hip.hipDeviceAttribute_t, "hipDeviceAttributeGPUDirectRDMAWritesOrdering", None)
         ordering = 0 if kind is None else int(self.call("DeviceGetAttribute", kind, ordinal))
         return DeviceInfo(
@@ -134,7 +134,7 @@ class HipDriver(Driver):
     # -- memory ---
 
     def allocate(self, nbytes: int) -> int:
-        """Allocates uncached device memory, in which a running kernel sees peers' writes and copies."""
+        """Allocates uncached device memory, so that a running kernel sees peers' writes and copies."""
         return int(self.call("ExtMallocWithFlags", nbytes, _MALLOC_UNCACHED))
 
     def allocate_block(self, nbytes: int) -> int:
@@ -184,7 +184,7 @@ class HipDriver(Driver):
         return exchanged.value
 
     def load_module(self, image: bytes) -> int:
-        return int(self.call("ModuleLoadData", bytearray(image)))  # hip-python keeps bytes for the process's life
+        return int(self.call("ModuleLoadData", bytearray(image)))  # hip-python never frees bytes objects
 
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
         """Does nothing: any launch may use all shared memory."""

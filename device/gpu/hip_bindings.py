@@ -1,7 +1,7 @@
 """Imports hip-python for the modules for HIP.
 
-hip-python wraps each call, with its arguments and results as Python objects. Functions that C calls, and the one
-call that it wraps wrongly, are taken from the library that it has loaded.
+hip-python wraps each call, with its arguments and results as Python objects. Functions that C calls, and one call that
+hip-python wraps wrongly, are taken directly from the library that hip-python has loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AMD's run-time compiler as a `Compiler`: HIPRTC of a machine's ROCm. It needs no driver and no device."""
+"""AMD's run-time compiler as a `Compiler`: HIPRTC of a machine's ROCm. HIPRTC needs no driver and no device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HipCompiler:
     """HIPRTC. See `proxyccl.device.driver.Compiler` for the methods.
 
     Raises:
-        RuntimeUnavailableError: it is not installed.
+        RuntimeUnavailableError: HIPRTC is not installed.
     """
 
     runtime = "hip"

@@ -36,15 +36,17 @@ from proxyccl.device.process.namespaces import proc_view
 from proxyccl.device.runtime import Runtime
 
 _MOST_KEPT_BYTES, _MOST_KEPT_PINS = 1 << 30, 4096
-"""The most unused memory that stays pinned. Beyond it the oldest is unpinned, even if that waits for kernels."""
+"""The most unused memory that stays pinned. If there is more, the oldest memory is unpinned, even if unpinning waits
+for kernels.
+"""
 
 
 class GpuMemory(Owned):
     """Device memory that this process allocated, or mapped from another.
 
     Freeing waits for the device's kernels. So memory without references is freed when its runtime next waits for the
-    device or needs room, and not during garbage collection: that may run in a rank's thread for which those kernels
-    wait.
+    device or needs room. It is not freed during garbage collection, which may run in a thread of a rank for which those
+    kernels wait.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class GpuPinnedMemory(GpuMemory):
 
 
 class MemoryHandle:
-    """The handle by which another process, or another device's runtime in this one, reaches device memory."""
+    """The handle by which another process, or another device's runtime in this process, maps device memory."""
 
     _LAYOUT = struct.Struct("<8s16sQqQQQQ64s")
     _MAGIC = DEVICE_MEMORY
@@ -149,7 +151,7 @@ class MemoryHandle:
 
 
 _Once = LeaseCache[Hashable, tuple[int, Callable[[int], None]]]
-"""A driver's action that is done once for a process: a value, and the call that undoes it."""
+"""A driver's action that is done once for a process: its result, and the call that undoes the action."""
 
 
 def _undo(done: tuple[int, Callable[[int], None]]) -> None:
@@ -158,8 +160,8 @@ def _undo(done: tuple[int, Callable[[int], None]]) -> None:
 
 
 class _PinHolds:
-    """Counts each device's holds. A hold says that kernels of the device, a runtime's name and a number, may wait for
-    work of this process.
+    """Counts each device's holds. A hold says that kernels of the device may wait for work of this process. A device is
+    a runtime's name and a number.
 
     CUDA's call that unpins (`cuMemHostUnregister`) waits for the kernels of all devices of the process (seen with
     driver 580). Such a kernel may wait for a launch of the calling thread, or for a proxy's copy, which waits for the
@@ -167,11 +169,11 @@ class _PinHolds:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # garbage may be collected, and memory freed, anywhere
+        self._lock = threading.RLock()  # an RLock, because garbage collection may free memory anywhere
         self._holds: Counter[tuple[str, int]] = Counter()
 
     def unchanged(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which no other thread begins or ends a hold, for a decision to unpin."""
+        """A context in which no other thread begins or ends a hold, so that a decision to unpin stays valid."""
         return self._lock
 
     def begin(self, device: tuple[str, int]) -> None:
@@ -195,7 +197,8 @@ class _Pin(Struct, frozen=True):
     """Pinned memory of the host, from an address on.
 
     Attributes:
-        addresses: an object that keeps the addresses from reuse while they are pinned; None if other code does.
+        addresses: an object that keeps the addresses from reuse while they are pinned; None if other code prevents the
+            reuse.
     """
 
     driver: Driver
@@ -204,7 +207,7 @@ class _Pin(Struct, frozen=True):
     addresses: object
 
     def unpin(self) -> None:
-        """Unpins the memory in the current context, as the context that pinned it may be lost."""
+        """Unpins the memory in the current context, because the context that pinned the memory may be lost."""
         self.driver.release("MemHostUnregister", self.start)
 
 
@@ -218,7 +221,7 @@ class GpuMemoryRuntime(Runtime):
     Attributes:
         info: the driver's description of the device.
         context: the device's context.
-        unused: memory without remaining references; freed when the device is waited for next.
+        unused: memory without remaining references; freed when a call next waits for the device.
 
     Raises:
         RuntimeUnavailableError: there is no device.
@@ -252,7 +255,9 @@ class GpuMemoryRuntime(Runtime):
         return self.context.current()
 
     def share_across_namespaces(self) -> None:
-        """Memory is mapped in blocks of the driver's virtual memory, which descriptors pass."""
+        """From here on, memory is made of blocks of the driver's virtual memory, which descriptors can pass to other
+        processes.
+        """
         self._new = self.driver.allocate_block
 
     def allocate(self, nbytes: int) -> GpuMemory:
@@ -312,7 +317,8 @@ class GpuMemoryRuntime(Runtime):
     def _pin_shared(self, shared: SharedMemory) -> GpuPinnedMemory:
         """Pins shared memory of the host and maps it for the device. `shared` is closed with the result, or on a
         failure."""
-        # Pinned once a process, whole and for all devices; ranks that are threads see the same address.
+        # The memory is pinned once in a process, as a whole and for all devices, so ranks that are threads see the same
+        # address.
         start, nbytes = shared.mapped_range
         key, addresses = (self.driver.runtime, start), shared.addresses()
         pinned, holds, here, context = self._pinned, self._pin_holds, (self.name, self.device), self.context
@@ -376,7 +382,7 @@ class GpuMemoryRuntime(Runtime):
                 if device != self.device:
                     self.driver.enable_peer_access(self.driver.context(device))
                 return GpuMemory(base + offset, nbytes, self.unused.append, lambda: None)
-            # Ranges of one allocation share its mapping: not every driver maps it twice.
+            # Ranges of one allocation share one mapping, because not every driver maps an allocation twice.
             key = (self.context.handle, MemoryHandle.process_of(handle), device, base, allocation, raw)
             try:
                 mapped, _ = self._imported.acquire(

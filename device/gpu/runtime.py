@@ -53,13 +53,13 @@ from proxyccl.device.stream_operations import StreamOperations, WriteValue
 _NAMES = (
     f"-I{CUDA_NAMES_DIR}",
     f"-I{RTC_NAMES_DIR}",
-)  # after the program's own directories, which may have a toolkit's
+)  # after the program's own directories, which may have a toolkit's headers
 
 
 class _LoadedModule:
     """An image in a device's context, unloaded when neither its runtime nor a kernel of it remains.
 
-    Unloading waits for the device, so it is left until the runtime next waits for the device, as freeing memory is.
+    Unloading waits for the device. So, like freeing memory, it is deferred until the runtime next waits for the device.
 
     Attributes:
         handle: the driver's handle.
@@ -81,7 +81,7 @@ class GpuRuntime(GpuMemoryRuntime):
         self.thread_stream = driver.thread_stream
         self.legacy_stream = driver.legacy_stream
         bundles = self.calls.copy_many != 0
-        processors = self.info.multiprocessors  # a block on each at the most: blocks wait for one another
+        processors = self.info.multiprocessors  # at most one block on each, because blocks wait for one another
         small = driver.runtime == "cuda"  # PROXYCCL_SMALL_BLOCKS (instance.h)
         self.launch_defaults = LaunchDefaults(
             threads=512,
@@ -89,7 +89,7 @@ class GpuRuntime(GpuMemoryRuntime):
             efficient_blocks=min(64, processors),
             copy_blocks=min(32, processors),
             small_threads=32 if small else 512,
-            small_blocks=2 * processors if small else min(32, processors),  # these wait only for blocks that run
+            small_blocks=2 * processors if small else min(32, processors),  # these blocks wait only for running blocks
             small_bytes=2 * 1024 if small else 16 * 1024,
             awaits_data=True,
             bytes_per_block=16 * 1024,
@@ -113,7 +113,7 @@ class GpuRuntime(GpuMemoryRuntime):
             one_crossing_bytes=8 * 1024 * 1024,
         )
         self._lock = threading.Lock()
-        self._warm: set[str] = set()  # devices, this one among them, to which copies were made ready
+        self._warm: set[str] = set()  # devices for which copies were prepared, this device included
         self._modules: dict[int, dict[str, _LoadedModule]] = {}  # by control block address
         self._shipped: dict[Shipped, Kernel] = {}
         self._copies = GpuStream(self.context)
@@ -140,7 +140,7 @@ class GpuRuntime(GpuMemoryRuntime):
         )
 
     def warm_up(self, peers: Collection[str]) -> None:
-        """Opens the peers' memory to this device, once, and makes each call of a copy with a signal once."""
+        """Opens the peers' memory to this device, once, and makes each driver call of a copy and its signal once."""
         cold = {self.device_id, *peers} - self._warm
         self._warm |= cold
         for peer in range(self.driver.device_count()) if cold else ():
@@ -182,7 +182,7 @@ class GpuRuntime(GpuMemoryRuntime):
     def can_access_peer(self, device_id: str) -> bool:
         """Whether this device's kernels can access the other device's memory.
 
-        Returns True if this process does not see the device: drivers map such a device's memory all the same.
+        Returns True if this process does not see the device: drivers can map such a device's memory too.
         """
         if not device_id.startswith(f"{self.name}:"):
             return False
@@ -194,12 +194,15 @@ class GpuRuntime(GpuMemoryRuntime):
         return peer is not None and (peer == self.device or self.driver.adds_at_peer(self.device, peer))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Copies between any two addresses. Without a stream, returns when the copy is done; it is not ordered after
-        other work."""
+        """Copies between any two addresses. Without a stream, returns when the copy is done; the copy is then not
+        ordered after other work.
+        """
         self._queue(functools.partial(self.driver.copy, dst, src, nbytes), stream)
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Sets bytes. Without a stream, returns when this is done; it is not ordered after other work."""
+        """Sets bytes. Without a stream, returns when the bytes are set; the operation is then not ordered after
+        other work.
+        """
         self._queue(functools.partial(self.driver.call, "MemsetD8Async", dst, value, nbytes), stream)
 
     def _queue(self, call: Callable[[int], None], stream: StreamLike) -> None:
@@ -224,8 +227,8 @@ class GpuRuntime(GpuMemoryRuntime):
         return self._order.ask_capture(stream)
 
     def order_streams(self, first: int, then: int) -> None:
-        # A stream that is being captured into a graph can't be ordered with one that is not: the graph's owner orders
-        # the launches of the graph.
+        # A stream that is being captured into a graph can't be ordered with a stream that is not captured; the graph's
+        # owner orders the graph's launches.
         self._order.follow(first, then, alike=True)
 
     def stream_events(self) -> StreamEvents:
@@ -238,7 +241,7 @@ class GpuRuntime(GpuMemoryRuntime):
             self.driver.call("StreamWaitEvent", stream, event.handle, 0)
 
     def synchronize(self) -> None:
-        """Waits for all work of the device's context, other libraries' in this process included."""
+        """Waits for all work of the device's context, including the work of other libraries in this process."""
         with self.in_flight.ending():
             wait_elsewhere(functools.partial(self.context.call, self.driver.call, "CtxSynchronize"))
         self.unused.free()

@@ -1,4 +1,6 @@
-"""Orders a GPU's streams by events that are reused. Each call takes a microsecond; through a binding it takes ten."""
+"""Orders a GPU's streams by events that are reused. Each call takes a microsecond; through a Python binding it would
+take ten.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _CALLS: dict[str, Callable[..., int]] = {
 
 
 class StreamMark:
-    """The point in a stream that an event marks; see `StreamOrder.mark`. The event is used again when this is freed.
+    """The point in a stream that an event marks; see `StreamOrder.mark`. The event is reused when the mark is freed.
 
     Args:
         order: the order of the stream's device.
@@ -50,7 +52,8 @@ class StreamMark:
 
 
 class StreamOrder:
-    """Orders the streams of one device, named by their handles. Any thread may use it; `of` finds a device's.
+    """Orders the streams of one device, named by their handles. Any thread may use the object; `of` returns the object
+    of a device.
 
     The methods raise DriverError, among others once the device's context is lost.
     """
@@ -62,11 +65,11 @@ class StreamOrder:
         set_functions(ffi, self._order, calls, "is_capturing", "exchange_capture_mode", "current")
         set_functions(ffi, self._order, calls, record="event_record", wait="wait_event", query="event_query")
         self._order.relaxed, self._order.context = calls.relaxed, context.handle
-        self._idle: list[int] = []  # events; taken and put back by single operations, which no other thread interrupts
+        self._idle: list[int] = []  # unused events; single list operations take and return them, which are atomic
 
     def in_c(self) -> tuple[int, list[int], Callable[[], int], Callable[[int, str, tuple[int, ...]], None]]:
-        """For callers in C: the address of the order (stream_order.h), events that nothing uses, a function that makes
-        one more, and `finish`.
+        """Returns the parts for callers in C: the address of the order (stream_order.h), the unused events, a function
+        that makes one more event, and `finish`.
         """
         return int(ffi.cast("uintptr_t", self._order)), self._idle, self._take, self.finish
 
@@ -75,8 +78,9 @@ class StreamOrder:
         return bool(lib.proxyccl_stream_captures(self._order, stream))
 
     def ask_capture(self, stream: int) -> bool:
-        """Like `is_capturing`, with this device made current, on which the meaning of a default stream's handle
-        depends."""
+        """Like `is_capturing`, but first makes this device current, because a default stream's handle depends on the
+        current device.
+        """
         captures = ffi.new("int *")
         status = lib.proxyccl_stream_ask_capture(self._order, stream, captures)
         if status:
@@ -99,7 +103,7 @@ class StreamOrder:
         """
         event = self._take()
         status = lib.proxyccl_stream_follow(self._order, event, first, then, alike)
-        self._idle.append(event)  # the wait is for this record, whatever the event records later
+        self._idle.append(event)  # the wait refers to this record, even if the event is recorded again
         if status:
             self.finish(status, "order of streams", (event, first, then, alike))
 
@@ -136,7 +140,9 @@ _made: dict[tuple[str, int], StreamOrder] = {}
 
 
 def of(driver: Driver, ordinal: int) -> StreamOrder:
-    """Returns the process's only order of a device's streams: its events live as long as the device's context."""
+    """Returns the `StreamOrder` of a device, one in each process, because its events live as long as the device's
+    context.
+    """
     context = DeviceContext(driver, ordinal)
     with _lock:
         found = _made.get((driver.runtime, context.handle))

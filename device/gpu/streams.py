@@ -19,8 +19,9 @@ class GpuStream(OwnedStream):
     """A queue of device work, independent of the legacy default stream.
 
     Args:
-        context: of the device.
-        first: as for `Driver.create_stream`. Such a stream has the library's own copies, which no graph needs.
+        context: the device's context.
+        first: as for `Driver.create_stream`; such a stream is for the library's own copies, which are not captured
+            into graphs.
     """
 
     def __init__(self, context: DeviceContext, *, first: bool = False) -> None:
@@ -32,7 +33,7 @@ class GpuStream(OwnedStream):
     def close(self) -> None:
         """Destroys the stream, after an event `end` that marks its last work. The driver finishes that work first."""
         if not self.closed and self._process.is_here:
-            with contextlib.suppress(KernelError):  # the device's context is lost, and with it the work
+            with contextlib.suppress(KernelError):  # the device's context and its work are lost
                 end = GpuEvent(self._context)
                 end.record(self)
                 self.end = end
@@ -52,7 +53,7 @@ class GpuEvent(Owned):
     """A point in a stream.
 
     Args:
-        context: of the device.
+        context: the device's context.
         times: as for `Driver.create_event`.
     """
 
@@ -66,7 +67,8 @@ class GpuEvent(Owned):
         """Marks the stream's current end.
 
         Raises:
-            ArgumentError: it is not a stream; or there is none, and the calling thread captures one into a graph.
+            ArgumentError: `stream` is not a stream; or it is None while the calling thread captures a stream into a
+                graph.
         """
         # A named stream may be marked even while another is captured: an event record is not work for the graph.
         handle = stream_handle(self._context, None) if stream is None else handle_of(self._driver, stream)
@@ -98,8 +100,8 @@ def stream_handle(context: DeviceContext, stream: StreamLike) -> int:
     """Returns the handle of a call's stream, as `handle_of` does.
 
     Raises:
-        ArgumentError: it is not a stream, or is closed; or the calling thread captures another stream into a graph,
-            which would miss the call.
+        ArgumentError: `stream` is not a stream, or is closed; or the calling thread captures another stream into a
+            graph, which would miss the call.
     """
     handle = handle_of(context.driver, stream)
     others = other_streams(context.device, handle)
@@ -119,13 +121,13 @@ def _refuse_beside_capture(context: DeviceContext, handle: int, others: tuple[tu
 
 
 def handle_of(driver: Driver, stream: StreamLike) -> int:
-    """Returns the handle of a stream of any library; for None, that of the calling thread's default stream.
+    """Returns the handle of a stream of any library; for None, the handle of the calling thread's default stream.
 
-    The thread's own default stream is ordered with the legacy default stream, where other libraries work unless told
-    otherwise, but not with other threads', so ranks that are threads don't wait for each other's kernels.
+    That stream is ordered with the legacy default stream, on which other libraries work by default. It is not ordered
+    with other threads' default streams, so ranks that are threads don't wait for each other's kernels.
 
     Raises:
-        ArgumentError: it is not a stream, or is closed.
+        ArgumentError: `stream` is not a stream, or is closed.
     """
     if stream is None:
         return driver.thread_stream

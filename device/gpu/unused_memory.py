@@ -1,6 +1,6 @@
-"""Frees memory and modules without references, when their device is next waited for.
+"""Frees memory and modules without references, when a call next waits for their device.
 
-A wait for a device covers its kernels, but not those of other devices and processes that reach its memory.
+A wait for a device covers the device's kernels, but not other devices' and processes' kernels that access its memory.
 While a `Hold` says that such kernels may run, no allocation is freed in this process.
 """
 
@@ -58,12 +58,12 @@ class UnusedMemory:
 
     def __init__(self) -> None:
         self._others: deque[Free] = deque()
-        self._pins: deque[tuple[int, int, Free]] = deque()  # with their addresses and sizes
-        self._allocations: deque[tuple[int, Free]] = deque()  # with their addresses
+        self._pins: deque[tuple[int, int, Free]] = deque()  # pins to end, with the ranges' addresses and sizes
+        self._allocations: deque[tuple[int, Free]] = deque()  # allocations to free, with their addresses
 
     @classmethod
     def on(cls, runtime: str, device: int) -> UnusedMemory:
-        """Returns the object for a device. It outlives runtime objects, whose memory may remain."""
+        """Returns the object for a device. The object outlives runtime objects, because their memory may remain."""
         return cls._on.setdefault((runtime, device), cls())
 
     @classmethod
@@ -86,7 +86,9 @@ class UnusedMemory:
 
     @classmethod
     def unpin(cls, ptr: int, nbytes: int) -> None:
-        """Ends the pins, on all devices, that overlap a range: the range may be other memory at the same addresses."""
+        """Ends the pins, on all devices, that overlap a range, because the range may be new memory at the addresses
+        of the pinned memory.
+        """
         for unused in list(cls._on.values()):
             for pin in list(unused._pins):
                 first, size, free = pin
@@ -114,9 +116,10 @@ class UnusedMemory:
             free()
         taken = deque(take_each(self._allocations))
         try:
-            # Queried after that: memory is released only after the failure.
+            # Holds are queried after the other calls, because a failed communicator releases its hold only after its
+            # failure.
             if taken and not is_held():
                 for _, free in take_each(taken):
                     free()
-        finally:  # those that are held, or come after one that raises
+        finally:  # puts back the calls that are held, or that follow a call that raised
             self._allocations.extend(taken)

@@ -1,9 +1,9 @@
 """The host runtime: runs kernels on the CPU, a fiber for each GPU thread.
 
-It runs without a GPU, and lets a race detector see a kernel. Device memory is anonymous shared memory, so that
+The host runtime needs no GPU, and lets a race detector see a kernel. Device memory is anonymous shared memory, so that
 ranks can be processes and a killed one leaves no files.
 
-The runtime is imported when it is first used: with numpy it takes 0.1 s, and commands ask for the compiler alone.
+The runtime is imported at its first use: the import, with numpy, takes 0.1 s, and some commands need only the compiler.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HostRuntime"]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of this module's
+if not TYPE_CHECKING:  # hidden from type checkers, which would accept any name as an attribute of this module
 
     def __getattr__(name: str) -> object:
         if name not in __all__:

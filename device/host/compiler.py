@@ -23,7 +23,7 @@ from proxyccl.device.host.shipped_libraries import ships_kernels
 T = TypeVar("T")
 
 _LIMIT = 600.0  # seconds that a compiler may take
-_PATIENCE = 1.0  # seconds that a process waits for compilers before it says so
+_PATIENCE = 1.0  # seconds that a process waits for compilers before it prints a message
 _LARGEST_FRAME = 96 << 10  # bytes of a function's variables: a kernel's thread has a stack of 128 KiB (platform_host.h)
 
 
@@ -65,7 +65,7 @@ def load_source(
     """
     command = _command(options, include_dirs)
     key = text = text_with_exports(for_the_host(source), names)
-    if include_dirs or _may_include(options):  # other projects' headers may change
+    if include_dirs or _may_include(options):  # not cached, because other projects' headers may change
         key = _run([*command, "-E"], text, "preprocess")
     return _loaded(key, command, lambda: _compiled(command, text, ", ".join(names)), load)
 
@@ -84,7 +84,7 @@ def load_shipped(
             raise CompileError(f"kernel {name} was not compiled beforehand{how}; run: proxyccl compile")
         return _compiled(command, text, name)
 
-    # The cache's key covers shipped headers. Only options may bring in others.
+    # The cache's key covers shipped headers. Only options may include other headers.
     key = _run([*command, "-E"], text, "preprocess") if _may_include(options) else text
     return _loaded(key, command, build, load)
 
@@ -99,8 +99,8 @@ def _loaded(key: str, command: list[str], build: Callable[[], bytes], load: Call
 
 
 def _compiled(command: list[str], text: str, kernels: str) -> bytes:
-    # A compiler's failure does not say that the disk is full. So it writes to its own temporary directory, and an
-    # error of our own write shows that the cache can't be used.
+    # A compiler's failure does not tell whether the disk is full. So the compiler writes to its own temporary
+    # directory, and this module writes the file to the cache, where an error shows that the cache can't be used.
     with tempfile.TemporaryDirectory(prefix="proxyccl-") as directory:
         made = Path(directory, "kernels.so")
         _run([*command, "-o", str(made)], text, "compile", lambda: _announce(kernels))
@@ -134,7 +134,7 @@ def _run(command: list[str], text: str, action: str, announce: Callable[[], None
     compilers."""
     global _compiling  # noqa: PLW0603  of this process, as its user waits
     began = time.monotonic()
-    with open(os.memfd_create("kernel source"), "w+b") as source:  # `communicate` can't resume writing to a pipe
+    with open(os.memfd_create("kernel source"), "w+b") as source:  # `communicate` can't resume a pipe
         source.write(text.encode())
         source.seek(0)
         process = subprocess.Popen(command, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -35,7 +35,7 @@ def for_the_host(source: str) -> str:
 
 
 def _in_a_function(before: str) -> bool:
-    """Whether the text ends in a function's body: a brace after a parenthesis is open."""
+    """Whether the text ends inside a function's body, that is, whether a brace that follows a parenthesis is open."""
     functions: list[bool] = []
     for brace in _BRACE_OF_A_FUNCTION.findall(before):
         if brace != "}":

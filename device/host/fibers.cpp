@@ -2,8 +2,8 @@
 //
 // This file is never instrumented by ThreadSanitizer, but calls its fiber functions when the sanitizer is in the
 // process: a switch does not synchronise, a barrier does. So the sanitizer sees each GPU thread as a thread and finds a
-// kernel's races. It learns only of orders that a GPU would keep too: an address that two unrelated meetings shared
-// would hide the races between them.
+// kernel's races. The sanitizer is told only about orders that a GPU guarantees too: if unrelated barriers shared an
+// address, the sanitizer would miss races between them.
 #include "link_old_symbols.h"
 
 #include "fibers.h"
@@ -36,8 +36,8 @@ struct TlsIndex {
 };
 extern "C" void* __tls_get_addr(TlsIndex*);
 
-// Saves the callee-saved registers on the current stack, stores its pointer, and continues on another stack: a few
-// nanoseconds, where swapcontext's system call costs hundreds.
+// Saves the callee-saved registers on the current stack, stores its pointer, and continues on another stack: this takes
+// a few nanoseconds; swapcontext, with a system call, takes hundreds.
 extern "C" void proxyccl_host_switch(void** save, void* to);
 #if defined(__x86_64__)
 asm(R"(
@@ -111,7 +111,7 @@ namespace host {
 namespace {
 
 constexpr uint64_t kCanary = 0x5afec0de5afec0deull;
-constexpr uint64_t kCanaryOffset = 8 * 1024;  // from the stack's end: a smaller overrun is harmless
+constexpr uint64_t kCanaryOffset = 8 * 1024;  // distance from the stack's end, within which an overrun is harmless
 constexpr uint32_t kWarp = PROXYCCL_WARP_SIZE;
 constexpr unsigned kTsanNoSync = 1;
 
@@ -147,11 +147,11 @@ struct Block {
   FiberState* interrupted;  // the fiber with which the thread continues after lookAround()
   void* host_stack_pointer;
   void* host_sanitizer;
-  uint64_t started, ended;  // addresses by which the sanitizer knows that all fibers start after, and end before, this
+  uint64_t started, ended;  // addresses by which the sanitizer orders the fibers' starts and ends
 };
 
-// The stacks of one OS thread, reused by its blocks. Those that a larger block adds are one mapping, as the system
-// limits how many a process has (vm.max_map_count), and many blocks of many threads may be in progress.
+// The stacks of one OS thread, reused by its blocks. The stacks that a larger block adds share one mapping, because the
+// system limits a process's mappings (vm.max_map_count), and many threads may run large blocks at once.
 class StackPool {
  public:
   ~StackPool() {
@@ -235,7 +235,7 @@ void suspend(FiberState* fiber) {
   Block* block = fiber->block;
   unlink(fiber);
   if (block->runnable == 0) {
-    block->deadlocked = true;  // every live fiber waits for another: a barrier that not all of them reach
+    block->deadlocked = true;  // all live fibers wait for one another, at a barrier that not all of them reach
     leaveToHost(fiber);
   }
   resume(fiber, next);
@@ -306,7 +306,7 @@ bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberSta
       fiber->exchange_result = bits;
     } else {
       const uint32_t source = fiber->exchange_source;
-      // Reading a lane that does not take part is undefined on a GPU; here it gives the reader's own value.
+      // If the source lane does not take part, the result is undefined on a GPU; here it is the reader's own value.
       fiber->exchange_result =
           members >> source & 1 ? laneOf(block, warp_index, source)->exchange_value : fiber->exchange_value;
     }
@@ -345,12 +345,12 @@ uint32_t ballotLanes(Fiber* fiber, uint32_t mask, uint32_t predicate) {
 void spin(Fiber* base, uint32_t spins) {
   auto* fiber = static_cast<FiberState*>(base);
   Block* block = fiber->block;
-  if (spins == 0) block->idle_rounds = 0;        // a new wait, so the previous one has succeeded
+  if (spins == 0) block->idle_rounds = 0;        // a new wait means that the previous wait has succeeded
   if (++block->idle_turns >= block->runnable) {  // every fiber has spun since the last progress
     block->idle_turns = 0;
     backOff(block->idle_rounds++);
     if (timeToLook(block->idle_rounds)) {
-      block->interrupted = fiber;  // a fiber's stack is too small for the code that lookAround() calls
+      block->interrupted = fiber;  // the thread's own stack runs lookAround(), because a fiber's stack is too small
       leaveToHost(fiber);
     }
   }
@@ -391,11 +391,11 @@ const EmulatorApi kApi = {syncBlock, shuffleLanes, ballotLanes, spin, nowNanosec
     leaveToHost(fiber);
   }
   resume(fiber, next);
-  std::abort();  // nobody resumes a fiber that has ended
+  std::abort();  // unreachable: a fiber that has ended is not resumed
 }
 
 void prepare(FiberState* fiber) {
-  // An aligned stack below the fiber's slot, as it looks on entry to a function that was called.
+  // Sets the stack pointer below the fiber's slot, aligned as on entry to a called function.
   char* top = reinterpret_cast<char*>(fiber) - 64;
   char* frame = top - 8 - kSwitchFrame;
 #if defined(__aarch64__)
@@ -482,7 +482,7 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   for (FiberState* fiber : block.fibers) {
     auto* canary = reinterpret_cast<uint64_t*>(StackPool::base(fiber) + kCanaryOffset);
     overflowed |= *canary != kCanary;
-    *canary = kCanary;  // restored, because the stack is reused
+    *canary = kCanary;  // the canary is restored, because the stack is reused
   }
   if (overflowed) return BlockResult::kStackOverflow;
   return block.deadlocked ? BlockResult::kDeadlock : BlockResult::kDone;

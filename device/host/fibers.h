@@ -11,7 +11,7 @@ namespace host {
 
 struct Launch {
   void (*entry)(void** arguments);
-  uint64_t tls_module;  // the loader's number of the kernel's module, 0 if it has no thread-local memory
+  uint64_t tls_module;  // the loader's number of the kernel's module, 0 if the module has no thread-local memory
   void** arguments;
   Dim3 grid, block;
   uint32_t shared_bytes;
@@ -20,12 +20,13 @@ struct Launch {
 
 enum class BlockResult { kDone, kDeadlock, kStackOverflow };
 
-// Called between two polls of a wait, after `rounds` polls without success. Runs a helper if one has work; otherwise
-// gives up the core: at first by yielding, which costs the waiter least, then by sleeping, so that many waiting ranks
-// on few cores do not starve the one that works.
+// Called between two polls of a wait, after `rounds` polls without success. Runs a helper if a helper has work.
+// Otherwise gives up the core: at first by yielding, which costs the waiter least, then by sleeping, so that many
+// waiting ranks on few cores do not starve the rank that works.
 void backOff(uint32_t rounds);
 
-// While it exists, the calling thread runs a stream's work itself, and may interrupt it for lookAround().
+// While this object exists, the calling thread runs a stream's work itself, and may interrupt the work for
+// lookAround().
 class RunsHere {
  public:
   explicit RunsHere(void* stream);
@@ -34,15 +35,15 @@ class RunsHere {
   RunsHere& operator=(const RunsHere&) = delete;
 };
 
-// Whether the calling thread should call lookAround() now, after `rounds` polls of a wait: on its own stack, and
-// holding only the stream's lock.
+// Whether the calling thread should call lookAround() now, after `rounds` polls of a wait. The thread must make the
+// call on its own stack, and hold only the stream's lock.
 bool timeToLook(uint32_t rounds);
 void lookAround();
 // Like timeToLook(), for a wait that sleeps for kBetweenLooks at a time.
 bool mayLook();
 constexpr std::chrono::milliseconds kBetweenLooks(50);
 
-// Runs the helpers when a kernel ends, so that the proxy takes its last triggers.
+// Runs the helpers when a kernel ends, so that the proxy takes the kernel's last triggers.
 void helpOut();
 
 // Allocates the memory that the calling thread needs for blocks of a launch. Returns false if there is too little.

@@ -1,7 +1,7 @@
 // Memory that other processes can map: anonymous shared memory with a file descriptor.
 //
-// A name in /dev/shm would outlive a killed process. A memfd has none: the kernel frees it with its last mapping, and
-// a peer of the same user opens it through /proc/<pid>/fd.
+// A name in /dev/shm would outlive a killed process. A memfd has no name: the kernel frees the memory with its last
+// mapping, and a peer of the same user opens it through /proc/<pid>/fd.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -20,7 +20,7 @@
 int proxyccl_host_memory_create(int* descriptor, size_t bytes) {
   const int fd = memfd_create("proxyccl", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return errno;
-  // Sealed, so that no other process can cut it short while it is mapped.
+  // The file is sealed, so that no other process can truncate it while it is mapped.
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
     const int error = errno;
     close(fd);
@@ -32,14 +32,15 @@ int proxyccl_host_memory_create(int* descriptor, size_t bytes) {
 
 namespace {
 
-constexpr uintptr_t kHugePage = 2 << 20;  // on x86-64, and on arm64 with 4 KiB pages; other systems gain nothing here
+constexpr uintptr_t kHugePage = 2 << 20;  // the size on x86-64, and on arm64 with 4 KiB pages; on other systems, this
+                                          // file has no effect on page sizes
 constexpr int kCollapse = 25;             // MADV_COLLAPSE of Linux 6.1, which older headers lack
 constexpr uintptr_t kMovedAtOnce = 32 << 20;
 constexpr std::chrono::seconds kMovingTime(2);
 
 struct Mapping {
   size_t bytes;
-  int descriptor;  // owned by an allocation of proxyccl_host_allocate; else -1
+  int descriptor;  // owned descriptor of an allocation of proxyccl_host_allocate; else -1
   uint64_t id;
 };
 
@@ -135,7 +136,7 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes) {
 int proxyccl_host_memory_unmap(void* address, size_t bytes) {
   Mappings& all = mappings();
   {
-    // Removed before the address is unmapped, as another thread may map memory there at once.
+    // The entry is removed before the address is unmapped, because another thread may map memory there at once.
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.by_address.erase(reinterpret_cast<uintptr_t>(address));
   }

@@ -31,7 +31,7 @@ enum {
   PROXYCCL_HOST_BUFFER_ID = 7 /* the attribute that returns a mapping's number; CUDA and HIP have the same value */
 };
 
-/* Which thread runs a stream's operations, in order and one at a time. */
+/* The thread that runs a stream's operations, in order and one at a time. */
 enum {
   /* The stream's own thread. */
   PROXYCCL_HOST_QUEUED,
@@ -39,7 +39,7 @@ enum {
    * neither launches nor waits. */
   PROXYCCL_HOST_INLINE,
   /* The calling thread, before the call returns, also for launches and waits; other threads' calls wait meanwhile. As
-   * with a queue, query and synchronize report failures. */
+   * for a queued stream, query and synchronize report failures. */
   PROXYCCL_HOST_IN_CALLER
 };
 int proxyccl_host_stream_create(void** stream, int kind);
@@ -77,14 +77,14 @@ void proxyccl_host_remove_helper(void* argument); /* returns when no thread is i
 
 /* Makes one thread call look(stream) every 50 ms while work that the thread itself runs on a stream
  * (PROXYCCL_HOST_IN_CALLER) waits. The call is made on the thread's own stack, between two steps of that work, which
- * continues when it returns. Meanwhile this thread may not run other work of such streams. */
+ * continues when it returns. During the call this thread may not run other work of such streams. */
 void proxyccl_host_look_around(uint64_t thread, void (*look)(void* stream));
 /* Whether the calling thread is in look(). */
 int proxyccl_host_is_looking(void);
 
 /* A module is one use of a shared object, which stays loaded. Modules of one object have different control blocks. */
 int proxyccl_host_module_load(void** module, const char* path); /* error text by dlerror */
-int proxyccl_host_module_unload(void* module);                  /* queued work still runs */
+int proxyccl_host_module_unload(void* module);                  /* work that was queued before still runs */
 const char* proxyccl_host_module_error(void);
 int proxyccl_host_module_function(void** function, void* module, const char* name); /* lives as long as the module */
 /* Returns the address of a variable, or NULL if there is none. Each module has its own proxyccl_default_control. */
@@ -101,8 +101,7 @@ int proxyccl_host_memory_create(int* descriptor, size_t bytes);
 int proxyccl_host_memory_map(void** address, int descriptor, size_t bytes);
 int proxyccl_host_memory_unmap(void* address, size_t bytes);
 /* Moves a range that was used before to huge pages, if the kernel has them. The range stays mapped and usable
- * meanwhile. Moves as much as it can within two seconds, as peers may wait. Does nothing for memory that was not mapped
- * here. */
+ * meanwhile. Stops after two seconds, because peers may wait. Does nothing for memory that was not mapped here. */
 void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes);
 
 /* Allocate and free memory like a driver's calls, which free memory by its address. */

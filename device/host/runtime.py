@@ -37,7 +37,7 @@ from proxyccl.device.process.cpu import cpu_name, describe_cpu
 from proxyccl.device.runtime import Runtime
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import Uint64Pointer, VoidPointer  # the stub's; cffi has no such name
+    from proxyccl.device._native import Uint64Pointer, VoidPointer  # types in the stub, which cffi lacks
 
 
 def _address(name: str) -> int:
@@ -48,13 +48,13 @@ class HostRuntime(Runtime):
     """The CPU as a device.
 
     Args:
-        device: any small number: every device is this machine's memory.
-        async_copies: give the proxy's copies a thread for each peer, as a copy engine would; by default the proxy's
-            thread makes them, which is faster with few cores.
-        cxxflags: added to every compile, for example for a sanitizer; shipped kernels are then compiled at run time
-            too.
-        blocks: most blocks of a shipped collective, the same on all ranks. Each takes a core: more than one is slower
-            unless there are as many cores for each rank.
+        device: any small number, because all devices are this machine's memory.
+        async_copies: whether the proxy's copies to each peer run in a separate thread, like a copy engine's. By default
+            the proxy's thread makes the copies, which is faster with few cores.
+        cxxflags: options added to every compilation, for example for a sanitizer; shipped kernels are then compiled at
+            run time too.
+        blocks: most blocks of a shipped collective, the same on all ranks. Each block takes a core: several blocks are
+            slower unless each rank has that many cores.
     """
 
     name = "host"
@@ -124,8 +124,8 @@ class HostRuntime(Runtime):
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
         self._streams_lock = threading.Lock()  # ranks that are threads may share a runtime
-        self._default_stream: HostStream | None = None  # it has a thread, which most programs don't need
-        self._modules: dict[int, dict[str, VoidPointer]] = {}  # by control block
+        self._default_stream: HostStream | None = None  # created at first use, because it has a thread
+        self._modules: dict[int, dict[str, VoidPointer]] = {}  # by control block address
         self._shipped: dict[Shipped, Kernel] = {}
 
     def __repr__(self) -> str:
@@ -178,11 +178,11 @@ class HostRuntime(Runtime):
 
     @property
     def orders_rdma_writes(self) -> bool:
-        """True: data and words lie in the host's memory, which the adapter writes in order."""
+        """Returns True: data and words are in the host's memory, which the network adapter writes in order."""
         return True
 
     def can_access_peer(self, device_id: str) -> bool:
-        """Whether the other device is a host device: all of them are this machine's memory."""
+        """Returns whether the other device is a host device, because all host devices are this machine's memory."""
         return device_id.startswith("host:")
 
     def adds_at_peer(self, device_id: str) -> bool:
@@ -230,7 +230,7 @@ class HostRuntime(Runtime):
         return HostEvent(self.stream_handle)
 
     def stream_handle(self, stream: StreamLike) -> int:
-        """Returns the handle of a `HostStream`; for None, of the default stream."""
+        """Returns the handle of a `HostStream`; for None, the handle of the default stream."""
         return self._stream_of(stream).handle
 
     def _stream_of(self, stream: StreamLike) -> HostStream:
@@ -246,7 +246,7 @@ class HostRuntime(Runtime):
             if found is None:
                 expected = "a stream of the host runtime (runtime.create_stream() makes one)"
                 raise ArgumentError("stream", f"expected {expected}, not {stream!r}")
-        found._require_open()  # a fork's child lacks its thread
+        found._require_open()  # a fork's child lacks the stream's thread
         return found
 
     def _open_default_stream(self) -> HostStream:
@@ -300,13 +300,13 @@ class HostRuntime(Runtime):
             for stream in self._all_streams():  # including streams of ranks that are threads
                 try:
                     stream.finish()
-                except KernelError as error:  # the others are still waited for
+                except KernelError as error:  # raised later: the other streams are waited for first
                     failed = failed or error
         if failed is not None:
             try:
                 raise failed
             finally:
-                del failed  # otherwise a cycle, through its traceback and this frame
+                del failed  # avoids a reference cycle of the error, its traceback and this frame
 
     def synchronize_stream(self, stream: StreamLike) -> None:
         self._stream_of(stream).synchronize()

@@ -22,8 +22,8 @@ def group_of(file: str, dtype: str | None) -> str:
 
 @functools.cache
 def shipped_library(group: str) -> Path | None:
-    """Returns the installation's library of a group of shipped kernels; None if it lacks one."""
-    found = importlib.util.find_spec(f"proxyccl.device._kernels_{group}")  # finds the file; does not load it
+    """Returns the installation's library of a group of shipped kernels; None if the installation lacks it."""
+    found = importlib.util.find_spec(f"proxyccl.device._kernels_{group}")  # finds the file without loading it
     return None if found is None or found.origin is None else Path(found.origin)
 
 

@@ -19,7 +19,8 @@ int statusOf(Call&& call) noexcept {
   }
 }
 
-// The process's only T. Never destroyed: at exit, threads may still use it. Not on the heap, which may be full.
+// The process's only T. The object is never destroyed, because threads may still use it at exit. It is not on the heap,
+// which may be full.
 template <class T>
 class Lasting {
  public:
@@ -27,7 +28,7 @@ class Lasting {
     static T& only = *new (room_) T();
     return only;
   }
-  // Called in a fork's child: a thread that the child lacks may hold the object's lock.
+  // Called in a fork's child, because a thread that the child lacks may hold the object's lock.
   static void startAnew() {
     get();
     new (room_) T();

@@ -18,6 +18,6 @@ _MESSAGES = {
 
 
 def check_status(status: int, call: str, kind: type[ProxyCCLError] = KernelError) -> None:
-    """Raises an error of that kind, which names the call, unless the status is that of success."""
+    """Raises an error of the given kind, which names the call, unless the status is 0."""
     if status:
         raise kind(f"{call}: {_MESSAGES.get(status, f'status {status}')}")

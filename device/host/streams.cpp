@@ -33,8 +33,8 @@ namespace proxyccl {
 namespace host {
 namespace {
 
-// A pool of threads that run blocks. It grows to as many threads as there are blocks waiting to run, so submitters
-// never wait.
+// A pool of threads that run blocks. The pool grows to one thread for each block that waits to run, so submitters never
+// wait.
 class BlockThreads {
  public:
   // Runs each task in a separate thread. Throws, without running any, if there can't be enough threads.
@@ -51,7 +51,7 @@ class BlockThreads {
 
  private:
   void work() {
-    pthread_setname_np(pthread_self(), "proxyccl-blocks");  // what top and a debugger show
+    pthread_setname_np(pthread_self(), "proxyccl-blocks");  // the name that top and debuggers show
     std::unique_lock<std::mutex> lock(mutex_);
     --starting_;
     for (;;) {
@@ -107,12 +107,13 @@ struct Module {
 };
 
 // A barrier of a launch's threads before any block begins: blocks begin only if all threads have their memory. So a
-// launch that lacks memory leaves nothing half done.
+// launch that lacks memory runs no block at all.
 class Start {
  public:
   explicit Start(uint32_t threads) : missing_(threads) {}
 
-  // Called once by each thread; `ready` tells whether it has its memory. Returns whether all threads have theirs.
+  // Called once by each thread; `ready` tells whether the thread has its memory. Returns whether all threads have their
+  // memory.
   bool meet(bool ready) {
     std::unique_lock<std::mutex> lock(mutex_);
     ready_ &= ready;
@@ -184,8 +185,8 @@ class Stream {
 
   bool mayWait() const { return kind_ != PROXYCCL_HOST_INLINE; }
 
-  // A template, so that an operation that runs here needs no std::function, which would allocate. Throws if there is no
-  // memory: then nothing is queued.
+  // This function is a template, so that an operation that runs in the caller needs no std::function, which would
+  // allocate memory. Throws if memory runs out, and then queues nothing.
   template <class Operation>
   int enqueue(Operation operation) {
     if (kind_ == PROXYCCL_HOST_INLINE) return operation();
@@ -225,7 +226,7 @@ class Stream {
   }
 
   // Waits for at most `longest`. *target is one more than the number of operations that must be done, or 0 for all
-  // queued now.
+  // operations queued so far.
   int await(uint64_t* target, std::chrono::milliseconds longest) {
     if (kind_ == PROXYCCL_HOST_IN_CALLER && proxyccl_host_is_looking()) return PROXYCCL_HOST_IN_HANDLER;
     std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
@@ -254,7 +255,7 @@ class Stream {
   void noteStatus(int status) {
     if (status_ == PROXYCCL_HOST_SUCCESS) status_ = status;
   }
-  // Reports a failure once; it does not affect later work on the stream.
+  // Reports a failure once; the failure does not affect later work on the stream.
   int takeStatus() {
     const int status = status_;
     status_ = PROXYCCL_HOST_SUCCESS;
@@ -279,8 +280,8 @@ class Stream {
   }
 
   const int kind_;
-  std::mutex
-      mutex_;  // guards the following; held while an operation runs in its caller, so that no operation overtakes it
+  std::mutex mutex_;  // guards the fields below; held while an operation runs in its caller, so that no operation
+                      // overtakes another
   std::condition_variable changed_;
   std::deque<std::function<int()>> operations_;
   uint64_t queued_ = 0, completed_ = 0;
@@ -296,7 +297,8 @@ class Event {
     pending_.push_back(++recorded_);
     return recorded_;
   }
-  // Takes back a record that begin() returned and no stream will finish. Waits for it become waits for the one before.
+  // Withdraws a record that begin() returned and no stream will finish. Waits for this record become waits for the
+  // record before it.
   void withdraw(uint64_t record) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (recorded_ == record) --recorded_;
@@ -348,7 +350,7 @@ class Event {
   std::chrono::steady_clock::time_point time_{};
 };
 
-// Shared ownership: an event may be destroyed while a stream still has to record it.
+// Ownership is shared, because an event may be destroyed while a stream still has to record it.
 using EventHolder = std::shared_ptr<Event>;
 
 Stream* asStream(void* stream) { return static_cast<Stream*>(stream); }
@@ -446,7 +448,7 @@ namespace {
 template <class Word>
 int enqueueWrite(void* stream, Word* address, Word value) {
   return enqueue(stream, [=] {
-    // After the stream's copies; pairs with the waiter's acquire.
+    // A release, after the stream's copies, that pairs with the waiter's acquire.
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
     return 0;
   });
@@ -464,10 +466,11 @@ namespace {
 void carryOut(const ProxycclStreamOperation& operation) {
   auto* word = reinterpret_cast<uint64_t*>(operation.address);
   if (operation.kind == PROXYCCL_STREAM_WRITE) {
-    __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // like proxyccl_host_write64()
+    __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // a release, as in proxyccl_host_write64()
     return;
   }
-  // Pairs with the release of the word's writer: later work sees everything done before.
+  // An acquire that pairs with the release of the word's writer: later work sees everything that was done before the
+  // release.
   for (uint32_t rounds = 0; __atomic_load_n(word, __ATOMIC_ACQUIRE) < operation.value; ++rounds) {
     backOff(rounds);
     if (timeToLook(rounds)) lookAround();
@@ -509,7 +512,7 @@ int proxyccl_host_module_function(void** function, void* module, const char* nam
     void* entry = dlsym(from->library, ("proxyccl_entry_" + suffix).c_str());
     const void* parameters = dlsym(from->library, ("proxyccl_parameters_" + suffix).c_str());
     if (entry == nullptr || parameters == nullptr) return PROXYCCL_HOST_NOT_FOUND;
-    size_t tls_module = 0;  // stays 0 where the module has no shared memory
+    size_t tls_module = 0;  // stays 0 if the module has no shared memory
     dlinfo(from->library, RTLD_DI_TLS_MODID, &tls_module);
     const Function found = {reinterpret_cast<void (*)(void**)>(entry), static_cast<const uint32_t*>(parameters),
                             tls_module, from};
@@ -533,7 +536,7 @@ struct Arguments {
   std::vector<void*> addresses;
 };
 
-// Copies the arguments, like a driver, because the caller's may be gone when the launch runs.
+// Copies the arguments, as a driver does, because the caller's arguments may be gone when the launch runs.
 std::shared_ptr<Arguments> copied(const Function* kernel, void** parameters) {
   auto arguments = std::make_shared<Arguments>();
   const uint32_t count = kernel->parameters[0];

@@ -15,7 +15,7 @@ from proxyccl.device.process.interrupts import SLICE_MS
 
 
 class HostStream(OwnedStream):
-    """A queue of host-runtime work, run by its own thread or by the caller.
+    """A queue of host-runtime work, which its own thread or the caller runs.
 
     Args:
         kind: the thread that runs the stream: PROXYCCL_HOST_QUEUED, INLINE or IN_CALLER (runtime.h).
@@ -37,7 +37,7 @@ class HostStream(OwnedStream):
         """Destroys the stream once its queued work is done and no thread waits for it in `finish`."""
         with self._end:
             if not self.closed and self._process.is_here:
-                self._await()  # waits here, because the destruction's own wait can't be interrupted
+                self._await()  # waits here, because the wait in the destroy call can't be interrupted
             super().close()
 
     def finish(self) -> None:

@@ -1,13 +1,13 @@
 // What a thread does while a kernel or a stream waits: it runs helpers, or yields the core. Also what it does when a
 // kernel ends.
 //
-// A proxy of this process is a helper. Where ranks outnumber cores, a thread that waits for its proxy would have to
-// give its core to the proxy's thread and then get it back. It does the proxy's work itself instead. A kernel whose
-// peers' data has already arrived does not wait, so its triggers would stay in the ring until the proxy's thread wakes,
-// while the peers wait for them.
+// A proxy of this process is a helper. If ranks outnumber cores, a thread that waits for its proxy would have to give
+// its core to the proxy's thread and then get the core back. Instead, the waiting thread does the proxy's work itself.
+// A kernel whose peers' data has already arrived does not wait, so its triggers would stay in the ring until the
+// proxy's thread wakes, while the peers wait for them.
 //
-// A waiting thread also looks around: Python runs signal handlers only in its main thread, and that may be the one that
-// waits.
+// A waiting thread also looks around: Python runs signal handlers only in its main thread, and the main thread may be
+// the one that waits.
 #include "link_old_symbols.h"
 
 #include <pthread.h>
@@ -48,7 +48,8 @@ class Helpers {
   }
 
   bool help(bool waits) {
-    // A thread that ran both the kernel and the proxy would order their accesses, and hide races from the sanitizer.
+    // Does nothing under the sanitizer: a thread that ran both the kernel and the proxy would order their accesses, and
+    // hide races.
     if (__tsan_get_current_fiber) return false;
     if (count_.load(std::memory_order_relaxed) == 0) return false;  // relaxed: the lock orders accesses to the list
     std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
@@ -76,9 +77,9 @@ constexpr uint32_t kYields = 200;
 using Clock = std::chrono::steady_clock;
 std::atomic<pthread_t> looking_thread{};
 std::atomic<void (*)(void*)> look{nullptr};
-thread_local void* running_here = nullptr;  // in the thread that looks around, the stream whose work it runs
+thread_local void* running_here = nullptr;  // the stream whose work this thread runs, if this thread looks around
 thread_local bool is_looking = false;
-thread_local Clock::time_point looked;  // when this work last looked around; 0 before it has waited for long
+thread_local Clock::time_point looked;  // the time of the last look around during this work; 0 before a long wait
 
 }  // namespace
 
@@ -110,7 +111,7 @@ bool mayLook() { return running_here != nullptr; }
 bool timeToLook(uint32_t rounds) {
   if (rounds < kYields || !mayLook()) return false;
   const Clock::time_point now = Clock::now();
-  if (looked == Clock::time_point{}) looked = now;  // most waits end before it is time to look
+  if (looked == Clock::time_point{}) looked = now;  // starts the interval: most waits end before the first look
   if (now - looked < kBetweenLooks) return false;
   looked = now;
   return true;

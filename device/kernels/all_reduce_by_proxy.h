@@ -105,7 +105,7 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
   scatter(0);
   lane.syncBeforePost();
   post(kData, 0, peer);
-  // Both ends of a link count the same sequence: data 0; then in each step data k + 1, results k.
+  // Both ends of a link count the same sequence of posts: data 0; then in each step data k + 1, results k.
   for (uint64_t k = 0; k <= pieces; ++k) {
     if (k + 1 < pieces) scatter(k + 1);
     lane.syncBeforePost();

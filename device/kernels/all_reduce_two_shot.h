@@ -53,8 +53,8 @@ class TwoShot : ScatteredReduction<T, Op> {
       links_.post();
     }
     if (outputs_.handlesOffer()) links_.awaitOne();
-    // Both ends of a link count the same sequence: data 0; then in each step data k + 1 and, if they are posted,
-    // results k.
+    // Both ends of a link count the same sequence of posts: data 0; then in each step data k + 1 and, if results are
+    // posted, results k.
     for (uint64_t k = 0; k < team_.pieces; ++k) {
       links_.await();
       if (k + 1 < team_.pieces) {

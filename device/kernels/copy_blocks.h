@@ -1,4 +1,4 @@
-// Copies a list of blocks: for many of them that are short, because a copy engine takes a microsecond or two for each.
+// Copies a list of blocks. Meant for many short blocks, because a copy engine takes a microsecond or two for each.
 #pragma once
 
 #include "proxyccl/copy.h"
@@ -12,8 +12,8 @@ struct BlockToCopy {
 
 }  // namespace proxyccl
 
-// A warp copies one block after another, and each warp has its own: while one waits for the list, which is in the
-// host's memory, the others copy.
+// Each warp copies its own blocks one after another: while a warp waits for the list, which is in the host's memory,
+// other warps copy.
 extern "C" __global__ void copy_blocks(const proxyccl::BlockToCopy* blocks, uint64_t count) {
   constexpr uint32_t kLanes = PROXYCCL_ON_HOST ? 1 : PROXYCCL_WARP_SIZE;
   const uint32_t warps = blockDim.x / kLanes, warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;

@@ -3,8 +3,8 @@
 // In a round a lane writes to its slot in each peer's scratch memory, signals every peer, waits for every peer's signal
 // and reads the slots in its own scratch memory. Slots are double-buffered by the parity of the round. No flag guards
 // them: a rank starts round r + 2 after it has received every peer's signal of round r + 1, and a peer sends that
-// signal after it has read its slots of round r. The same holds for sources in the staging area. It also holds between
-// kernels, whatever their grids: a peer that has started a kernel has ended the previous one.
+// signal after it has read its slots of round r. The same holds for sources in the staging area. The guarantee also
+// holds between kernels, whatever their grids: a peer that has started a kernel has ended the previous one.
 #pragma once
 
 #include "integers.h"
@@ -26,7 +26,7 @@ PROXYCCL_DEVICE void finishKernel(const ProxycclTeam& team, uint64_t rounds) {
   storeRelaxedDevice<uint64_t>(&counters.round, counters.round + rounds);
 }
 
-// Out of line: one thread calls it, and rarely. Inlined, it would cost all threads registers.
+// Not inlined, because one thread calls it rarely, and inlining would cost all threads registers.
 PROXYCCL_OUT_OF_LINE void postThroughProxy(const ProxycclProxyChannel* handle, uint64_t dst_offset, uint64_t src_offset,
                                            uint64_t bytes) {
   const ProxyChannelDeviceHandle channel{*handle};
@@ -37,15 +37,15 @@ PROXYCCL_OUT_OF_LINE void awaitThroughProxy(const ProxycclProxyChannel* handle) 
   ProxyChannelDeviceHandle{*handle}.wait();
 }
 
-// Lanes: each has a link to every peer. All blocks work on one if some peer is reached through the proxy; otherwise
-// each block has its own.
+// Lanes: each has a link to every peer. If some peer is reached through the proxy, all blocks work on one lane;
+// otherwise each block has its own lane.
 PROXYCCL_DEVICE uint32_t lanesOf(const ProxycclTeam& team) { return team.lanes == 1 ? 1 : gridDim.x; }
 
 // Buffers of scratch memory, one after the other, in each of which a lane has slots.
 struct Buffers {
-  uint64_t offset;      // of the first in scratch memory
-  uint64_t bytes;       // of each
-  uint64_t slot_bytes;  // of each slot
+  uint64_t offset;      // offset of the first buffer in scratch memory
+  uint64_t bytes;       // bytes of each buffer
+  uint64_t slot_bytes;  // bytes of each slot
 };
 PROXYCCL_DEVICE Buffers roundBuffers(const ProxycclTeam& team, uint32_t slots) {
   return {0, team.exchange_bytes, team.exchange_bytes / (static_cast<uint64_t>(lanesOf(team)) * slots) & ~127ull};
@@ -64,8 +64,8 @@ class Lane {
         number_(one_lane_ ? 0 : blockIdx.x),
         buffers_(buffers),
         offset_(buffers.offset + static_cast<uint64_t>(number_) * slots * buffers.slot_bytes) {
-    // Where each peer's slots begin, or the slots that stage its data: every piece needs that, so it is in shared
-    // memory.
+    // Where each peer's slots begin, or the slots that stage its data: these addresses are in shared memory, because
+    // every piece needs them.
     const uint32_t peer = threadIdx.x;
     if (peer < team.world_size) {
       char* base = peer < PROXYCCL_MAX_MAPPED_RANKS ? team.remote[peer] : nullptr;
@@ -104,13 +104,13 @@ class Lane {
   }
 
   PROXYCCL_DEVICE uint64_t slotBytes() const { return buffers_.slot_bytes; }
-  // Returns where data of `peer` for this rank's slot `slot` arrives.
+  // Returns the address at which data of `peer` for this rank's slot `slot` arrives.
   PROXYCCL_DEVICE char* inbox(uint32_t buffer, uint32_t peer, uint32_t slot) const {
     return (outboxes().proxied[peer] ? team_.proxied : team_.scratch) + slotOffset(buffer, slot);
   }
 
-  // Returns where to write data for slot `remote_slot` of `peer`. Data for the proxy is staged in `local_slot`, which
-  // no other send of the lane uses.
+  // Returns the address at which to write data for slot `remote_slot` of `peer`. Data for the proxy is staged in
+  // `local_slot`, which no other send of the lane uses.
   PROXYCCL_DEVICE char* outbox(uint32_t buffer, uint32_t peer, uint32_t remote_slot, uint32_t local_slot) const {
     const uint32_t slot = outboxes().proxied[peer] ? local_slot : remote_slot;
     return outboxes().base[peer] + buffer * buffers_.bytes + slot * buffers_.slot_bytes;
@@ -125,7 +125,7 @@ class Lane {
                      team_.staging_offset + slotOffset(buffer, local_slot), bytes);
   }
 
-  // Called by the thread that handles `peer`: waits for its next post.
+  // Called by the thread that handles `peer`: waits for the peer's next post.
   PROXYCCL_DEVICE void await(uint32_t peer) const {
     const ProxycclLink& link = linkTo(peer);
     if (outboxes().proxied[peer]) {

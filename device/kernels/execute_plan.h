@@ -16,9 +16,9 @@
 
 namespace proxyccl {
 
-// A block's part of the plan, in shared memory. As members of an object that functions take by reference, it would be
-// in each thread's local memory. An acquire would then empty its cache and a release wait for it, which costs a
-// microsecond per step.
+// A block's part of the plan, in shared memory. As members of an object that functions take by reference, this data
+// would be in each thread's local memory. An acquire would then empty its cache and a release wait for it, which costs
+// a microsecond per step.
 class PlanBlock {
  public:
   static PROXYCCL_DEVICE PlanBlock& own() {
@@ -66,7 +66,7 @@ class PlanBlock {
   }
 
  private:
-  static constexpr uint32_t kSteps = 64, kOperands = 128;  // with more, they stay in device memory
+  static constexpr uint32_t kSteps = 64, kOperands = 128;  // with more, steps and operands stay in device memory
 
   ProxycclExecution execution_;
   uint64_t executions_, alternate_;
@@ -76,7 +76,7 @@ class PlanBlock {
   ProxycclOperand kept_operands_[kOperands];
 };
 
-// Out of line: they are large, and called from several places.
+// These functions are not inlined, because they are large and called from several places.
 
 // Returns payload number p of a source. Waits for the payload if it comes in a packet.
 PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const ProxycclStep& step, uint32_t source, size_t p) {
@@ -91,7 +91,8 @@ PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const ProxycclStep& step
   return payload;
 }
 
-// Combines packet by packet: a thread waits only for its own packets. Loops have no such steps, so there is no offset.
+// Combines packet by packet: a thread waits only for its own packets. Loops do not contain such steps, so there is no
+// offset.
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t bytes) {
   const PlanBlock& block = PlanBlock::own();
@@ -122,7 +123,7 @@ template <class T, class Op>
 PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& step, [[maybe_unused]] uint64_t offset,
                                         [[maybe_unused]] uint64_t count) {
 #if PROXYCCL_ON_HOST
-  return 0;  // there a thread's values lie side by side
+  return 0;  // on the host, a thread's values lie side by side
 #else
   const PlanBlock& block = PlanBlock::own();
   constexpr uint32_t kWide = 16 / sizeof(T);
@@ -177,7 +178,7 @@ template <class T>
 class PlanExecutor {
  public:
   PROXYCCL_DEVICE void run() const {
-    // Few numbers are kept from step to step, because they too would be in local memory (PlanBlock).
+    // Few numbers are kept from step to step, because they would be in local memory (see PlanBlock).
     uint32_t i = 0, loop = kNoLoop, turn = 0;
     for (;;) {
       const ProxycclStep& step = block().step(i);

@@ -7,15 +7,16 @@
 
 /* The kinds of steps. A step that needs one thread is executed by that thread of the block: ProxycclStep.thread. */
 enum ProxycclStepCode {
-  PROXYCCL_STEP_SYNC = 0,    /* a barrier of the block's threads; one thread's release then covers their writes */
+  PROXYCCL_STEP_SYNC =
+      0, /* a barrier of the block's threads, after which one thread's release covers all threads' writes */
   PROXYCCL_STEP_BARRIER = 1, /* a barrier of `option` blocks: number `channel` */
-  PROXYCCL_STEP_SIGNAL = 2,  /* memory channel */
+  PROXYCCL_STEP_SIGNAL = 2,  /* signals by a memory channel */
   PROXYCCL_STEP_RELAXED_SIGNAL = 3,
   PROXYCCL_STEP_WAIT = 4,
   PROXYCCL_STEP_RELAXED_WAIT = 5,
   PROXYCCL_STEP_PORT = 6,      /* a trigger whose operation is `option`; waits for its flush, if it has one */
   PROXYCCL_STEP_PORT_WAIT = 7, /* waits for the port channel's next signal */
-  PROXYCCL_STEP_ACQUIRE = 8,   /* semaphore number `channel` */
+  PROXYCCL_STEP_ACQUIRE = 8,   /* acquires semaphore number `channel` */
   PROXYCCL_STEP_RELEASE = 9,
   PROXYCCL_STEP_COPY = 10,    /* copies operand 0 to operand 1 */
   PROXYCCL_STEP_COMBINE = 11, /* combines the sources by `option`, and stores the result in each destination */
@@ -25,7 +26,7 @@ enum ProxycclStepCode {
   PROXYCCL_STEP_END = 14 /* the end of the block's steps */
 };
 
-/* How COMBINE combines. */
+/* The operations of COMBINE. */
 enum ProxycclCombination {
   PROXYCCL_COMBINE_SUM = 0,
   PROXYCCL_COMBINE_PROD = 1,
@@ -53,7 +54,7 @@ typedef struct ProxycclStep {
   uint32_t place;                 /* threadblock << PROXYCCL_PLACE_OPERATION_BITS | operation */
   uint32_t thread;                /* the thread that executes the step; all threads execute a step that moves data */
   uint32_t channel;               /* number of a port channel, barrier or semaphore */
-  uint32_t option;                /* by `code`; for a wait for a channel's signal: the peer */
+  uint32_t option;                /* depends on `code`; for a wait for a channel's signal: the peer */
   uint32_t sources, destinations; /* operands first_operand … of the block: the sources, then the destinations */
   uint32_t first_operand;
   uint64_t bytes; /* bytes of data */
@@ -66,7 +67,7 @@ typedef struct ProxycclStep {
   ProxycclSemaphore semaphore; /* the channel's semaphore, for a signal to or from its peer */
 } ProxycclStep;
 
-/* In device memory, where the kernel advances them, so that a captured graph can replay. */
+/* Counters in device memory, which the kernel advances, so that a captured graph can be replayed. */
 typedef struct ProxycclExecutionCounters {
   uint64_t executions;
   uint32_t blocks_done;
@@ -78,9 +79,10 @@ typedef struct ProxycclExecution {
   ProxycclControl* control;
   char* input; /* this rank's arrays */
   char* output;
-  const ProxycclStep* steps; /* block_steps of each block, and an END among them */
+  const ProxycclStep* steps; /* block_steps steps for each block, one of which is END */
   const ProxycclOperand* operands;
-  uint32_t block_steps, block_operands; /* the same number for all blocks: each finds its own without a load */
+  uint32_t block_steps,
+      block_operands; /* the same numbers for all blocks, so that a block finds its steps and operands without a load */
   const ProxycclProxyChannel* port_channels;
   uint32_t* barriers;  /* two words, a DeviceSyncer, for each barrier */
   int32_t* semaphores; /* a DeviceSemaphore for each semaphore */

@@ -1,5 +1,5 @@
 // PROXYCCL_TEAM_KERNEL name(…): a kernel with blocks of at most PROXYCCL_MAX_BLOCK_THREADS. Without that bound the
-// compiler may use more registers than such a block can have, and the launch fails.
+// compiler may use more registers than such a block can have, and the launch would fail.
 //
 // PROXYCCL_REDUCTION(kernel, name, T, Op): a kernel `name` from the template `kernel` for one element type and
 // operation.

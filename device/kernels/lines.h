@@ -1,7 +1,7 @@
 // Packets of whole lines: eight threads exchange 240 bytes of data in two lines of 128 bytes, of which the last 8 bytes
 // are the flag (NCCL's LL128 protocol). That is 15 bytes of data in 16, where an LL16Packet has 8. One instruction of a
-// warp stores a line, which arrives whole, so the flag says that all of it is there. Where lines may be torn, the flag
-// is stored after all data of the line and loaded before it.
+// warp stores a line, which arrives whole, so the flag shows that the whole line is there. If lines may be torn, the
+// flag is stored after all data of the line and loaded before it.
 //
 // Data is in units of 16 bytes. The eight threads, by their place 0 to 7, have unit `place` and, except the last, unit
 // 8 + `place`. Line 0 holds the units 0 to 6 and the first half of unit 7; line 1 the units 8 to 14 and the second half
@@ -14,8 +14,9 @@
 
 namespace proxyccl {
 
-// A unit of array[count]: values past the end are loaded as zero and not stored. The last one, and those of an array
-// that is not aligned, are moved value by value in a short loop, not unrolled, as there are many copies of it.
+// A unit of array[count]: values past the end are loaded as zero and not stored. The last unit, and all units of an
+// unaligned array, are moved value by value in a short loop, which is not unrolled, because the code has many copies of
+// it.
 template <class T>
 PROXYCCL_DEVICE Bytes16 loadUnit(const T* array, uint64_t count, uint64_t unit) {
   constexpr uint32_t kWide = 16 / sizeof(T);
@@ -97,7 +98,7 @@ struct LineForm {
     const bool flagged = hasFlag(p);
     const Bytes16 first = payload.units[0], second = payload.units[1];
 #if PROXYCCL_WHOLE_LINES
-    syncWarp();  // one instruction for a whole line, also after a branch that not all threads took
+    syncWarp();  // rejoins threads after a branch, so that one instruction stores a whole line
     storePacket128(words, first.low, flagged ? flag : first.high);
     storePacket128(words + kLineWords, flagged ? first.high : second.low, flagged ? flag : second.high);
 #else
@@ -129,7 +130,7 @@ struct LineForm {
       fenceSystem();
     }
     syncWarp();
-    if (flagged) {  // the flag and the data beside it need separate loads
+    if (flagged) {  // the flag and the data next to it need separate loads
       result.lines[0].low = loadRelaxedSystem(words);
       result.lines[1].low = loadRelaxedSystem(words + kLineWords);
     } else {

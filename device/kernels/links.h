@@ -8,7 +8,7 @@ namespace proxyccl {
 
 class Links {
  public:
-  // Loads the words in advance for which the first post would otherwise wait.
+  // Loads in advance the words that the first post needs.
   PROXYCCL_DEVICE explicit Links(const ProxycclTeam& team) : control_(team.control) {
     const uint32_t peer = threadIdx.x;
     handles_ = peer < team.world_size && peer != team.rank;
@@ -30,7 +30,7 @@ class Links {
   PROXYCCL_DEVICE void postLoads() const {
     if (handles_) semaphore_.signalLoads();
   }
-  // Called by the thread that handles a peer: waits for that peer's next post.
+  // Called by the thread that handles a peer: waits for the peer's next post.
   PROXYCCL_DEVICE void awaitOne() const {
     semaphore_.wait(control_, PROXYCCL_WAIT_SM_SIGNAL, peer_, PROXYCCL_NO_CHANNEL);
   }

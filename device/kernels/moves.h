@@ -3,9 +3,9 @@
 // `bytes` is one rank's contribution for one rank. In-place calls are those of NCCL: all_gather with
 // in = out + rank * bytes, all_to_all and broadcast with in = out.
 //
-// Where every output is reached (outputs.h), a rank stores its bytes there: the ranks meet first, as an output may be
-// written when its rank's kernel runs, and once more at the end. Otherwise lanes send through scratch memory, in pieces
-// that fit their slots, and every rank runs the same number of rounds.
+// If every output is reached (outputs.h), a rank stores its bytes directly in the outputs. The ranks then meet first,
+// because an output may be written only once its rank's kernel runs, and once more at the end. Otherwise lanes send
+// through scratch memory, in pieces that fit their slots, and every rank runs the same number of rounds.
 #pragma once
 
 #include "exchange.h"
@@ -72,8 +72,8 @@ PROXYCCL_TEAM_KERNEL all_to_all(const ProxycclTeam team, const char* in, char* o
   const Outputs outputs(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
   if (meet(team, exchange, outputs)) {
-    // All ranks in turn, a piece each: the rank's own data does not cross a link, and would leave the links idle at the
-    // end.
+    // Takes a piece of every rank in turn, this rank included: its own data does not cross a link, and would leave the
+    // links idle if copied at the end.
     constexpr uint64_t kPiece = 64 * 1024;
     exchange.forLanePart(bytes, [&](uint64_t begin, uint64_t size) {
       for (uint64_t offset = begin; offset < begin + size; offset += kPiece) {

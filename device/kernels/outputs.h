@@ -4,8 +4,8 @@
 // alike.
 //
 // Blocks with the same number tell each other in packets, which need no post. There are two packets per peer, chosen by
-// the parity of a block's epoch: a rank uses a packet again in the kernel after the next, which it starts when all
-// blocks have ended this one.
+// the parity of a block's epoch: a rank reuses a packet two kernels later, and starts that kernel when all blocks have
+// ended this one.
 #pragma once
 
 #include "proxyccl/proxyccl.h"
@@ -21,7 +21,7 @@ class Outputs {
   // Whether all peers reach this rank's output.
   PROXYCCL_DEVICE bool ownIsReached() const { return team_.reached_at[team_.rank] != nullptr; }
 
-  // Called by all threads: tells every peer this rank's output, and whether it offers its input.
+  // Called by all threads: tells every peer this rank's output, and whether this rank offers its input.
   PROXYCCL_DEVICE void tell(bool offers = false) const {
     if (!handlesPeer()) return;
     const uint64_t address = reinterpret_cast<uint64_t>(team_.reached_at[peer_]) | (offers ? kOffered : 0);
@@ -52,7 +52,7 @@ class Outputs {
   PROXYCCL_DEVICE bool handlesOffer() const { return handlesPeer() && (outputs()[peer_] & kOffered) != 0; }
 
  private:
-  static constexpr uint64_t kOffered = 1ull << 63;  // no address has this bit
+  static constexpr uint64_t kOffered = 1ull << 63;  // a bit that no address has
 
   static PROXYCCL_DEVICE uint64_t* outputs() {
     __shared__ uint64_t outputs[PROXYCCL_MAX_MAPPED_RANKS];

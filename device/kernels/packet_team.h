@@ -23,7 +23,7 @@ typedef struct ProxycclPacketTeam {
   uint32_t reserved;
   uint64_t share;
   ProxycclControl* control;
-  uint32_t* epochs; /* one per block, in device memory; the block advances it, never the host, so a graph can replay */
+  uint32_t* epochs; /* one per block, in device memory; only the block advances it, so a graph can be replayed */
   char* scratch;
   char* remote[PROXYCCL_MAX_PACKET_RANKS]; /* the peers' scratch, mapped */
 } ProxycclPacketTeam;

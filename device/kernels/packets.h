@@ -160,7 +160,7 @@ class Lanes {
       : team_(team), slots_(PROXYCCL_PACKET_SLOTS_PER_RANK * team.world_size), epoch_(team.epochs[blockIdx.x]) {}
 
   // Calls body(first) for each epoch of the call, where `first` is the index, among the call's packets, of the block's
-  // packet 0 of that epoch. The kernel's last use of this object.
+  // packet 0 of that epoch. This call is the kernel's last use of this object.
   template <class Body>
   PROXYCCL_DEVICE void forEachEpoch(Body body) {
     for (uint32_t e = 0; e < team_.call_epochs; ++e) {
@@ -170,7 +170,7 @@ class Lanes {
       if (since_clear == 2) fenceSystem();  // orders this block's next packets after the peers' second clear()
       ++epoch_;
     }
-    __syncthreads();  // all threads have read the old value
+    __syncthreads();  // after this barrier, all threads have read the old value
     if (threadIdx.x == 0) team_.epochs[blockIdx.x] = epoch_;
   }
 
@@ -193,7 +193,7 @@ class Lanes {
   PROXYCCL_DEVICE void send(uint32_t peer, uint32_t slot, uint64_t p, const Payload& payload) const {
     Form::write(slotIn(team_.remote[peer], slot), p, payload, flag());
   }
-  // Sends to every other rank, the next one first, so that not all ranks begin with the same one.
+  // Sends to every other rank, beginning with the next rank, so that not all ranks begin with the same peer.
   PROXYCCL_DEVICE void sendToAll(uint32_t slot, uint64_t p, const Payload& payload) const {
     for (uint32_t i = 1; i < team_.world_size; ++i) send(peerAt(i), slot, p, payload);
   }
@@ -274,9 +274,9 @@ class Lanes {
   }
 
   // Called at the end of epoch e, when all threads have read its packets. No peer sends packets of epoch e + 2 before
-  // it has this block's packets of epoch e + 1. Packets order nothing. So each thread has a fence between the block's
-  // cleared packets and its packets of epoch e + 1, and another one at the end of that epoch, between the peers'
-  // packets and those that it sends in epoch e + 2.
+  // it has this block's packets of epoch e + 1. Packets do not order other accesses. So each thread has a fence between
+  // the block's cleared packets and its packets of epoch e + 1, and another one at the end of that epoch, between the
+  // peers' packets and those that it sends in epoch e + 2.
   PROXYCCL_DEVICE void clear() const {
     __syncthreads();
     LL16Packet* packets = slotIn(team_.scratch, 0);

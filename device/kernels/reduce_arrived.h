@@ -1,12 +1,12 @@
 // reduce_arrived: the reduction of a schedule's transfers (channels/schedules/DESIGN.md).
 //
 // The stream launches it when the first piece is there, or when all ranks have joined: a kernel that waited for ranks
-// that are late would keep others from starting. It waits for the other pieces, which are in flight, as a launch for
-// each would take longer. On CUDA its blocks are single warps of few registers, so they start beside a matrix product
-// that fills all multiprocessors. Blocks take chunks in turn: those for which a busy GPU has no room start when others
-// have ended. The block with a piece's first chunk waits for the proxy, and the piece's other blocks wait for that one.
-// The block that ends a piece waits for the one that ends the piece before, and opens the gate. So a block waits only
-// for blocks that took earlier chunks, which run.
+// that are late would keep others from starting. The kernel waits for the other pieces, which are in flight, because a
+// launch for each piece would take longer. On CUDA its blocks are single warps of few registers, so they start beside a
+// matrix product that fills all multiprocessors. Blocks take chunks in turn: blocks for which a busy GPU has no room
+// start when other blocks have ended. The block with a piece's first chunk waits for the proxy, and the piece's other
+// blocks wait for that block. The block that ends a piece waits for the end of the previous piece, and opens the gate.
+// So a block waits only for blocks that took earlier chunks, which run.
 #pragma once
 
 #include "arrived.h"
@@ -15,7 +15,7 @@
 #include "proxyccl/wait.h"
 #include "reduce_ranks.h"
 
-#if PROXYCCL_SMALL_BLOCKS  // then each kernel is compiled by itself
+#if PROXYCCL_SMALL_BLOCKS  // with small blocks, each kernel is compiled by itself
 #undef PROXYCCL_REDUCTION_KERNEL
 #define PROXYCCL_REDUCTION_KERNEL PROXYCCL_SMALL_KERNEL
 #endif
@@ -40,7 +40,7 @@ PROXYCCL_DEVICE uint32_t ofFirstThread(uint32_t value) {
   return shuffle(value, 0);
 #else
   __shared__ uint32_t shared;
-  __syncthreads();  // all have read the value before
+  __syncthreads();  // after this barrier, all threads have read the earlier value
   if (threadIdx.x == 0) shared = value;
   __syncthreads();
   return shared;
@@ -63,7 +63,7 @@ PROXYCCL_DEVICE bool awaitOthers(const ProxycclArrived& arrived, uint32_t kind, 
 // Waits for the transfers of a piece. Called by all threads of a block. Returns false if the communicator has ended.
 //
 // One thread of the grid reads the proxy's word: the more read a word of host memory at once, the later each sees it
-// change. It has the piece's first chunk, and was the first to take one.
+// change. That thread's block took the piece's first chunk.
 PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece, bool first) {
   const uint64_t transfers = piece == 0 ? arrived.first : arrived.transfers;
   if (transfers == 0) return true;
@@ -82,17 +82,18 @@ PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece, 
   return ofFirstThread(complete) != 0;
 }
 
-// Lets the proxy send a piece's result, after those of the pieces before it.
+// Lets the proxy send a piece's result, after the results of the earlier pieces.
 PROXYCCL_DEVICE void openGate(const ProxycclArrived& arrived, uint32_t piece) {
   if (arrived.gate == nullptr) return;
   auto isNext = [&](uint64_t* seen) { return (*seen = loadAcquireDevice(arrived.opened)) >= piece; };
-  if (!awaitOthers(arrived, PROXYCCL_WAIT_GRID, piece, isNext)) return;  // an earlier piece may not be reduced
+  if (!awaitOthers(arrived, PROXYCCL_WAIT_GRID, piece, isNext))
+    return;  // waits, because an earlier piece may not be reduced yet
   storeReleaseSystem<uint64_t>(arrived.gate, piece + 1);
   if (piece + 1 < arrived.pieces) storeReleaseDevice<uint32_t>(arrived.opened, piece + 1);
 }
 
-// Ends a block's work on a chunk. After the last one of a piece its words are reset, which nobody counts up from then
-// on: a write of the stream would take longer, and the gate's release would wait for a store.
+// Ends a block's work on a chunk. After the last chunk of a piece, resets the piece's words, which no other block
+// changes from then on. A write of the stream would take longer, and the gate's release would wait for a store.
 PROXYCCL_DEVICE void endChunk(const ProxycclArrived& arrived, uint32_t piece) {
   meetInBlock();
   if (threadIdx.x != 0) return;
@@ -104,7 +105,7 @@ PROXYCCL_DEVICE void endChunk(const ProxycclArrived& arrived, uint32_t piece) {
   storeRelaxedSystem<uint64_t>(&arrived.stages[piece], 0);
 }
 
-// Ends a block. The last one resets the words of the grid.
+// Ends a block. The last block resets the words of the grid.
 PROXYCCL_DEVICE void endBlock(const ProxycclArrived& arrived) {
   if (threadIdx.x != 0) return;
   if (gridDim.x > 1) {
@@ -117,7 +118,8 @@ PROXYCCL_DEVICE void endBlock(const ProxycclArrived& arrived) {
   if (arrived.joined != nullptr) storeRelaxedSystem<uint64_t>(arrived.joined, 0);
 }
 
-// Where each rank's elements of a chunk lie: this rank's own in its array, those of others in slots.
+// The addresses of each rank's elements of a chunk: this rank's elements are in its array, other ranks' elements in
+// slots.
 template <class T>
 struct ChunkSource {
   const T* own;
@@ -132,8 +134,8 @@ struct ChunkSource {
 };
 
 #if PROXYCCL_SMALL_BLOCKS
-// Brings a chunk of all ranks into the device's cache. A warp has too few registers for as many loads in flight as
-// would keep the memory busy; this takes none.
+// Brings a chunk of all ranks into the device's cache. A warp has too few registers for enough loads in flight to keep
+// the memory busy; a prefetch takes no registers.
 template <class T>
 PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, const ChunkSource<T>& source) {
   constexpr uint32_t kLine = 128;
@@ -147,7 +149,7 @@ PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, 
 
 // Reduces `units` units of 16 bytes, all aligned, of a number of ranks that the compiler knows: sums need no register
 // until all values are there. A thread has several loads in flight, as few threads would otherwise wait for memory most
-// of the time. Out of line, as the caller's variables would leave the threads of a small block too few registers.
+// of the time. Not inlined, because the caller's variables would leave the threads of a small block too few registers.
 template <class T, class Op, uint32_t kRanks, uint32_t kUnits>
 PROXYCCL_OUT_OF_LINE void reduceUnitsOf(uint32_t divisor, uint32_t units, const ChunkSource<T> source, Bytes16* to) {
   constexpr uint32_t kWide = 16 / sizeof(T);
@@ -181,7 +183,7 @@ PROXYCCL_OUT_OF_LINE void reduceUnitsOf(uint32_t divisor, uint32_t units, const 
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void reduceUnitsOfAny(uint32_t ranks, uint32_t divisor, uint32_t units,
                                            const ChunkSource<T> source, Bytes16* to) {
-  constexpr uint32_t kWide = 16 / sizeof(T), kAtOnce = 4;  // ranks whose values are in flight
+  constexpr uint32_t kWide = 16 / sizeof(T), kAtOnce = 4;  // number of ranks whose values are in flight
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < units; i += blockDim.x) {
     typename Element<T>::Accumulator sums[kWide];
@@ -226,7 +228,7 @@ PROXYCCL_DEVICE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t unit
   }
 }
 #elif !PROXYCCL_ON_HOST
-// Reduces `units` units of 16 bytes, all aligned. Out of line, as the code is long.
+// Reduces `units` units of 16 bytes, all aligned. Not inlined, because the code is long.
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t units, const ChunkSource<T> source,
                                       Bytes16* to) {
@@ -250,7 +252,7 @@ PROXYCCL_OUT_OF_LINE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t
 }
 #endif
 
-// out[0, count) = the combination, in rank order, of source(rank)[0, count) of all ranks. By a block.
+// Sets out[0, count) to the combination, in rank order, of source(rank)[0, count) of all ranks. Called by a block.
 template <class T, class Op>
 PROXYCCL_DEVICE void reduceChunk(const ProxycclArrived& arrived, uint64_t count, const ChunkSource<T>& source, T* out) {
   uint64_t done = 0;
@@ -271,7 +273,7 @@ PROXYCCL_DEVICE void reduceChunk(const ProxycclArrived& arrived, uint64_t count,
       [&](uint64_t i, const auto& sum) { sum.store(out + done + i); });
 }
 
-// out[0, count) = the combination, in rank order, of in[0, count) and of the data that arrives from every peer.
+// Sets out[0, count) to the combination, in rank order, of in[0, count) and of the data that arrives from every peer.
 template <class T, class Op>
 PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in, T* out, uint64_t count) {
   const uint32_t chunks = arrived.pieces * arrived.chunks;

@@ -40,8 +40,8 @@ struct Run {
 };
 
 // Calls store(i, run) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [begin, end).
-// By one thread. Each loop is over one array, so a C++ compiler makes vector instructions of it; a run is so short that
-// the next loop's data is still in the nearest cache.
+// Called by one thread. Each loop is over one array, so that C++ compilers vectorise the loop; a run is short enough to
+// stay in the nearest cache until the next loop.
 template <class T, class Op, class Source, class Store>
 PROXYCCL_DEVICE void reduceRuns(uint32_t ranks, uint32_t divisor, uint64_t begin, uint64_t end, Source source,
                                 Store store) {
@@ -53,8 +53,8 @@ PROXYCCL_DEVICE void reduceRuns(uint32_t ranks, uint32_t divisor, uint64_t begin
     const uint64_t count = minimum(kLongest, end - i);
     const T* first = source(0) + i;
     for (uint64_t k = 0; k < count; ++k) sums[k] = contribution<T, Op>(first[k], divisor);
-    // The last loop over values of the accumulator's type finishes them too, which saves a pass over the run. Narrower
-    // ones are converted in a separate loop: compilers do not vectorise both conversions in one.
+    // The last loop over values of the accumulator's type also finishes the values, which saves a pass over the run.
+    // Narrower values are converted in a separate loop: compilers do not vectorise both conversions in one.
     const bool last_finishes = sizeof(T) == sizeof(A) && ranks > 1;
     for (uint32_t rank = 1; rank < ranks - last_finishes; ++rank) {
       const T* next = source(rank) + i;
@@ -100,12 +100,12 @@ PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint32_t divisor, uin
 template <class T>
 using Unit = Pack<T, 16 / sizeof(T)>;
 
-// When the units of a rank are loaded: in its turn, or while those of the previous rank are in flight, which keeps more
-// data in flight and more in registers.
+// When the units of a rank are loaded: in the rank's turn, or while the previous rank's units are in flight, which
+// keeps more data in flight and takes more registers.
 enum class Loads { kInTurn, kAhead };
 
-// Combines unit u, for all u < kUnits, of all ranks in rank order: source(rank)(u). Units are held as bytes: as values,
-// narrow ones would take a register each.
+// Combines unit u, for all u < kUnits, of all ranks in rank order: source(rank)(u). Units are held as bytes, because
+// narrow values would take a register each.
 template <class T, class Op, uint32_t kUnits, Loads kLoads, class Source>
 PROXYCCL_DEVICE void combineUnits(uint32_t ranks, uint32_t divisor, Source source, Bytes16 (&results)[kUnits]) {
   using A = typename Element<T>::Accumulator;
@@ -147,8 +147,8 @@ PROXYCCL_DEVICE void combineUnits(uint32_t ranks, uint32_t divisor, Source sourc
 #endif
 
 // Calls store(i, values) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [0, n): on
-// a GPU 16 bytes at once where `aligned`, else value by value; on the host in runs. By the callers `thread` of
-// `threads`. An average divides by `divisor`.
+// a GPU 16 bytes at once where `aligned`, else value by value; on the host in runs. Called by each of `threads`
+// threads. An average divides by `divisor`.
 template <class T, class Op, class Source, class Store>
 PROXYCCL_DEVICE void reduceRanks(uint32_t ranks, uint32_t divisor, uint64_t n, [[maybe_unused]] bool aligned,
                                  uint32_t thread, uint32_t threads, Source source, Store store) {

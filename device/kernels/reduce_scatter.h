@@ -1,8 +1,8 @@
 // reduce_scatter: each rank gets one share of the reduction, in one crossing.
 //
-// Every rank stores the part that a peer reduces to that peer's scratch memory, straight from its input. It reduces in
-// rank order straight into its output. A short call goes in rounds (exchange.h), a long one in pieces
-// (scattered_reduction.h), which fewer blocks suffice for: it ends with a meeting more.
+// Every rank stores the part that a peer reduces to that peer's scratch memory, straight from its input. The peer
+// reduces in rank order, straight into its output. A short call goes in rounds (exchange.h), a long call in pieces
+// (scattered_reduction.h). Pieces need fewer blocks, but one more meeting at the end.
 //
 // In pieces a rank scatters piece k + 1 when it has every peer's data of piece k, which the peers posted when they had
 // reduced piece k - 2: of PROXYCCL_PIPELINE_DEPTH buffers, used in turn, the next one is free. In the last meeting a

@@ -14,7 +14,7 @@ struct ScaledPart {
   struct alignas(16) Values {
     T at[kEach];
   };
-  struct alignas(4) Elements {  // like rows with scales between them
+  struct alignas(4) Elements {  // aligned like rows with scales between them
     uint8_t at[kEach];
   };
   static_assert(kBlocks > 0, "a block has too many lanes");
@@ -91,8 +91,8 @@ class ScaledNumbers {
     }
   }
   // By a group: makes the elements. *kept is the greatest magnitude of a block: the lane with number n among a block's
-  // has that of part n. Returns false to the whole group if there was an infinity or a NaN; then the elements are
-  // invalid.
+  // lanes has the magnitude of part n. Returns false to the whole group if there was an infinity or a NaN; then the
+  // elements are invalid.
   PROXYCCL_DEVICE bool quantize(const Group& group, Elements* elements, float* kept) const {
     uint32_t most[kParts];
 #pragma unroll
@@ -110,7 +110,7 @@ class ScaledNumbers {
 #pragma unroll
     for (uint32_t i = 0; i < kParts; ++i) own = lane == i ? most[i] : own;
     *kept = widen(max(own & 0xffff, own >> 16));
-    const float own_factor = factorOf(*kept);  // one division for all parts
+    const float own_factor = factorOf(*kept);  // one division serves all parts
 #pragma unroll
     for (uint32_t i = 0; i < kParts; ++i) {
       const float factor = shuffle(own_factor, group.lane - lane + i);
@@ -147,7 +147,7 @@ class ScaledNumbers {
 template <uint32_t kParts, class T, class StoreParts, class StoreScale>
 PROXYCCL_DEVICE void scaleBlocks(const Group& group, const T* row, uint32_t first, uint32_t last, bool aligned,
                                  StoreParts storeParts, StoreScale storeScale) {
-  // Each thread makes the scale of one block, because that costs a division. They are stored side by side.
+  // Each thread makes the scale of one block, because that costs a division. The scales are stored side by side.
   auto storeScales = [&](uint32_t lanes, float kept) {
     const uint32_t block = first + group.lane % lanes * (kGroupLanes / lanes) + group.lane / lanes;
     if (block < last) storeScale(block, scaleOf(kept));

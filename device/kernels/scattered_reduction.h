@@ -69,8 +69,8 @@ class ScatteredReduction {
   }
 
 #if PROXYCCL_ON_HOST
-  // The first of this thread's elements of a piece, which lie side by side, in whole units. Which they are does not
-  // depend on the length of a piece: the next one may come into the same buffer.
+  // The first of this thread's elements of a piece, which lie side by side, in whole units. Their place does not depend
+  // on the length of a piece, because the next piece may come into the same buffer.
   uint64_t firstElement(uint64_t thread) const {
     return divideUp(team_.piece, Units<T>::kWide) * thread / threads() * Units<T>::kWide;
   }
@@ -95,7 +95,7 @@ class ScatteredReduction {
   }
   PROXYCCL_DEVICE uint64_t beginOf(uint64_t k, uint32_t owner) const { return owner * team_.share + k * team_.piece; }
 
-  // The slot for rank `of` in the buffers of rank `at`.
+  // Returns the slot for rank `of` in the buffers of rank `at`.
   PROXYCCL_DEVICE T* slot(uint32_t at, uint32_t kind, uint64_t k, uint32_t of) const {
     const uint32_t buffer = kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH);
     return reinterpret_cast<T*>((at == team_.rank ? team_.scratch : team_.remote[at]) +
@@ -130,8 +130,8 @@ class ScatteredReduction {
     }
   }
 
-  // Reduces this rank's part of piece k, and stores the result to target(rank) for each rank, this one last; with
-  // `alone` only to that of this rank.
+  // Reduces this rank's part of piece k, and stores the result to target(rank) for each rank, for this rank last; with
+  // `alone` only to target(this rank).
   template <class Target>
   PROXYCCL_DEVICE void reduce(uint64_t k, bool alone, Target target) const {
     const uint64_t begin = beginOf(k, team_.rank), count = sizeOf(k, team_.rank);
@@ -190,7 +190,7 @@ class ScatteredReduction {
 #endif
 
   const ProxycclTeam& team_;
-  T* in_;  // only read, never written
+  T* in_;  // the input, which is never written
   uint64_t count_;
   Links links_;
 };

@@ -26,7 +26,7 @@ class FlowEnd {
     // The receiver's slots are numbered by their sender, the staging slots by their receiver.
     incoming_ = (static_cast<uint64_t>(lane) * flows.world_size + transfer.peer) * PROXYCCL_FLOW_SLOTS;
     outgoing_ = (static_cast<uint64_t>(lane) * flows.world_size + flows.rank) * PROXYCCL_FLOW_SLOTS;
-    __syncthreads();  // all have read piece_ before finish() changes it
+    __syncthreads();  // after this barrier, all threads have read piece_, which finish() changes
   }
 
   PROXYCCL_DEVICE void send(const char* src, uint64_t bytes) {
@@ -87,7 +87,7 @@ class FlowEnd {
     __syncthreads();
   }
 
-  // A size that differs is an error of the program. After an abort the slot holds an older transfer's.
+  // A different size is an error of the program. After an abort, the slot holds the size of an older transfer.
   PROXYCCL_DEVICE void check(uint64_t sent) const {
     if (sent == transfer_.bytes || aborted(flows_.control)) return;
     const WaitFor what = {PROXYCCL_WAIT_NONE, link_->peer, PROXYCCL_NO_CHANNEL, transfer_.bytes};

@@ -13,11 +13,11 @@
 enum { PROXYCCL_MAX_BLOCK_THREADS = 512 };
 
 typedef struct ProxycclLink {
-  ProxycclSemaphore semaphore; /* where the peer is mapped */
-  ProxycclProxyChannel proxy;  /* where it is reached through the proxy */
+  ProxycclSemaphore semaphore; /* used if the peer is mapped */
+  ProxycclProxyChannel proxy;  /* used if the peer is reached through the proxy */
   char* remote;                /* the peer's scratch memory, mapped */
   uint32_t proxied;
-  uint32_t peer; /* its rank in the communicator, which errors name */
+  uint32_t peer; /* the peer's rank in the communicator, which errors name */
 } ProxycclLink;
 
 /* Scratch memory, the same on each rank, in this order:
@@ -35,18 +35,19 @@ enum {
   PROXYCCL_MAX_MAPPED_RANKS = 72                           /* most members of a team whose members are all mapped */
 };
 
-/* In device memory. Advanced by the last block of each kernel, never by the host: a captured graph replays. */
+/* Counters in device memory. Only the last block of each kernel advances them, so that a captured graph can be
+ * replayed. */
 typedef struct ProxycclTeamCounters {
   uint64_t round;
   uint32_t blocks_done;
   uint32_t grid_barrier[2]; /* a DeviceSyncer's two words */
 } ProxycclTeamCounters;
 
-/* A kernel parameter, passed by value: every load that a kernel needs before it can send delays it. */
+/* A kernel parameter, passed by value: loading these values from memory would delay the kernel's first send. */
 typedef struct ProxycclTeam {
-  uint32_t rank;       /* among the members */
-  uint32_t world_size; /* their number */
-  uint32_t divisor;    /* of an average: the number of members, or of all ranks whose sums they add */
+  uint32_t rank;       /* this rank's number among the members */
+  uint32_t world_size; /* number of members */
+  uint32_t divisor;    /* divisor of an average: the number of members, or of all ranks whose sums the members add */
   uint32_t lanes;
   ProxycclControl* control;
   ProxycclLink* links;
@@ -56,16 +57,17 @@ typedef struct ProxycclTeam {
   char* proxied;           /* the scratch memory for peers that are not mapped: `scratch`, or pinned memory
                               of the host, where CPUs move what the proxy would stage */
   uint64_t exchange_bytes; /* bytes from all peers that a buffer for rounds holds */
-  uint64_t pipeline_bytes; /* the same of a pipeline's */
+  uint64_t pipeline_bytes; /* bytes from all peers that a buffer for pipelines holds */
   uint64_t outputs_offset, staging_offset;
-  uint64_t one_crossing_bytes; /* up to here an all_reduce by proxy takes one crossing */
+  uint64_t one_crossing_bytes; /* most bytes for which an all_reduce by proxy takes one crossing */
   /* The shape of a call in pieces, worked out by the host, because division is slow on a device. In elements: a rank
    * reduces a share, in pieces. */
   uint64_t share, piece, pieces;
-  uint64_t slot_bytes; /* of a slot for a peer's piece */
+  uint64_t slot_bytes; /* bytes of a slot for a peer's piece */
   uint32_t meet;   /* whether ranks learn of each other's outputs before they send anything; the same on all ranks */
   uint32_t offers; /* whether peers may load this rank's input where its output lies (all_reduce_two_shot.h) */
   char* remote[PROXYCCL_MAX_MAPPED_RANKS]; /* by rank, the peers' scratch memory; null if it is not mapped */
-  /* By rank, where its kernels reach this rank's output, and where it lies here; all null if one does not reach it. */
+  /* By rank, the address at which the rank's kernels reach this rank's output, and for this rank the local address; all
+   * null if some rank does not reach the output. */
   char* reached_at[PROXYCCL_MAX_MAPPED_RANKS];
 } ProxycclTeam;

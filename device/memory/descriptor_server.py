@@ -29,7 +29,7 @@ from proxyccl.device.process.threads import Thread
 
 _TIMEOUT = 10.0
 _PAUSE_SECONDS = 0.01
-_REQUEST_SECONDS = 2.0  # clients send at once; a stopped client blocks the others no longer than this
+_REQUEST_SECONDS = 2.0  # clients send at once, so only a stopped client takes so long
 _LONGEST_REQUEST = 256
 _PART = struct.Struct("<Q")
 
@@ -103,7 +103,7 @@ class DescriptorServer:
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except BlockingIOError:  # the client has left meanwhile
+        except BlockingIOError:  # the client has gone
             return
         except OSError:
             time.sleep(_PAUSE_SECONDS)  # the client waits, and may succeed when there are descriptors or memory again
@@ -112,7 +112,7 @@ class DescriptorServer:
 
     def answer(self, connection: socket.socket) -> None:
         """Serves one client on any kind of connection, and closes the connection. Any thread may call it."""
-        # A client that leaves, or does not read, loses only its own answer.
+        # If a client leaves or does not read, only its own answer is lost.
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_REQUEST_SECONDS)
             self._serve(connection)
@@ -162,7 +162,7 @@ def serve() -> DescriptorServer:
         return _server
 
 
-@atexit.register  # at the import, so that communicators, which registered later, are closed before
+@atexit.register  # registered at import, so that communicators, which register later, are closed first
 def _remove_files() -> None:
     for process, path in _left_files:
         if process.is_here:

@@ -33,7 +33,7 @@ class HandleCache:
 
     PATIENCE: ClassVar[float] = 5.0
 
-    _caches: ClassVar[weakref.WeakSet[HandleCache]] = weakref.WeakSet()  # including those of ranks that are threads
+    _caches: ClassVar[weakref.WeakSet[HandleCache]] = weakref.WeakSet()  # all caches of the process
     _caches_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
@@ -76,14 +76,15 @@ class HandleCache:
         return _Leased(self, handle)
 
     def release(self, handle: bytes, *, keep: bool = True) -> None:
-        """Ends one use. Without `keep`, memory that is then unused is unmapped: its owner frees it, and a driver keeps
-        the memory until it is unmapped."""
+        """Ends one use. Without `keep`, unmaps the memory if it is then unused, because its owner frees it, and
+        drivers keep freed memory until it is unmapped everywhere.
+        """
         self._mappings.release(handle, keep=keep)
         if not keep and self._below is not None:
             self._below._mappings.discard(handle)
 
     def hold(self) -> HandleCache:
-        """Returns this cache for one more holder, which must also call `close`."""
+        """Adds a holder, which must also call `close`. Returns this cache."""
         with self._caches_lock:
             self._holders += 1
         return self

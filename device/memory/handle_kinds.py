@@ -21,9 +21,11 @@ NOT_PASSED = (
     "memory of cudaMalloc does not pass PID namespaces; allocate it with Communicator.empty(), or torch's with "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 )
-"""Why a GPU's memory that `passes_namespaces` refuses can't be mapped, and what to do."""
+"""The reason why GPU memory that `passes_namespaces` refuses can't be mapped, and the remedy."""
 
 
 def passes_namespaces(handle: bytes) -> bool:
-    """Whether processes of other PID namespaces can open a handle: drivers share plain GPU memory within one only."""
+    """Whether processes of other PID namespaces can open a handle: drivers share plain GPU memory only within one
+    PID namespace.
+    """
     return sharing_of(handle) != "IPC"

@@ -49,7 +49,7 @@ class LeaseCache(Generic[Key, Value]):
         self._weigh = weigh
         self._keep_weight = keep_weight
         self._entries: dict[Key, _Entry[Value]] = {}
-        self._idle: OrderedDict[Key, float] = OrderedDict()  # weights
+        self._idle: OrderedDict[Key, float] = OrderedDict()  # weights of idle values, by key
         self._closed = False
         self._lock = threading.Lock()  # guards the fields; never held while a value is made or discarded
 
@@ -83,7 +83,7 @@ class LeaseCache(Generic[Key, Value]):
             return entry.value
 
     def release(self, key: Key, *, keep: bool = True) -> None:
-        """Ends one use. After the last one the value is kept idle; without `keep` it is discarded.
+        """Ends one use. After the last use the value is kept idle, or discarded without `keep`.
 
         Does nothing if the cache is closed.
 
@@ -100,7 +100,7 @@ class LeaseCache(Generic[Key, Value]):
             if entry.users:
                 return
             weight = 0 if entry.value is None else self._weigh(entry.value)
-            keep = keep and weight <= self._keep_weight  # a heavier value alone would push out all others
+            keep = keep and weight <= self._keep_weight  # a heavier value would evict all others
             if keep and entry.value is not None:
                 self._idle[key] = weight
         if not keep:
@@ -125,7 +125,7 @@ class LeaseCache(Generic[Key, Value]):
             entries = list(self._entries.values())
             self._entries.clear()
             self._idle.clear()
-        with contextlib.ExitStack() as steps:  # one that fails does not keep the others
+        with contextlib.ExitStack() as steps:  # closes all, even if one fails
             for entry in entries:
                 steps.callback(self._discard_last, entry)
 
@@ -144,7 +144,7 @@ class LeaseCache(Generic[Key, Value]):
         def discard(key: Key, entry: _Entry[Value]) -> None:
             discarded.append(self._discard_unused(key, entry))
 
-        with contextlib.ExitStack() as steps, self._lock:  # one that fails does not keep the others
+        with contextlib.ExitStack() as steps, self._lock:  # closes all, even if one fails
             total = sum(self._idle.values())
             while self._idle and (len(self._idle) > keep or total > keep_weight):
                 key, weight = self._idle.popitem(last=False)

@@ -43,7 +43,8 @@ uint64_t remove(Device& device, Segment** link) {
   return ptr;
 }
 
-// While it exists, the device's context is the thread's current one, in the capture mode that allows allocations.
+// While this object exists, the device's context is the thread's current one, in the capture mode that allows
+// allocations.
 class InContext {
  public:
   explicit InContext(const ProxycclPoolCalls& calls) : calls_(calls), mode_(calls.relaxed) {
@@ -82,7 +83,8 @@ uint64_t allocate(const ProxycclPoolCalls& calls, size_t bytes) {
   return calls.allocate_with_flags(&ptr, bytes, calls.flags) == 0 ? reinterpret_cast<uintptr_t>(ptr) : 0;
 }
 
-// The library takes no status. A device that can't free memory has failed, and reports that to its next caller.
+// The library accepts no status. A device that can't free memory has failed, and reports the failure to its next
+// caller.
 void free_memory(const ProxycclPoolCalls& calls, uint64_t ptr) {
   const InContext context(calls);
   if (!context.failed()) calls.free(ptr);

@@ -2,10 +2,10 @@
  *
  * A library's caching allocator calls the two functions with its own lock held, possibly without the GIL. Code that
  * waited for the GIL there could deadlock with a Python thread that waits for the allocator. So nothing here is Python,
- * and each allocation, a segment, is only noted down. Python reads the notes when it next looks.
+ * and each allocation, a segment, is only recorded. Python reads the records when it needs them.
  *
  * A communicator that offers a segment to its peers holds it. A segment that the library frees returns to the driver at
- * once if nobody holds it; otherwise whoever ends the last hold returns it.
+ * once if there is no hold on it; otherwise at the end of the last hold.
  */
 #pragma once
 
@@ -13,11 +13,12 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#define PROXYCCL_EXPORTED extern "C" __attribute__((visibility("default"))) /* by its name; all else is hidden */
+/* Exported by name; all other symbols are hidden. */
+#define PROXYCCL_EXPORTED extern "C" __attribute__((visibility("default")))
 
 enum { PROXYCCL_POOL_DEVICES = 64 }; /* devices are numbered from 0 */
 
-/* The driver's calls for a device. It offers either `allocate` or `allocate_with_flags`. */
+/* The driver's calls for a device. The driver offers either `allocate` or `allocate_with_flags`. */
 typedef struct ProxycclPoolCalls {
   /* cuMemAlloc, proxyccl_host_allocate */
   int (*allocate)(uint64_t* ptr, size_t bytes);
@@ -30,14 +31,14 @@ typedef struct ProxycclPoolCalls {
   int (*current)(uint64_t* context);
   /* cuCtxSetCurrent, hipSetDevice; NULL if there is no context. */
   int (*make_current)(uintptr_t context);
-  uint64_t context; /* the device's */
+  uint64_t context; /* the device's context */
   /* Exchanges the thread's capture mode (cuThreadExchangeStreamCaptureMode and HIP's); NULL if there is none. */
   int (*exchange_capture_mode)(int* mode);
   int relaxed; /* the capture mode in which allocating is allowed */
 } ProxycclPoolCalls;
 
 typedef struct ProxycclSegment {
-  uint64_t number; /* counts up from 1; unique to this segment */
+  uint64_t number; /* unique to this segment; numbers count up from 1 */
   uint64_t ptr;
   uint64_t bytes;
   uint32_t freed; /* 1: the library has freed the segment, and a hold remains */
@@ -56,7 +57,8 @@ PROXYCCL_EXPORTED void proxyccl_pool_free(void* ptr, ssize_t bytes, int device, 
 uint64_t proxyccl_pool_changes(int device);
 /* Copies the segments, at most `room` of them. Returns how many there are. */
 size_t proxyccl_pool_segments(int device, ProxycclSegment* segments, size_t room);
-/* Holds a segment: its memory stays when the library frees it. Returns 0 if the library had freed it before. */
+/* Holds a segment: the segment's memory stays allocated even if the library frees it. Returns 0 if the library had
+ * freed it before. */
 int proxyccl_pool_hold(int device, uint64_t number);
 /* Ends a hold. Returns the segment's address if the caller must now free it, else 0. */
 uint64_t proxyccl_pool_release(int device, uint64_t number);

@@ -20,7 +20,7 @@ def library() -> str:
     """Returns the path of the library that exports the functions."""
     found = importlib.util.find_spec("proxyccl.device._native")
     assert found is not None
-    assert found.origin is not None  # it was imported above
+    assert found.origin is not None  # found, because the module was imported above
     return found.origin
 
 

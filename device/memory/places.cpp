@@ -19,7 +19,7 @@ constexpr uint64_t kReady = 0, kTaken = ~uint64_t{0};
 std::mutex mutex;  // guards everything below, and all states
 ProxycclPlaces* all = nullptr;
 thread_local ProxycclPlaces* chosen = nullptr;
-uint64_t mark = uint64_t{1} << 63;  // the address for the next allocation for which no place is left
+uint64_t mark = uint64_t{1} << 63;  // the address for the next allocation that gets no place
 uint64_t freed = 0;                 // the number of the last free
 
 }  // namespace

@@ -1,9 +1,11 @@
 /* Places: equal parts of one memory, which another library's caching allocator allocates and frees as if they were
- * whole allocations. So it decides when a place is free again: it knows on which streams its arrays are used.
+ * whole allocations. So the allocator decides when a place is free again, because it knows on which streams its arrays
+ * are used.
  *
- * A thread chooses the places that its next allocations come from. If all are taken, an allocation gets an address that
- * no memory has, and none gets twice, as the library tells its allocations apart by their addresses: a mark that the
- * caller recognises and frees at once. A failure would make the library free its cached memory and wait for the device.
+ * A thread chooses the places that its next allocations come from. If all places are taken, an allocation gets an
+ * unmapped address, which the caller recognises and frees at once. Each such address is unique, because the library
+ * identifies its allocations by address. A failure would make the library free its cached memory and wait for the
+ * device.
  *
  * The library calls with its own lock held, so nothing here is Python (memory_pool.h). Kernels that it queued may still
  * use a place that it has freed; where drivers free memory, they wait for such kernels. So a freed place is idle until
@@ -23,7 +25,8 @@ void proxyccl_places_choose(ProxycclPlaces* places);
 uint64_t proxyccl_places_idle(ProxycclPlaces* places);
 /* Makes places freed up to number `last` available again. The caller must have waited for the device since. */
 void proxyccl_places_renew(ProxycclPlaces* places, uint64_t last);
-/* Closes the places if the library uses none of them, and returns whether it did. No thread may have them chosen. */
+/* Closes the places if the library uses none of them, and returns whether they are closed. No thread may have chosen
+ * these places. */
 int proxyccl_places_close(ProxycclPlaces* places);
 
 /* For the library, by name; the signatures are those of torch.cuda.memory.CUDAPluggableAllocator. */

@@ -38,7 +38,7 @@ class Places:
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _outlived: ClassVar[list[Places]] = []  # closed, but the library still uses some of their places
+    _outlived: ClassVar[list[Places]] = []  # closed objects of which the library still uses places
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> None:
         self._runtime, self._memory = runtime, memory
@@ -55,7 +55,7 @@ class Places:
         idle = lib.proxyccl_places_idle(self._native)
         if idle:
             self._runtime.synchronize()
-            lib.proxyccl_places_renew(self._native, idle)  # not those that other threads have freed meanwhile
+            lib.proxyccl_places_renew(self._native, idle)  # excludes places that other threads have freed meanwhile
         lib.proxyccl_places_choose(self._native)
 
     @staticmethod
@@ -69,7 +69,7 @@ class Places:
         return number if behind == 0 and 0 <= number < self._count else None
 
     def close(self) -> None:
-        """Ends the places, or leaves them until the library has freed them."""
+        """Frees the places, or keeps them until the library has freed all of them."""
         self._let_go(self)
 
     @classmethod

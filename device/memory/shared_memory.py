@@ -58,12 +58,12 @@ def _page_round(nbytes: int) -> int:
 class _Mapping:
     """A file mapped into this process, unmapped with the last `SharedMemory` that uses it.
 
-    A file is mapped once in a process, so ranks that are threads see one address. A second mapping would be the same
-    memory unknown to a race detector, which knows memory by its address. Addresses that are pinned may outlast their
+    A file is mapped once in a process, so ranks that are threads see one address. A race detector knows memory by its
+    address, so it would miss races between two mappings of the same memory. Addresses that are pinned may outlast their
     users (`SharedMemory.addresses`); the descriptor does not.
     """
 
-    _lock = threading.RLock()  # garbage may be collected, and memory closed, anywhere
+    _lock = threading.RLock()  # an RLock, because garbage collection may close memory anywhere
     _by_file: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Mapping]] = weakref.WeakValueDictionary()
 
     def __init__(self, descriptor: int, info: os.stat_result, origin: _Origin | None) -> None:
@@ -77,7 +77,7 @@ class _Mapping:
         self.address = int(ffi.cast("uintptr_t", address[0]))
         self.nbytes = nbytes
         self._users = 1
-        self._descriptors: list[int] = []  # of its own file: one, while it has users
+        self._descriptors: list[int] = []  # one descriptor of this process's own file, while it has users
         self._name_by(descriptor, origin)
         # The finalizer does not run at exit: communicators close later, and their proxies still use the memory.
         weakref.finalize(self, _Mapping._release, self.address, nbytes, self._descriptors).atexit = False
@@ -211,7 +211,7 @@ class SharedMemory:
         return self.ptr <= ptr and ptr + nbytes <= self.ptr + self.nbytes
 
     def addresses(self) -> object:
-        """Returns an object that keeps this memory's addresses from reuse, also after `close`."""
+        """Returns an object that keeps this memory's addresses from reuse, even after `close`."""
         if self._mapping is None:
             raise ClosedError("the memory is closed")
         return self._mapping
@@ -300,7 +300,7 @@ def _descriptor_of(origin: _Origin, identity: tuple[int, int]) -> int:
     """Returns a descriptor of the file that a process offers, for the caller to close. Raises OSError."""
     if origin.view and origin.view == proc_view():
         return os.open(f"/proc/{origin.pid}/fd/{origin.descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    if origin.token == forks.here().token:  # works without /proc
+    if origin.token == forks.here().token:  # needs no /proc
         return os.dup(origin.descriptor)
     return fetch_descriptor(origin.token, _KIND, _REQUEST.pack(origin.descriptor, *identity))
 

@@ -90,7 +90,7 @@ def listen_in_directory(place: Path, token: bytes) -> tuple[socket.socket, str]:
         undo.callback(os.unlink, draft)
         os.chmod(draft, 0o600)
         listener.listen(64)
-        os.rename(draft, path)  # it listens before it has its name: `_remove_left` removes those that don't
+        os.rename(draft, path)  # renamed once it listens: `_remove_left` removes sockets that don't
         undo.pop_all()
     return listener, path
 
@@ -131,7 +131,7 @@ def add_broker(name: str, connect: Connect) -> None:
     """Registers a broker, a process that connects others, for processes that no other socket reaches.
 
     Args:
-        name: the broker's name in errors. It replaces a broker of the same name.
+        name: the broker's name in errors. A broker of the same name is replaced.
         connect: connects by the broker. Raises OSError if the broker does not know the process.
     """
     _brokers[name] = connect

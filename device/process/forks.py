@@ -56,7 +56,7 @@ def here() -> Process:
 def finalizer(owner: Any, release: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
     """Returns a `weakref.finalize` that runs only in the process that made it.
 
-    It does not run at exit: communicators are closed later.
+    The finalizer does not run at exit, because communicators are closed later.
     """
     made = weakref.finalize(owner, _release, _here, release, arguments)
     made.atexit = False
@@ -88,7 +88,7 @@ def _begin() -> None:
     global _here  # noqa: PLW0603  the process that this module's objects are made in
     _here = Process()
     for connection in list(_sockets):
-        connection.close()  # not shut down: the parent still uses it
+        connection.close()  # closed but not shut down, because the parent still uses it
 
 
 os.register_at_fork(after_in_child=_begin)

@@ -73,7 +73,7 @@ def raise_interrupt() -> None:
         try:
             raise error
         finally:
-            del error  # otherwise a cycle, through its traceback and this frame
+            del error  # avoids a reference cycle of the error, its traceback and this frame
 
 
 def in_handler() -> bool:
@@ -117,7 +117,7 @@ class _Helper:
             function, outcome = self._calls.get()
             try:
                 function()
-            except BaseException as error:  # raised where the call is waited for
+            except BaseException as error:  # raised in the thread that waits for the call
                 outcome.error = error
             del function
             _idle.append(self)
@@ -129,8 +129,8 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 
 def wait_elsewhere(wait: Callable[[], None], look: Callable[[], None] | None = None) -> None:
-    """Makes a call that may wait long in C, and raises its exceptions. For the main thread another thread makes it,
-    and it continues there if the main thread is interrupted.
+    """Makes a call that may wait long in C, and raises its exceptions. If the caller is the main thread, another thread
+    makes the call, which continues there if the main thread is interrupted.
 
     Args:
         wait: the call.

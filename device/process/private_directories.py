@@ -25,7 +25,7 @@ def require_private(directory: Path, argument: str = "directory", *, secret: boo
     Args:
         directory: an existing directory.
         argument: its name in the error.
-        secret: other users must not be able to read or enter it either.
+        secret: whether other users must also be unable to read or enter the directory.
 
     Raises:
         UntrustedPathError: it belongs to another user, other users can write to it, or it is a link.
@@ -82,7 +82,7 @@ def read_private(
             file.
         OSError: the file can't be read. FileNotFoundError: it does not exist.
     """
-    try:  # a pipe must not block the open
+    try:  # O_NONBLOCK, because opening a pipe would block
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path.name, flags, dir_fd=directory)
     except OSError as error:
@@ -118,10 +118,10 @@ def write_private(directory: int, path: Path, data: bytes) -> None:
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(descriptor)  # otherwise a machine that stops may leave the name without its contents
+            os.fsync(descriptor)  # otherwise a crash may leave the name without the contents
         os.rename(draft, path.name, src_dir_fd=directory, dst_dir_fd=directory)
     finally:
-        with contextlib.suppress(FileNotFoundError):  # it has its name
+        with contextlib.suppress(FileNotFoundError):  # the file was renamed
             os.unlink(draft, dir_fd=directory)
 
 

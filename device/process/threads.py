@@ -17,7 +17,7 @@ _logger = logging.getLogger("proxyccl")
 
 
 class _Started(threading.Event):
-    """The event that `threading.Thread.start` waits for. A thread without memory to begin with never sets it, and
+    """The event that `threading.Thread.start` waits for. A thread that lacks memory to begin never sets the event, and
     `start` has no time-out (https://github.com/python/cpython/issues/140746).
     """
 
@@ -48,7 +48,7 @@ class Thread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._started = _Started()
         self._failed = failed
-        self._lock = threading.Lock()  # a thread that begins late and a start that gives up agree through it
+        self._lock = threading.Lock()  # decides between a thread that begins late and a start that gives up
         self._call: Callable[[], object] | None = functools.partial(run, *arguments)  # until it begins or is abandoned
 
     def start(self) -> None:
@@ -75,7 +75,7 @@ class Thread(threading.Thread):
             if self._failed is not None:
                 self._failed(error)
         finally:
-            self._failed = None  # whoever keeps the thread need not keep its owner
+            self._failed = None  # drops the reference to the owner of the thread
 
     def _take(self) -> Callable[[], object] | None:
         # Python keeps a thread that did not begin forever, but not the objects that it would have used.

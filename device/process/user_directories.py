@@ -14,7 +14,8 @@ NAME = "proxyccl"
 
 
 def user_directory(variable: str, below_home: str, purpose: str) -> Path:
-    """Returns the directory for a kind of this library's files. It need not exist, and may fail `require_private`.
+    """Returns the directory for a kind of this library's files. The directory need not exist, and may fail
+    `require_private`.
 
     Args:
         variable: the XDG variable that names the parent directory.
@@ -22,7 +23,7 @@ def user_directory(variable: str, below_home: str, purpose: str) -> Path:
         purpose: the kind of files, for a name in ``$TMPDIR``, else ``/tmp``, if the home can't be used.
     """
     named = os.environ.get(variable, "")
-    if os.path.isabs(named):  # the XDG rules ignore others
+    if os.path.isabs(named):  # the XDG rules ignore relative paths
         return Path(named) / NAME
     home = _home()
     if home is not None and _is_usable(home, home / below_home / NAME):
@@ -31,7 +32,9 @@ def user_directory(variable: str, below_home: str, purpose: str) -> Path:
 
 
 def runtime_directory() -> Path:
-    """Returns the directory for this user's sockets and for files that end with their process. It need not exist."""
+    """Returns the directory for this user's sockets and for files that end with their process. The directory need
+    not exist.
+    """
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named and os.path.isdir(named):
         return Path(named) / NAME
@@ -43,7 +46,7 @@ def _home() -> Path | None:
     named = os.environ.get("HOME", "")
     try:
         home = named or pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:  # the user has no entry
+    except KeyError:  # the passwd file has no entry for this user
         return None
     return Path(home) if os.path.isabs(home) and os.path.isdir(home) else None
 

@@ -29,7 +29,8 @@ class _Prepared:
     @property
     def is_lost(self) -> bool:
         poll = select.poll()
-        poll.register(self.connection, select.POLLIN | select.POLLRDHUP)  # any input is its end
+        # The daemon sends nothing before a request, so any input means that the connection has ended.
+        poll.register(self.connection, select.POLLIN | select.POLLRDHUP)
         return bool(poll.poll(0))
 
     def close(self) -> None:
@@ -86,8 +87,8 @@ class ChosenDaemon(DaemonAddress):
             early.add_done_callback(_close_made)
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """See `DaemonAddress.connect`. Also raises ArgumentError if no daemon sees the device, or an option of the
-        daemon is wrong, and ProxyLostError if the daemon does not answer.
+        """Connects as `DaemonAddress.connect` does. Also raises ArgumentError if no daemon sees the device, or an
+        option of the daemon is wrong, and ProxyLostError if the daemon does not answer.
         """
         prepared = self._made_early() or self._prepare(timeout)
         self._chosen = prepared.address

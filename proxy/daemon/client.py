@@ -187,7 +187,7 @@ class DaemonClient(ProxyWords):
         try:
             for handle in handles:
                 self.sleepers.add(SharedMemory.open(handle))
-        except ArgumentError as error:  # without the words, the daemon's threads wake by themselves
+        except ArgumentError as error:  # without the words, the daemon's threads poll their rings in time
             logging.getLogger("proxyccl").warning("launches cannot wake the node daemon's threads: %s", error)
 
     def __repr__(self) -> str:
@@ -228,7 +228,9 @@ class DaemonClient(ProxyWords):
             raise ClosedError("the proxy service is closed")
 
     def check_turns(self, timeout: float) -> None:
-        """Gives up the daemon where a `ProxyService` fails the proxy. Handlers run here, and hold up no schedule."""
+        """Treats the daemon as lost if no worker has taken a turn for `timeout` while a stream waited. Slow handlers
+        don't count: they run in this process, apart from schedules.
+        """
         if self._daemon.is_open and self._turns.look_for_streams() > timeout:
             self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
 
@@ -249,7 +251,8 @@ class DaemonClient(ProxyWords):
         except ArgumentError:
             if not self._takes_private:
                 raise
-            first = self.add_remote_memory(base, nbytes, key)  # the daemon refuses copies from and to this memory
+            # The daemon cannot map this memory, and refuses copies from and to it.
+            first = self.add_remote_memory(base, nbytes, key)
         else:
             first = self._daemon.ask(SessionService.add_memory, name, nbytes, key)
         self._repeat(first, lambda own: own.add_memory(base, nbytes, first=first))
@@ -334,8 +337,8 @@ class DaemonClient(ProxyWords):
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
     ) -> None:
-        """Puts a channel in use. Its signals count up a word, which `handle` names on a connection that copies, and
-        between hosts `remote_semaphore` does.
+        """Puts a channel in use. The channel's signals count up a word, which `handle` names on a connection that
+        copies, and `remote_semaphore` names between hosts.
         """
         if connection.private:
             self._own_service().set_channel(channel, connection, remote_semaphore)
@@ -400,13 +403,13 @@ class DaemonClient(ProxyWords):
 
 
 Proxy: TypeAlias = ProxyService | DaemonClient
-"""A communicator's proxy, in its own process or in a daemon."""
+"""A communicator's proxy: a service in the rank's process, or a client of a daemon."""
 RemoteContext: TypeAlias = ServiceRemote | DaemonRemote
 
 
 def _open_observed(handle: bytes, workers: int) -> ObservedSegment | None:
     try:
         return ObservedSegment(workers, handle.hex())
-    except ArgumentError as error:  # only reports need the description
+    except ArgumentError as error:  # only reports read the observed memory
         logging.getLogger("proxyccl").warning("reports cannot show the node daemon's outstanding work: %s", error)
         return None

@@ -64,8 +64,8 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     raise_descriptor_limit()
     chosen = JOB_OPTIONS.decode(options.encode(), "the rank that starts it")
     every = range(os.cpu_count() or 1)
-    # Launchers may bind each rank to few cores, on which its program spins while it waits for its GPU. A thread there
-    # would run once in a time slice.
+    # Launchers may bind each rank to few cores, on which its program spins while it waits for its GPU. A proxy thread
+    # on such a core would run once in a time slice.
     suffice = len(chosen.affinity) >= chosen.threads + chosen.programs
     os.sched_setaffinity(0, chosen.affinity if suffice else every)
     with contextlib.suppress(ArgumentError):  # the variable's path is not valid

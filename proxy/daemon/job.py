@@ -29,8 +29,9 @@ _PART_OF_DEVICE = "MIG"
 """The prefix of the name of a part of a GPU. CUDA shows a process only one part, by default the first."""
 _PROGRAM = Path(__file__).with_name("job_main.py")
 _START_SECONDS = 30.0
-"""Seconds that a start may always take, even with a shorter time-out: that is for peers, and a busy machine starts
-slowly."""
+"""Seconds that a start may always take, even if the communicator's time-out is shorter: the time-out is meant for
+peers' answers, and a busy machine starts processes slowly.
+"""
 _POLL_SECONDS = 0.002
 _MOST_WORDS = 2000
 _served: dict[str, tuple[int, int | None]] = {}
@@ -98,7 +99,8 @@ class JobDaemon(DaemonAddress):
             else:
                 limit_waits(connection, timeout, 0)
                 _served[self._name] = answer.pid, start_of(answer.pid)
-                # SO_PEERCRED would name the process that called listen(), which is the rank that started the daemon.
+                # The process id comes from the hello: SO_PEERCRED would name the process that called listen(), which is
+                # the rank that started the daemon.
                 with contextlib.suppress(OSError):  # the daemon may have ended; its last words are then unknown
                     self._errors = os.open(f"/proc/{answer.pid}/fd/2", os.O_RDONLY | os.O_CLOEXEC)
                 return connection, answer.pid

@@ -278,8 +278,8 @@ def close_all(descriptors: list[int]) -> None:
 
 
 def limit_waits(connection: socket.socket, send_seconds: float, receive_seconds: float) -> None:
-    """Sets time-outs of the socket's sends and receives; 0 for none. They are the kernel's, because with Python's a
-    non-blocking send would still wait.
+    """Sets time-outs of the socket's sends and receives; 0 for none. Sets the kernel's time-outs, because with Python's
+    time-outs a non-blocking send would still wait.
     """
     for option, seconds in ((socket.SO_SNDTIMEO, send_seconds), (socket.SO_RCVTIMEO, receive_seconds)):
         parts = divmod(int(seconds * 1e6), 1_000_000)

@@ -128,7 +128,7 @@ def _collecting_errors(unread: list[str], what: str) -> Iterator[None]:
 
 
 class _Snapshots:
-    """Snapshots of clients, which `finish` completes.
+    """The clients' state at one moment, which `finish` completes.
 
     Attributes:
         unread: the parts that could not be read, and why.
@@ -145,8 +145,8 @@ class _Snapshots:
             self._clients.append((client, workers))
 
     def _with_proxy(self, client: Client, session: Session) -> tuple[Client, Callable[[], list[Worker]]]:
-        """Adds a client's proxy, if it has one and a description. Returns a function for the workers too, and how often
-        they have polled their rings until its call.
+        """Adds a client's proxy to the report's `client`, if it has one and a description. Also returns a function
+        that, when called, returns the workers and how often they have polled their rings since this snapshot.
         """
         service, threads = session.served, session.threads
         if service is None or service.publication is None:

@@ -41,7 +41,7 @@ _SILENT_SECONDS = 1.0  # seconds for which a client may always be silent
 START_SECONDS = 30.0
 """Seconds that a daemon waits for its first client, while the rank that started it lives."""
 LINGER_SECONDS = 1.0
-"""Seconds that it waits for the next client while a process of an earlier one lives."""
+"""Seconds that a daemon waits for the next client while a process of an earlier client lives."""
 
 log = logging.getLogger("proxyccl.daemon")
 
@@ -103,7 +103,9 @@ class Attendance:
         return self._pids.pop(descriptor)
 
     def milliseconds_left(self, clients: int) -> int | None:
-        """The time to wait for another client, given the number of connected ones; None while there are any."""
+        """The time to wait for another client, given the number of connected clients; None while clients are
+        connected.
+        """
         if clients:
             self._empty_since = None
             return None
@@ -150,7 +152,7 @@ class Daemon:
         self._lock = threading.Lock()
         self._sessions: dict[Session, threading.Thread] = {}
         self._runtimes: dict[str, Runtime] = {}
-        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # opening a device takes long
+        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by device
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._wake_read)
             undo.callback(os.close, self._wake_write)
@@ -279,7 +281,7 @@ class Daemon:
         try:
             session.run()
         finally:
-            with self._lock:  # for the wake too: `close`, which closes its pipe, waits for the sessions that it finds
+            with self._lock:  # held for the wake too: `close` closes the wake's pipe once no session is listed
                 del self._sessions[session]
                 if not self._stopping:
                     self._wake()
@@ -349,7 +351,9 @@ def _open_runtime(name: str, device_id: str) -> Runtime:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the limit of open descriptors as far as the system allows, because each client's memory takes some."""
+    """Raises the limit of open descriptors as far as the system allows, because each client's memory takes several
+    descriptors.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

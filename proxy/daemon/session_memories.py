@@ -14,7 +14,7 @@ from proxyccl.device.runtime import Memory, PinnedMemory, Runtime
 from proxyccl.proxy.service import ProxyService
 
 REST_SECONDS = 4.0
-"""Seconds for which a worker may be kept from resting. A request waits for two rests at most, and clients for 10 s."""
+"""Seconds to wait until a worker is idle. A request waits at most twice, and a client waits 10 s for an answer."""
 _QUIET_SECONDS = 0.05
 _MOST_RETIRED = 4096
 
@@ -32,14 +32,13 @@ class SessionMemories:
         self._retired: list[_Unmap] = []  # unmap memory that the worker may still use
 
     def map(self, handle: bytes, nbytes: int, undo: contextlib.ExitStack) -> Memory:
-        """Maps the memory that a handle names, until `undo` is closed. Later the mapping is not cached, because the
-        owner may free the memory. Raises ArgumentError if it cannot be mapped, or has fewer than `nbytes` bytes.
+        """Maps the memory that a handle names, until `undo` is closed. The mapping is not cached afterwards, because
+        the owner may free the memory. Raises ArgumentError if it cannot be mapped, or has fewer than `nbytes` bytes.
         """
         try:
             memory = self._mappings.acquire(handle)
         except ArgumentError:
-            # A driver may refuse memory that took the place of memory which its owner freed and which is still
-            # mapped here.
+            # A driver may refuse a handle whose memory reuses the address of freed memory that is still mapped here.
             if not self._retired or not self._proxy.drain(REST_SECONDS):
                 raise
             self.unmap_retired()

@@ -317,8 +317,8 @@ class SessionService:
         remote = self._opened
         with contextlib.ExitStack() as undo:
             memory = self.memories.map(handle, nbytes, undo)
-            # Registered only while it is used, so without a handle: afterwards the mapping is removed, and its address
-            # may mean other memory.
+            # The empty handle keeps the registration out of the cache: once the mapping is removed, its address may
+            # belong to other memory.
             return self._expose(remote.expose(memory.ptr, nbytes, transport, b""), undo)
 
     @method(opens=True)

@@ -1,10 +1,10 @@
-/* The stream keeps the order: copies, then the signal after them, then the flush word, each a stream operation. So
+/* Copies, the signal after them and the flush word are operations of one stream, which executes them in order. So
  * neither a signal nor a flush makes the engine wait, and a slow link to one peer does not delay other peers' streams.
  *
- * While nothing is outstanding, order needs no stream. The CPU then stores words itself, and copies short data
- * and values between memories that it may access. Otherwise a value moves in aligned parts: of 8 and 4 bytes by stream
- * writes, of 2 and 1 by copies out of a table in the device's memory. A copy from pinned memory into another GPU's
- * takes a millisecond where a third process makes it. */
+ * While nothing is outstanding on the stream, the CPU stores words itself, and copies short data and values between
+ * memories that it may access. Otherwise a value is put in aligned parts: of 8 and 4 bytes by stream writes, of 2 and 1
+ * by copies out of a table in the device's memory. A copy from pinned memory into another GPU's takes a millisecond
+ * where a third process makes it. */
 #include "copy_transport.h"
 
 #include <stdlib.h>
@@ -21,7 +21,7 @@ typedef struct {
   void *event;
   const char *shorts;
   int issued;   /* work was issued after `event` was last recorded */
-  int recorded; /* `event` is recorded and not yet seen complete */
+  int recorded; /* `event` is recorded, and no query has found it complete yet */
 } CopyConnection;
 
 static CopyConnection *self_of(ProxycclConnection *base) { return (CopyConnection *)base; }
@@ -91,7 +91,7 @@ static int copy_put_value(ProxycclConnection *base, const ProxycclMemory *dst, u
   return 0;
 }
 
-/* If nothing is outstanding, the store need not follow anything, and a store by the CPU arrives in half the time. */
+/* If nothing is outstanding, the CPU stores the word itself, which arrives in half the time of a stream's write. */
 static int copy_write(ProxycclConnection *base, uint64_t *address, uint64_t value) {
   CopyConnection *self = self_of(base);
   if (copy_idle(base)) {

@@ -27,10 +27,11 @@ static uint32_t value_bytes(ProxycclTrigger trigger) {
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 /* The common part of the triggers of a run. A kernel's triggers mostly differ only in offsets and sizes, so the ids in
- * word 1 are looked up when they change. The tables' entries are read again for each trigger. */
+ * word 1 are looked up when they change. The entries of the tables of memories and channels are read again for each
+ * trigger. */
 typedef struct {
-  uint64_t names; /* word 1 above the destination's offset, without the parity, and a put or get's direction */
-  uint32_t op;    /* with PROXYCCL_OP_GET */
+  uint64_t names; /* word 1 above the destination's offset, with the direction of a put or get in place of the parity */
+  uint32_t op;    /* the trigger's operations, PROXYCCL_OP_GET included */
   Channel *channel;
   const ProxycclMemory *dst, *src;
   int (*transfer)(ProxycclConnection *connection, const ProxycclMemory *dst, uint64_t dst_offset,
@@ -43,7 +44,7 @@ typedef struct {
 static ALWAYS_INLINE void publish_counts(Route *route) {
   if (route->triggers == 0) return;
   counter_add(&route->counters->triggers, route->triggers);
-  if (route->op & PROXYCCL_OP_DATA) { /* every trigger of the run is a put, or every one a get, or none is either */
+  if (route->op & PROXYCCL_OP_DATA) { /* the triggers of a run are all puts, all gets, or neither */
     counter_add(route->op & PROXYCCL_OP_GET ? &route->counters->gets : &route->counters->puts, route->triggers);
     counter_add(&route->counters->bytes, route->bytes);
   }
@@ -144,7 +145,8 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
     }
   }
   ++route->triggers;
-  /* Before the signal or the flush word, so that a reader of either finds the trigger in the counters. */
+  /* Counters are published before the signal or the flush word, so a reader of these words finds the trigger counted.
+   */
   if (route->op & (PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH)) publish_counts(route);
   if (route->op & PROXYCCL_OP_SIGNAL) {
     counter_add(&route->counters->signals, 1);
@@ -171,9 +173,9 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
 /* Acts on up to `limit` triggers of a ring, and adds their number to *progress. If a trigger's connection has no room,
  * the trigger and all after it stay in the ring, and *held is set.
  *
- * The compiler keeps the ring's copy in registers; through the pointer it would store and load the cursor for each
- * trigger. `info` is filled only at an exit, for the same reason. The function is compiled twice, so that a trigger
- * that is not traced costs no branch. */
+ * Works on a copy of the ring, which the compiler keeps in registers; through the pointer it would store and load the
+ * cursor for each trigger. `info` is filled only at an exit, for the same reason. The function is compiled twice, so
+ * that a trigger that is not traced costs no branch. */
 static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared, uint32_t limit, ProxycclExitInfo *info,
                                            uint32_t *progress, int *held, int traced) {
   ProxycclTraceRecord *record = trace_next(&worker->trace, worker->stats);
@@ -218,7 +220,7 @@ static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared,
 }
 
 /* Visits a ring in parts, each with as many triggers as share a reading of the clock. Not inlined: with both loops in
- * one function, the traced one finds no registers free. */
+ * one function, the compiler would have too few registers for the traced loop. */
 static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *worker, Ring *ring, uint64_t now,
                                                               ProxycclExitInfo *info, uint32_t *progress, int *held) {
   const uint32_t before = *progress, number = (uint32_t)(ring - worker->rings);

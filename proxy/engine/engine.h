@@ -30,8 +30,8 @@ typedef struct ProxycclCounters {
   uint64_t bytes; /* bytes of puts and gets */
   uint64_t signals;
   uint64_t flushes;
-  uint64_t flush_ns;      /* sum of times from a flush's issue to its completion … */
-  uint64_t timed_flushes; /* … over this number of flushes: those that had to wait, one at a time for each connection */
+  uint64_t flush_ns;      /* sum of the timed flushes' times, from issue to completion */
+  uint64_t timed_flushes; /* number of timed flushes: flushes that had to wait, one at a time for each connection */
   uint64_t errors;
   uint64_t gets;
 } __attribute__((aligned(128))) ProxycclCounters;
@@ -61,9 +61,9 @@ typedef struct ProxycclExitInfo {
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {
-  uint64_t spin_ns;      /* poll this long after the last trigger of any worker, without yielding at first … */
-  uint64_t yield_ns;     /* … then yield the core between polls for this long … */
-  uint64_t max_sleep_ns; /* … then sleep between polls, for a 32nd of the idle time, up to this */
+  uint64_t spin_ns;      /* poll this long after the last trigger of any worker, at first without yielding */
+  uint64_t yield_ns;     /* after that, yield the core between polls for this long */
+  uint64_t max_sleep_ns; /* after that, sleep between polls, for a 32nd of the idle time, at most this long */
 } ProxycclIdlePolicy;
 
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
@@ -77,7 +77,7 @@ int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, Proxyccl
                                  uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed);
 
-/* Reads a word that a peer's proxy signals, with acquire: data that was put before the signal is visible. */
+/* Reads, with acquire order, a word that a peer's proxy signals: data that was put before the signal is visible. */
 uint64_t proxyccl_word_acquire(const uint64_t *word);
 
 /* Before workers run: lets streams start schedules. `semaphores`: this rank's words that peers signal, by channel id.
@@ -107,7 +107,7 @@ void proxyccl_worker_stop(ProxycclWorker *worker);
 /* Ends the worker at once, whatever its rings hold. For any thread. */
 void proxyccl_worker_abandon(ProxycclWorker *worker);
 /* Asks a running worker to report that its rings are empty and nothing is outstanding. Returns the request's number;
- * proxyccl_worker_drained() returns that of the last request that was answered. */
+ * proxyccl_worker_drained() returns the number of the last answered request. */
 uint32_t proxyccl_worker_drain(ProxycclWorker *worker);
 uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
 /* Pauses a worker's use of its rings and of the service's tables until proxyccl_worker_resume(), so that entries that
@@ -133,9 +133,10 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
  * returns when no helper is running the workers. */
 void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),
                                void (*remove)(void *thread));
-/* Gives each of the thread's workers a turn, unless another thread is doing so. For threads that wait for the workers'
- * results (`waits`) or may have pushed triggers; without `waits`, helps only if there are triggers. Returns 1 if
- * anything happened. Leaves every outcome that makes the thread return to that thread. */
+/* Gives each of the thread's workers a turn, unless another thread is doing so. Called by threads that wait for the
+ * workers' results (`waits`) or may have pushed triggers; without `waits`, helps only if there are triggers. Returns 1
+ * if anything happened. If an outcome requires proxyccl_thread_run to return, the outcome is left for the proxy thread.
+ */
 int proxyccl_thread_help(ProxycclThread *thread, int waits);
 
 #endif

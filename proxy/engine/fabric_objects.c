@@ -14,7 +14,8 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 
-/* The oldest interface version with all that this file uses. Later libraries behave as that version on request. */
+/* The oldest version of libfabric's interface that has every feature used here. Later libraries emulate this version on
+ * request. */
 #define INTERFACE FI_VERSION(1, 11)
 #define READS (FI_READ | FI_REMOTE_READ)
 
@@ -34,7 +35,7 @@ struct ProxycclFabricEndpoint {
   struct fid_fabric *fabric;
   struct fid_domain *domain;
   struct fid_cq *queue;
-  int descriptor; /* of the queue; -1: none */
+  int descriptor; /* the queue's descriptor; -1: none */
   struct fid_av *peers;
   struct fid_ep *endpoint;
 };

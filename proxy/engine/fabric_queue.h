@@ -14,7 +14,7 @@
 
 #include "fabric_transport.h"
 
-enum { COMPLETIONS = 16 }; /* taken with one call */
+enum { COMPLETIONS = 16 }; /* most completions taken with one call */
 
 /* The memory of a request, in parts of equal lengths on both sides. */
 typedef struct {
@@ -33,8 +33,8 @@ static inline void fabric_add_part(FabricMemory *parts, void *own, void *descrip
   parts->theirs[part] = (struct fi_rma_iov){theirs, bytes, key};
 }
 
-/* Posts a read, which has a completion, or a write, which has one, upon delivery, if it is `awaited`. The request owns
- * `context` until then. Returns 0, FI_EAGAIN if the provider has no room, or another error. */
+/* Posts a read or a write. A read has a completion; a write has a completion, upon delivery, only if it is `awaited`.
+ * The request owns `context` until then. Returns 0, FI_EAGAIN if the provider has no room, or another error. */
 static inline int fabric_post(struct fid_ep *endpoint, uint64_t peer, int reads, int awaited, const FabricMemory *parts,
                               void *context) {
   const struct fi_msg_rma message = {
@@ -67,7 +67,7 @@ static inline int fabric_drain(struct fid_cq *queue, FabricComplete *complete, v
     if (count != -FI_EAVAIL) continue;
     struct fi_cq_err_entry entry = {0};
     const ssize_t read = fi_cq_readerr(queue, &entry, 0);
-    if (read < 0) return read == -FI_EAGAIN ? 0 : (int)-read; /* another thread took the error */
+    if (read < 0) return read == -FI_EAGAIN ? 0 : (int)-read; /* EAGAIN: another thread took the error */
     const int error = entry.err > 0 ? entry.err : EIO;
     complete(owner, entry.op_context, error, &entry);
     if (entry.op_context == NULL) return error;

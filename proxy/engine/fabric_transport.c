@@ -1,17 +1,19 @@
 /* Operations wait in a queue of the connection until a request is free. Requests are numbered from 1; all up to number
  * `retired` are complete.
  *
- * Where the peer's memory changes in the order of the writes, one completion retires all requests before it. So a
+ * With a provider whose writes reach the peer's memory in order, one completion retires all requests before it. So a
  * request is held back until the next one or the end of a run of triggers, and only the last of a run asks for a
- * completion. Even that one does not if no flush waits for it: over sockets a completion is a message from the peer,
- * which costs both sides as much as a signal does. If nothing has followed such a request for a while, or a flush comes
- * to wait for it, a write of no bytes asks for the completion. Elsewhere each request has its own completion.
+ * completion. If no flush waits, the last request does not ask either: over sockets a completion is a message from the
+ * peer, which costs both sides as much as a signal does. If no request follows for a while, or a flush starts to wait,
+ * a write of no bytes asks for the completion. With a provider that does not keep that order, each request has its own
+ * completion.
  *
- * Where also the bytes of one write reach the peer's memory in their order, a signal joins the write that is held back:
- * it becomes that request's second part, and over sockets one message carries both.
+ * If the bytes of one write also reach the peer's memory in order, a signal joins the write that is held back: the
+ * signal becomes that request's second part, and over sockets one message carries both.
  *
- * No provider promises the order between reads and writes that a channel has. So a run of reads starts when the writes
- * before it are complete, and the operations after the run start when its reads are. Each read has its own completion.
+ * Channels promise an order between reads and writes, which no provider does. So a run of reads starts when the writes
+ * before it are complete, and the operations after the run start when the run's reads are complete. Each read has its
+ * own completion.
  *
  * A completion of a write means that the data was delivered, as with a reliable connection of verbs: a peer whose
  * workers have ended carries out no further writes. */
@@ -40,7 +42,7 @@ typedef struct FabricConnection FabricConnection;
 typedef struct {
   struct fi_context2 context;
   FabricConnection *connection;
-  uint64_t values[PROXYCCL_FABRIC_PARTS]; /* of a part that is a value or a signal: the written value */
+  uint64_t values[PROXYCCL_FABRIC_PARTS]; /* the written value of a part that is a value or a signal */
   uint32_t awaited;                       /* whether the request has its own completion */
   uint32_t state; /* pairing fabric-completion: 0, or the completion's result: DELIVERED or an error number */
 } FabricRequest;
@@ -62,7 +64,7 @@ struct FabricConnection {
   int hurried;          /* an awaited flush, or a read, follows requests without a completion */
   int reading;          /* whether the outstanding and prepared requests are reads; otherwise writes */
   uint64_t looks;       /* the shared count of queue polls at this connection's last poll */
-  FabricMemory parts;   /* of the prepared request that is not posted, if any */
+  FabricMemory parts;   /* the parts of the request that is prepared but not posted, if any */
   char text[PROXYCCL_FABRIC_ERROR_TEXT];
 };
 
@@ -198,7 +200,7 @@ static void take_end(void *reader, void *context, int error, const struct fi_cq_
 }
 
 /* Returns 1 if no connection has polled the queue since this one's last turn: a poll may take several system calls, and
- * one per pass over a worker's connections is enough. The shared count orders nothing. */
+ * one poll in each pass over a worker's connections is enough. The shared count orders nothing. */
 static int is_to_look(FabricConnection *self) {
   const uint64_t looks = __atomic_load_n(self->options.looks, __ATOMIC_RELAXED);
   const int is_due = looks == self->looks;
@@ -222,7 +224,7 @@ static int retire(FabricConnection *self) {
 
 static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
   FabricConnection *self = self_of(base);
-  if (flushed != &base->progress.completed) self->hurried = 1; /* no one waits for the progress mark */
+  if (flushed != &base->progress.completed) self->hurried = 1; /* no thread waits for the progress mark */
   return queued_flush(base, flushed, value);
 }
 
@@ -236,7 +238,7 @@ static int ask(FabricConnection *self) {
   if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return 0;
   if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return 0;
   begin_request(self);
-  self->parts.count = 1; /* the first part of the last request, with 0 bytes */
+  self->parts.count = 1; /* keeps the first part of the last request, with 0 bytes */
   self->parts.own[0].iov_len = self->parts.theirs[0].len = 0;
   return post(self, 1);
 }

@@ -7,8 +7,8 @@
 
 #include <stdint.h>
 
-/* A status of this transport is the first value plus the number of libfabric's error, or the second: gets fail, because
- * the provider does not support reads. */
+/* Statuses of this transport: the first value plus the number of libfabric's error; or the second value, for a get on a
+ * provider that does not support reads. */
 enum { PROXYCCL_FABRIC_FAILED = 1 << 20, PROXYCCL_FABRIC_NO_READS = (2 << 20) - 1 };
 
 enum {
@@ -21,12 +21,13 @@ enum {
 
 typedef struct ProxycclFabricOptions {
   uintptr_t endpoint; /* fid_ep *, enabled */
-  uintptr_t queue;  /* fid_cq *, the endpoint's. Connections share both; whoever polls takes everyone's completions. */
-  uint64_t peer;    /* the peer's fi_addr_t */
-  uint32_t depth;   /* most requests outstanding */
-  uint32_t ordered; /* 1 if writes reach the peer's memory in order; 0 if a signal waits for earlier writes */
-  uint32_t joined;  /* 1 if the bytes of one write arrive in order too, so that a write may have two parts */
-  uint32_t reads;   /* 1 if the endpoint makes reads too */
+  uintptr_t queue;    /* fid_cq *, the endpoint's. Connections share endpoint and queue; a poll takes the completions of
+                         all connections. */
+  uint64_t peer;      /* the peer's fi_addr_t */
+  uint32_t depth;     /* most requests outstanding */
+  uint32_t ordered;   /* 1 if writes reach the peer's memory in order; 0 if a signal waits for earlier writes */
+  uint32_t joined;    /* 1 if the bytes of one write arrive in order too, so that a write may have two parts */
+  uint32_t reads;     /* 1 if the endpoint makes reads too */
   uint64_t max_message; /* bytes that one request may carry */
   uint64_t signal_key;  /* key of the memory with the peer's semaphore words */
   uintptr_t requests; /* `depth` times REQUEST_BYTES, aligned to 8, registered, and kept until the endpoint is closed */
@@ -36,8 +37,8 @@ typedef struct ProxycclFabricOptions {
 } ProxycclFabricOptions;
 
 /* The key of local memory, a put's source or a get's destination, is its local key: an index, because the key may come
- * from another process. The peer's memory has the peer's key, and as its `base` the address that goes with that key; so
- * has a signal's word. */
+ * from another process. For the peer's memory, and for a signal's word, the key is the peer's, and `base` is the
+ * address that the peer gave with that key. */
 
 /* 1 if this build has the transport: it was built with libfabric's headers. */
 int proxyccl_fabric_built(void);

@@ -11,7 +11,7 @@
 #include "proxyccl/trigger.h"
 
 enum {
-  PROXYCCL_OBSERVE_FORMAT = 5, /* version of everything here: readers of another version read nothing */
+  PROXYCCL_OBSERVE_FORMAT = 5, /* version of this layout: observers built for another version do not read */
   PROXYCCL_MAX_CONNECTIONS = 1024,
   PROXYCCL_TRACE_RECORDS = 1 << 16, /* records kept of one worker */
   PROXYCCL_TRACE_UNPUBLISHED = 2048 /* most records that a worker writes between two stores to `traced` */
@@ -28,7 +28,7 @@ typedef struct ProxycclChannelPlace {
 
 typedef struct ProxycclConnectionStats {
   uint64_t issued;    /* triggers, and sends of schedules */
-  uint64_t completed; /* those of `issued`, counted from the first, that are known to be complete */
+  uint64_t completed; /* number of `issued` operations, from the first on, that are known to be complete */
   uint64_t errors;
   uint32_t in_use;
   uint32_t peer; /* the peer's rank, or PROXYCCL_NO_PEER */
@@ -39,9 +39,9 @@ typedef struct ProxycclConnectionStats {
 
 #define PROXYCCL_SCHEDULE_WAIT_SHIFT 32 /* position of the kind in `schedule_wait` */
 
-/* A trigger as it was in its ring, but with parity 0; or a mark, which has parity 1. A mark's word 0 is the time by
- * CLOCK_MONOTONIC in ns; its word 1 has a ProxycclTraceMark and a number. A schedule's send is recorded as the trigger
- * that would do the same. */
+/* A record is a trigger as it was in its ring, but with parity 0, or a mark, which has parity 1. A mark's word 0 is the
+ * time by CLOCK_MONOTONIC in ns; its word 1 has a ProxycclTraceMark and a number. A schedule's send is recorded as the
+ * trigger that would do the same. */
 typedef struct ProxycclTraceRecord {
   uint64_t word0, word1;
 } __attribute__((aligned(16))) ProxycclTraceRecord;
@@ -51,8 +51,8 @@ enum { PROXYCCL_MARK_SHIFT = 60, PROXYCCL_MARK_BITS = 3 }; /* in word 1, above t
 typedef enum ProxycclTraceMark {
   PROXYCCL_MARK_SEEN = 0,      /* the triggers after it come from ring number >> 48, from ticket number % 2^48 on */
   PROXYCCL_MARK_ISSUED = 1,    /* the triggers before it, back to the last mark, are issued; others may follow */
-  PROXYCCL_MARK_COMPLETED = 2, /* of the triggers before it that connection number >> 32 was given, the last number %
-                                  2^32 are not complete, all others are */
+  PROXYCCL_MARK_COMPLETED = 2, /* connection number >> 32 has completed its triggers before the mark, except the last
+                                  (number % 2^32) of them */
   PROXYCCL_MARK_HANDLED = 3,   /* the handler of channel number has returned from the last trigger before it */
   PROXYCCL_MARK_SCHEDULE = 4,  /* the triggers after it come from no ring: they are sends of schedule number */
   PROXYCCL_MARK_STEP = 5       /* an event of a schedule: a ProxycclTracedStep above a number of 32 bits */

@@ -15,7 +15,7 @@ enum {
   FLUSHES = 256     /* most flushes in a queue; a power of two */
 };
 
-typedef enum { PUT, GET, VALUE, SIGNAL, FLUSH, RELEASE } OperationKind; /* RELEASE: staged transports */
+typedef enum { PUT, GET, VALUE, SIGNAL, FLUSH, RELEASE } OperationKind; /* only staged transports use RELEASE */
 
 typedef struct {
   OperationKind kind;

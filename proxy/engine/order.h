@@ -32,10 +32,10 @@ static inline void counter_set(uint64_t *counter, uint64_t value) {
 static inline void word_store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
 /* Pairings flush, staged-message, staged-signal, bell, post and gate, acquire. A stream, an adapter or the CPU stored
- * the word after the events that it reports. */
+ * the word after the events that the word reports. */
 static inline uint64_t word_load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
-/* Relaxed: only tells whether there is something to wait for. */
+/* Relaxed: the caller only learns whether there is something to wait for. */
 static inline uint64_t word_peek(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 
 /* Pairing abort, acquire: if the abort word is up, all ranks know the rank that failed. */
@@ -88,7 +88,7 @@ static inline void stage_add(uint64_t *stage) { __atomic_fetch_add(stage, 1, __A
 /* -- requests to a running worker, which answers with the request's number --- */
 
 typedef struct {
-  uint32_t asked, answered; /* numbers of the last request, and of the last that was answered */
+  uint32_t asked, answered; /* numbers of the last request and of the last answered request */
 } Request;
 
 /* Pairing request, release: the worker sees everything that the caller did before. Returns the request's number. */
@@ -96,13 +96,13 @@ static inline uint32_t request_make(Request *request) {
   return __atomic_add_fetch(&request->asked, 1, __ATOMIC_RELEASE);
 }
 
-/* Pairing request, acquire, by the worker. */
+/* Pairing request, acquire: the worker's read of a request. */
 static inline uint32_t request_asked(const Request *request) {
   return __atomic_load_n(&request->asked, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing answer, release: the caller sees everything that the worker did before, and does not change tables that it
- * still reads. */
+/* Pairing answer, release: the caller sees everything that the worker did before, and changes tables only after the
+ * worker's last read. */
 static inline void request_answer(Request *request, uint32_t number) {
   if (request->answered != number) __atomic_store_n(&request->answered, number, __ATOMIC_RELEASE);
 }
@@ -112,7 +112,7 @@ static inline uint32_t request_answered(const Request *request) {
   return __atomic_load_n(&request->answered, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing request, for the request to end, which has no number; its flags are only ever set. */
+/* Pairing request, for the request to end, which has flags instead of a number. Flags are set and never cleared. */
 static inline void flags_set(int *flags, int flag) { __atomic_fetch_or(flags, flag, __ATOMIC_RELEASE); }
 static inline int flags_load(const int *flags) { return __atomic_load_n(flags, __ATOMIC_ACQUIRE); }
 

@@ -3,7 +3,7 @@
 #define PROXYCCL_OUTCOME_H
 
 typedef enum ProxycclOutcome {
-  WAITS = -1,   /* nothing was done for lack of room, which the next poll may make */
+  WAITS = -1,   /* nothing was done for lack of room; the next poll may free some */
   CONTINUE = 0, /* success: the thread goes on */
   /* Why proxyccl_thread_run returned. The worker does not run again, except after PROXYCCL_EXIT_HANDLER. */
   PROXYCCL_EXIT_STOPPED = 1,   /* the worker was stopped, and its rings are empty */

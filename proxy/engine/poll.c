@@ -9,8 +9,8 @@ static void end_timed_flush(TimedFlush *timed) {
   timed->flushed = NULL;
 }
 
-/* Publishes the progress of the connection's channels for waits on tickets. The first triggers that a channel awaits
- * are fixed when they are issued, so a stream of later ones does not delay their report. */
+/* Publishes the progress of the connection's channels for waits on tickets. A channel waits for the triggers issued
+ * before a fixed point, so a steady stream of later triggers does not delay the report. */
 static void show_completed(ProxycclConnection *connection) {
   const uint64_t completed = connection->progress.completed;
   for (Channel **place = &connection->unfinished, *channel; (channel = *place) != NULL;) {
@@ -40,9 +40,9 @@ static void show_progress(ProxycclWorker *worker, const ProxycclConnection *conn
              (uint64_t)connection->number << 32 | (outstanding & 0xffffffffu), *traced_ns);
 }
 
-/* Whether to poll a connection while a schedule runs. The schedule reads from words that its sends are complete, and a
- * poll that calls a driver delays the next read. So one connection is polled in each turn, or, if bundles are made,
- * which need no poll, in one of TURNS_PER_POLL turns. */
+/* Whether to poll a connection while a schedule runs. A schedule learns from words in memory that its sends are
+ * complete, and a poll that calls a driver delays the next read of these words. So a turn polls only one connection.
+ * Bundles need no poll, so with bundles only one turn in TURNS_PER_POLL polls. */
 static int is_its_turn(const ProxycclWorker *worker, const ProxycclConnection *connection, uint32_t connections) {
   enum { TURNS_PER_POLL = 16 };
   const uint64_t looks = worker->stats->looks;

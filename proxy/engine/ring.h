@@ -21,8 +21,8 @@ typedef struct {
   uint64_t released; /* value of *tail */
 } Ring;
 
-/* Reads the next slot if it is full: if its parity bit is that of the current lap. The first lap has 1, so zeroed
- * memory is an empty ring.
+/* Reads the next slot if it is full, that is, if its parity bit matches the current lap's. The first lap's parity is 1,
+ * so zeroed memory is an empty ring.
  *
  * Pairing trigger, acquire; the producer's release is in storeTrigger. A reader that sees word 1 sees word 0, and
  * everything that the kernel wrote before the push. */

@@ -15,7 +15,7 @@ enum { PROXYCCL_RUNTIME_SUCCESS = 0, PROXYCCL_RUNTIME_NOT_READY = 600 };
 /* Attributes of copies, laid out as a CUmemcpyAttributes. */
 typedef struct ProxycclCopyAttributes {
   uint32_t source_order;
-  uint32_t hints[4]; /* 0: of memory that the driver places itself */
+  uint32_t hints[4]; /* locations of source and destination; 0: the driver finds them */
   uint32_t flags;
 } ProxycclCopyAttributes;
 
@@ -27,7 +27,7 @@ typedef struct ProxycclRuntimeTable {
   int (*copy)(void *dst, const void *src, size_t bytes, void *stream);
   /* cuStreamWriteValue64, hipStreamWriteValue64: after all earlier work of the stream */
   int (*write64)(void *stream, uint64_t *address, uint64_t value, unsigned flags);
-  /* cuStreamWriteValue32, hipStreamWriteValue32: likewise */
+  /* cuStreamWriteValue32, hipStreamWriteValue32: after all earlier work of the stream */
   int (*write32)(void *stream, uint32_t *address, uint32_t value, unsigned flags);
   /* cuEventRecord, hipEventRecord */
   int (*event_record)(void *event, void *stream);

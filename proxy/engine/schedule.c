@@ -12,7 +12,7 @@ enum {
   OFFSET_BITS = 32,        /* bits of a post's offset */
   MOST_RECEIVES = 1 << 30, /* most receives of a stage */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
-  SHOWN_AFTER_NS = 1000000 /* observers see a wait after this time without progress; short schedules finish before */
+  SHOWN_AFTER_NS = 1000000 /* observers see a wait after this time without progress; short schedules finish earlier */
 };
 
 typedef enum { POST, MEET, SEND, RECEIVE } StepKind;
@@ -24,7 +24,7 @@ typedef struct Step {
   uint32_t channel;
   const Channel *bundle; /* the channel whose flush word reports the issued send's bundle; NULL without a bundle */
   uint64_t flushed;      /* the flush word's value once the bundle is complete */
-  uint64_t value;        /* a complete meeting's post; else the value of the step's word once it is complete */
+  uint64_t value;        /* a complete meeting's post; for other steps, the value of the step's word at completion */
   union {
     ProxycclSchedulePost post;
     struct {
@@ -159,7 +159,7 @@ static int is_behind(uint64_t post, uint64_t last) {
   return post >> SEQUENCE_SHIFT == (((last >> SEQUENCE_SHIFT) + 1) << SEQUENCE_SHIFT) >> SEQUENCE_SHIFT;
 }
 
-/* Whether a connection's remote words are mapped here, so that the CPU stores and reads them itself. */
+/* Whether this process maps a connection's remote words, so that the CPU stores and reads these words itself. */
 static int is_mapped(const ProxycclConnection *connection) {
   return (connection->transport->copies & PROXYCCL_COPIES_PEER) != 0;
 }
@@ -181,7 +181,7 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
   return NULL;
 }
 
-/* Issues a post, without waiting for the stream's copies, because none of them concerns the peer's schedule. */
+/* Issues a post without waiting for the stream's copies, because the peer's schedule does not depend on them. */
 static ProxycclOutcome issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
   const uint64_t previous = channel->outbound, value = channel->outbound = next_post(previous, &step->post);
@@ -283,7 +283,8 @@ static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
   return NULL;
 }
 
-/* Whether a bundle takes the send. Short data between pinned memories does not: the CPU copies it without the driver.
+/* Whether a send may join a bundle. Short data between pinned memories may not: the CPU copies such data without the
+ * driver.
  */
 static int is_bundled(const ProxycclConnection *carrier, const ProxycclConnection *connection, const Step *step,
                       const Ranges *ranges) {
@@ -326,7 +327,8 @@ static void complete_in_stage(ProxycclService *service, Step *step, uint32_t sta
   if (stage != PROXYCCL_NO_ID) stage_add(&service->words->stages[stage]);
 }
 
-/* Whether a send is complete. Where the receiver's word is mapped, that word tells too, which saves a flush. */
+/* Whether a send is complete. If the receiver's word is mapped, its value also shows the completion, which saves a
+ * flush. */
 static int is_sent(const Step *step, const Channel *channel) {
   if (step->bundle != NULL) return word_load(step->bundle->flushed) >= step->flushed;
   const uint64_t *word = is_mapped(channel->connection) ? channel->remote_semaphore : channel->flushed;
@@ -396,8 +398,8 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
 
 /* -- a worker's part of a schedule --- */
 
-/* Whether this worker owns a step, and so alone changes the step's state. Worker 0 owns, and refuses, the steps of
- * channels that are not in use. */
+/* Whether this worker owns a step, and so alone changes the step's state. Worker 0 owns the steps of channels that are
+ * not in use, and reports them as errors. */
 static int is_own(const ProxycclWorker *worker, const Step *step) {
   const ProxycclConnection *connection = worker->service->channels[step->channel].connection;
   return (connection == NULL ? 0 : connection->worker) == worker->number;
@@ -410,7 +412,7 @@ enum {
   PHASE_POSTS,
   PHASE_MEETINGS,
   PHASE_SENDS,
-  PHASE_STAGES, /* receives; each stage is a phase */
+  PHASE_STAGES, /* receives that a stage counts; each stage is a phase */
   PHASE_GATE = PHASE_STAGES + PROXYCCL_SCHEDULE_STAGES,
   PHASE_RECEIVES /* receives without a stage, which peers may send after their own gates */
 };
@@ -467,7 +469,8 @@ static void hide_schedule_waits(ProxycclWorker *worker) {
 
 /* -- the trace --- */
 
-/* Returns the trigger that would do the same as a send. A trigger can't express 2 GiB or more. */
+/* Returns the trigger that would do the same as a send. The trigger's size is cut if the send has 2 GiB or more, which
+ * a trigger can't express. */
 static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *step) {
   const ProxycclScheduleSend *send = &step->send;
   const Place place = destination(step);
@@ -587,7 +590,7 @@ static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
 
 /* Issues the bundle that a turn has gathered, or waits until all its peers have joined: each rank copies to the next
  * rank first, then to the rank after that, and so on. If all ranks began with the first joined rank, the copies would
- * share that rank's link and take twice as long. A late rank holds up the schedule anyway. */
+ * share that rank's link and take twice as long. Waiting costs nothing: a late rank delays the schedule in any case. */
 static ProxycclOutcome end_bundle(ProxycclWorker *worker, Bundle *bundle, uint64_t traced_ns, uint32_t *progress,
                                   ProxycclExitInfo *info) {
   const uint32_t count = bundle->count;
@@ -624,7 +627,7 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
     ++*progress;
   }
   const ScheduleRun *run = &worker->run;
-  uint64_t traced_ns = trace_wanted(worker->stats); /* 0 without a trace, else when the next send was found */
+  uint64_t traced_ns = trace_wanted(worker->stats); /* 0 without a trace, else the time when the next send was found */
   if (traced_ns != 0 && began) trace_step(worker, PROXYCCL_TRACED_BEGIN, run->schedule->number, traced_ns);
   Bundle bundle;
   bundle.carrier = run->carrier;

@@ -3,7 +3,7 @@
  *
  * A schedule posts to the peers that write here, sends to the peers that posted, and receives. All of it begins when a
  * stream has written the schedule's number to the bell. When all of it is complete, the word `done` is set to 1. In
- * between a stream may wait for a stage of the receives, process their data, and open the gate for sends. The steps
+ * between, a stream may wait for a stage of receives, process the received data, and open the gate for sends. The steps
  * name channels and memories by id, which may be set before or after the schedule.
  */
 #ifndef PROXYCCL_SCHEDULE_H
@@ -11,13 +11,13 @@
 
 #include <stdint.h>
 
-/* An id that a step does not have. */
+/* Stands for an id that a step lacks. */
 #define PROXYCCL_NO_ID 0xffffffffu
 
 enum {
   PROXYCCL_MAX_SCHEDULES = 65536, /* numbers from 1 to one less than this */
   PROXYCCL_SCHEDULE_STAGES = 16,
-  PROXYCCL_MAX_WORKERS = 64 /* of a service that has schedules */
+  PROXYCCL_MAX_WORKERS = 64 /* most workers of a service that has schedules */
 };
 
 /* The count of a worker that no longer takes turns. */
@@ -51,19 +51,19 @@ typedef struct ProxycclScheduleSend {
   uint32_t channel;      /* used only for schedules; the channel's remote word counts sends */
   uint32_t post_channel; /* the channel of the receiver's posts; PROXYCCL_NO_ID if the send waits for no post */
   uint32_t src_memory;
-  uint32_t dst_memory; /* PROXYCCL_NO_ID for the place that the receiver posted */
+  uint32_t dst_memory; /* the memory to write to; PROXYCCL_NO_ID: the place that the receiver posted */
   uint64_t src_offset;
   uint64_t dst_offset; /* offset from the posted place, or in `dst_memory` */
   uint64_t bytes;      /* may be 0 */
   uint64_t gate;       /* the count that the send's gate must reach; 0 without a gate */
-  uint32_t gate_stage; /* index of the word in `stages` that is the gate; PROXYCCL_NO_ID for `gate` */
+  uint32_t gate_stage; /* index of the word in `stages` that is the gate; PROXYCCL_NO_ID: the gate is the word `gate` */
   uint32_t stage;      /* index of the word in `stages` that counts the complete send, or PROXYCCL_NO_ID */
 } ProxycclScheduleSend;
 
 /* Waits until a peer's sends have arrived. */
 typedef struct ProxycclScheduleReceive {
   uint32_t channel; /* used only for schedules; this rank's word of the channel counts arrived sends */
-  uint32_t sends;   /* sends to wait for, beyond those of earlier receives on the channel */
+  uint32_t sends;   /* sends to wait for, beyond the sends of earlier receives on the channel */
   uint32_t stage;   /* index of the word in `stages` that counts the complete receive, or PROXYCCL_NO_ID */
 } ProxycclScheduleReceive;
 

@@ -1,5 +1,5 @@
-/* A connection is made of others: one copies into the ring to send from, one or several are wires to the peer, and one
- * copies out of the ring to receive in. Messages are numbered from 0 and pass through these states in order:
+/* A staged connection consists of other connections: one copies into the sending ring, one or several are wires to the
+ * peer, and one copies out of the receiving ring. Messages are numbered from 0 and pass through these states in order:
  *
  *   made     the message has a place in the ring, and its copy into the ring is issued
  *   copied   that copy is complete
@@ -13,23 +13,24 @@
  * A message's place is free once the message is sent and credited. On a stream, a credited message is also sent. A wire
  * never waits for a peer's engine, so two engines that wait for each other's credits both return theirs.
  *
- * The message after a long one goes by the next wire, and the one after a short one by the same. A put that began while
- * no message waited for its wire ends with a message that leads back to the first wire, so that calls one after another
- * use wires whose threads are awake. Both sides know from each message which wire brings the next one. Messages
- * are taken in order, whatever their wires. A wire of sockets costs a core for each few
- * gigabytes a second. So other threads may give wires their turns: they post messages and credits, and poll. The worker
- * wakes them when long messages are made or taken, and leaves a wire to a thread that is awake and has just looked at
- * it: while the worker sent a long message, no copy would begin. Any other wire it serves itself, so short messages
- * need no other thread. The wires of one endpoint, to all peers, share its locks, which the provider holds during
- * system calls. So they share a turn, and a thread that finds it taken goes on.
+ * The message after a long message goes by the next wire, and the message after a short one by the same wire. A put
+ * that began while no message waited for its wire ends with a message that leads back to the first wire, so that calls
+ * one after another use wires whose threads are awake. Both sides know from each message which wire brings the next
+ * one. Messages are taken in order, whatever their wires. A wire of sockets costs a core for each few gigabytes a
+ * second. So other threads may give wires their turns: they post messages and credits, and poll. The worker wakes them
+ * when long messages are made or taken, and leaves a wire to a thread that is awake and has just polled the wire: while
+ * the worker sent a long message, it could not start copies. The worker serves all other wires itself, so short
+ * messages need no other thread. The wires of one endpoint, to all peers, share its locks, which the provider holds
+ * during system calls. So these wires share a turn, and a thread that finds the turn taken does not wait.
  *
- * A get is a message without data, the request. It is credited like any other. The peer notes it, and sends the data in
- * its own messages, the answer, when everything that arrived before the request is placed. Requests are answered in
- * order, so the requester itself knows where the data belongs. Until its gets are complete it makes no messages of
- * later operations. The number of noted requests is bounded, so an answer waits only for room in the ring.
+ * A get is a message without data, the request. The request is credited like any message. The peer records the request,
+ * and sends the data in its own messages, the answer, when everything that arrived before the request is placed.
+ * Requests are answered in order, so the requester itself knows where the data belongs. Until its gets are complete it
+ * makes no messages of later operations. The number of noted requests is bounded, so an answer waits only for room in
+ * the ring.
  *
- * A wire over sockets may leave a count half written, its low bytes first, until the rest arrives. Such a count is
- * too low and never too high, so the highest that was read is the one that counts. */
+ * Over sockets, a count may arrive in parts, low bytes first. A partly written count is too low and never too high, so
+ * the highest value that was read is used. */
 #include "staged_transport.h"
 
 #include <errno.h>
@@ -49,7 +50,7 @@ enum { MESSAGES = PROXYCCL_STAGED_MESSAGES };
 typedef struct {
   uint64_t address; /* the receiver's address of the put's or the requested data; with ALERTS a number of parts */
   uint64_t target;  /* key of the receiver's range that contains it */
-  uint64_t bytes;   /* of data in the message */
+  uint64_t bytes;   /* bytes of data in the message */
   uint64_t word;    /* the receiver's address of a semaphore word; 0 without a signal */
   uint64_t value;
   uint64_t asked;   /* requested bytes; 0 if the message is not a request */
@@ -103,8 +104,8 @@ typedef struct {
 enum {
   HELD_NS = 50000,        /* longest time for which a credit is held back */
   SERVED_NS = 50000,      /* the worker leaves a wire this long to a thread that is awake and has just polled it */
-  LONG_PART = 1024,       /* a message is long if its data exceeds 1/1024 of the ring, … */
-  SHORTEST_PIECE = 65536, /* … or has at least these bytes, which are worth a separate message */
+  LONG_PART = 1024,       /* a message is long if its data exceeds 1/1024 of the ring, or SHORTEST_PIECE */
+  SHORTEST_PIECE = 65536, /* a piece of at least these bytes is worth a separate message */
   RESTED_NS = 500000,     /* threads of wires sleep this long after the last long put */
   MOST_PARTS = 8,         /* most parts into which a put is cut to use several wires */
   FILLED_PART = 256,      /* a rest of the ring below 1/256 of it is filled, not used for a short piece */
@@ -222,7 +223,7 @@ static int is_long(const StagedConnection *self, uint64_t bytes) {
   return bytes >= SHORTEST_PIECE || bytes > self->options.ring_bytes / LONG_PART;
 }
 
-/* The wire of the message after one with this many bytes of data. */
+/* The wire of the message that follows a message with this many bytes of data. */
 static uint32_t wire_after(const StagedConnection *self, uint32_t wire, uint64_t bytes) {
   return is_long(self, bytes) ? (wire + 1) % self->options.wire_count : wire;
 }
@@ -250,10 +251,10 @@ static Header *open_message(StagedConnection *self, uint64_t bytes) {
   return self->last;
 }
 
-/* Makes a message with the first bytes from `source` on, at most `most`, which the CPU reaches at `host` if that is not
- * 0, and returns its header; *made is their number. A message does not wrap, so the rest of the ring limits its data. A
- * message without data fills a small rest: short copies of GPUs may have to wait for kernels. NULL with a status, or
- * WAITS. */
+/* Makes a message with the first bytes at `source`, at most `most`, and returns the message's header; *made is the
+ * number of bytes. `host` is the CPU's address of the source, or 0. A message does not wrap, so the rest of the ring
+ * limits its data. A message without data fills a small rest: short copies of GPUs may have to wait for kernels. On
+ * failure returns NULL, and the status or WAITS. */
 static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t host, uint64_t most, uint64_t *made,
                           int *status) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
@@ -288,8 +289,9 @@ static uint64_t quotient_up(uint64_t dividend, uint64_t divisor) { return (divid
 static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint64_t *marked);
 static int take_turn(Wire *wire, uint32_t *progress);
 
-/* Tells the peer to wake the threads of a put's wires while the first parts are copied here, if they sleep. A thread
- * that is woken when its part has arrived is too late: the worker takes the part, so one thread would carry all. */
+/* Makes a message that tells the peer to wake the threads of a put's wires, unless a long put was just made and they
+ * are awake. The threads then wake while this side copies the first parts. If they woke only when parts arrive, the
+ * peer's worker would take all parts itself. */
 static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t parts) {
   if (self->options.wire_count == 1 || bytes < 2 * SHORTEST_PIECE) return 0;
   const uint64_t last = self->put_ns;
@@ -298,7 +300,7 @@ static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t par
   Wire *wire = &self->wires[self->next_wire];
   Header *header = open_message(self, 0);
   uint32_t progress = 0;
-  if (header == NULL) return 0; /* a full ring: the threads are awake */
+  if (header == NULL) return 0; /* if the ring is full, the threads are awake already */
   header->flags = ALERTS;
   header->address = parts;
   const int status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
@@ -321,8 +323,8 @@ static uint64_t begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   return parts;
 }
 
-/* Makes a piece of a put. Makes one long piece that the CPU copies in each poll, so that between two pieces the wires
- * carry the first and arrived messages are taken. */
+/* Makes a piece of a put. Makes at most one long piece that the CPU copies in each poll, so that between two pieces the
+ * wires send, and arrived messages are taken. */
 static int make_put(StagedConnection *self, Operation *operation) {
   const int by_cpu = operation->source_host != 0;
   uint64_t bytes;
@@ -392,7 +394,7 @@ static int make_value(StagedConnection *self, Operation *operation) {
   return 0;
 }
 
-/* Makes a signal, in the last message if no wire can have that message yet. */
+/* Makes a signal, as part of the last message if no wire can have sent that message yet. */
 static int make_signal(StagedConnection *self, const Operation *operation) {
   Header *header = self->last;
   if (self->made == self->marked || header->word != 0) header = open_message(self, 0);
@@ -554,7 +556,8 @@ static int take_turn(Wire *wire, uint32_t *progress) {
   return 1;
 }
 
-/* Whether the worker has a reason to poll a wire: a message to post or to take, credits either way, or requests. */
+/* Whether the worker has a reason to poll a wire: a message to post or to take, credits to send or to receive, or
+ * outstanding requests. */
 static int concerns_worker(const StagedConnection *self, const Wire *wire) {
   if (wire->number == self->from_wire || wire->made != word_peek(&wire->posted) || !shown_load(&wire->resting))
     return 1;
@@ -689,11 +692,12 @@ static int take(StagedConnection *self, uint32_t *progress) {
   }
   for (uint32_t wire = self->from_wire; self->taken_by[wire] < self->arrived[wire]; wire = self->from_wire) {
     const uint64_t start = self->received % self->options.ring_bytes, data = start + sizeof(Header);
-    Header header = *(const volatile Header *)(self->receiving + start); /* copied once: checked, then used */
+    /* One copy, so that the peer can't change the header after its check. */
+    Header header = *(const volatile Header *)(self->receiving + start);
     const uint64_t bytes = header.bytes;
     int status;
     if (bytes > self->options.ring_bytes - data) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_LENGTH;
-    if (header.flags & FILLS) header.bytes = 0; /* such a message may carry a signal */
+    if (header.flags & FILLS) header.bytes = 0; /* a message that fills the ring has no data, but may carry a signal */
     status = place(self, &header, data);
     if (status != 0) return status;
     self->received += message_bytes(bytes);
@@ -732,7 +736,7 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   complete_gets(self, progress);
   if (status == 0) status = issue(base);
   if (status != 0) return status;
-  *progress += (uint32_t)self->has_copied; /* more pieces may be left to copy */
+  *progress += (uint32_t)self->has_copied; /* counts as progress, because more pieces may be left to copy */
   status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
   if (status == 0) status = poll_copies(self, self->out, &self->words->copied.count, self->marked, progress);
   if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_OUT);

@@ -1,5 +1,5 @@
-/* Puts and gets through pinned memory of two hosts, for memory that the device between them can't register. The device
- * is one of verbs (transport `staged`) or of libfabric (`staged_fabric`): the connection's wire.
+/* Puts and gets through pinned memory of two hosts, for memory that the network device can't register. A connection of
+ * verbs (transport `staged`) or of libfabric (`staged_fabric`) is the wire.
  *
  * Each side of a connection has an area: some words, a ring to send from and a ring to receive in. The sender's engine
  * copies a put in pieces into its ring and writes them into the same place of the receiver's ring. The receiver's
@@ -10,8 +10,8 @@
 
 #include "copy_transport.h"
 
-/* A status of these transports is one of the wire's, or one of the first two values plus the driver's status,
- * or the third plus a ProxycclStagedRefusal. */
+/* A status of these transports is a status of the wire, one of the first two values plus the driver's status, or the
+ * third value plus a ProxycclStagedRefusal. */
 enum {
   PROXYCCL_STAGED_COPY_OUT = 1 << 17, /* the copy from the source into this side's area failed */
   PROXYCCL_STAGED_COPY_IN = 1 << 18,  /* the copy from this side's area to the destination of a peer's put failed */
@@ -49,14 +49,15 @@ void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_
 typedef struct ProxycclStagedWire {
   const void *options;    /* options of the wire, with the key of the peer's area for signals */
   uint64_t area_key;      /* the area's key for the wire's own requests */
-  uint64_t peer_area;     /* the address by which the wire names the peer's area … */
-  uint64_t peer_area_key; /* … and the key */
+  uint64_t peer_area;     /* the address by which the wire names the peer's area */
+  uint64_t peer_area_key; /* the key by which the wire names that area */
 } ProxycclStagedWire;
 
 typedef struct ProxycclStagedOptions {
-  ProxycclStagedWire wires[PROXYCCL_STAGED_WIRES]; /* in the peer's order */
+  ProxycclStagedWire wires[PROXYCCL_STAGED_WIRES]; /* the wires, in the same order as the peer's */
   uint32_t wire_count;
-  uint32_t credits_tell; /* 1: a message that the peer has credited is complete on its wire, as on a stream */
+  uint32_t credits_tell; /* 1: a credit implies that the message is complete on its wire, because the wire is a byte
+                            stream */
   uintptr_t area;        /* WORDS_BYTES, zeroed, and two rings: pinned and registered */
   uintptr_t device_area; /* the area's address for the runtime's copies */
   uint64_t ring_bytes;   /* the same on both sides; a multiple of PROXYCCL_STAGED_ALIGN */
@@ -68,8 +69,8 @@ typedef struct ProxycclStagedOptions {
 
 typedef struct ProxycclConnection ProxycclConnection;
 
-/* A wire of a connection, by its number, as a connection for another worker to poll, which must end first. The
- * connection polls its wires itself too, so nobody need. */
+/* Returns a wire as a connection that another worker may poll; that worker must end before the staged connection does.
+ * Polling is optional, because the staged connection polls its wires too. */
 ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_t number);
 
 /* The state that a thread of wires shares with the workers of their connections. The thread serves the wires of an
@@ -80,8 +81,8 @@ typedef struct ProxycclWireThread {
   uint64_t padding[14]; /* separates the state from other threads' by a pair of cache lines */
 } ProxycclWireThread;
 
-/* Tells a wire its thread, which must outlive the use of the wire; NULL: it has none, as in the beginning. Neither the
- * thread nor the connection's worker may know the wire yet. */
+/* Sets a wire's thread, which must outlive the wire's use; NULL, the default, means that the wire has no thread. Call
+ * this before the thread or the connection's worker uses the wire. */
 void proxyccl_staged_wire_set_thread(ProxycclConnection *wire, ProxycclWireThread *thread);
 
 /* The wire's message about the error that ended a connection of `staged_fabric`; empty if there is none. */

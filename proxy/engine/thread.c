@@ -13,12 +13,12 @@
 #include "worker.h"
 
 enum {
-  POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock: one costs as much as several */
+  POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock, which take as long as several */
   SLEEP_PART = 32,      /* an idle thread sleeps for a 32nd of the time that it has been idle */
   REST_PART = 1024, /* after a long idle time a thread sleeps for this part, even beyond its policy's longest sleep */
   LONGEST_REST_NS = 10000000,
-  OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding, because a program may wait for it;
-                                   and the shortest, as waking takes a good part of that */
+  OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding, because a program may wait for that work;
+                                   also the shortest sleep, because waking takes a large part of this time */
   TIMER_SLACK_NS = 1000,        /* the system may end a sleep later by this time; 50 µs by default */
   TURN_SLEEP_NS = 50000,        /* sleep between two attempts to take the turn from a helper */
   SPIN_NS = 50000               /* longest spin, because other threads on the core wait for a time slice meanwhile */
@@ -40,8 +40,8 @@ struct ProxycclThread {
   void (*end_help)(void *);    /* NULL if no other thread may take the turn */
   int turn;                    /* pairing turn: 1 while a thread has the turn */
   int helped;                  /* HELPED_… flags since the thread's last check */
-  ProxycclOutcome found;       /* the outcome of a helper's round, which the thread returns, … */
-  ProxycclExitInfo found_info; /* … and the outcome's details */
+  ProxycclOutcome found;       /* the outcome of a helper's round, which the thread returns */
+  ProxycclExitInfo found_info; /* the details of that outcome */
 };
 
 /* Pairing turn, acquire: the effects of the last thread with the turn. Returns 1 if the turn was taken. */
@@ -194,8 +194,8 @@ typedef struct {
 } Round;
 
 /* A worker's turn: steps of a schedule, up to POLL_INTERVAL triggers of each ring, and a poll of the connections. The
- * turn after a handler skips the rings: the handler's trigger ended the last turn before the poll, and the next trigger
- * may do the same. Returns CONTINUE, or why the thread must return. */
+ * turn after a handler skips the rings and polls: the handler's trigger ended the previous turn before its poll, and
+ * the next trigger might do the same. Returns CONTINUE, or why the thread must return. */
 static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, Round *round) {
   const uint32_t rings = list_count(&worker->ring_count);
   const uint32_t drain = request_asked(&worker->drain), pause = request_asked(&worker->pause);
@@ -207,7 +207,7 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
    * kernel. */
   if (abort_is_up(worker->service->control)) {
     proxyccl_worker_show_schedule_waits(worker);
-    /* A caller that checks for failures after its stream already finds this one. */
+    /* The failure is stored first, so a caller that checks for failures once its stream is done finds it. */
     proxyccl_schedule_words_end_waits(worker->service->words);
     return PROXYCCL_EXIT_ABORTED;
   }
@@ -310,13 +310,14 @@ static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, Idleness idleness
 }
 
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info) {
-  /* A helper has run the workers, and since then the thread has found no triggers or steps itself. It leaves the work
-   * to helpers: where threads outnumber cores, a thread that wakes takes a core from those with work. */
+  /* Returns 1 if a helper has run the workers and the thread itself has since found no triggers or steps. The thread
+   * then leaves the work to helpers: where threads outnumber cores, a thread that wakes takes a core from those with
+   * work. */
   int is_helped = 0;
   uint64_t idle_since = 0, counted = 0; /* idle time is counted up to the last reading of the clock */
   uint64_t slept = 0;                   /* after a sleep, a thread polls once before it sleeps again */
   uint32_t polls = 0;
-  prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* on failure, sleeps end later */
+  prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* if the call fails, sleeps only end later */
   clear_info(info);
   for (;;) {
     Round round = {0};

@@ -1,7 +1,8 @@
-/* The worker's side of the trace (observe.h): a ring of records that it overwrites whether or not anybody reads them.
+/* The worker's side of the trace (observe.h): a ring of records, which the worker overwrites whether or not an observer
+ * has read them.
  *
- * Reading the clock takes longer than most triggers, so triggers in quick succession share a reading: as many as
- * recently took TRACE_CLOCK_INTERVAL_NS together. A trigger that takes longer has its own times.
+ * Reading the clock takes longer than most triggers, so triggers in quick succession share a reading: their number is
+ * chosen so that together they take about TRACE_CLOCK_INTERVAL_NS. A trigger that takes longer has its own times.
  */
 #ifndef PROXYCCL_TRACE_H
 #define PROXYCCL_TRACE_H
@@ -46,7 +47,8 @@ static inline void trace_seen(Trace *trace, ProxycclWorkerStats *stats, uint32_t
   trace_mark(trace, stats, PROXYCCL_MARK_SEEN, (uint64_t)ring << 48 | (ticket & ((1ull << 48) - 1)), now_ns);
 }
 
-/* Triggers that share the next reading, after `triggers` of them took `took_ns`; at most `most`. */
+/* Returns the number of triggers that share the next reading, at most `most`, given that the last `triggers` took
+ * `took_ns`. */
 static inline uint32_t trace_share(uint32_t triggers, uint64_t took_ns, uint32_t most) {
   const uint64_t share = (uint64_t)triggers * TRACE_CLOCK_INTERVAL_NS / (took_ns + 1);
   return share == 0 ? 1 : share > most ? most : (uint32_t)share;

@@ -1,7 +1,7 @@
 /* A transport moves data to peers. It has a connection to each peer, which all channels to that peer share.
  *
- * No function blocks. Those that return a status return 0, or a status of the transport that ends the communicator. A
- * connection executes its operations in order: a signal arrives after the puts and gets before it, a flush word is
+ * No function blocks. Functions that return a status return 0, or a status of the transport that ends the communicator.
+ * A connection executes its operations in order: a signal arrives after the puts and gets before it, a flush word is
  * written when they are complete, a get reads the data of earlier puts, and a put carries the data of earlier gets.
  */
 #ifndef PROXYCCL_TRANSPORT_H
@@ -43,7 +43,8 @@ typedef struct ProxycclTransport {
    * to ENOSYS in a build without the transport. */
   ProxycclConnection *(*create)(const void *options, const ProxycclRuntimeTable *runtime, const char **refused);
   /* Number of triggers, each with a put, a signal and a flush, for which the connection has room now; NULL: any number.
-   * The engine issues at most that many. At 0 it leaves the trigger in its ring and asks again after the next poll. */
+   * The engine issues at most that many. At 0 the engine leaves the trigger in its ring and asks again after the next
+   * poll. */
   uint32_t (*ready)(const ProxycclConnection *self);
   /* Moves at least one byte from local memory to the peer's. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
@@ -61,8 +62,8 @@ typedef struct ProxycclTransport {
   int (*signal)(ProxycclConnection *self, uint64_t *remote, uint64_t value, uint64_t previous);
   /* Stores `value` to this rank's word `flushed` when all earlier operations are complete. */
   int (*flush)(ProxycclConnection *self, uint64_t *flushed, uint64_t value);
-  /* Stores `value` to this rank's word `released` when earlier puts no longer read their sources. NULL if that is when
-   * the puts are complete, which a flush reports. */
+  /* Stores `value` to this rank's word `released` when earlier puts no longer read their sources. NULL if sources are
+   * read until the puts are complete, which a flush reports. */
   int (*release)(ProxycclConnection *self, uint64_t *released, uint64_t value);
   /* Makes progress and finds failures. Adds the number of completions to *progress. */
   int (*poll)(ProxycclConnection *self, uint32_t *progress);
@@ -71,7 +72,7 @@ typedef struct ProxycclTransport {
   void (*destroy)(ProxycclConnection *self);
 } ProxycclTransport;
 
-/* How far a connection has come, in triggers from its first. */
+/* A connection's progress: counts of triggers since its first trigger. */
 typedef struct ProxycclProgress {
   uint64_t issued;    /* set by the engine, after a run of triggers */
   uint64_t completed; /* set by the transport, at a poll: at least this many triggers are complete */

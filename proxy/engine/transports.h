@@ -5,15 +5,15 @@
 #include "transport.h"
 
 /* <name>_transport.c defines proxyccl_<name>_transport, <name>_transport.h its options if it has any;
- * staged_transport has both of the staged ones. */
+ * staged_transport.c and .h have both staged transports. */
 #define PROXYCCL_TRANSPORTS(each) each(copy) each(verbs) each(staged) each(fabric) each(staged_fabric)
 
 #define PROXYCCL_DECLARE_TRANSPORT(name) extern const ProxycclTransport proxyccl_##name##_transport;
 PROXYCCL_TRANSPORTS(PROXYCCL_DECLARE_TRANSPORT)
 
-/* Makes a connection, which objects that `options`, the struct of the transport's header, names must outlive. Returns
- * NULL on failure. Then *refused is the name of an option that is out of range; or it is NULL, and errno is ENOMEM, or
- * ENOSYS in a build without the transport. */
+/* Makes a connection. `options` is the struct in the transport's header; the objects that it names must outlive the
+ * connection. Returns NULL on failure. Then *refused is the name of an option that is out of range, or NULL with errno
+ * ENOMEM, or ENOSYS in a build without the transport. */
 ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
                                                const ProxycclRuntimeTable *runtime, const char **refused);
 void proxyccl_connection_destroy(ProxycclConnection *connection);

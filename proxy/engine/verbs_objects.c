@@ -1,4 +1,5 @@
-/* A pointer is accepted if the memory there matches a queue pair with that number in every part. */
+/* A pointer is accepted if the memory there looks like the expected queue pair: its number, context, domain and
+ * completion queues match. */
 #define _GNU_SOURCE
 #include "verbs_objects.h"
 
@@ -23,7 +24,7 @@ static ProxycclVerbsFinding finding(int error, ProxycclVerbsFinding unreadable) 
   return error == EFAULT ? unreadable : PROXYCCL_VERBS_FORBIDDEN;
 }
 
-/* Each of these structures begins with its context. */
+/* libibverbs' structures each begin with a pointer to their context. */
 static ProxycclVerbsFinding of_context(const void *part, const struct ibv_context *expected) {
   struct ibv_context *context;
   const ProxycclVerbsFinding result = finding(copy_from(part, &context, sizeof context), PROXYCCL_VERBS_OTHER_PARTS);

@@ -3,7 +3,7 @@
  *
  * A queue pair starts its requests in their order, and carries them out in that order except in one case: the response
  * to a read may come after later requests. So the first request after a run of reads has a fence: this request and
- * later ones start only when the reads are complete. A read after writes needs none. */
+ * later ones start only when the reads are complete. A read after writes needs no fence. */
 #include "verbs_transport.h"
 
 #include <errno.h>
@@ -40,8 +40,8 @@ typedef struct {
 
 static VerbsConnection *self_of(ProxycclConnection *base) { return (VerbsConnection *)base; }
 
-/* Posts the chain with one call. Its last request is signalled: a completion frees the slots of all requests before it,
- * and only a completion does. */
+/* Posts the chain with one call. The chain's last request is signalled: a completion frees the slots of all requests
+ * before it, and only a completion does. */
 static int post(VerbsConnection *self) {
   struct ibv_send_wr *last, *refused;
   int status;

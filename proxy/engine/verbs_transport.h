@@ -13,8 +13,8 @@ typedef enum ProxycclVerbsSignal {
 } ProxycclVerbsSignal;
 
 /* A status of this transport is an errno of ibv_post_send or ibv_poll_cq, or PROXYCCL_VERBS_COMPLETION plus an
- * ibv_wc_status. Or it is NO_INLINE: a value can't be put, because the device does not support inline data; or
- * NO_READS: gets fail, because one of the two devices does not support RDMA reads. */
+ * ibv_wc_status. Two more are NO_INLINE (for a put of a value: the device does not support inline data) and NO_READS
+ * (for a get: one of the two devices does not support RDMA reads). */
 enum {
   PROXYCCL_VERBS_COMPLETION = 1 << 16,
   PROXYCCL_VERBS_NO_INLINE = (2 << 16) - 1,
@@ -24,18 +24,19 @@ enum {
 enum {
   PROXYCCL_VERBS_OPERATIONS = 256, /* most operations that wait for a connection's send queue */
   PROXYCCL_VERBS_CHAIN = 32,       /* most work requests posted with one call */
-  /* A chain with this many bytes is posted at once: the call costs little compared with their transfer. */
+  /* A chain with this many bytes is posted at once: the transfer takes much longer than the call. */
   PROXYCCL_VERBS_CHAIN_BYTES = 16 << 10
 };
 
-/* No more requests are outstanding than either queue holds, because each of them takes a completion after an error. A
- * chain has at most half of those, so that the device works on one half while the engine makes the other. */
+/* At most as many requests are outstanding as the smaller queue holds, because after an error each request takes a
+ * completion. A chain has at most half of them, so that the device works on one half while the engine makes the other.
+ */
 typedef struct ProxycclVerbsOptions {
   uintptr_t qp;          /* ibv_qp *, ready to send. Nobody else may use it or its send completion queue. */
   uint32_t send_depth;   /* work requests that its send queue takes */
   uint32_t cq_depth;     /* completions that its send completion queue takes */
   uint32_t max_message;  /* bytes that one request may carry */
-  uint32_t reads;        /* most RDMA reads that the queue pair may have outstanding; 0: it makes none */
+  uint32_t reads;        /* most RDMA reads that the queue pair may have outstanding; 0: it supports no reads */
   uint32_t signal;       /* ProxycclVerbsSignal */
   uint32_t signal_rkey;  /* rkey of the memory with the peer's semaphore words */
   uint32_t scratch_lkey; /* FETCH_ADD: lkey of `scratch` */

@@ -11,7 +11,7 @@ static struct sigaction previous;
 static void wake(int signal, siginfo_t *info, void *context) {
   const int kept = errno; /* the errno of the interrupted code */
   const uint64_t one = 1;
-  /* An eventfd refuses only a value that would overflow its count, and then its reader is awake already. */
+  /* A write to an eventfd fails only if the count would overflow, and then the reader is awake already. */
   const ssize_t written = write(descriptor, &one, sizeof one);
   (void)written;
   errno = kept;

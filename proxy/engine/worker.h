@@ -8,7 +8,7 @@
 #include "ring.h"
 #include "trace.h"
 
-/* How far a channel has come. */
+/* A channel's progress, in triggers of its connection and in tickets. */
 typedef struct {
   uint64_t triggers; /* triggers of the channel's connection, as ProxycclProgress counts them */
   uint64_t end;      /* one more than the ticket of the channel's last trigger among them */
@@ -23,8 +23,9 @@ struct Channel {
   uint64_t *flushed;
   uint64_t *completed;
   uint64_t outbound; /* the peer's word: signals sent, or a schedule's post; the engine is its only writer */
-  uint64_t taken;    /* signals of this rank's word that schedules have consumed, or the last post */
-  /* While triggers are not known to be complete: all issued triggers, and the first of them to await. */
+  uint64_t taken;    /* signals in this rank's word that schedules have consumed, or the last post that was read */
+  /* While triggers are not known to be complete: the progress of all issued triggers, and of the first triggers to wait
+   * for. */
   Extent issued, awaited;
   Channel *next_unfinished; /* next in the connection's list */
   int unfinished;           /* whether the channel is in that list */
@@ -59,7 +60,7 @@ typedef struct {
   Schedule *schedule;          /* NULL if no schedule runs */
   ProxycclConnection *carrier; /* the connection whose stream copies all bundles; NULL without bundles */
   uint32_t left;               /* steps that are not complete */
-  uint32_t idle_polls;         /* since the last progress */
+  uint32_t idle_polls;         /* polls since the last progress */
   uint64_t idle_since;         /* start of the wait; 0 before the clock was read */
   int shown;                   /* whether the waits are published for observers */
 } ScheduleRun;
@@ -106,7 +107,8 @@ static inline int copies_remote_only(const ProxycclTransport *transport, const P
          (peer->remote_only && transport->copies & PROXYCCL_COPIES_PEER);
 }
 
-/* The error with which a thread returns. The thread has cleared `info`; the caller adds the objects concerned. */
+/* Fills in the error with which the thread returns. The thread has cleared `info`; the caller adds the channel,
+ * connection or schedule. */
 static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t code, int status, const char *reason) {
   info->code = code;
   info->status = status;

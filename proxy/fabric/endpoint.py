@@ -29,7 +29,7 @@ _KEY_TRIES = 8
 _OWNERS = {"cuda": lib.PROXYCCL_FABRIC_CUDA, "hip": lib.PROXYCCL_FABRIC_ROCR}
 _LOCAL_KEYS: int = lib.PROXYCCL_FABRIC_LOCAL_KEYS
 _CORES_PER_STREAM = 2
-"""A rank with several streams needs cores for its program and its proxy too, and the system for its own work."""
+"""Cores that streams leave free: for the rank's program, its proxy, and the operating system."""
 
 
 class FabricAddress(Message, frozen=True):
@@ -67,11 +67,11 @@ class FabricEndpoint(RegistrationCache):
         ordered: whether a signal is posted right after its data.
         joined: whether a signal may be a part of a write, if the peer's memory supports that.
         depth: the most outstanding writes of a connection.
-        parts: the ProxycclFabricParts.
+        parts: the endpoint's libfabric objects (a ProxycclFabricParts).
 
     Raises:
-        ResourceError: the system or the provider has no room.
-        RuntimeUnavailableError: the provider can't open it; the message says why.
+        ResourceError: the system or the provider is out of memory or descriptors.
+        RuntimeUnavailableError: the provider can't open the endpoint; the message says why.
     """
 
     def __init__(self, offer: FabricOffer, options: FabricOptions, *, waits: bool = False) -> None:
@@ -134,7 +134,7 @@ class FabricEndpoint(RegistrationCache):
 
         Raises:
             ArgumentError: the bytes are not an address, or are another provider's.
-            ResourceError: the system or the provider has no room.
+            ResourceError: the system or the provider is out of memory or descriptors.
             RuntimeUnavailableError: the provider refuses the address.
         """
         number, theirs = self.insert(peer)
@@ -190,7 +190,7 @@ class FabricEndpoint(RegistrationCache):
         owner = _OWNERS.get(runtime, lib.PROXYCCL_FABRIC_HOST)
         made = ffi.new("ProxycclFabricRegion *")
         for _ in range(_KEY_TRIES):
-            # Only a peer that knows a key can write, so a key that this side chooses is a secret.
+            # A peer can write only with the right key, so a key that this side chooses is random.
             key = 0 if self.offer.provider_keys else secrets.randbits(8 * min(self.offer.key_bytes, 8))
             error = lib.proxyccl_fabric_register(self._endpoint, ptr, nbytes, key, owner, number, made)
             if error != _KEY_EXISTS:
@@ -252,7 +252,7 @@ class FabricContext(RemoteDevice):
 
     Raises:
         ArgumentError: an option names something that does not exist.
-        ResourceError: the system or the provider has no room.
+        ResourceError: the system or the provider is out of memory or descriptors.
         RuntimeUnavailableError: no provider can be used; the message says why.
     """
 

@@ -28,7 +28,7 @@ _EXHAUSTED = (12, 24)  # FI_ENOMEM, FI_EMFILE
 _STREAMS = frozenset({"tcp", "net"})
 """Providers that carry each message in a byte stream, and store its data in the stream's order."""
 _LAST_RESORT = frozenset({"udp", "sockets", "net"})
-"""Providers for old programs or experiments, which are used only by name, or if there is no other."""
+"""Providers for old programs or experiments, which are used only by name, or if no other provider exists."""
 _ORDERED_STORES = frozenset({"x86_64", "AMD64"})
 """CPUs whose stores other cores see in program order; others may show a message's end before its begin."""
 # Address formats (rdma/fabric.h) with names that users know.
@@ -127,8 +127,8 @@ class FabricOffer:
         key_bytes: length of keys.
         depth: writes that may be outstanding.
         max_message: bytes that one write can carry, in order if it is ordered.
-        rate: of the link, in Gbit/s; 0 if unknown.
-        source: its list (a ProxycclFabricOffers), and its number there.
+        rate: the link's rate in Gbit/s; 0 if unknown.
+        source: the list that contains the offer (a ProxycclFabricOffers), and the offer's index in it.
     """
 
     provider: str
@@ -187,15 +187,15 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
         ResourceError: out of memory.
         RuntimeUnavailableError: libfabric can't be used.
     """
-    # Some providers keep order, read, or reach GPUs, only on request.
+    # Some providers offer ordered writes, reads or access to GPUs only on request.
     memories = (True, False) if device_memory else (False,)
     demands = itertools.product(memories, (True, False), (True, False))
     return best_of([list(_ask(ordered=order, reads=reads, device_memory=memory)) for memory, order, reads in demands])
 
 
 def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
-    """Merges answers to successively weaker requests. Each offer is taken from the first answer that has it. The order
-    is that of the last answer, because libfabric may prefer a provider with fewer capabilities.
+    """Merges answers to successively weaker requests. Each offer is taken from the first answer that has it. The offers
+    have the order of the last answer, because libfabric may prefer a provider with fewer capabilities.
     """
     best: dict[tuple[str, str, object, int], FabricOffer] = {}
     for answer in reversed(answers):
@@ -256,9 +256,9 @@ def _ip_address(address_format: int, raw: bytes) -> ipaddress.IPv4Address | ipad
 def choose_offer(offers: list[FabricOffer], options: FabricOptions, *, local_rank: int = 0) -> FabricOffer:
     """Chooses the first provider in libfabric's order that reaches other hosts, and one of its interfaces.
 
-    Of interfaces with an IP address, the loopback's and link-local ones are skipped, and IPv4 is preferred. Ranks of a
-    host are spread, by `local_rank`, over a provider's interfaces without IP addresses. Those with addresses lead to
-    separate networks.
+    Among interfaces with an IP address, loopback and link-local ones are skipped, and IPv4 is preferred. Ranks of a
+    host are spread, by `local_rank`, over a provider's interfaces without IP addresses. Interfaces with addresses may
+    belong to separate networks, so ranks are not spread over them.
 
     Raises:
         ArgumentError: an option names something that does not exist; the message lists what exists.

@@ -1,4 +1,6 @@
-"""Checks this machine for libfabric's requirements without loading it, as every rank asks and few have libfabric."""
+"""Checks this machine for libfabric's requirements without loading libfabric, because every rank checks and few
+machines have the library.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +49,6 @@ def _is_there(name: str) -> bool:
     try:
         cache = _LINKER_CACHE.read_bytes()
     except OSError:  # a system without such a cache
-        return True  # the load will tell
-    # The cache (glibc, sysdeps/generic/dl-cache.h) ends with its strings; a name may be the end of a path there.
+        return True  # unknown: loading the library will show
+    # The cache (glibc, sysdeps/generic/dl-cache.h) ends with strings, in which the name may only be the end of a path.
     return re.search(rb"[/\0]" + re.escape(os.fsencode(name)) + rb"\0", cache) is not None

@@ -106,8 +106,8 @@ def _hang_up(request: Any) -> None:
 
 
 def split_address(text: str, port: int, argument: str) -> tuple[str, int]:
-    """The host and the port of HOST:PORT, HOST, :PORT, PORT, [IPv6] or [IPv6]:PORT. `port` is that of an address
-    without one. Raises ArgumentError for any other text, with the argument's name.
+    """The host and the port of HOST:PORT, HOST, :PORT, PORT, [IPv6] or [IPv6]:PORT. `port` is the default port. Raises
+    ArgumentError for any other text, with the argument's name.
     """
     host, separator, number = text.rpartition(":")
     if not separator or text.endswith("]"):
@@ -129,7 +129,7 @@ class LocalPages(BaseHTTPRequestHandler):
     timeout = 10.0  # seconds that a client may take for its request, or to read an answer
     server_version = "ProxyCCL"
     sys_version = ""
-    default_request_version = "HTTP/1.0"  # so that the answer to a malformed request has a status line
+    default_request_version = "HTTP/1.0"  # the default gives the answer to a malformed request a status line
     host = "localhost"
 
     def parse_request(self) -> bool:

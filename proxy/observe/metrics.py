@@ -112,8 +112,8 @@ def metrics_text(views: Iterable[ServiceView]) -> str:
 
 @contextlib.contextmanager
 def serve(port: int) -> Iterator[str]:
-    """A context that serves the metrics to this machine only, at a port or, for 0, at any free one. Its value is a text
-    with the URL. Raises as `BoundedServer`.
+    """A context that serves the metrics to this machine only, at a port or, for 0, at any free one. The context's value
+    is a text with the URL. Raises as `BoundedServer`.
     """
 
     class Handler(LocalPages):

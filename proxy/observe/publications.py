@@ -31,7 +31,8 @@ from proxyccl.proxy.processes import start_of
 FORMAT: int = lib.PROXYCCL_OBSERVE_FORMAT
 _SUFFIX = ".json"
 _MOST_WORKERS: int = lib.PROXYCCL_MAX_RINGS
-_numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))  # containers may share ids and the directory
+# The numbers start at random, because containers may share process ids and the directory.
+_numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))
 _warning = threading.Lock()
 P = TypeVar("P", bound="OfProcess")
 
@@ -105,7 +106,7 @@ class OfProcess(Message, frozen=True):
 
 
 def this_process(started: int | None = None) -> tuple[int, int, str]:
-    """The first three fields of a publication of this process; `started` is its start time if known."""
+    """The first three fields of a publication of this process; `started` is the process's start time if known."""
     pid = os.getpid()
     return pid, started or start_of(pid) or 0, pid_namespace()
 
@@ -254,8 +255,9 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
 def find(
     job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None
 ) -> list[tuple[Path, Publication]]:
-    """The services of this user on this machine, ordered by job and rank: of this job, these ranks, and in this
-    process, a rank or a node daemon; None for all. Removes files of processes that ended. Raises as `check_directory`.
+    """This user's services on this machine, ordered by job and rank. Each argument that is not None selects services:
+    of a job, of some ranks, or in a process (a rank's or a node daemon's). Removes files of processes that ended.
+    Raises as `check_directory`.
     """
     wanted = [
         (path, publication)

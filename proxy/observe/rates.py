@@ -190,7 +190,7 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
 
 
 class Watch:
-    """Observes the proxy services of this machine, or those of one job, or of one process."""
+    """Observes the proxy services of this machine, or only the services of one job or one process."""
 
     def __init__(self, job: str | None = None, process: int | None = None) -> None:
         self._of = job, process

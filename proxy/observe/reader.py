@@ -35,7 +35,7 @@ class WorkerView(Message, frozen=True):
         number: the worker's number in its service.
         looks: polls of the worker's rings and connections.
         age_ns: time since the worker's start; 0 once it has ended.
-        idle_ns: part of `age_ns` in which the worker's thread had nothing to do, for any worker that shares it.
+        idle_ns: part of `age_ns` in which the worker's thread had nothing to do, for any worker that shares the thread.
         sleeps: number of the thread's sleeps.
         slept_ns: time that the thread slept.
         wakes: sleeps that a launch ended.
@@ -191,8 +191,8 @@ class Observer:
         connections = []
         for number in range(self.publication.workers):
             stats = self.worker_stats(number)
-            age = max(0, now - stats.started_ns) if stats.started_ns else 0  # 0 once the worker has ended
-            idle = min(stats.idle_ns, age)  # counted in steps, the last of which may be newer than `now`
+            age = max(0, now - stats.started_ns) if stats.started_ns else 0  # the age is 0 once the worker has ended
+            idle = min(stats.idle_ns, age)  # the last step of idle_ns may end after `now`
             slept = min(stats.slept_ns, idle)
             cpu = cpu_time_of(self.publication.pid, stats.thread)
             times = (stats.spin_ns / 1e3, stats.yield_ns / 1e3, stats.max_sleep_ns / 1e3)
@@ -222,7 +222,7 @@ class Observer:
         for number, stats in enumerate(self.worker_stats(worker).connections):
             if not stats.in_use:
                 break
-            completed = int(stats.completed)  # read before `issued`, which it never exceeds
+            completed = int(stats.completed)  # read before `issued`, so that the difference is not negative
             transport = ffi.string(stats.transport).decode(errors="replace")
             outstanding = max(0, stats.issued - completed)
             connections.append(
@@ -234,7 +234,7 @@ class Observer:
         channels = []
         for channel in range(MAX_CHANNELS):
             place = self._observed.pointer.channels[channel]
-            if not place.connection or place.ring >= len(self._rings):  # a ring newer than the publication
+            if not place.connection or place.ring >= len(self._rings):  # a ring newer than its publication
                 continue
             of_handler = place.connection == lib.PROXYCCL_PLACE_HANDLER
             connection = None if of_handler else place.connection - 1

@@ -76,7 +76,7 @@ class ObservedSegment:
         self.pointer.channels[channel].connection = 0
 
     def outstanding(self, channel: int) -> int | None:
-        """See `ProxyService.outstanding`; None also for an id that is not in use."""
+        """Returns `ProxyService.outstanding` of a channel; None also for an id that is not in use."""
         place = self.pointer.channels[channel]
         if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
             return None
@@ -85,7 +85,7 @@ class ObservedSegment:
         return int(stats.issued - completed)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """The waits of schedules without progress or stopped, at most one for each connection."""
+        """The waits of schedules that make no progress or were stopped, at most one for each connection."""
         found = []
         for worker in range(self._workers):
             for stats in itertools.takewhile(lambda stats: stats.in_use, self.worker(worker).connections):
@@ -96,6 +96,6 @@ class ObservedSegment:
         return found
 
     def close(self) -> None:
-        """Frees the segment, or the mapping of another process's. The workers of this process must have ended."""
+        """Frees this service's segment, or unmaps another process's. The workers of this process must have ended."""
         vars(self).pop("pointer", None)  # removed, so that a later access fails in Python and not in C
         self.memory.close()

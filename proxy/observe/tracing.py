@@ -22,13 +22,13 @@ from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger
 ffi, lib = _engine.ffi, _engine.lib
 
 _LEASE_NS = 2_000_000_000
-"""How long a worker keeps recording after its observer is gone."""
+"""Seconds for which a worker keeps recording after its observer is gone."""
 
 _CHANNELS_EVERY_NS = 100_000_000
 """Seconds between two lists of the channels, which take longer to make than fetching records."""
 
 MOST_TRIGGERS = 500_000
-"""Kept by default: at worst a file of some 250 MB, which a browser still shows."""
+"""Triggers that are kept by default: a trace file of at most some 250 MB, which a browser can still show."""
 
 _PARITY = 1 << PARITY_SHIFT
 _KIND = (1 << lib.PROXYCCL_MARK_BITS) - 1
@@ -68,7 +68,8 @@ class TracedTrigger:
 
 @dataclass(frozen=True, slots=True)
 class TracedWait:
-    """A wait for a peer of a worker's part of a schedule, from the part's start. Times are as in `TracedTrigger`.
+    """A wait of a worker's part of a schedule for a peer, measured from the start of that part. Times are as in
+    `TracedTrigger`.
 
     Attributes:
         schedule: the schedule's number.
@@ -116,7 +117,7 @@ class TraceDecoder:
         self._connections = connections
         self._ring: int | None = None
         self._ticket: int | None = None  # ticket of the next trigger
-        self._schedule: int | None = None  # of the next send; without ticket and schedule, the next record is unknown
+        self._schedule: int | None = None  # schedule of the next send; None for both: unknown
         self._looked = 0
         self._look = 0
         self._unissued: list[TracedTrigger] = []
@@ -198,7 +199,8 @@ class Allowance:
     """The number of triggers that several tracers may still keep, shared so that their records end at about one moment.
 
     Args:
-        triggers: the number of triggers to keep. Triggers that share the last one's clock reading are kept too.
+        triggers: the number of triggers to keep. Triggers that share a clock reading with the last kept trigger are
+            kept too.
     """
 
     def __init__(self, triggers: int) -> None:
@@ -224,7 +226,7 @@ class _Records:
         self._stats = stats
         self._allowance = allowance
         self._next = ffi.new("uint64_t *", stats.traced)
-        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records, and those after
+        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records, and the records after them
         self._full = False
         self.left_out = 0
 
@@ -343,7 +345,7 @@ class Tracer:
         return ServiceTrace(self._observer.publication, triggers, self._routes, lost, left_out, waits)
 
     def close(self) -> None:
-        """Ends the recording, unless `stop` has, and lets others trace the service."""
+        """Ends the recording, unless `stop` has, and lets other processes trace the service."""
         self._ask_until(0)
         self._workers.clear()
         self._opened.close()

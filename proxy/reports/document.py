@@ -25,10 +25,10 @@ class Member(Message, frozen=True, eq=False):
 
     Attributes:
         host: the host's name and boot id.
-        pid: the process's number there.
-        started: when it began (`proxyccl.proxy.processes.start_of`), which distinguishes it from later processes of
-            that number; None if it had already ended.
-        view: its `proc_view`, in which that is its number; 0 if it is not known.
+        pid: the process's id on that host.
+        started: the process's start time (`proxyccl.proxy.processes.start_of`), which distinguishes the process from
+            later processes with the same id; None if the process had already ended.
+        view: the process's `proc_view`, in which `pid` is valid; 0 if unknown.
     """
 
     host: str
@@ -43,7 +43,7 @@ class Member(Message, frozen=True, eq=False):
 
     @property
     def is_visible(self) -> bool:
-        """Whether `pid` is its number here too."""
+        """Whether `pid` is the process's id in this PID namespace too."""
         return same_host(self.host, host_name()) and self.view == proc_view() != 0
 
     def __eq__(self, other: object) -> bool:
@@ -54,7 +54,7 @@ class Member(Message, frozen=True, eq=False):
 
     @property
     def place(self) -> tuple[str, int]:
-        """A text for the host and the PID namespace, and the number there: a process has these alone."""
+        """A text for the host and the PID namespace, and the process id there; together they identify one process."""
         return f"{self.host.partition('/')[2]}/{self.view}", self.pid
 
     @property

@@ -12,7 +12,7 @@ from proxyccl.device.process.private_directories import make_private, require_pr
 from proxyccl.device.process.user_directories import user_directory
 
 KEPT = 1000
-"""Reports in the default directory; beyond that the oldest are removed."""
+"""Number of reports that the default directory keeps; older reports are removed."""
 
 _NAME = re.compile(r"[0-9a-f]{8}-(rank\d+|daemon)-\d+-\d+\.json")
 

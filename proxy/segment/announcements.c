@@ -12,7 +12,7 @@ void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char 
   for (uint32_t i = 0; i < bytes; ++i) __atomic_store_n(&own->handle[i], handle[i], __ATOMIC_RELAXED);
   /* Pairing announced-handle, release: the handle before its version. */
   __atomic_store_n(&own->version, version, __ATOMIC_RELEASE);
-  /* Pairing announcement, release: the entry before the count that has peers look for it. */
+  /* Pairing announcement, release: the entry before the count that makes peers look for the entry. */
   __atomic_store_n(&table->changes, table->changes + 1, __ATOMIC_RELEASE);
 }
 

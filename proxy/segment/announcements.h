@@ -3,7 +3,7 @@
  * Each rank has one table, in memory that all ranks of the host map. Its owner announces memory and withdraws it. Each
  * peer maps or unmaps what changed, and replies with the address at which its kernels reach the memory. If the owner
  * asks for it, the peer also replies with the id by which its proxy knows the memory. A reply names the version that it
- * answers, so a late one does not concern the memory that took its place.
+ * answers, so a late reply is not taken for a reply about newer memory.
  */
 #ifndef PROXYCCL_ANNOUNCEMENTS_H
 #define PROXYCCL_ANNOUNCEMENTS_H
@@ -22,45 +22,48 @@ enum {
 #define PROXYCCL_NO_MEMORY 0xfffffffeu
 
 typedef struct ProxycclAnnouncement {
-  uint32_t version;      /* counts up twice for each change; odd while the handle is being written; 0: never used */
-  uint32_t handle_bytes; /* 0: withdrawn */
+  uint32_t version;      /* incremented twice for each change; odd while the handle is being written; 0: never used */
+  uint32_t handle_bytes; /* 0: the memory was withdrawn */
   uint32_t for_proxies;  /* the version that the owner wants proxies to register */
   char handle[PROXYCCL_ANNOUNCED_HANDLE_BYTES];
 } ProxycclAnnouncement;
 
 typedef struct ProxycclAnnouncementReply {
-  uint64_t version; /* of the announcement that it answers */
+  uint64_t version; /* version of the announcement that the reply answers */
   uint64_t address;
-  uint64_t memory; /* in the upper half the version, in the lower one more than the id; 0: nothing was replied */
+  uint64_t memory; /* the version in the upper half, the id plus one in the lower half; 0: no reply */
 } ProxycclAnnouncementReply;
 
 typedef struct ProxycclAnnouncements {
-  uint64_t changes; /* counts up after each change */
+  uint64_t changes; /* incremented after each change */
   ProxycclAnnouncement entries[PROXYCCL_ANNOUNCEMENTS];
   ProxycclAnnouncementReply replies[PROXYCCL_ANNOUNCEMENTS][PROXYCCL_ANNOUNCEMENT_PEERS];
 } ProxycclAnnouncements;
 
-/* By the owner, one thread at a time: changes an entry. No bytes withdraw what is there. */
+/* By the owner, one thread at a time: changes an entry. `bytes` 0 withdraws the entry's memory. */
 void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char *handle, uint32_t bytes);
-/* The number of changes of the table. */
+/* Returns the number of changes to the table. */
 uint64_t proxyccl_announcement_changes(const ProxycclAnnouncements *table);
-/* By a peer that has seen the number of changes: the first entry from `entry` on that differs from what was handled, or
- * PROXYCCL_ANNOUNCEMENTS. `handled`: for each entry `for_proxies` in the upper half, and the version. */
+/* By a peer, when the number of changes has grown: returns the first entry, from `entry` on, that the peer has not
+ * handled, or PROXYCCL_ANNOUNCEMENTS. `handled`: for each entry, the handled `for_proxies` in the upper half and the
+ * handled version in the lower half. */
 uint32_t proxyccl_announcement_changed(const ProxycclAnnouncements *table, uint32_t entry, const uint64_t *handled);
 /* By a peer: copies an entry. Returns its version, or 0 while it is being written. */
 uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t entry, ProxycclAnnouncement *copy);
-/* By a peer: says that it has handled a version. `address`: where its kernels reach the memory, or
+/* By a peer: reports that the peer has handled a version. `address`: where its kernels reach the memory, or
  * PROXYCCL_UNREACHED; 0 for memory that was withdrawn. */
 void proxyccl_announcement_reply(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
                                  uint64_t address);
 /* By the owner: asks peers to register an entry's memory with their proxies. */
 void proxyccl_announce_to_proxies(ProxycclAnnouncements *table, uint32_t entry);
-/* By a peer, for memory that the owner wants proxies to know: the id of a version, or PROXYCCL_NO_MEMORY. */
+/* By a peer whose proxy was asked to register the memory: replies with the id for a version, or PROXYCCL_NO_MEMORY. */
 void proxyccl_announcement_reply_memory(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
                                         uint32_t id);
-/* By the owner: the id that a peer replied. Returns 1 if the reply is to the entry's present version, else 0. */
+/* By the owner: gets the id that a peer replied with. Returns 1 if the reply is to the entry's present version, else 0.
+ */
 int proxyccl_announcement_memory(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t *id);
-/* By the owner: the address that a peer replied. Returns 1 if the reply is to the entry's present version, else 0. */
+/* By the owner: gets the address that a peer replied with. Returns 1 if the reply is to the entry's present version,
+ * else 0. */
 int proxyccl_announcement_reached(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint64_t *address);
 
 #endif

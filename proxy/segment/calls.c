@@ -48,7 +48,8 @@ static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
   return history;
 }
 
-/* A hash table without removal, in memory that was zeroed. Plain 8-byte stores, which observers may read any time. */
+/* Counts a call in a hash table without removal, in memory that was zeroed. Fields are written with plain 8-byte
+ * stores, so observers may read at any time. */
 static void count_call(ProxycclCallCount *counts, uint64_t collective) {
   for (uint32_t probe = 0; probe < PROXYCCL_CALL_KINDS; ++probe) {
     ProxycclCallCount *const count = &counts[(collective + probe) % PROXYCCL_CALL_KINDS];
@@ -63,7 +64,7 @@ static void count_call(ProxycclCallCount *counts, uint64_t collective) {
 uint32_t proxyccl_calls_choose(const ProxycclCallers *callers, uint32_t wish) {
   const uint64_t number = callers->sequence + 1;
   uint64_t *const place = &callers->choices[number % PROXYCCL_CALL_CHOICES];
-  uint64_t made = __atomic_load_n(place, __ATOMIC_RELAXED); /* a choice refers to no other memory */
+  uint64_t made = __atomic_load_n(place, __ATOMIC_RELAXED); /* relaxed: a choice refers to no other memory */
   while (made / PROXYCCL_CALL_WAYS < number) {
     const uint64_t own = number * PROXYCCL_CALL_WAYS + wish;
     if (__atomic_compare_exchange_n(place, &made, own, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return wish;
@@ -92,18 +93,19 @@ int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   return 0;
 }
 
-/* `agree`, and one more look at the failure words, the last before the driver is called: a kernel that begins after a
- * failure must not use memory that a peer may have freed. */
+/* Calls `agree`, then checks the failure words once more right before the driver is called: a kernel that begins after
+ * a failure must not use memory that a peer may have freed. */
 static int agree_to_issue(ProxycclCallers *callers, const ProxycclCall *call) {
   const int status = call == NULL ? 0 : proxyccl_calls_agree(callers, call);
   return status == 0 && failure_is_told(callers->control) ? PROXYCCL_CALL_ABORTED : status;
 }
 
-/* Waits for a launch with a status, if calls on its stream do. */
+/* Waits for a launch if calls on its stream are to wait, and returns the status. */
 static int end_call(const ProxycclCallers *callers, uintptr_t stream, int status) {
   if (callers->synchronize == NULL || stream != callers->waited) return status;
   const int ended = callers->synchronize((void *)stream);
-  /* Even if nothing stopped the kernel here, because its data may come from a kernel that was stopped. */
+  /* A failure is reported even if this rank's kernel was not stopped, because the kernel's data may come from one that
+   * was. */
   if (failure_is_told(callers->control)) return PROXYCCL_CALL_ABORTED;
   return status != 0 ? status : ended;
 }

@@ -1,5 +1,5 @@
 /* Owners never wait for their readers. A reader may copy garbage that a faulty process wrote, so sizes are bounded
- * here; whoever decodes a message checks it. */
+ * here; the code that decodes a message checks its contents. */
 #include "rendezvous.h"
 
 #include <string.h>
@@ -10,7 +10,7 @@ void proxyccl_mailbox_post(ProxycclRendezvous *own, const char *data, uint32_t b
   letter->message_bytes = message_bytes;
   letter->part_bytes = bytes;
   memcpy(letter->data, data, bytes);
-  /* Pairing letter, release: the letter before its number, and the reads of the letters before. */
+  /* Pairing letter, release: the letter before its number, and this rank's reads of earlier letters. */
   __atomic_store_n(&mailbox->posted, mailbox->posted + 1, __ATOMIC_RELEASE);
 }
 
@@ -26,7 +26,8 @@ int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, Pro
 
 void proxyccl_invite(ProxycclRendezvous *own, uint32_t place, uint64_t key, const char *handle, uint32_t bytes) {
   ProxycclInvitation *invitation = &own->invitations[place];
-  /* A reader may still read the old contents. Pairing invitation, release: nothing below is seen under the old key. */
+  /* A reader may still be reading the old contents. Pairing invitation, release: the new contents are never read under
+   * the old key. */
   __atomic_thread_fence(__ATOMIC_RELEASE);
   __atomic_store_n(&invitation->handle_bytes, bytes, __ATOMIC_RELAXED);
   for (uint32_t i = 0; i < bytes; ++i) __atomic_store_n(&invitation->handle[i], handle[i], __ATOMIC_RELAXED);
@@ -57,8 +58,8 @@ int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, Pro
 
 uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value) {
   uint64_t stands = 0;
-  /* Pairing decision, release: the memory to which the value refers before the value; acquire: the same, of the rank
-   * that came first. */
+  /* Pairing decision, release: the memory to which the value refers, before the value. Acquire: the memory to which the
+   * first rank's value refers. */
   __atomic_compare_exchange_n(&first->decisions[question], &stands, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   return stands ? stands : value;
 }

@@ -1,4 +1,4 @@
-/* An agent: its inbox, and the ranges that peers may reach. See transfers.h. */
+/* An agent's inbox, and the ranges of memory that peers may reach. See transfers.h. */
 #include <errno.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -18,7 +18,8 @@ int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operati
 void agent_wake(ProxycclAgent *agent) {
   const uint64_t one = 1;
   const ssize_t written = write(agent->wake, &one, sizeof one);
-  (void)written; /* an eventfd refuses only a value that would overflow it, and then the thread is awake already */
+  (void)
+      written; /* a write to an eventfd fails only if the count would overflow, and then the thread is awake already */
 }
 
 struct timespec agent_deadline(uint64_t timeout_ns) {
@@ -122,7 +123,7 @@ int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *stagi
 static int hold(const Ranges *ranges, const struct iovec *block) {
   const uint64_t *starts = ranges->bounds, *ends = starts + ranges->count;
   const uint64_t address = (uintptr_t)block->iov_base;
-  uint64_t low = 0, high = ranges->count; /* how many ranges start at or before the block */
+  uint64_t low = 0, high = ranges->count; /* number of ranges that start at or before the block */
   while (low < high) {
     const uint64_t middle = (low + high) / 2;
     if (starts[middle] <= address) {

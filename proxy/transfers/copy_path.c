@@ -7,7 +7,7 @@
 
 typedef struct CopyTransfer {
   ProxycclTransfer base;
-  uint64_t faulted;               /* bytes of the copy that were left where the fault is */
+  uint64_t faulted;               /* bytes that were left to copy at the fault */
   pid_t pid;                      /* the process that the kernel copies from and to; 0 if the CPU copies */
   const ProxycclStaging *staging; /* NULL if pieces are copied without stages */
   int staged[PROXYCCL_STAGES];    /* whether a thread uses each stage */
@@ -19,7 +19,7 @@ int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t byte
   return read == (ssize_t)bytes ? 0 : read < 0 ? errno : EFAULT;
 }
 
-/* A piece of a copy: whole blocks, in place in the two lists, or a part of a long block, in `parts`. */
+/* A piece of a copy: whole blocks, which point into the two lists, or a part of a long block, which is in `parts`. */
 typedef struct Piece {
   struct iovec parts[2];
   const struct iovec *local, *remote;
@@ -103,8 +103,8 @@ static void drop_rest(CopyTransfer *self) {
   queue_remove(&self->base.agent->copies, self);
 }
 
-/* Records the address where a copy stopped: the peer's, or the local one if that is not mapped. A stage always is.
- * Where the CPU copies, both sides are mapped by this process. */
+/* Records the address where a copy stopped: the local address if it is not mapped, otherwise the peer's. A stage is
+ * always mapped. If the CPU copies, this process maps both sides. */
 static void note_fault(CopyTransfer *self, const Piece *piece) {
   ProxycclFault *fault = &self->base.fault;
   Position at = {0, 0};
@@ -162,7 +162,7 @@ static int copy(ProxycclTransfer *transfer) {
     if (agent->waits_for_stage) agent_wake(agent);
   }
   if (error == EFAULT && (transfer->error == 0 || (transfer->error == EFAULT && left > self->faulted))) {
-    note_fault(self, &piece); /* keeps the first fault if several pieces fail at once */
+    note_fault(self, &piece); /* if several pieces fail at once, the first fault is kept */
     self->faulted = left;
   }
   if (transfer->error == 0) transfer->error = error;
@@ -195,7 +195,8 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 
 static void lose(ProxycclTransfer *transfer) {
   drop_rest((CopyTransfer *)transfer);
-  if (transfer->copying == 0) transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* else the last copy ends the transfer */
+  if (transfer->copying == 0)
+    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* if copies are still running, the last copy ends the transfer */
 }
 
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,

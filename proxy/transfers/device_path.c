@@ -9,7 +9,7 @@
 #include "launch.h"
 #include "parts.h"
 
-enum { CHECK_NS = 1000000 }; /* between two checks for a failure of the device */
+enum { CHECK_NS = 1000000 }; /* time between two checks for a failure of the device */
 
 typedef struct DeviceTransfer {
   ProxycclTransfer base;

@@ -1,7 +1,7 @@
 /* An agent's libfabric endpoint, and the requests that it posts. See transfers.h.
  *
  * Some providers carry out a peer's requests only when this side reads its completion queue. So the agent's thread
- * reads the queue even while no request of its own is outstanding.
+ * reads the queue even while none of the agent's requests is outstanding.
  */
 #include <errno.h>
 #include <sys/epoll.h>
@@ -15,7 +15,7 @@
 
 enum {
   ACTIVE_NS = 20000, /* between two polls of a queue without a descriptor */
-  IDLE_NS = 1000000  /* the same while no own request is outstanding */
+  IDLE_NS = 1000000  /* time between two such polls while no local request is outstanding */
 };
 #define LONGEST_STOP_NS 1000000000ull
 
@@ -163,7 +163,7 @@ void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes) {
   rdma->error = 0;
   rdma->fault = 0;
   queue_push(&fabric->waiting, rdma);
-  fabric_poll(agent);                             /* may end and free the Rdma */
+  fabric_poll(agent);                             /* this call may end and free the Rdma */
   if (fabric->outstanding > 0) agent_wake(agent); /* the thread may sleep without watching the queue */
 }
 

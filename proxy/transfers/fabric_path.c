@@ -5,7 +5,7 @@
 #include "clock.h"
 #include "parts.h"
 
-enum { PAUSE_NS = 20000 }; /* between two polls by a thread that cancels a transfer */
+enum { PAUSE_NS = 20000 }; /* time between two polls by a thread that cancels a transfer */
 
 typedef struct FabricTransfer {
   ProxycclTransfer base;
@@ -25,7 +25,7 @@ static void ended(Rdma *rdma) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
   } else if (transfer->abandoned || fabric_failed(transfer->agent)) {
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
-  } else { /* the peer answers whether its memory is mapped; if the peer has gone, the link ends */
+  } else { /* the peer answers whether its memory is mapped; if the peer has gone, the link's end ends the transfer */
     link_start(transfer->link, &transfer->request, 0, &transfer->fault);
   }
 }

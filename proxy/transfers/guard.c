@@ -1,9 +1,8 @@
 /* Copies by the CPU from and to memory that the program may free, protect or truncate at any moment. See parts.h.
  *
  * An access to such memory raises SIGSEGV or SIGBUS. If a guarded copy raised the signal, the process's handler jumps
- * back to that copy; all other signals go to the handler that was installed before. The kernel would refuse without a
- * signal
- * (process_vm_readv), but takes 1.6 us more for each copy, and twice the time for a megabyte.
+ * back to that copy; all other signals go to the handler that was installed before. process_vm_readv would return an
+ * error instead of a signal, but it takes 1.6 us more for each copy, and twice the time for a megabyte.
  */
 #include <errno.h>
 #include <setjmp.h>
@@ -25,7 +24,7 @@ typedef struct GuardedCopy {
   uint64_t count;
 } GuardedCopy;
 
-/* The call of another handler that a thread is making. */
+/* A thread's call of a replaced handler. */
 typedef struct Passing {
   const char *frame;
   int level;
@@ -34,10 +33,11 @@ typedef struct Passing {
 /* The handlers of a signal that this file's handler replaced, the oldest first. */
 typedef struct Replaced {
   struct sigaction actions[MOST_REPLACED];
-  int count; /* atomic */
+  int count; /* number of actions; atomic */
 } Replaced;
 
-/* A signal handler may not allocate, but with other TLS models a thread's first access does. */
+/* This TLS model is needed because a signal handler may not allocate, which a thread's first access does with other
+ * models. */
 static __thread GuardedCopy *current __attribute__((tls_model("initial-exec")));
 static __thread Passing passing __attribute__((tls_model("initial-exec")));
 static const int signals[] = {SIGSEGV, SIGBUS};
@@ -64,7 +64,7 @@ static int is_of(const GuardedCopy *guard, const siginfo_t *info) {
 static void end_process(int number, const siginfo_t *info) {
   const struct sigaction end = {.sa_handler = SIG_DFL};
   sigaction(number, &end, NULL);
-  if (info->si_code <= 0) raise(number); /* a fault repeats by itself */
+  if (info->si_code <= 0) raise(number); /* a fault is raised again when the handler returns */
 }
 
 /* Passes a signal on to the newest replaced handler. If that handler is newer than this file's and calls it in turn,
@@ -72,7 +72,8 @@ static void end_process(int number, const siginfo_t *info) {
 static void pass_on(int number, siginfo_t *info, void *context) {
   const Replaced *before = &replaced[number == SIGBUS];
   const char *frame = __builtin_frame_address(0);
-  const int nested = passing.frame != NULL && frame < passing.frame; /* otherwise a jump has left that call */
+  const int nested =
+      passing.frame != NULL && frame < passing.frame; /* otherwise the recorded call was left by longjmp */
   const int level = nested ? passing.level - 1 : __atomic_load_n(&before->count, __ATOMIC_ACQUIRE) - 1;
   const struct sigaction *action = &before->actions[level < 0 ? 0 : level];
   const Passing outer = passing;
@@ -80,7 +81,7 @@ static void pass_on(int number, siginfo_t *info, void *context) {
   if (level >= 0 && (action->sa_flags & SA_SIGINFO) != 0) {
     action->sa_sigaction(number, info, context);
   } else if (level < 0 || action->sa_handler == SIG_DFL || (action->sa_handler == SIG_IGN && info->si_code > 0)) {
-    end_process(number, info); /* a fault can't be ignored */
+    end_process(number, info); /* the previous action ignores the signal, but a fault can't be ignored */
   } else if (action->sa_handler != SIG_IGN) {
     action->sa_handler(number);
   }
@@ -141,7 +142,7 @@ static int copy(const struct iovec *to, const struct iovec *from, uint64_t count
   guard.to = to;
   guard.from = from;
   guard.count = count;
-  if (sigsetjmp(guard.back, 0) != 0) return 0; /* no signal mask is saved: the handler blocks no signals */
+  if (sigsetjmp(guard.back, 0) != 0) return 0; /* saves no signal mask, because the handler blocks no signals */
   current = &guard;
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   for (uint64_t i = 0; i < count; ++i) memmove(to[i].iov_base, from[i].iov_base, from[i].iov_len);

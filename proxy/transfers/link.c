@@ -8,7 +8,8 @@
 
 const char *proxyccl_link_lost(const ProxycclLink *link) { return __atomic_load_n(&link->lost, __ATOMIC_ACQUIRE); }
 
-/* Closes a descriptor, after its removal from the epoll set: a copy in a fork's child would keep it there. */
+/* Closes a descriptor after removing it from the epoll set: otherwise a copy in a fork's child would keep the
+ * descriptor in the set. */
 static void unwatch(ProxycclAgent *agent, int *descriptor) {
   if (*descriptor < 0) return;
   agent_watch(agent, *descriptor, 0, EPOLL_CTL_DEL, 0);
@@ -98,7 +99,7 @@ void link_lose(ProxycclLink *link, const char *reason) {
   if (!link->serves) {
     const uint64_t one = 1;
     const ssize_t written = write(agent->losses, &one, sizeof one);
-    (void)written; /* an eventfd refuses only a value that would overflow it, and then its reader wakes anyway */
+    (void)written; /* a write to an eventfd fails only if the count would overflow, and then the reader wakes anyway */
   }
   if (link->in.stage != NULL) stage_give(link->in.stage);
   link->in.stage = NULL;
@@ -122,7 +123,7 @@ void link_unreference(ProxycclLink *link) {
   ProxycclAgent *agent = link->agent;
   if (--link->references > 0 || link->lost == NULL) return;
   if (!agent->stopped) {
-    agent_wake(agent); /* events that its thread has received may still name the link */
+    agent_wake(agent); /* the thread frees the link, because events that it has received may still name the link */
     return;
   }
   ProxycclLink **at = &agent->links;
@@ -156,7 +157,7 @@ void proxyccl_link_release(ProxycclLink *link) {
   ProxycclAgent *agent = link->agent;
   pthread_mutex_lock(&agent->lock);
   link_lose(link, "the peer was removed");
-  ++agent->references; /* held by this call */
+  ++agent->references; /* this call holds a reference */
   link_unreference(link);
   agent_unreference(agent);
 }

@@ -58,7 +58,7 @@ static size_t copy_out(const struct iovec *parts, uint32_t count, const char *fr
 }
 
 /* Receives bytes into a program's memory, and reads ahead. Returns -1, and receives nothing, if that memory can't be
- * written; 0 as `take` does. */
+ * written. Returns 0 in the same cases as `take`. */
 static ssize_t take_out(ProxycclLink *link, const struct iovec *blocks, uint64_t count, Position at, uint64_t bytes) {
   struct iovec parts[FRAME_BLOCKS + 1];
   uint32_t used;
@@ -88,7 +88,7 @@ static ssize_t take_out(ProxycclLink *link, const struct iovec *blocks, uint64_t
   return taken > 0 ? (ssize_t)taken : -1;
 }
 
-/* Returns the bytes of a frame's body, or -1 if the frame is not valid here. */
+/* Returns the bytes of a frame's body, or -1 if the frame is invalid. */
 static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
   if (!link->serves) {
     if (frame->kind != FRAME_ANSWER || link->unanswered == 0) return -1;
@@ -266,7 +266,7 @@ static const char *end_data(ProxycclLink *link) {
     if (made == NULL) return OUT_OF_MEMORY;
     in->stage = NULL;
     if (stage != NULL && in->error == 0) {
-      made->stage = stage; /* sent only after the copies from the stage */
+      made->stage = stage; /* the answer is sent only after the copies from the stage */
       stage_copy(stage, 1, in->blocks, in->count);
     } else if (stage != NULL) {
       stage_give(stage);
@@ -287,7 +287,8 @@ static const char *end_data(ProxycclLink *link) {
       request->fault.address = (uintptr_t)(in->frame.bytes == 0 ? address + at.offset : address);
     }
   }
-  if (request->refusal != 0) queue_remove(&link->requests, request); /* a refused request sends no more frames */
+  if (request->refusal != 0)
+    queue_remove(&link->requests, request); /* a refused request does not send further frames */
   if (request->unanswered == 0 && !request->node.queued) request_end(request);
   return NULL;
 }
@@ -370,7 +371,7 @@ static size_t take_part(ProxycclLink *link, const char **problem) {
   return taken;
 }
 
-/* Advances to the next part once the current one is complete. Returns why the link must end, or NULL. */
+/* Advances to the next part once the current part is complete. Returns why the link must end, or NULL. */
 static const char *next_part(ProxycclLink *link) {
   Receiving *in = &link->in;
   const FramePart ended = in->part;

@@ -11,7 +11,10 @@
 
 #include "parts.h"
 
-enum { ANSWER_STEPS = 3 /* steps of a FETCH or a STORE: between peer and stage, between stage and device, the end */ };
+enum {
+  ANSWER_STEPS =
+      3 /* steps of a FETCH or a STORE: the copy between peer and stage, the copy between stage and device, the end */
+};
 
 /* Turns the answer to a READ into an error if the blocks are no longer registered. */
 static void check_answer(const ProxycclLink *link, Answer *answer) {
@@ -210,7 +213,7 @@ static void spoil(ProxycclLink *link) {
   Request *request = out->request;
   uint64_t block = 0;
   const char *unread = copy_rest(link, 1, &block);
-  if (unread == NULL) return; /* the link is lost, or the memory is mapped again */
+  if (unread == NULL) return; /* the link is lost, or the memory is readable again */
   if (request == NULL) {
     spoil_answer(out, is_mapped(unread) ? EPERM : EFAULT, block);
     return;
@@ -312,7 +315,7 @@ void link_forget(ProxycclLink *link, Request *request) {
   }
   if (out->request != request) return;
   uint64_t unused;
-  copy_rest(link, 1, &unused); /* the request's memory may be freed after this call, or before it */
+  copy_rest(link, 1, &unused); /* the program may have freed the request's memory, or may free it after this call */
 }
 
 void links_feed(ProxycclAgent *agent) {

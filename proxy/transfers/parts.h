@@ -22,14 +22,14 @@ enum {
   FRAME_BLOCKS = 512,        /* most blocks of one frame */
   FRAME_BYTES = 512 << 10,   /* most data of one frame */
   WINDOW = 16,               /* most unanswered frames of one link */
-  VERSION = 2,               /* of the frames */
+  VERSION = 2,               /* version of the frames */
   TURN_BYTES = 2 << 20,      /* most bytes that a link sends or receives in its turn */
   PIECE_BYTES = 1 << 20,     /* most bytes that a thread copies at once */
-  SHORT_BYTES = 64 << 10,    /* the caller waits for a device's copy of at most this length, … */
-  SHORT_NS = 20000,          /* … for at most this time, which is less than waking a thread takes */
+  SHORT_BYTES = 64 << 10,    /* the caller waits for a device's copy of at most this length */
+  SHORT_NS = 20000,          /* … and for at most this time, which is less than waking a thread takes */
   SHORTEST_PAUSE_NS = 20000, /* the agent's thread pauses at least this long between two polls */
   ROW = 6,                   /* words of a request to libfabric: see proxyccl_transfer_create_by_fabric */
-  LONGEST_CANCEL_S = 30,     /* a device or an adapter that takes longer is taken to hang */
+  LONGEST_CANCEL_S = 30,     /* a device or an adapter that takes longer is assumed to hang */
   FED = 2,                   /* most answers of one link that use a stage */
   LONGEST_ADDRESS = 512,     /* bytes of a libfabric endpoint's address */
   AHEAD_BYTES = 64 << 10,    /* most bytes that are read ahead from a socket */
@@ -41,7 +41,8 @@ enum {
 /* The tag of an epoll event: 0 for the eventfd, else a pointer, whose low alignment bits hold the kind of object. */
 enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_FABRIC = 3, TAG_BITS = 3 };
 
-/* Registered memory: first addresses in order, then for each the highest end of the ranges up to it. */
+/* Registered memory: the ranges' first addresses in order, then for each range the highest end of all ranges up to this
+ * one. */
 typedef struct Ranges {
   uint64_t *bounds, count;
 } Ranges;
@@ -61,8 +62,8 @@ typedef struct Rdma {
   Position at;                      /* start of the data that is not posted */
   uint64_t left;                    /* bytes of that data */
   uint64_t unanswered;              /* posted requests without a completion */
-  int error;                        /* the first failed request's error … */
-  uint64_t fault;                   /* … and address in the peer's process */
+  int error;                        /* the first failed request's error */
+  uint64_t fault;                   /* the address, in the peer's process, of that request */
   int canceled;                     /* the agent stopped before the requests were complete */
   void (*ended)(struct Rdma *self); /* called after the last request; may free `self` */
 } Rdma;
@@ -77,8 +78,8 @@ typedef struct Stage {
   char *memory;
   int copying;        /* a device or a libfabric request uses the stage */
   int status;         /* 0, the driver's status of a failed copy, or -1 */
-  Rdma rdma;          /* the libfabric request … */
-  uint64_t row[ROW];  /* … and its row */
+  Rdma rdma;          /* the libfabric request of the stage */
+  uint64_t row[ROW];  /* the row of that request */
   uint64_t turn;      /* number of the stage's copy */
   ProxycclLink *link; /* NULL if the link is lost */
 } Stage;
@@ -104,18 +105,18 @@ typedef enum FrameKind {
   FRAME_STORE
 } FrameKind;
 
-/* The head of each frame on a socket. Both sides have the same byte order, as the greeting finds out.
- * HELLO: `count` is the version, and `bytes` bytes follow, the secret and the sender's name.
- * PERMIT: instead of the HELLO, and the only frame of its connection: `count` is the version, and the secret follows.
- * A PERMIT asks the receiver to let the sender's process copy from and to the receiver's. MESSAGE: `bytes` bytes
- * follow. WRITE, READ: `count` blocks (address, bytes) of the receiver's memory follow; after those of WRITE their
- * data. ADDRESS: `bytes` bytes follow, the address of the sender's endpoint of libfabric. FETCH, STORE: as WRITE and
- * READ, but the data does not follow: the receiver reads it from memory of the sender's, or writes it there, by
- * libfabric. After the blocks comes an Origin. CHECK: `count` blocks follow. A CHECK asks whether these blocks are
- * registered and mapped. ANSWER: one for each WRITE, READ, FETCH, STORE, PERMIT and CHECK, in their order. `count` is
- * an errno: EACCES if a block is not registered, EFAULT if it is not mapped, EPERM if it is protected; `bytes` is then
- * the block's number. Without an error `bytes` bytes of data follow, the READ's, and after them a second head, whose
- * errno tells what became of the blocks meanwhile: after an error the rest of the data was zeros.
+/* The head of each frame on a socket. Both sides have the same byte order, which the greeting checks. HELLO: `count` is
+ * the version, and `bytes` bytes follow, the secret and the sender's name. PERMIT: instead of the HELLO, and the only
+ * frame of its connection: `count` is the version, and the secret follows. A PERMIT asks the receiver to let the
+ * sender's process copy from and to the receiver's. MESSAGE: `bytes` bytes follow. WRITE, READ: `count` blocks
+ * (address, bytes) of the receiver's memory follow, and after a WRITE's blocks its data. ADDRESS: `bytes` bytes
+ * follow, the address of the sender's endpoint of libfabric. FETCH, STORE: like WRITE and READ, but the data does not
+ * follow: by libfabric, the receiver reads it from the sender's memory, or writes it there. An Origin follows the
+ * blocks. CHECK: `count` blocks follow. A CHECK asks whether these blocks are registered and mapped. ANSWER: one for
+ * each WRITE, READ, FETCH, STORE, PERMIT and CHECK, in their order. `count` is an errno: EACCES if a block is not
+ * registered, EFAULT if it is not mapped, EPERM if it is protected; `bytes` is then the block's number. Without an
+ * error, `bytes` bytes of a READ's data follow, then a second head. The second head's errno is nonzero if blocks were
+ * freed or deregistered meanwhile; the rest of the data was then zeros.
  */
 typedef struct Frame {
   uint32_t kind, count;
@@ -131,17 +132,17 @@ typedef struct Origin {
 typedef struct Request {
   Node node; /* in the link's list of requests with frames to send */
   ProxycclTransfer *transfer;
-  int active; /* started on the link and not yet ended */
+  int active; /* whether the request is started on the link and has not ended */
   int writes;
   const struct iovec *local, *remote;
   uint64_t count;
-  Position at;                         /* start of the data that nothing has begun to move */
-  uint64_t left;                       /* bytes of that data */
-  uint32_t unanswered;                 /* unanswered frames */
-  uint32_t refusal;                    /* the first nonzero errno of an answer */
-  int asks;                            /* sends a CHECK of the memory at `fault`, after a failed copy */
-  ProxycclFault fault;                 /* the fault that the refusal names */
-  const Origin *origin;                /* where the peer reads or writes by libfabric; NULL if frames carry the data */
+  Position at;          /* start of the data that nothing has begun to move */
+  uint64_t left;        /* bytes of that data */
+  uint32_t unanswered;  /* unanswered frames */
+  uint32_t refusal;     /* the first nonzero errno of an answer */
+  int asks;             /* whether the request sends a CHECK of the memory at `fault`, after a failed copy */
+  ProxycclFault fault;  /* the fault that the refusal names */
+  const Origin *origin; /* where the peer reads or writes by libfabric; NULL if frames carry the data */
   void (*ended)(struct Request *self); /* called after the last answer, or when the link is lost */
 } Request;
 
@@ -158,12 +159,12 @@ typedef struct Answer {
   uint32_t error;
   uint64_t bytes; /* bytes of a READ's data; after an error the number of the block */
   Device *device; /* the device whose memory a READ names; NULL for the host */
-  Stage *stage;   /* the stage of a READ's or a WRITE's data; NULL if there is none (yet) */
+  Stage *stage;   /* the stage of a READ's or a WRITE's data; NULL without a stage, or before it has one */
   struct iovec staged;
-  int by_fabric, fetches; /* the frame is a FETCH or a STORE; a FETCH */
-  int steps;              /* steps begun of a FETCH or STORE; ANSWER_STEPS when all are done */
+  int by_fabric, fetches; /* whether the frame is a FETCH or a STORE; whether it is a FETCH */
+  int steps;              /* begun steps of a FETCH or STORE; ANSWER_STEPS once all steps are done */
   Origin origin;
-  uint64_t data; /* its bytes */
+  uint64_t data; /* bytes of the data */
   uint64_t count;
   struct iovec blocks[]; /* the blocks of a READ, a FETCH or a STORE */
 } Answer;
@@ -177,7 +178,7 @@ typedef struct Sending {
   Position at;
   uint64_t left;        /* bytes of data not sent */
   Request *request;     /* the request that owns the blocks; NULL for an answer or messages */
-  const Answer *answer; /* the answer that owns the blocks; NULL if `own` does */
+  const Answer *answer; /* the answer that owns the blocks; NULL if `own` holds the data */
   void *own;            /* memory to free after the frame */
   Stage *stage;         /* the stage of an answer's data, or NULL */
   uint64_t memory;      /* the version of the agent's memory for which the blocks of an answer were checked */
@@ -188,13 +189,13 @@ typedef struct Sending {
 /* The parts of a frame, in their order. */
 typedef enum FramePart { IN_HEAD, IN_BODY, IN_DATA, IN_TAIL } FramePart;
 
-/* The frame that is being received: a head, a body in memory of the link's, data for blocks, and the second head of an
+/* The frame that is being received: a head, a body that the link stores, data for blocks, and the second head of an
  * answer with data. */
 typedef struct Receiving {
   Frame frame; /* the head, or the second head */
   FramePart part;
   size_t have;  /* bytes of the head, or of the body */
-  Stage *stage; /* the destination of a WRITE's data; NULL if the blocks are */
+  Stage *stage; /* the destination of a WRITE's data; NULL if data goes to the blocks */
   struct iovec staged;
   Buffer body;
   uint64_t body_bytes;        /* bytes of the whole body */
@@ -202,22 +203,22 @@ typedef struct Receiving {
   uint64_t count;
   Position at;
   uint64_t left;   /* bytes of data not received */
-  uint32_t error;  /* the errno for a WRITE's answer … */
-  uint64_t block;  /* … and the number of the block */
-  uint64_t memory; /* see Sending */
+  uint32_t error;  /* the errno for a WRITE's answer */
+  uint64_t block;  /* the number of the block with that error */
+  uint64_t memory; /* see Sending.memory */
 } Receiving;
 
 struct ProxycclLink {
   ProxycclLink *next; /* in the agent's list of links */
   ProxycclAgent *agent;
   int socket, process; /* descriptors; -1 if closed or missing */
-  int serves;          /* the peer opened the link */
+  int serves;          /* whether the peer opened the link */
   int greeted;         /* a serving link's greeting has arrived */
-  int asked;           /* a PERMIT has arrived: the peer sends nothing else */
+  int asked;           /* a PERMIT has arrived, after which the peer sends nothing */
   int addressed;       /* the address of the peer's endpoint has arrived */
-  uint64_t address;    /* an fi_addr_t */
+  uint64_t address;    /* the address of the peer's endpoint, an fi_addr_t */
   const char *lost;    /* atomic: why the link ended; NULL while it works */
-  uint32_t references; /* the handle, transfers, and stages that libfabric fills or empties */
+  uint32_t references; /* references of the handle, of transfers, and of stages that libfabric fills or empties */
   pid_t pid;           /* the peer's process; 0 if all data moves through the socket */
   char *name;          /* the peer's name, on a serving link */
   uint32_t name_bytes;
@@ -232,7 +233,7 @@ struct ProxycclLink {
   uint32_t oldest, unanswered;
   Queue answers;
   uint32_t answer_count;
-  char *ahead; /* AHEAD_BYTES that were read, and … */
+  char *ahead; /* AHEAD_BYTES of memory for data that was read ahead */
   size_t ahead_at, ahead_end;
 };
 
@@ -240,7 +241,7 @@ struct ProxycclLink {
 typedef struct Guard {
   const uint64_t *ledger, *rows; /* NULL if the peer itself checks the blocks */
   uint64_t count;
-  uint64_t seen; /* word 0 of the ledger at the last successful check; UINT64_MAX before */
+  uint64_t seen; /* word 0 of the ledger at the last successful check; UINT64_MAX before the first check */
 } Guard;
 
 /* The functions by which one kind of transfer moves its data. Each path has its own file and a struct that begins with
@@ -249,20 +250,21 @@ typedef struct TransferPath {
   /* Begins a transfer that has bytes to move and a live link. `stream` is NULL unless a device copies. */
   void (*begin)(ProxycclTransfer *self, const uint64_t *stream);
   /* Advances a transfer in the agent's list `looked_at`, without waiting. Returns 1 on progress. NULL if transfers of
-   * this path are in that list only until their stream has reached them. */
+   * this path leave that list once their stream has reached them. */
   int (*look)(ProxycclTransfer *self);
   /* Copies a piece that no thread has begun. Returns 0 if there is no such piece, or no free stage, else 1. NULL if
    * threads do not copy. */
   int (*copy)(ProxycclTransfer *self);
-  /* The work of a caller that polls the transfer while its request is not active. NULL if that is `copy` or `look`. */
+  /* The work of a caller that polls the transfer while its request is not active. NULL if `copy` or `look` does this
+   * work. */
   void (*help)(ProxycclTransfer *self);
   /* Begins no further work and waits for quiescence of the local memory. Returns 1, or 0 on a time-out. Called while
-   * the transfer's request is not active. NULL if there is then no work. */
+   * the transfer's request is not active. NULL if no work remains at that point. */
   int (*finish)(ProxycclTransfer *self, uint64_t timeout_ns);
   /* Called for a transfer in the agent's list `copies` when its link is lost. */
   void (*lose)(ProxycclTransfer *self);
   int silent; /* no event wakes waiting callers, so they poll */
-  int soon;   /* the next poll comes soon, however long the transfer takes */
+  int soon;   /* the agent's thread polls again soon, however long the transfer takes */
 } TransferPath;
 
 struct ProxycclTransfer {
@@ -279,9 +281,9 @@ struct ProxycclTransfer {
   int error;
   int copying; /* number of threads that copy a piece or poll the device */
   int cancel;
-  int abandoned;   /* the transfer ends as canceled once nothing accesses its memory … */
-  int orphaned;    /* … and is freed */
-  Guard guards[2]; /* of the local and of the remote side */
+  int abandoned;   /* the transfer ends as canceled once nothing accesses its memory */
+  int orphaned;    /* the canceled transfer is freed at its end */
+  Guard guards[2]; /* registrations of the local and of the remote side */
   ProxycclFault fault;
   uint64_t *words; /* the words shared with its stream, or NULL */
   int rung;        /* whether the stream has reached the transfer */
@@ -296,12 +298,12 @@ struct ProxycclAgent {
   pthread_cond_t changed; /* a transfer ended, a message came, a copy stopped, the agent stopped */
   pthread_t thread;
   int epoll, wake;
-  int spare; /* closed to free a descriptor for refusing a link when no other is left */
+  int spare; /* a spare descriptor, which is closed to accept and refuse a link when descriptors have run out */
   int *listeners;
   uint32_t listener_count;
   int stopped;
   uint32_t resting;    /* number of resting links */
-  uint32_t references; /* the handle, links and transfers */
+  uint32_t references; /* references of the handle, links and transfers */
   char *name;
   char secret[PROXYCCL_SECRET_BYTES];
   int copied; /* peers may copy from and to this process */
@@ -320,13 +322,13 @@ struct ProxycclAgent {
   Queue stages;        /* stages that a device copies, in turn */
   int starved;         /* an answer waits for a stage */
   int waits_for_stage; /* the thread waits for a stage, to copy a transfer's next piece */
-  int feeds;           /* serving links may go on with their answers */
+  int feeds;           /* serving links may continue their answers */
   uint64_t turns;
 };
 
 /* The functions of the files. Each file calls only those above it. */
 
-/* guard.c. Not locked. */
+/* guard.c, whose functions are called without the lock. */
 /* Installs the process's fault handler unless it is the newest. Returns 0 or an errno. */
 int guard_install(void);
 /* Removes the fault signals from a set of blocked signals: the kernel ends a process that faults while blocking them.
@@ -343,7 +345,7 @@ uint64_t blocks_parts(const struct iovec *blocks, uint64_t count, Position at, u
 void blocks_advance(const struct iovec *blocks, Position *at, uint64_t bytes);
 int is_mapped(const void *address); /* whether this process has the address mapped */
 
-/* driver.c. Not locked. Statuses are the driver's. */
+/* driver.c, whose functions are called without the lock. They return the driver's statuses. */
 /* The calling thread's state before it used a device. */
 typedef struct Entered {
   uint64_t context;
@@ -382,9 +384,10 @@ void fabric_lose(ProxycclLink *link);       /* the link is lost */
 void fabric_stop(ProxycclAgent *agent);
 
 /* stages.c. Called by the agent's thread. */
-Stage *stage_take(ProxycclLink *link, Device *device);        /* NULL if out of memory */
-Stage *stage_take_pinned(ProxycclLink *link, Device *device); /* NULL if none is free; `feeds` is set later */
-void stage_give(Stage *stage);                                /* releases a stage that its link no longer needs */
+Stage *stage_take(ProxycclLink *link, Device *device); /* NULL if out of memory */
+/* Returns NULL if no stage is free, and sets `feeds` once a stage is. */
+Stage *stage_take_pinned(ProxycclLink *link, Device *device);
+void stage_give(Stage *stage); /* releases a stage that its link no longer needs */
 void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks during the call */
 /* Reads the stage's data from a peer's memory, or writes it there, by libfabric. */
 void stage_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin);
@@ -428,14 +431,16 @@ void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
 ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path);
 ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, size_t bytes, const TransferPath *path,
                                      const ProxycclBlocks *blocks);
-/* Ends a transfer: as canceled if it is abandoned, as lost if its link is. Frees it if it is orphaned. */
+/* Ends a transfer: as canceled if it is abandoned, as lost if its link is lost. Frees the transfer if it is orphaned.
+ */
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
 /* Ends a transfer with the result that the answers to the frames or the CHECK of its request report. */
 void transfer_answered(Request *request);
-/* Whether the registrations of a transfer's blocks stand, on both sides as far as known here. Else `fault` names one.
+/* Whether all registrations of a transfer's blocks are valid, as far as this process can tell. Otherwise sets `fault`
+ * to an ended registration.
  */
 int transfer_stands(ProxycclTransfer *transfer);
-void transfer_end_deregistered(ProxycclTransfer *transfer); /* ends a transfer whose registrations have ended */
+void transfer_end_deregistered(ProxycclTransfer *transfer); /* ends a transfer of which a registration has ended */
 void transfer_watch(ProxycclTransfer *transfer);            /* makes the thread poll the transfer */
 int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns); /* see proxyccl_transfer_cancel */
 void transfers_look(ProxycclAgent *agent);                            /* polls all transfers in `looked_at` */

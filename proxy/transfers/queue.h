@@ -1,4 +1,4 @@
-/* Lists whose elements are taken in turn. An element begins with a Node, and is in one list at most. */
+/* Lists whose elements are taken in turn. An element begins with a Node, and is in at most one list. */
 #ifndef PROXYCCL_TRANSFER_QUEUE_H
 #define PROXYCCL_TRANSFER_QUEUE_H
 

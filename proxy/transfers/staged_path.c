@@ -1,7 +1,8 @@
-/* Transfers between a device and a link, by way of stages. See transfers.h and parts.h.
+/* Transfers between a device and a link, through stages. See transfers.h and parts.h.
  *
- * Each stage carries a part, one frame: the device fills it and the link sends it, or the other way round. The stages
- * take turns by themselves, so the device copies one part while the link carries another.
+ * Each stage carries one part of the data, which is one frame: the device fills the stage and the link sends it, or the
+ * link fills the stage and the device copies from it. The stages work independently, so the device copies one part
+ * while the link carries another.
  */
 #include <errno.h>
 
@@ -24,7 +25,7 @@ typedef struct Part {
 } Part;
 
 typedef struct StagedTransfer {
-  ProxycclTransfer base; /* its request is never started: it has the first refusal of the parts' requests */
+  ProxycclTransfer base; /* the base's request is never started, and holds the first refusal of the parts' requests */
   const ProxycclStaging *staging;
   Part parts[PROXYCCL_STAGES];
 } StagedTransfer;
@@ -134,7 +135,7 @@ static int look(ProxycclTransfer *transfer) {
     active |= state != PART_IDLE;
   }
   const int queued = transfer->node.queued;
-  if (!active || !waits) queue_remove(&agent->looked_at, transfer); /* until a part is moved */
+  if (!active || !waits) queue_remove(&agent->looked_at, transfer); /* part_moved adds the transfer again */
   if (!active) {
     end(self);
   } else if (waits && !queued) {
@@ -148,8 +149,9 @@ static void part_moved(Request *request) {
   Part *part = ((StagedTransfer *)transfer)->parts;
   while (&part->request != request) ++part;
   part->state = PART_MOVED;
-  pthread_cond_broadcast(&transfer->agent->changed); /* a thread that cancels the transfer may be waiting */
-  if (transfer->node.queued || transfer->copying > 0 || transfer->cancel) return; /* another thread polls */
+  pthread_cond_broadcast(&transfer->agent->changed); /* wakes a thread that is canceling the transfer */
+  /* Another thread will advance the transfer. */
+  if (transfer->node.queued || transfer->copying > 0 || transfer->cancel) return;
   transfer_watch(transfer);
 }
 
@@ -181,7 +183,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
       link_forget(transfer->link, &part->request);
       part->state = PART_MOVED;
     }
-    while (part->state == PART_MOVING && !timed_out) { /* the peer may still read or write the stage */
+    while (part->state == PART_MOVING && !timed_out) { /* waits, because the peer may still access the stage */
       timed_out = pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) != 0;
     }
     over = over && part->state != PART_MOVING;

@@ -65,7 +65,7 @@ static void carried(Rdma *rdma) {
     agent_wake(stage->agent); /* the thread may now free the link */
     free_stage(stage);
   } else {
-    feed(stage->agent); /* asks the thread: a caller may run this function, but only the thread serves */
+    feed(stage->agent); /* wakes the agent's thread, which alone serves links; a caller may run this function */
   }
 }
 
@@ -93,7 +93,7 @@ void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_
   const uint64_t deadline = now_ns() + SHORT_NS;
   while (bytes <= SHORT_BYTES && now_ns() < deadline &&
          staging_reached(staging, stage->number) == PROXYCCL_RUNTIME_NOT_READY) {}
-  if (stage->number == PROXYCCL_STAGES) { /* the event serves one such copy at a time */
+  if (stage->number == PROXYCCL_STAGES) { /* the shared event serves one copy of pageable memory at a time */
     const int ended = staging_await(staging, stage->number);
     if (stage->status == 0) stage->status = ended;
   }

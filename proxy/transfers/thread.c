@@ -14,10 +14,11 @@
 
 enum { EVENTS = 32, REST_MS = 1, SLACK_NS = 1000 };
 
-/* Accepts one link. Links without a greeting may hold few descriptors: one more closes the oldest of them. */
+/* Accepts one link. The number of links without a greeting is limited, because each holds a descriptor: one more closes
+ * the oldest of them. */
 static void accept_link(ProxycclAgent *agent, int listener) {
   int socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* refuse, or the thread wakes again at once */
+  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* refuses the link, which would wake the thread again */
     close(agent->spare);
     socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
     if (socket >= 0) close(socket);
@@ -26,7 +27,7 @@ static void accept_link(ProxycclAgent *agent, int listener) {
   }
   if (socket < 0) return; /* the connection has gone */
   uint32_t ungreeted = 0;
-  ProxycclLink *oldest = NULL; /* the list has the newest first */
+  ProxycclLink *oldest = NULL; /* the list begins with the newest link */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
     if (!link->serves || link->greeted || proxyccl_link_lost(link) != NULL) continue;
     oldest = link;
@@ -36,7 +37,7 @@ static void accept_link(ProxycclAgent *agent, int listener) {
   link_new(agent, socket, -1, 1); /* closes the socket if out of memory */
 }
 
-/* Takes back the sockets that no caller has polled since the last call of this function. */
+/* Returns sockets to the thread if no caller has polled them since the last call of this function. */
 static void wake_links(ProxycclAgent *agent) {
   for (ProxycclLink *link = agent->links; link != NULL && agent->resting > 0; link = link->next) {
     if (!link->resting) continue;
@@ -63,7 +64,7 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
   if (tag == 0) {
     uint64_t count;
     const ssize_t cleared = read(agent->wake, &count, sizeof count);
-    (void)cleared; /* the eventfd only wakes this thread */
+    (void)cleared; /* the count has no meaning: the eventfd only wakes this thread */
     return;
   }
   void *object = (void *)(tag & ~(uintptr_t)TAG_BITS);
@@ -71,7 +72,7 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
     case TAG_LISTENER:
       accept_link(agent, *(const int *)object);
       break;
-    case TAG_FABRIC: /* the thread polls it anyway */
+    case TAG_FABRIC: /* the thread polls the queue in each turn */
       break;
     case TAG_PROCESS:
       link_ready(object, EPOLLIN); /* reads the process's last messages first */
@@ -83,7 +84,7 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
 }
 
 /* Copies one piece of the next transfer that can begin a piece, and moves this transfer to the queue's end. Returns 0
- * if none can, until a caller returns a stage, or starts or cancels a transfer. */
+ * if no transfer can begin a piece before a caller returns a stage, or starts or cancels a transfer. */
 static int copy_next(ProxycclAgent *agent) {
   agent->waits_for_stage = 0;
   for (Node *each = agent->copies.first; each != NULL; each = each->next) {
@@ -208,7 +209,7 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) ++link->references; /* keeps the link */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) link_lose(link, "the agent was closed");
   while (agent->copies.first != NULL)
-    transfer_cancel((ProxycclTransfer *)agent->copies.first, 0); /* within the agent */
+    transfer_cancel((ProxycclTransfer *)agent->copies.first, 0); /* transfers within the agent, which have no link */
   while (agent->looked_at.first != NULL) transfer_cancel((ProxycclTransfer *)agent->looked_at.first, 0);
   stages_finish(agent);
   fabric_stop(agent);
@@ -225,7 +226,7 @@ void proxyccl_agent_release(ProxycclAgent *agent) {
 }
 
 void proxyccl_agent_forget(ProxycclAgent *agent) {
-  /* Runs without the lock, which a thread that does not exist in the child may hold. Closes descriptors only. */
+  /* Runs without the lock, which a thread may have held at the fork. So this function only closes descriptors. */
   close(agent->epoll);
   close(agent->wake);
   close(agent->spare);

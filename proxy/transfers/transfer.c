@@ -6,7 +6,8 @@
 #include "parts.h"
 
 enum {
-  SPIN_NS = 250000,          /* a waiting caller spins this long: 64 MiB take 180 us between GPUs, and a sleep 70 */
+  SPIN_NS = 250000, /* a waiting caller spins this long: 64 MiB between GPUs take 180 us, and waking from a sleep takes
+                       70 us */
   LONGEST_PAUSE_NS = 1000000 /* the agent's thread pauses at most this long between two polls */
 };
 
@@ -53,7 +54,7 @@ void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed) {
     if (freed || before != ~number) return;
     __atomic_store_n(word, 0, __ATOMIC_RELEASE);
   }
-  __atomic_add_fetch(&ledger[0], 1, __ATOMIC_RELEASE); /* a reader of word 0 then sees the word above */
+  __atomic_add_fetch(&ledger[0], 1, __ATOMIC_RELEASE); /* a reader of word 0 sees the registration's word above */
 }
 
 uint64_t proxyccl_ledger_count(const uint64_t *ledger) { return __atomic_load_n(&ledger[0], __ATOMIC_ACQUIRE); }
@@ -66,7 +67,7 @@ void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint6
 }
 
 static void set_state(ProxycclTransfer *transfer, ProxycclTransferState state) {
-  __atomic_store_n(&transfer->state, state, __ATOMIC_RELEASE); /* a reader of the state may read the data */
+  __atomic_store_n(&transfer->state, state, __ATOMIC_RELEASE); /* release: a reader of the state may read the data */
 }
 
 ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer) {
@@ -86,7 +87,7 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
   if (transfer->abandoned) {
     state = PROXYCCL_TRANSFER_CANCELED;
   } else if (lost && state != PROXYCCL_TRANSFER_CANCELED) {
-    state = PROXYCCL_TRANSFER_LOST; /* whatever the copies say: the system may have reused the peer's process id */
+    state = PROXYCCL_TRANSFER_LOST; /* even if the copies succeeded: the system may have reused the peer's process id */
   }
   if (state == PROXYCCL_TRANSFER_DONE && transfer->has_message) {
     ProxycclAgent *agent = transfer->agent;
@@ -229,7 +230,7 @@ static int look(ProxycclTransfer *transfer) {
 void transfers_look(ProxycclAgent *agent) {
   uint32_t count = 0;
   for (const Node *each = agent->looked_at.first; each != NULL; each = each->next) ++count;
-  /* The list may change while the lock is released, so each turn takes the first transfer and puts it last. */
+  /* The list may change while the lock is released, so each turn takes the first transfer and appends it at the end. */
   for (; count > 0 && agent->looked_at.first != NULL; --count) {
     ProxycclTransfer *first = queue_pop(&agent->looked_at);
     queue_push(&agent->looked_at, first);

@@ -1,9 +1,9 @@
-/* The engine of transfers between agents, which come and go and name memory by its address.
+/* The engine of transfers between agents. Agents may join and leave at any time, and name memory by its address.
  *
  * An agent has one thread, which sleeps until a socket or a caller has work for it. A link is a socket from one agent
  * to another: the side that opened it requests, the other side serves. A transfer is a list of blocks over one link, or
- * within the agent. Its path is decided when the link is made: process_vm_readv and process_vm_writev into the peer's
- * process, or the socket itself. Memory of devices is copied by a device to which both sides are mapped.
+ * within the agent. A transfer's path is decided when the link is made: process_vm_readv and process_vm_writev into the
+ * peer's process, or the socket itself. Memory of devices is copied by a device to which both sides are mapped.
  *
  * Every function may be called from any thread at any time. None waits for a peer; proxyccl_transfer_wait and
  * proxyccl_agent_wait are bounded.
@@ -43,7 +43,7 @@ typedef enum ProxycclFaultKind {
 
 typedef struct ProxycclFault {
   ProxycclFaultKind kind;
-  uint64_t address; /* of the first faulty byte, in the process that owns the memory */
+  uint64_t address; /* the first faulty byte's address in the process that owns the memory */
 } ProxycclFault;
 
 /* Times by CLOCK_MONOTONIC, in ns. */
@@ -76,7 +76,7 @@ typedef struct ProxycclCopier {
   int (*current)(uint64_t *context);
   int (*make_current)(uint64_t context);
   int (*exchange_capture_mode)(int *mode);
-  uint64_t context; /* the device's */
+  uint64_t context; /* the device's context */
   int32_t relaxed;  /* the stream capture mode that allows these calls */
 } ProxycclCopier;
 
@@ -84,7 +84,7 @@ typedef struct ProxycclCopier {
 typedef struct ProxycclDeviceCopies {
   const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine: the device's addresses */
   uint64_t count;
-  uint64_t launch;               /* a ProxycclLaunch that copies the rest, or 0 */
+  uint64_t launch;               /* a ProxycclLaunch that copies the blocks without a row, or 0 */
   uint64_t blocks, bytes;        /* blocks and bytes of the whole transfer */
   uint64_t stream;               /* used by a post without a stream */
   uint64_t event;                /* never recorded: a query of the event tells whether the device has failed */
@@ -95,12 +95,12 @@ enum { PROXYCCL_STAGES = 4, PROXYCCL_STAGE_BYTES = 1 << 19 };
 
 /* Pinned memory through which data moves between a device's memory and another process. Each stage has
  * PROXYCCL_STAGE_BYTES, at an address that the device and the CPU share, with an event and, for copies from the device,
- * a stream of its own; copies to the device are all on the first. The last stream and event are for memory that is not
- * pinned. */
+ * a separate stream; all copies to the device are on the first stage's stream. The last stream and event are for memory
+ * that is not pinned. */
 typedef struct ProxycclStaging {
   const ProxycclCopier *copier;
   uint64_t memory[PROXYCCL_STAGES]; /* consecutive stages */
-  int32_t by_fabric;                /* whether the stages are registered with the agent's libfabric endpoint */
+  int32_t by_fabric;                /* 1 if the stages are registered with the agent's libfabric endpoint */
   uint64_t descriptor, key, base;   /* the local descriptor, the key, and the first byte's address for requests */
   uint64_t streams[PROXYCCL_STAGES + 1], events[PROXYCCL_STAGES + 1];
 } ProxycclStaging;
@@ -125,12 +125,13 @@ uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *ne
 /* The address of the agent's secret, which a peer of this host reads to check that it can read this process. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: `count` first addresses, in order, then for each
- * the highest end of the ranges up to it. `staging`: the stages of the device that owns the memory, which
+ * range the highest end of all ranges up to this one. `staging`: the stages of the device that owns the memory, which
  * identify the device in later calls and outlive the agent's thread; NULL for host memory. Waits at most 30 s for the
  * device's copies from and to removed ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
 int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
                               uint64_t count);
-/* The bytes in the inbox. A message has the lengths of the sender's name and of its text (8 bytes each), then both.
+/* The bytes in the inbox. A message consists of the lengths of the sender's name and of the text (8 bytes each), the
+ * name, and the text.
  */
 uint64_t proxyccl_agent_unread(const ProxycclAgent *agent);
 /* Moves as many whole messages to `to` as fit. Returns their bytes. */
@@ -144,14 +145,14 @@ int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64
  * Returns 0 or an errno. */
 int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes);
 
-/* Asks the agent at the other end of a connected Unix socket to let this process copy from and to its process, where
- * Yama restricts that to parents. Use the socket for nothing else, because the answer may come late. Returns 0 or an
- * errno, ETIMEDOUT after `timeout_ms`. */
+/* Asks the agent at the other end of a connected Unix socket to let this process copy from and to its process, for
+ * systems on which Yama restricts such copies to parents. Use the socket for nothing else, because the answer may come
+ * late. Returns 0 or an errno, ETIMEDOUT after `timeout_ms`. */
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
 /* An agent's ledger: PROXYCCL_LEDGER_WORDS words in memory that peers of the host map. The word of a registration,
- * number % PROXYCCL_LEDGER_WORDS, is the number while the memory is registered, and its complement if the memory was
- * freed first. Word 0 counts the ends of registrations. No number is used twice. */
+ * number % PROXYCCL_LEDGER_WORDS, is the number while the memory is registered, and the number's complement if the
+ * memory was freed before it was deregistered. Word 0 counts the ends of registrations. No number is used twice. */
 void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number);
 /* Ends a registration, unless it has ended. `freed`: whether the memory is no longer mapped. Thread-safe. */
 void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed);
@@ -218,9 +219,9 @@ ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, Proxy
 /* Creates a transfer that a device copies. `copier` outlives the transfer. */
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);
-/* The registrations that a transfer's blocks belong to on one side, and the ledger that has them: `count` rows of
- * (number, address of a block), which outlive the transfer, as the ledger does. Once one of these registrations has
- * ended, the transfer does not begin, and copies by the CPU or the kernel stop. */
+/* Sets the registrations that a transfer's blocks on one side belong to: `count` rows of (number, address of a block),
+ * and the ledger with these numbers. Both outlive the transfer. Once one of these registrations has ended, the transfer
+ * does not begin, and copies by the CPU or the kernel stop. */
 void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
                              uint64_t count);
 /* Sets the number by which records name the transfer's peer and path. */
@@ -234,14 +235,14 @@ int proxyccl_transfer_release(ProxycclTransfer *transfer);
  */
 int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
 /* Starts the transfer once a stream has raised words[0]. When the transfer has ended, whatever its state, words[1] is
- * 1, for which the stream's later work waits. The words are 0 before, serve this start alone, lie in memory that
- * streams can write and wait for, and outlive the transfer. For transfers that no device copies. Returns 0 or an error
- * of proxyccl_transfer_post. */
+ * 1, for which the stream's later work waits. Both words are 0 at the call, are not used for another start, are in
+ * memory that streams can write and wait for, and outlive the transfer. Only for transfers that no device copies.
+ * Returns 0 or an error of proxyccl_transfer_post. */
 int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words);
 /* Cancels an active transfer. Waits at most 30 s for a device's copies and the stream's work before them, and until the
  * time-out for libfabric requests of either side, which can't be withdrawn. Returns 0 once nothing accesses the local
- * memory. Returns EBUSY if some of these requests still may: the transfer then stays active, and ends as canceled after
- * the last of the requests. */
+ * memory. Returns EBUSY if libfabric requests may still access the local memory: the transfer then stays active, and
+ * ends as canceled after the last of the requests. */
 int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns);
 ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer);
 /* Copies a piece that no thread has begun, if there is one, or polls the device. Returns the transfer's state

@@ -25,7 +25,9 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _LEAST_RING, _RING_PER_WIRE = 4 << 20, 2 << 20
 _FOR_FULL_RINGS = 512 << 20
-"""Pinned memory of a rank whose rings have their full size. A rank may have hundreds of peers: later ones have less."""
+"""Bytes of a rank's pinned memory up to which peers' rings have full size. Further peers get smaller rings, because
+a rank may have hundreds of peers.
+"""
 _OWN_ERRORS = 256  # first error number of libfabric; lower numbers are errno values
 
 
@@ -39,7 +41,7 @@ def _status_text(status: int) -> str:
 
     try:
         return load().words(error)
-    except RuntimeUnavailableError:  # the status is of another rank, whose machine has the library
+    except RuntimeUnavailableError:  # the status comes from another rank, whose machine has the library
         return f"libfabric's error {error}"
 
 
@@ -48,7 +50,7 @@ def _error_text(connection: Any) -> str:
 
 
 class _Endpoint:
-    """See `TransportEndpoint`. All peers reach the rank's single endpoint."""
+    """A `TransportEndpoint` over libfabric. All peers reach the rank's single endpoint."""
 
     def __init__(self, device: FabricContext) -> None:
         self._device = device
@@ -101,17 +103,17 @@ def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
 
 
 def default_ring(wires: int, peers: int) -> int:
-    """The bytes of a peer's ring in each direction, given the streams to the peer and the peers so far, this one
-    included.
+    """The bytes of a peer's ring in each direction, given the number of streams to the peer, and the number of peers so
+    far, this peer included.
     """
     return max(_LEAST_RING, min(wires * _RING_PER_WIRE, _FOR_FULL_RINGS // (2 * peers)))
 
 
 def first_wire(wires: int, peers: int) -> int:
-    """The number of a peer's first wire, given the wires to the peer and the peers so far, this one included.
+    """The number of a peer's first wire, given the number of wires to it, and of peers so far, this peer included.
 
     Short puts use only a connection's first wires. So each later peer's first wire is as far as possible from the
-    earlier peers': 0, a half of the wires, a quarter, three quarters, …
+    earlier peers': the peers' first wires are 0, a half of the wires, a quarter, three quarters, …
     """
     place, step, left = 0.0, 0.5, peers - 1
     while left:

@@ -24,7 +24,7 @@ from proxyccl.proxy.transports.transport import EngineConnection, EngineRuntime,
 ffi, lib = _engine.ffi, _engine.lib
 
 STATUSES = range(lib.PROXYCCL_STAGED_COPY_OUT, 2 * lib.PROXYCCL_STAGED_REFUSED)
-"""The statuses that staging adds to a wire's."""
+"""The statuses that staging adds to the wire's statuses."""
 
 _REFUSALS = {
     lib.PROXYCCL_STAGED_BAD_COUNT: "the peer's count of messages is out of range",
@@ -130,7 +130,7 @@ class StagedEndpoint:
         credits_tell: whether the peer's credit for a message implies the message's completion on the wire.
 
     Raises:
-        ResourceError: the system or the device has no room.
+        ResourceError: the system or the device is out of memory or descriptors.
         RuntimeUnavailableError: the device can't register the runtime's pinned memory.
     """
 
@@ -168,7 +168,9 @@ class StagedEndpoint:
         self.info = EndpointInfo(first.endpoint, segment, first.rkey, first.area, ring_bytes, tuple(more))
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> StagedOptions:
-        """See `TransportEndpoint`. Both sides use the smaller of their ring sizes, and as many wires as both have."""
+        """Implements `TransportEndpoint.connect`. Both sides use the smaller of their two ring sizes, and as many
+        wires as both have.
+        """
         if not theirs.ring_bytes:
             raise ArgumentError("peer", "its end of the connection is not staged, but this end is")
         ring_bytes, setup = min(self.info.ring_bytes, theirs.ring_bytes), self._device.setup
@@ -209,9 +211,9 @@ def staged_over(
     error_text: Callable[[Any], str] | None = None,
 ) -> Transport:
     """Makes the staged transport over a wire, on the wire's device. `needs` are the build requirements of the wire; see
-    `Transport` for `statuses` and `error_text`, which by default is the wire's.
+    `Transport` for `statuses` and `error_text`; the wire's `error_text` is the default.
     """
-    assert wire.remote is not None  # a wire leads to another host
+    assert wire.remote is not None  # a wire is always a remote transport
     return Transport(
         name,
         connect=lambda engine, options: _connect(engine, name, options, needs),

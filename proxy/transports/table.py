@@ -9,7 +9,7 @@ from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
 TRANSPORTS: dict[str, Transport] = {
     record.name: record for record in (copy.TRANSPORT, verbs.TRANSPORT, verbs.STAGED, fabric.TRANSPORT, fabric.STAGED)
 }
-"""Of several that reach a peer, the first is preferred."""
+"""All transports. If several reach a peer, the first of them is preferred."""
 
 
 def find_transport(name: str) -> Transport:
@@ -40,7 +40,7 @@ def remote_functions(name: str) -> RemoteFunctions:
 def missing_transports() -> dict[str, str]:
     """The requirements that this machine lacks for each remote transport, in words; empty if none."""
     remote = {name: each.remote.missing for name, each in TRANSPORTS.items() if each.remote is not None}
-    answers = {missing: missing() for missing in remote.values()}  # transports of one device share this function
+    answers = {missing: missing() for missing in remote.values()}  # the transports of one device have the same function
     return {name: answers[missing] for name, missing in remote.items()}
 
 

@@ -1,7 +1,7 @@
 """A transport, as Python sees it: one record of functions. The engine's side is transport.h.
 
-A transport is one file here, one file in the engine, and a line in either table. Other modules use the transport's
-record and never compare its name.
+A transport is one file in this package, one file in the engine, and a line in each of the two tables. Other modules use
+the transport's record and never compare its name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EngineRuntime:
         """The device's address of a table of all 16-bit values, in order."""
         with self._lock:
             if self._shorts is None:
-                import numpy as np  # imported here, because `proxyccl info` and `top` do without numpy
+                import numpy as np  # imported here: `proxyccl info` and `top` need no numpy
 
                 table = np.arange(1 << 16, dtype=np.uint16)
                 memory = self.runtime.allocate(table.nbytes)
@@ -71,7 +71,7 @@ class EngineConnection(Struct, frozen=True):
         owned: the objects that the connection copies with, to close in this order after the connection.
         wires: the connection's parts that other threads may poll, as connections. One thread polls the wires with the
             same number of all connections.
-        ends: one more than the highest wire number of any connection.
+        ends: the number of endpoints for wires: one more than the highest wire number of any connection.
     """
 
     pointer: Any
@@ -119,8 +119,8 @@ class TransportEndpoint(Protocol):
     info: EndpointInfo
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
-        """See `ServiceRemote.connect_endpoint`. Returns the options for `Transport.connect`. The endpoint must outlive
-        that connection.
+        """Connects to the peer's endpoint, as `ServiceRemote.connect_endpoint` describes. Returns the options for
+        `Transport.connect`. The endpoint must outlive that connection.
         """
         ...
 

@@ -49,7 +49,7 @@ _COMPLETIONS = (
     ("IBV_WC_TM_ERR", "tag matching failed"),
     ("IBV_WC_TM_RNDV_INCOMPLETE", "software must fetch the message"),
 )
-"""By ibv_wc_status of infiniband/verbs.h: its name and its meaning."""
+"""The name and the meaning of each ibv_wc_status of infiniband/verbs.h."""
 
 
 NEEDS = "libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
@@ -72,7 +72,7 @@ def _status_text(status: int) -> str:
 
 
 class _Endpoint:
-    """See `TransportEndpoint`."""
+    """A `TransportEndpoint` over verbs."""
 
     def __init__(self, device: VerbsContext) -> None:
         segment = device.setup.segment

@@ -17,9 +17,9 @@ _LAYOUT = struct.Struct("<4sBBBBIIHHBB16s")
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"PXRD"
 _VERSION = 2
-_QP_NUMBERS = range(2, 0xFFFFFF)  # 0 and 1 are the ports' own queue pairs, 0xFFFFFF means multicast
+_QP_NUMBERS = range(2, 0xFFFFFF)  # 0 and 1 are the ports' own queue pairs, 0xFFFFFF is for multicast
 _PSNS = range(1 << 24)
-_LIDS = range(1, 0xC000)  # higher ones mean multicast
+_LIDS = range(1, 0xC000)  # higher LIDs are multicast addresses
 _PORTS = range(1, 255)
 
 

@@ -15,7 +15,7 @@ from proxyccl.proxy.processes import parse_cores
 from proxyccl.proxy.remote_options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.pyverbs_api import DEVICES, SYSFS, Pyverbs, load
 
-_UsedGids = dict[int, list[tuple[int, str]]]  # by port: indices and texts
+_UsedGids = dict[int, list[tuple[int, str]]]  # for each port, the GIDs' indices and texts
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _read(path: Path | str) -> str:
     try:
         with open(path) as file:
             return file.read().strip()
-    except OSError:  # absent, or unreadable as an empty GID's attributes are
+    except OSError:  # the file is absent, or unreadable, as for an empty GID
         return ""
 
 
@@ -290,7 +290,8 @@ def choose_device(
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> DeviceChoice:
-    """Chooses the active port nearest to a NUMA node; of equally near ones the fastest; ranks share equally fast ones.
+    """Chooses the active port nearest to a NUMA node; of equally near ports the fastest; ranks are spread over equally
+    fast ports.
 
     The GID is the port's `best_gid`. Options override device, port and GID.
 
@@ -357,7 +358,7 @@ def _states(devices: Iterable[RdmaDevice]) -> str:
 def inactive_ports(root: Path = SYSFS) -> str | None:
     """The ports of this machine and their states, in words, if none of them is active; otherwise None."""
     devices = []
-    for device in _devices(root):  # every rank asks, and for most one active port is enough
+    for device in _devices(root):  # stops at the first active port, because every rank asks
         if any(_state(device, port) == "active" for port in device.ports):
             return None
         devices.append(device)
@@ -376,7 +377,7 @@ def _gid_preference(gid: RdmaGid) -> tuple[int, int]:
 
 
 def _distances(near: int | None, root: Path) -> dict[int, int]:
-    """Distances of NUMA nodes from the node `near`, as the firmware reports: 10 is the node itself."""
+    """Distances of NUMA nodes from the node `near`, as the firmware reports; 10 is the distance to `near` itself."""
     if near is None:
         return {}
     told = _read(root / f"devices/system/node/node{near}/distance").split()
@@ -388,7 +389,7 @@ def _nodes(root: Path) -> list[int]:
 
 
 def process_numa_node(root: Path = SYSFS) -> int | None:
-    """The NUMA node whose cores this process is bound to; None if it may run on several nodes."""
+    """The NUMA node whose cores this process is bound to; None if the process may run on several nodes."""
     allowed = os.sched_getaffinity(0)
     for node in _nodes(root):
         cpus = _read(root / f"devices/system/node/node{node}/cpulist")

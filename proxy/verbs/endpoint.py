@@ -24,14 +24,14 @@ ffi, lib = _engine.ffi, _engine.lib
 SIGNAL_BYTES = 8
 _MOST_READS = 16
 _HOP_LIMIT = 64
-_RNR_TIMER = 12  # 0.64 ms
+_RNR_TIMER = 12  # the code for 0.64 ms
 _RETRY_PAUSE = 0.05
 # The system's errors while the peer's address is not yet resolved on the network.
 _NOT_YET = (errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.EINTR)
 
 
 class _Dependent(Protocol):
-    """An object in a device's protection domain."""
+    """An object that belongs to a device's protection domain, and is closed before it."""
 
     def close(self) -> None: ...
 
@@ -77,7 +77,7 @@ class VerbsDevice:
         has_atomics = limits.atomic_caps != api.enumerator("IBV_ATOMIC_NONE")
         self.reads: int = min(_MOST_READS, limits.max_qp_rd_atom, limits.max_qp_init_rd_atom)
         self.atomics = self.reads if has_atomics else 0
-        # No relaxed ordering, so that a signal can't overtake its data.
+        # Relaxed ordering is not requested, so that a signal can't overtake its data.
         self.access = api.enumerator("IBV_ACCESS_LOCAL_WRITE") | api.enumerator("IBV_ACCESS_REMOTE_WRITE")
         if self.reads:
             self.access |= api.enumerator("IBV_ACCESS_REMOTE_READ")
@@ -97,7 +97,7 @@ class VerbsDevice:
 
         Raises:
             ArgumentError: the port lacks something that an option or the choice names; the message says what it has.
-            ResourceError: the device has no room for a protection domain.
+            ResourceError: the device can't allocate a protection domain.
             RuntimeUnavailableError: pyverbs is missing, or can't open the device; the message says why.
         """
         api = load()
@@ -126,7 +126,7 @@ class VerbsDevice:
         """Makes an unconnected endpoint for one peer.
 
         Raises:
-            ResourceError: the device has no room for another queue.
+            ResourceError: the device can't allocate another queue.
             RuntimeUnavailableError: the device supports neither kind of signal, or not the requested one.
         """
         self.require_open()
@@ -184,7 +184,7 @@ class Endpoint:
         self._closed = False
         self.peer: EndpointAddress | None = None
         self.mtu = device.mtu
-        # After an error every request takes a completion, so both queues have the same depth.
+        # Send queue and completion queue have the same depth, because after an error every request takes a completion.
         self.send_depth: int = min(device.options.send_depth, limits.max_qp_wr, limits.max_cqe)
         self._psn = secrets.randbits(24)
         with self._api.calling("ibv_create_cq", f"{self.send_depth} completions on {device.name}"):
@@ -248,8 +248,8 @@ class Endpoint:
     def connect(self, peer: bytes, timeout: float = 30.0, given_up: Callable[[], bool] = lambda: False) -> None:
         """Connects to a peer's endpoint, given its `address`. The peer must connect to this endpoint too.
 
-        It does not wait for the peer, only `timeout` seconds, or until `given_up` returns True, while the network does
-        not know the peer's address.
+        The call does not wait for the peer. While the network does not know the peer's address, it retries for
+        `timeout` seconds, or until `given_up` returns True.
 
         Raises:
             ArgumentError: the bytes are not an address, or this port can't reach the peer.
@@ -327,7 +327,7 @@ class Endpoint:
 
         Raises:
             ArgumentError: the endpoint is not connected.
-            RuntimeUnavailableError: pyverbs' queue pair gives no access to libibverbs'.
+            RuntimeUnavailableError: libibverbs' queue pair can't be found in pyverbs' object.
         """
         self._require_open()
         if self.peer is None:

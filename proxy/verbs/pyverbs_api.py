@@ -1,9 +1,9 @@
-"""pyverbs in all its versions: no other module knows their differences.
+"""Hides the differences between pyverbs' versions from all other modules.
 
 Debian 12 has version 44, with enumerators in `pyverbs.enums`. Later versions have them in `pyverbs.libibverbs_enums`;
 built by a newer Cython, only in the enums' classes. From version 61 a queue pair exposes its address; for older
-versions the engine finds the address. `PD.pd`, `Context.context` and `CQ.cq` are never read: before 61 that crashes the
-process.
+versions the engine finds the address. `PD.pd`, `Context.context` and `CQ.cq` are never read, because reading them
+crashes the process before version 61.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INSTALL = "apt install python3-pyverbs ibverbs-providers (Debian, Ubuntu), dnf i
 
 SYSFS = Path("/sys")
 DEVICES = "class/infiniband"
-"""The directory in it where Linux lists RDMA devices."""
+"""The directory in sysfs where Linux lists RDMA devices."""
 
 _MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp")
 _MAPS = Path("/proc/self/maps")
@@ -87,8 +87,8 @@ class Pyverbs:
         return int(found.qp)
 
     def error(self, call: str, subject: str, cause: Exception) -> ProxyCCLError:
-        """The exception to raise for a pyverbs call's exception: ResourceError if something ran out, otherwise
-        RuntimeUnavailableError.
+        """The exception to raise for a pyverbs call's exception: ResourceError if memory or descriptors ran out,
+        otherwise RuntimeUnavailableError.
         """
         number = error_number(cause)
         words = str(cause) if number is None else f"{os.strerror(number)} (errno {number})"
@@ -130,7 +130,7 @@ _FINDINGS = {
 def error_number(error: Exception) -> int | None:
     """The errno in a pyverbs exception, or None."""
     code = getattr(error, "error_code", _NO_ERRNO)
-    return None if code == _NO_ERRNO else abs(code)  # some providers return it negated
+    return None if code == _NO_ERRNO else abs(code)  # some providers return a negated errno
 
 
 @functools.cache

@@ -19,13 +19,13 @@ from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.pyverbs_api import error_number
 
 DmaBuf = Callable[[], tuple[int, int] | None]
-"""Gives a descriptor of a DMA-BUF and the range's offset in it, or None if the driver does not offer one. The
-descriptor is closed here.
+"""A function that returns the descriptor of a DMA-BUF and the range's offset in it, or None if the driver exports none.
+This module closes the descriptor.
 """
 
 
 class Registrations(RegistrationCache):
-    """A `RegistrationCache` that supports DMA-BUFs. The end of the device closes it."""
+    """A `RegistrationCache` that supports DMA-BUFs. The device closes the cache."""
 
     def __init__(self, device: VerbsDevice) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Checks this machine for the requirements of verbs, cheaply, because every rank asks and few have a device."""
+"""Checks this machine for the requirements of verbs, at little cost, because every rank checks and few machines have
+a device.
+"""
 
 from __future__ import annotations
 

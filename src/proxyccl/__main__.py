@@ -88,7 +88,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = command_parser(next((each for each in given if not each.startswith("-")), ""))
     parsed = parser.parse_args(arguments)
-    if parsed.command != "info":  # whose message lists the commands
+    if parsed.command != "info":  # info lists unknown variables itself
         warn_of_unknown()
     try:
         return int(_tool(parsed.command).run(parsed))

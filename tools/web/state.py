@@ -21,8 +21,8 @@ from proxyccl.proxy.reports.document import MOST_BYTES, ReportError
 from proxyccl.proxy.reports.files import directory, reports_in
 from proxyccl.tools.communicators import CommunicatorView, WaitView, communicators
 
-_REPORTS = 64  # how many of the newest reports are read
-_DIAGNOSES = 5  # how many of the newest failures are shown
+_REPORTS = 64  # number of the newest reports that are read
+_DIAGNOSES = 5  # number of the newest failures that are shown
 
 
 class State(Message, frozen=True):

@@ -1,4 +1,5 @@
-// assert() in a kernel. On the host libc's would end the process; run-time compilers have it built in.
+// assert() in a kernel. On the host, libc's assert() would end the process; run-time compilers have a built-in
+// assert().
 #if defined(PROXYCCL_ON_HOST) && PROXYCCL_ON_HOST
 #undef assert
 #ifdef NDEBUG

@@ -6,7 +6,7 @@
 #include "proxyccl/wait.h"
 
 /// Unless the condition holds, the communicator ends with an AbortedError that names this rank; the kernel goes on. The
-/// message is for the reader of the source. MSCCL++ checks only in debug builds.
+/// message serves only as a comment in the source. MSCCL++ checks only in debug builds.
 #define MSCCLPP_ASSERT_DEVICE(condition, message)                                                 \
   do {                                                                                            \
     static_cast<void>(message);                                                                   \

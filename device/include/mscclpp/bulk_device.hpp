@@ -4,12 +4,12 @@
 
 #include "mscclpp/poll_device.hpp"
 
-/// Kernels use bulk copies only where this is 1.
+/// 0: bulk copies are not available. Kernels use bulk copies only if this macro is 1.
 #define MSCCLPP_BULK_AVAILABLE 0
 
 namespace mscclpp {
 
-/// The barrier of a bulk copy in shared memory, whose size a kernel may ask for.
+/// The barrier of a bulk copy in shared memory, declared so that a kernel may take its size.
 struct BulkBarrier {
   uint64_t storage_;
 };

@@ -20,7 +20,7 @@
 #define MSCCLPP_HOST_DEVICE_INLINE PROXYCCL_DEVICE
 #define MSCCLPP_INLINE inline
 #define WARP_SIZE PROXYCCL_WARP_SIZE
-// A barrier of the block after which shared memory is visible; MSCCL++ has a cheaper one on AMD.
+// A barrier of the block after which shared memory is visible. (MSCCL++ has a cheaper barrier on AMD.)
 #define __syncshm() __syncthreads()
 
 namespace mscclpp {

@@ -48,7 +48,7 @@ union alignas(16) ProxyTrigger {
   /// @param src         memory id of the source
   /// @param srcOffset   in bytes
   /// @param bytes       number of bytes
-  /// @param semaphoreId the channel's: `semaphoreId_` of its handle
+  /// @param semaphoreId the channel's id: `semaphoreId_` of the channel's handle
   PROXYCCL_DEVICE ProxyTrigger(TriggerType type, MemoryId dst, uint64_t dstOffset, MemoryId src, uint64_t srcOffset,
                                uint64_t bytes, SemaphoreId semaphoreId) {
     const ProxycclTrigger trigger =
@@ -64,23 +64,23 @@ struct FifoDeviceHandle {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_FIFO;
 
   ProxyTrigger* triggers;  // in host memory
-  uint64_t* tail;          // in host memory: the number of triggers taken
+  uint64_t* tail;          // in host memory: the number of triggers that the proxy has taken
   uint64_t* head;          // number of triggers pushed
   uint64_t* tailCache;     // the producers' copy of `tail`
   uint32_t* refreshLock_;
   uint32_t sizeShift;
-  int size;  // of the ring: 1 << sizeShift
+  int size;  // slots of the ring: 1 << sizeShift
   uint64_t sizeMask;
 
   /// Pushes a trigger; waits while the ring is full. Any number of threads may call it at once.
-  /// @return its place in the order of the ring, for sync(); ~0 if the communicator has ended
+  /// @return the trigger's place in the order of the ring, for sync(); ~0 if the communicator has ended
   PROXYCCL_DEVICE uint64_t push(ProxyTrigger trigger, int64_t = -1) const {
     return ours().push({trigger.fst, trigger.snd}, nullptr);
   }
   /// Whether the proxy has taken a trigger out of the ring and issued it.
   PROXYCCL_DEVICE bool poll(uint64_t place) const {
     if (proxyccl::loadAcquireSystem(tail) > place) return true;
-    proxyccl::spinHint(0);  // threads of a block take turns on the host
+    proxyccl::spinHint(0);  // on the host, lets the block's other threads run
     return false;
   }
   /// Waits until poll(place) is true.

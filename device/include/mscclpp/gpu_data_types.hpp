@@ -31,7 +31,7 @@ using __fp8_e4m3 = ::proxyccl::NarrowFloat<::proxyccl::Float8E4M3>;
 using __fp8_e5m2 = ::proxyccl::NarrowFloat<::proxyccl::Float8E5M2>;
 #define __FP8_TYPES_EXIST__
 
-/// A float of 8 bits with 4 of exponent and bias 15. It has neither infinities nor NaNs, and saturates at 1.875.
+/// A float of 8 bits with 4 of exponent and bias 15. The type has neither infinities nor NaNs, and saturates at 1.875.
 struct __fp8_e4m3b15 {
   uint8_t __x;
 
@@ -115,7 +115,7 @@ MSCCLPP_STORAGE_OF_TYPE(__bfloat16, 2, __bfloat162)
 #undef MSCCLPP_STORAGE_OF_TYPE
 }  // namespace detail
 
-/// N elements, as such, as words of 4 bytes, and as a vector of CUDA's (`storage`).
+/// N elements, accessible as elements, as words of 4 bytes, and as a vector of CUDA's (`storage`).
 template <class T, int N, class Storage>
 union alignas(N * sizeof(T)) VectorTypeImpl {
   T data[N];
@@ -213,7 +213,7 @@ PROXYCCL_DEVICE Half clipped(Half value) {
 
 }  // namespace detail
 
-/// Returns the value. Replaces an infinite half by the greatest finite one with its sign.
+/// Returns the value, but the greatest finite half with the same sign for an infinite half.
 template <class T>
 PROXYCCL_DEVICE T clip(T value) {
   return detail::clipped(value);
@@ -236,7 +236,7 @@ template <class T>
 PROXYCCL_DEVICE T min(const T& a, const T& b) {
   return a < b ? a : b;
 }
-/// Element by element.
+/// Returns the smaller value of each pair of elements.
 template <class T, int N, class S>
 PROXYCCL_DEVICE VectorTypeImpl<T, N, S> min(const VectorTypeImpl<T, N, S>& a, const VectorTypeImpl<T, N, S>& b) {
   VectorTypeImpl<T, N, S> least;

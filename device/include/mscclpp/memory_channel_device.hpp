@@ -112,8 +112,8 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
     handle().put<detail::wordOf(Alignment), CopyRemainder>(offset, originBytes, threadId, numThreads);
   }
 
-  /// Copies the peer's memory (here the origin) to local memory (the target), whose offset comes first, as since
-  /// MSCCL++ 0.7; before, it came second.
+  /// Copies the peer's memory (here the origin) to local memory (the target), whose offset comes first, as in MSCCL++
+  /// since 0.7. (In earlier versions it came second.)
   template <int Alignment = 16, bool CopyRemainder = true>
   PROXYCCL_DEVICE void get(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,
                            uint32_t numThreads) const {
@@ -160,7 +160,7 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
   }
 
  private:
-  // The channel's own packet type, which has the same layout.
+  // Converts to the channel's own packet type, which has the same layout.
   template <class Packet>
   using PacketOf = typename detail::ChannelPacket<Packet>::Type;
 
@@ -177,7 +177,7 @@ struct MemoryChannel {
 };
 using SmChannel = MemoryChannel;
 
-#ifdef __CUDACC_RTC__  // which has no __builtin_offsetof in CUDA 13.0
+#ifdef __CUDACC_RTC__  // NVRTC of CUDA 13.0 has no __builtin_offsetof
 #define MSCCLPP_OFFSET(type, member) __INTADDR__(&((type*)0)->member)
 #else
 #define MSCCLPP_OFFSET(type, member) __builtin_offsetof(type, member)

@@ -1,2 +1,2 @@
-// The name that switch_channel_device.hpp had until 2025.
+// The former name of switch_channel_device.hpp, used until 2025.
 #include "mscclpp/switch_channel_device.hpp"

@@ -19,7 +19,7 @@ union alignas(16) LL16Packet {
   LL16Packet() = default;
   PROXYCCL_DEVICE LL16Packet(uint2 value, uint32_t flag) : data1(value.x), flag1(flag), data2(value.y), flag2(flag) {}
 
-  /// Stores 8 bytes of data and the flag, which is neither 0 nor the packet's previous one.
+  /// Stores 8 bytes of data and the flag, which is neither 0 nor the packet's previous flag.
   PROXYCCL_DEVICE void write(uint32_t first, uint32_t second, uint32_t flag) {
     reinterpret_cast<proxyccl::LL16Packet*>(this)->write({first, second}, flag);
   }
@@ -102,7 +102,7 @@ PROXYCCL_DEVICE bool areWholePayloads(uint32_t call, uint64_t bytes) {
 ///                    compiled the kernel ends with a TriggerError
 /// @param threadId    the calling thread's number in the group
 /// @param numThreads  threads in the group
-/// @param flag        not 0, and not the packets' previous one
+/// @param flag not 0, and not the packets' previous flag
 template <class Packet = LL16Packet>
 PROXYCCL_DEVICE void copyToPackets(void* target, const void* origin, uint64_t bytes, uint32_t threadId,
                                    uint32_t numThreads, uint32_t flag) {
@@ -113,8 +113,8 @@ PROXYCCL_DEVICE void copyToPackets(void* target, const void* origin, uint64_t by
                           [&](size_t i) { packets[i].write(payloads[i], flag); });
 }
 
-/// Waits for packets and writes their data, thread by thread as copyToPackets(). Its parameters too, but the data comes
-/// first.
+/// Waits for packets and writes their data, divided among the threads as in copyToPackets(). Has the same parameters,
+/// but the data comes first.
 template <class Packet = LL16Packet>
 PROXYCCL_DEVICE void copyFromPackets(void* origin, const void* target, uint64_t bytes, uint32_t threadId,
                                      uint32_t numThreads, uint32_t flag, int64_t = -1) {

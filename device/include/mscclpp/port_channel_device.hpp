@@ -1,7 +1,7 @@
 // PortChannelDeviceHandle: proxyccl::ProxyChannelDeviceHandle with MSCCL++'s member names and signatures.
 //
 // The two have the same layout, so a kernel may take the handles of `Communicator.proxy_channels` as either. A
-// semaphore's id is the channel's: both count from 0 in one proxy.
+// semaphore's id is the channel's id: both count from 0 in each proxy.
 #ifndef MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
 #define MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
 
@@ -16,7 +16,7 @@ struct BasePortChannelDeviceHandle {
 
   FifoDeviceHandle fifo_;
   Host2DeviceSemaphoreDeviceHandle semaphore_;
-  uint64_t* flushDonePos_;  // one more than the place of the channel's last complete flush
+  uint64_t* flushDonePos_;  // one more than the place, in the ring, of the channel's last complete flush
   uint64_t* completed_;
   const uint64_t* memoryLimits_;
   ProxycclControl* control_;

@@ -1,2 +1,2 @@
-// The name that port_channel_device.hpp had until 2025.
+// The former name of port_channel_device.hpp, used until 2025.
 #include "mscclpp/port_channel_device.hpp"

@@ -15,15 +15,16 @@ namespace detail {
 
 // The fields of ProxycclSemaphore under MSCCL++'s names.
 struct Semaphore {
-  uint64_t* inboundToken;          // the peer's signals, as they arrive here
-  uint64_t* expectedInboundToken;  // in local memory: those consumed or waited for
+  uint64_t* inboundToken;          // the count of the peer's signals, as they arrive here
+  uint64_t* expectedInboundToken;  // in local memory: the count of signals that were consumed or are waited for
   uint64_t* remoteInboundToken;    // the peer's inboundToken; null for a semaphore that its proxy signals
   uint64_t* outbound_;
   uint64_t adds_;
 
   /// Consumes the next signal if it has arrived.
   PROXYCCL_DEVICE bool poll() const { return ours().poll(); }
-  /// Returns the count of signals that have arrived, by an acquire load: data written before them may be read.
+  /// Returns the count of signals that have arrived, by an acquire load: data that the peer wrote before these signals
+  /// may be read.
   PROXYCCL_DEVICE uint64_t loadInbound() const { return proxyccl::loadAcquireSystem(inboundToken); }
   /// Returns the count of signals that were consumed or are waited for.
   PROXYCCL_DEVICE uint64_t loadExpectedInbound() const { return proxyccl::loadRelaxedDevice(expectedInboundToken); }

@@ -1,2 +1,2 @@
-// The name that memory_channel_device.hpp had until 2025.
+// The former name of memory_channel_device.hpp, used until 2025.
 #include "mscclpp/memory_channel_device.hpp"

@@ -1,9 +1,9 @@
 /* The control block, through which a rank's kernels, its proxy and its peers stop one another.
  *
  * There is one per rank, in pinned host memory that the other ranks of its host map too. A device-side wait reads
- * `abort` while it spins, and `timeout_ns` to know when to give up. The first wait that gives up files the error
- * record, then sets `abort` on every rank of the host, its own last. A wait that is stopped, or that the CPU asks
- * about, describes itself in `waits`. Plain C, shared with the engine and with Python.
+ * `abort` while it spins, and `timeout_ns` to know when to give up. The first wait that gives up fills the error
+ * record, then sets `abort` on every rank of the host, on its own rank last. A wait that is stopped, or that the CPU
+ * asks about, describes itself in `waits`. Plain C, shared with the engine and with Python.
  */
 #pragma once
 
@@ -58,9 +58,9 @@ enum ProxycclWaitKind {
   PROXYCCL_WAIT_SCHEDULE_GATE = 11,
   /* Further waits of kernels: */
   PROXYCCL_WAIT_CONDITION = 12, /* a condition of a user's kernel (mscclpp/poll_device.hpp) */
-  PROXYCCL_WAIT_EXECUTION = 13, /* in an operation of an execution plan; `channel` says which (execution.h) */
+  PROXYCCL_WAIT_EXECUTION = 13, /* in an operation of an execution plan, which `channel` identifies (execution.h) */
   PROXYCCL_WAIT_COMPLETION = 14,
-  PROXYCCL_WAIT_STAGE = 15 /* for data that the proxy has a peer send; the proxy knows which peer */
+  PROXYCCL_WAIT_STAGE = 15 /* for data that a peer sends at the proxy's request; the proxy knows which peer */
 };
 
 /* Whether a rank may still access its peers' memory. */
@@ -77,24 +77,24 @@ enum ProxycclRecordState { PROXYCCL_RECORD_EMPTY = 0, PROXYCCL_RECORD_CLAIMED = 
 #define PROXYCCL_NO_CHANNEL 0xffffffffu
 
 typedef struct ProxycclErrorRecord {
-  uint32_t state;     /* ProxycclRecordState: the first failure claims it, fills it, then publishes it */
+  uint32_t state;     /* ProxycclRecordState: the first failure claims the record, fills it, then publishes it */
   uint32_t code;      /* ProxycclErrorCode */
-  uint32_t rank;      /* the rank that files it */
-  uint32_t peer;      /* the rank that it concerns, or PROXYCCL_NO_PEER */
-  uint32_t wait;      /* ProxycclWaitKind; out of range, or a trigger that a kernel refuses: ProxycclSmMemory */
-  uint32_t operation; /* bits of a trigger's operation, if there is one; out of range: ProxycclSmCall */
+  uint32_t rank;      /* the rank that fills the record */
+  uint32_t peer;      /* the rank that the failure concerns, or PROXYCCL_NO_PEER */
+  uint32_t wait;      /* ProxycclWaitKind; for a range error, or a trigger that a kernel refuses: ProxycclSmMemory */
+  uint32_t operation; /* bits of a trigger's operation, if any; for an SmChannel's range error: ProxycclSmCall */
   uint32_t channel;   /* channel id, or PROXYCCL_NO_CHANNEL */
   int32_t status;     /* a driver's or transport's own status */
-  uint64_t expected;  /* value waited for: ticket, semaphore value or packet flag; for a schedule: its number;
-                         out of range: the required alignment; for such a trigger: the memory's id */
-  uint64_t seen;      /* value last seen; out of range, or of such a trigger: the memory's size in bytes */
-  uint64_t offset;    /* byte offset of the transfer that failed */
-  uint64_t size;      /* size of that transfer in bytes */
+  uint64_t expected; /* value waited for: ticket, semaphore value or packet flag; for a schedule: the schedule's number;
+                        for a range error: the required alignment; for a refused trigger: the memory's id */
+  uint64_t seen;     /* value last seen; for a range error or a refused trigger: the memory's size in bytes */
+  uint64_t offset;   /* byte offset of the transfer that failed */
+  uint64_t size;     /* size of that transfer in bytes */
 } ProxycclErrorRecord;
 
 /* One kernel wait's answer to a question from the CPU. */
 typedef struct ProxycclWait {
-  uint32_t claimed;  /* number of the question: the first wait to store it claims this place and fills it … */
+  uint32_t claimed;  /* number of the question: the first wait to store it owns this place and fills it */
   uint32_t answered; /* the same number, stored when the fields below are filled */
   uint32_t kind;     /* ProxycclWaitKind */
   uint32_t peer;     /* rank waited for, or PROXYCCL_NO_PEER */
@@ -104,7 +104,8 @@ typedef struct ProxycclWait {
   uint64_t seen;
 } ProxycclWait;
 
-/* A wait's place in ProxycclControl.waits: its peer modulo PROXYCCL_WAIT_PEERS; if it has no peer, its kind. */
+/* A wait's place in ProxycclControl.waits is its peer modulo PROXYCCL_WAIT_PEERS, or, for a wait without a peer, its
+ * kind. */
 enum { PROXYCCL_WAIT_PEERS = 64, PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 16 };
 
 /* The question number of an abort, which every wait answers. */
@@ -112,13 +113,13 @@ enum { PROXYCCL_WAIT_PEERS = 64, PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 16
 
 typedef struct ProxycclControl {
   uint32_t abort; /* 0, or the ProxycclErrorCode for which all waits must end */
-  uint32_t asked; /* number of the CPU's question about what kernels wait for; 0 while it asks nothing */
+  uint32_t asked; /* number of the CPU's question about what kernels wait for; 0 while there is no question */
   uint32_t rank;
   uint32_t failed_rank; /* one more than the rank of this host that failed first, whose record says why; 0: none */
   uint64_t timeout_ns;
-  struct ProxycclControl* const* peers; /* the other ranks' of this host, as this rank's device maps them */
+  struct ProxycclControl* const* peers; /* control blocks of this host's other ranks as this device maps them */
   uint32_t peer_count;
-  uint32_t presence;  /* ProxycclPresence, written by this rank's CPU and read by its peers' */
+  uint32_t presence;  /* ProxycclPresence, which this rank's CPU writes and the peers' CPUs read */
   uint32_t exchanges; /* number of bootstrap exchanges that the rank took part in before it left */
   uint32_t reserved;
   ProxycclErrorRecord error;

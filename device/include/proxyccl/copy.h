@@ -1,4 +1,5 @@
-// Copies by the threads of a block or grid: copyBytes() divides the bytes as is fastest, copyInTurn() as documented.
+// Copies by the threads of a block or grid: copyBytes() divides the bytes in the fastest way, copyInTurn() in the
+// documented way.
 #pragma once
 
 #include "proxyccl/platform.h"
@@ -21,8 +22,8 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
 #if PROXYCCL_ON_HOST
   for (; i < words; i += threads) to[i] = from[i];
 #else
-  // A thread's loads are issued together: otherwise each would wait for the store before it, which may alias it. All
-  // pointers are made from one, so that few registers hold them.
+  // A thread's loads are issued together: otherwise each load would wait for the store before it, which may alias the
+  // load. All pointers are made from one, so that few registers hold them.
   const size_t next = threads;
 #pragma unroll 1
   for (; i < words; i += 4 * next) {
@@ -59,8 +60,8 @@ PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint3
   const uintptr_t target = reinterpret_cast<uintptr_t>(dst), source = reinterpret_cast<uintptr_t>(src);
   const uint32_t shift = (source - target) % 16;
   size_t head = -target % 16;
-  if (head < shift) head += 16;  // the first word of the source begins within it
-  const size_t held = bytes > head ? (bytes - (head - shift)) / 16 : 0;  // words of the source
+  if (head < shift) head += 16;  // the source's first word begins inside the head
+  const size_t held = bytes > head ? (bytes - (head - shift)) / 16 : 0;  // whole words of the source
   const size_t words = held > 1 ? held - 1 : 0;
   if (words == 0) head = bytes;
   Bytes16* to = reinterpret_cast<Bytes16*>(dst + head);
@@ -72,8 +73,8 @@ PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint3
   forEachInTurn(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
 }
 
-/// Copies bytes. A group of threads calls it together, and each thread copies a part. Which part is unspecified, so the
-/// group needs a barrier before and after. The accesses are unordered.
+/// Copies bytes. A group of threads calls it together, and each thread copies an unspecified part, so the group needs a
+/// barrier before and after. The accesses are unordered.
 /// @param dst      destination; the ranges must not overlap
 /// @param src      source
 /// @param bytes    number of bytes; both addresses may have any alignment
@@ -89,7 +90,7 @@ PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, ui
   const uintptr_t misaligned = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
   if (misaligned % 16 == 0) return copyWords<Bytes16>(to, from, bytes, thread, threads);
   const uint32_t width = misaligned % 8 == 0 ? 8 : misaligned % 4 == 0 ? 4 : 1;
-  // For fewer bytes the narrower words are faster: all of a thread's loads are in flight at once.
+  // For fewer bytes, narrower words are faster, because all of a thread's loads are in flight at once.
   if (bytes > static_cast<size_t>(4 * width) * threads) return copyShifted(to, from, bytes, thread, threads);
   if (width == 8) return copyWords<uint64_t>(to, from, bytes, thread, threads);
   if (width == 4) return copyWords<uint32_t>(to, from, bytes, thread, threads);
@@ -97,8 +98,8 @@ PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, ui
 #endif
 }
 
-// The bytes before the first word and after the last one: few, so a thread has one load in flight. More would cost a
-// kernel of 1024 threads more registers than it has.
+// Copies the few bytes before the first word and after the last one, with one load in flight in each thread. More loads
+// would take more registers than a kernel of 1024 threads has.
 PROXYCCL_DEVICE void copyRest(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
   size_t done = 0;
   if ((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) % 4 == 0) {
@@ -124,8 +125,9 @@ PROXYCCL_DEVICE void copyWholeWords(char* dst, const char* src, size_t bytes, ui
 /// Copies bytes word by word: of the whole words, thread t copies number t, t + threads, … , on every target. So a
 /// thread may copy what it has written itself, and use what it has copied, without a barrier. It orders nothing.
 ///
-/// A word has kWord bytes; or 8, 4 or 1, if the two addresses are not equally far from a multiple of more. The bytes
-/// before the first whole word, and those after the last one, are copied in the same way by words of 4 bytes, or of 1.
+/// A word has kWord bytes if the two addresses are equally far from a multiple of kWord; otherwise 8, 4 or 1, the
+/// largest size for which this holds. The bytes before the first whole word, and those after the last one, are copied
+/// in the same way by words of 4 bytes, or of 1.
 /// @tparam kWord       4, 8 or 16
 /// @tparam kRemainder  whether to copy the bytes before the first whole word and after the last one
 /// @param dst      destination; the ranges must not overlap

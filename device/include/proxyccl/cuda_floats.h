@@ -4,7 +4,7 @@
 
 #include "proxyccl/narrow_float.h"
 
-// These guards keep CUDA's headers, if included later, from defining the names again.
+// With these include guards defined, CUDA's headers, if included later, do not define the names again.
 #define __CUDA_FP16_H__
 #define __CUDA_BF16_H__
 #define __CUDA_FP8_H__

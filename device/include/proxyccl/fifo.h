@@ -1,7 +1,7 @@
 // The producers' side of the ring of triggers.
 //
-// A producer takes a ticket, waits until the ring has room for it, and stores 16 bytes. The parity bit that it stores
-// is that of its lap, starting with 1, so zeroed memory reads as an empty first lap and no slot is ever cleared.
+// A producer takes a ticket, waits until the ring has room for it, and stores 16 bytes. The producer stores its lap's
+// parity bit, which starts with 1, so zeroed memory reads as an empty first lap and no slot is ever cleared.
 //
 // Memory order: the trigger's store is a system-scope release and pairs with the engine's acquire of word 1
 // (ring_peek in ring.h): what the kernel wrote before the push is visible to the transfer. The engine's release of
@@ -24,12 +24,12 @@ struct Fifo : ProxycclFifo {
   /// Triggers of one thread are executed in the order of its pushes. The proxy's transfer sees what the thread wrote
   /// before.
   /// @param trigger  from makeTrigger(); its parity bit is ignored
-  /// @param control  the control block of the communicator; null for the module's
+  /// @param control  the control block of the communicator; null for the module's own
   /// @return the trigger's ticket; kNoTicket if the communicator has ended or the ring stayed full until the time-out
   PROXYCCL_DEVICE uint64_t push(ProxycclTrigger trigger, Control* control) const {
     // The abort word is not read here, because every push would pay for a trip to the host. If nobody drains the ring,
     // it fills up, and the wait for room notices the abort. The load of the cached tail overlaps with the fetch of the
-    // ticket. Relaxed order is enough: the fence after it (orderBeforeTrigger) makes it an acquire.
+    // ticket. Relaxed order is enough, because the fence after the load (orderBeforeTrigger) makes it an acquire.
     const uint64_t known_tail = loadRelaxedDevice(tail_cache);
     const uint64_t ticket = fetchAddRelaxedDevice<uint64_t>(head, 1);
     orderBeforeTrigger();

@@ -1,5 +1,5 @@
 // Floats of 8 bits (OCP 8-bit floating point): E4M3, without infinities, and E5M2. Execution plans and MSCCL++'s
-// vectors reduce them, in float, rounded once.
+// vectors reduce these types in float, and round the result once.
 #pragma once
 
 #include "proxyccl/reduce.h"

@@ -8,7 +8,8 @@
 #include "proxyccl/control.h"
 #include "proxyccl/trigger.h"
 
-/* Which kind of handle a kernel's parameter takes, by value or by pointer (kernel.h); what Python passes must be one.
+/* The kind of handle that a kernel's parameter takes, by value or by pointer (kernel.h). Python must pass a handle of
+ * this kind.
  */
 enum ProxycclHandleKind {
   PROXYCCL_HANDLE_NONE = 0,
@@ -16,7 +17,7 @@ enum ProxycclHandleKind {
   PROXYCCL_HANDLE_PROXY_CHANNEL = 2,
   PROXYCCL_HANDLE_SEMAPHORE = 3,       /* a semaphore of either kind of channel */
   PROXYCCL_HANDLE_SM_SEMAPHORE = 4,    /* a semaphore that the peer's kernels signal */
-  PROXYCCL_HANDLE_PROXY_SEMAPHORE = 5, /* signalled by the peer's proxy */
+  PROXYCCL_HANDLE_PROXY_SEMAPHORE = 5, /* a semaphore that the peer's proxy signals */
   PROXYCCL_HANDLE_FIFO = 6
 };
 

@@ -76,17 +76,18 @@ PROXYCCL_DEVICE constexpr auto max(A a, B b) -> decltype(true ? A() : B()) {
   using Common = decltype(true ? A() : B());
   return static_cast<Common>(a) < static_cast<Common>(b) ? b : a;
 }
-// If one argument is a NaN, these return the other one.
+// If one argument is a NaN, these functions return the other argument.
 PROXYCCL_DEVICE float min(float a, float b) { return __builtin_fminf(a, b); }
 PROXYCCL_DEVICE float max(float a, float b) { return __builtin_fmaxf(a, b); }
 PROXYCCL_DEVICE double min(double a, double b) { return __builtin_fmin(a, b); }
 PROXYCCL_DEVICE double max(double a, double b) { return __builtin_fmax(a, b); }
 template <class T>
 PROXYCCL_DEVICE constexpr T abs(T a) {
-  return a < T(0) ? -a : a > T(0) ? a : a * a;  // -0 gives 0, and a NaN stays one
+  return a < T(0) ? -a : a > T(0) ? a : a * a;  // -0 gives 0, and a NaN stays a NaN
 }
 
-// The empty packs let libc++'s and libstdc++'s own overloads win, if a source makes those visible too.
+// With the empty packs, overload resolution prefers libc++'s and libstdc++'s own overloads, if a source makes these
+// visible.
 #define PROXYCCL_OF_ONE(name)                                       \
   template <class T>                                                \
   PROXYCCL_DEVICE float name##f(T x) {                              \
@@ -273,7 +274,7 @@ PROXYCCL_DEVICE void __nanosleep(unsigned) { ::proxyccl::spinHint(0); }
 PROXYCCL_DEVICE uint32_t __activemask() { return 0xffffffffu; }
 PROXYCCL_DEVICE int __syncthreads_count(int predicate) {
   __shared__ int count;
-  __syncthreads();  // the last call's count has been read
+  __syncthreads();  // after this barrier, all threads have read the last call's count
   count = 0;
   __syncthreads();
   count += predicate != 0;

@@ -1,5 +1,6 @@
-// Narrow floats with operators, for kernels in CUDA C++'s terms: each converts to float and from numbers, and the
-// result of an operation is rounded once. The library's own kernels use the plain structs of reduce.h and float8.h.
+// Narrow floats with operators, for kernels that are written like CUDA C++: each type converts to float and from
+// numbers, and the result of an operation is rounded once. The library's own kernels use the plain structs of reduce.h
+// and float8.h.
 #pragma once
 
 #include "proxyccl/float8.h"

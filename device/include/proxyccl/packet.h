@@ -23,7 +23,7 @@ struct alignas(16) LL16Packet {
     storePacket128(reinterpret_cast<uint64_t*>(this), tag | payload.x, tag | payload.y);
   }
   /// Loads the packet once.
-  /// @return whether it has this flag; if so, *payload is its data. *seen is the flag that it has
+  /// @return whether the packet has this flag; if so, *payload is the packet's data. *seen is the packet's flag
   PROXYCCL_DEVICE bool tryRead(uint32_t flag, Payload* payload, uint64_t* seen) const {
     const Words words = load();
     *payload = words.payload();
@@ -31,7 +31,8 @@ struct alignas(16) LL16Packet {
     return words.carries(flag);
   }
 
-  // A packet's bits as loaded, with any flags: a thread may load several packets before it waits for the first.
+  // Loads a packet's bits, whatever its flags are, so that a thread may load several packets before it waits for the
+  // first.
   struct Words {
     uint64_t low, high;
 
@@ -56,7 +57,7 @@ struct alignas(8) LL8Packet {
     storeRelaxedSystem(reinterpret_cast<uint64_t*>(this), static_cast<uint64_t>(flag_) << 32 | payload);
   }
   /// Loads the packet once.
-  /// @return whether it has this flag; if so, *payload is its data. *seen is the flag that it has
+  /// @return whether the packet has this flag; if so, *payload is the packet's data. *seen is the packet's flag
   PROXYCCL_DEVICE bool tryRead(uint32_t flag_, Payload* payload, uint64_t* seen) const {
     const uint64_t word = loadRelaxedSystem(reinterpret_cast<const uint64_t*>(this));
     *payload = static_cast<uint32_t>(word);
@@ -71,9 +72,9 @@ using LLPacket = LL16Packet;
 /// @param packet   the packet, in local memory
 /// @param flag     the flag that the sender used
 /// @param control  the communicator's control block; null for the module's
-/// @param peer     the rank that sends it, for the error record if it does not arrive
+/// @param peer     the rank that sends the packet, for the error record if the packet does not arrive
 /// @param channel  channel id, for the error record
-/// @return its data; zeros if the communicator has ended or the time-out passed
+/// @return the packet's data; zeros if the communicator has ended or the time-out passed
 template <class Packet>
 PROXYCCL_DEVICE typename Packet::Payload readPacket(const Packet* packet, uint32_t flag, Control* control = nullptr,
                                                     uint32_t peer = PROXYCCL_NO_PEER,

@@ -2,8 +2,8 @@
 //
 // Each platform_*.h defines:
 //   PROXYCCL_DEVICE           a function that runs on the device, inlined
-//   PROXYCCL_OUT_OF_LINE      one that is long or rarely runs, or needs registers of its own: not inlined, which also
-//                             keeps run-time compilation short
+//   PROXYCCL_OUT_OF_LINE      a function that is not inlined, because it is long, rarely runs or needs many registers;
+//                             this also keeps run-time compilation short
 //   PROXYCCL_ON_HOST          1 where GPU threads are fibers on a CPU, else 0
 //   PROXYCCL_WARP_SIZE        lanes that run together
 //   PROXYCCL_LOAD/STORE/ADD/FETCH_ADD/EXCHANGE/COMPARE_EXCHANGE(pointer, …, ORDER, SCOPE)
@@ -32,8 +32,8 @@
 #endif
 
 #if !PROXYCCL_ON_HOST
-// The result of defaultControl() in this module. The runtime sets it after it has loaded the module. Weak, as several
-// translation units may be linked into one module.
+// The result of defaultControl() in this module. The runtime sets it after loading the module. The symbol is weak,
+// because several translation units may be linked into one module.
 extern "C" {
 struct ProxycclControl;
 __device__ __attribute__((weak)) ProxycclControl* proxyccl_default_control = nullptr;
@@ -89,7 +89,7 @@ PROXYCCL_NAMED_UPDATE(fetchAddAcqRelDevice, FETCH_ADD, ACQ_REL, DEVICE)
 PROXYCCL_NAMED_UPDATE(exchangeAcquireDevice, EXCHANGE, ACQUIRE, DEVICE)
 PROXYCCL_NAMED_UPDATE(exchangeRelaxedDevice, EXCHANGE, RELAXED, DEVICE)
 #undef PROXYCCL_NAMED_UPDATE
-// Additions whose result nobody waits for.
+// Additions that return no result, so that the thread need not wait for one.
 PROXYCCL_DEVICE void addReleaseSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELEASE, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedDevice(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, DEVICE); }

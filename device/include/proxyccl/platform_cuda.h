@@ -5,16 +5,17 @@
 
 #define PROXYCCL_ON_HOST 0
 #define PROXYCCL_WARP_SIZE 32
-// A line of 128 bytes that one instruction of a warp stores arrives whole, also over NVLink, over which peers are
-// mapped.
+// A line of 128 bytes that one instruction of a warp stores arrives whole, even over NVLink.
 #define PROXYCCL_WHOLE_LINES 1
 #define PROXYCCL_DEVICE __device__ __forceinline__
 // A kernel whose blocks are one warp of 32 registers a thread. A matrix product that fills the GPU (384 threads of 168
-// registers on each multiprocessor of sm_90) leaves that much free, so such a kernel starts beside it at once.
+// registers on each multiprocessor of sm_90) leaves that many registers free, so such a kernel starts beside the
+// product at once.
 #define PROXYCCL_SMALL_KERNEL extern "C" __global__ void __maxnreg__(32)
 #define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
-// When a kernel begins, everyone sees the stores of the kernels before it, and a value that was used has been loaded.
-// The fence of a release takes 2 to 2.7 us on an H100 even if nothing is in flight.
+// When a kernel begins, the stores of earlier kernels are visible to all devices; and a value that was used has been
+// loaded. So a release of these needs no fence. The fence of a release takes 2 to 2.7 us on an H100 even if nothing is
+// in flight.
 #define PROXYCCL_LOADS_NEED_NO_RELEASE
 
 // NVRTC's built-in atomics: libcu++ would add a second to each compilation.
@@ -82,14 +83,16 @@ PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
 PROXYCCL_DEVICE void syncThreadsDevice() { __syncthreads(); }
 #if __CUDA_ARCH__ >= 900
 #define PROXYCCL_HAS_CLUSTERS 1
-// Stores a number in the shared memory of a block of this block's cluster, at the place that `p` has in this block's.
+// Stores a number in the shared memory of another block of the cluster, at the offset that `p` has in this block's
+// shared memory.
 PROXYCCL_DEVICE void storeInCluster(float* p, uint32_t block, float value) {
   const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
-// The halves of a barrier of all threads of the cluster, which then see each other's earlier stores to shared memory.
+// The two halves (arrive and wait) of a barrier of all threads of the cluster, after which the threads see each other's
+// earlier stores to shared memory.
 PROXYCCL_DEVICE void arriveInCluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 PROXYCCL_DEVICE void awaitCluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #endif

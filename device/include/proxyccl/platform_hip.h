@@ -40,8 +40,8 @@ namespace proxyccl {
 namespace hip {
 
 // Waits until all stores of this wave have arrived, including a write-back of the cache. The compiler ends a release
-// with this wait only if it knows of a store in flight. It counts neither the write-back nor a store in assembly
-// (storePacket128) as one. So each release here is a fence followed by this wait.
+// with this wait only if it knows of a store in flight. The compiler does not know of the write-back, nor of a store in
+// assembly (storePacket128). So each release here is a fence followed by this wait.
 PROXYCCL_DEVICE void drainStores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
 PROXYCCL_DEVICE void releaseSYSTEM() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
@@ -80,8 +80,8 @@ PROXYCCL_DEVICE void fenceSystem() {
   hip::releaseSYSTEM();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "");
 }
-// The compiler drains no stores before s_barrier, and a wave's release waits for that wave's stores only. So every
-// thread releases its own stores before the block's barrier.
+// The compiler does not wait for stores before s_barrier, and a wave's release waits only for the wave's own stores. So
+// every thread releases its own stores before the block's barrier.
 PROXYCCL_DEVICE void syncThreadsSystem() {
   hip::releaseSYSTEM();
   __syncthreads();
@@ -104,7 +104,7 @@ typedef volatile __attribute__((address_space(1))) HipVector4 HipGlobalVector4;
 #define PROXYCCL_HIP_SYSTEM_SCOPE " sc0 sc1"
 #endif
 // In assembly, because the compiler waits for each volatile store to arrive: packets to seven peers would take seven
-// trips in turn. s_nop is needed because the hardware reads the second half of the data one instruction later.
+// trips in turn. The s_nop is needed because the hardware reads the second half of the data one instruction later.
 PROXYCCL_DEVICE void storePacket128(uint64_t* p, uint64_t low, uint64_t high) {
   const HipVector2 pair = {low, high};
   asm volatile("global_store_dwordx4 %0, %1, off" PROXYCCL_HIP_SYSTEM_SCOPE "\n\ts_nop 0" ::"v"(p),

@@ -1,8 +1,8 @@
 // The host target: a GPU thread is a fiber, a block is one OS thread that switches between its fibers.
 //
-// A fiber's description lies at the top of its aligned stack, so that `self()` is an addition to the frame address:
-// no thread-local storage, no symbol to link. The emulator's entry points hang off it as function pointers, so a
-// compiled kernel is a shared object without undefined symbols.
+// A fiber's description lies at the top of its aligned stack, so that `self()` only adds to the frame address, and
+// needs neither thread-local storage nor a symbol to link. The description holds the emulator's entry points as
+// function pointers, so a compiled kernel is a shared object without undefined symbols.
 #pragma once
 
 #include "proxyccl/types.h"
@@ -19,7 +19,8 @@ struct ProxycclControl;
 
 // Launches go through an entry point with another name (kernel.h). Kernels are hidden, because a visible one could
 // clash with a symbol of the process, such as wait().
-#ifndef PROXYCCL_FIND_KERNELS  // otherwise the source is only preprocessed, and the word marks its kernels
+#ifndef PROXYCCL_FIND_KERNELS  // if this is defined, the source is only preprocessed, and the word `__global__` marks
+                               // its kernels
 #define __global__ __attribute__((visibility("hidden")))
 #endif
 #define __device__
@@ -34,7 +35,7 @@ struct ProxycclControl;
 namespace proxyccl {
 namespace host {
 
-constexpr uint64_t kStackBytes = 128 * 1024;  // per fiber, aligned to its size; only touched pages take memory
+constexpr uint64_t kStackBytes = 128 * 1024;  // a fiber's stack, aligned to its size; only touched pages take memory
 constexpr uint64_t kFiberSlot = 256;          // room for the Fiber at the stack's top
 
 struct Dim3 {
@@ -81,7 +82,7 @@ PROXYCCL_DEVICE T fromBits(uint64_t bits) {
 
 template <size_t... I>
 struct Indices {};
-// The sequence 0 to N - 1. Written out, because g++ and clang++ have different builtins for it.
+// The sequence 0 to N - 1. It is written out, because g++ and clang++ have different builtins for it.
 template <size_t N, size_t... I>
 struct IndicesBelow : IndicesBelow<N - 1, N - 1, I...> {};
 template <size_t... I>
@@ -130,8 +131,8 @@ PROXYCCL_DEVICE T* inGlobal(T* p) {
 PROXYCCL_DEVICE ProxycclControl* defaultControl() { return host::self()->default_control; }
 PROXYCCL_DEVICE void spinHint(uint32_t spins) { host::self()->api->spin(host::self(), spins); }
 PROXYCCL_DEVICE uint64_t nanoseconds() { return host::self()->api->nanoseconds(); }
-// A spin here is a turn of the scheduler, which lasts a time slice on a busy machine. A kernel that has been told to
-// stop may have hundreds of waits to come, so each checks before it spins.
+// A spin here is a turn of the scheduler, which lasts a time slice on a busy machine. A kernel that must stop may still
+// have hundreds of waits ahead, so each wait checks before it spins.
 constexpr uint32_t kSpinsPerCheck = 8, kFirstCheck = 0;
 
 template <class T>
@@ -254,7 +255,7 @@ template <class T>
 PROXYCCL_DEVICE T atomicAdd(T* p, ::proxyccl::host::Same<T> v) {
   if constexpr (T(1) / T(2) == T(0)) {
     return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
-  } else {  // floating point has no fetch_add before C++20
+  } else {  // floating-point atomics have no fetch_add before C++20
     T seen;
     __atomic_load(p, &seen, __ATOMIC_RELAXED);
     for (T next = seen + v; !__atomic_compare_exchange(p, &seen, &next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);)

@@ -1,9 +1,10 @@
 /* memmove for the CPU's copies of array data.
  *
- * From about 2 KiB to the size of a core's cache, glibc copies with `rep movsb` where the CPU says that it is fast.
- * AMD's Zen 3 and Zen 4 say so, but there it is 4 to 15 times slower where the target lies at a slightly higher offset
- * in its page than the source (https://sourceware.org/bugzilla/show_bug.cgi?id=30994). numpy's arrays lie like that
- * relative to our memory: malloc puts large blocks 16 bytes after the start of a page. Plain C, shared with the engine.
+ * From about 2 KiB to the size of a core's cache, glibc copies with `rep movsb` if the CPU reports that this
+ * instruction is fast. AMD's Zen 3 and Zen 4 report it, but on these the instruction is 4 to 15 times slower if the
+ * target has a slightly higher offset in its page than the source
+ * (https://sourceware.org/bugzilla/show_bug.cgi?id=30994). numpy's arrays have such offsets relative to our memory,
+ * because malloc puts large blocks 16 bytes after the start of a page. Plain C, shared with the engine.
  */
 #pragma once
 
@@ -15,7 +16,7 @@ static inline void proxyccl_memmove(void* dst, const void* src, size_t bytes) {
   enum { kPage = 4096, kClose = 64, kShort = 2048, kAtOnce = 8 * sizeof(ProxycclCopiedVector) };
   const size_t distance = (size_t)((uintptr_t)dst - (uintptr_t)src);
   size_t done = 0;
-  /* The loop goes upwards, so the target must not begin inside the source. */
+  /* The loop copies upwards, so the target must not begin inside the source. */
   if (bytes >= kShort && distance >= bytes && distance % kPage < kClose) {
     for (; done + kAtOnce <= bytes; done += kAtOnce) {
       const ProxycclCopiedVector* from = (const ProxycclCopiedVector*)((const char*)src + done);

@@ -45,7 +45,7 @@ PROXYCCL_DEVICE ProxycclTrigger makeTrigger(uint32_t op, uint32_t channel, uint3
   return trigger;
 }
 
-/// Makes a trigger that carries a value instead of naming a source. Other parameters as for makeTrigger().
+/// Makes a trigger that carries a value instead of naming a source. The other parameters are those of makeTrigger().
 /// @param value  1, 2, 4 or 8 bytes
 PROXYCCL_DEVICE ProxycclTrigger makeValueTrigger(uint32_t op, uint32_t channel, uint32_t dst_memory,
                                                  uint64_t dst_offset, uint64_t value, uint32_t bytes) {
@@ -65,7 +65,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// @param dstOffset  offset in the peer's memory, in bytes
   /// @param srcOffset  offset in local memory, in bytes
   /// @param size       number of bytes
-  /// @return its ticket, for isComplete() and waitComplete()
+  /// @return the put's ticket, for isComplete() and waitComplete()
   PROXYCCL_DEVICE uint64_t put(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return push(PROXYCCL_OP_DATA, dst_memory, dstOffset, src_memory, srcOffset, size);
   }
@@ -87,7 +87,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// @param dstOffset  offset in local memory, in bytes: the target comes first, as in put()
   /// @param srcOffset  offset in the peer's memory, in bytes
   /// @param size       number of bytes
-  /// @return its ticket, for isComplete() and waitComplete()
+  /// @return the get's ticket, for isComplete() and waitComplete()
   PROXYCCL_DEVICE uint64_t get(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_GET, src_memory, dstOffset, dst_memory, srcOffset, size);
   }
@@ -101,10 +101,11 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_GET, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
-  /// Writes a value of 1, 2, 4 or 8 bytes to the peer's memory. It travels in the trigger, so nothing is read later.
+  /// Writes a value of 1, 2, 4 or 8 bytes to the peer's memory. The value travels in the trigger, so nothing is read
+  /// later.
   /// @param dstOffset  offset in the peer's memory, in bytes, of any alignment
   /// @param value      of any trivially copyable type
-  /// @return its ticket, as for put()
+  /// @return the put's ticket, as for put()
   template <class T>
   PROXYCCL_DEVICE uint64_t putValue(uint64_t dstOffset, T value) const {
     return pushValue(PROXYCCL_OP_DATA, dstOffset, value);
@@ -125,7 +126,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     Fifo{fifo}.push(makeValueTrigger(PROXYCCL_OP_SIGNAL, channel, 0, 0, value, 8), control);
   }
 
-  /// put() and signal() as one operation, which is cheaper than two. Parameters and result as for put().
+  /// put() and signal() as one operation, which is cheaper than two. The parameters and the result are those of put().
   PROXYCCL_DEVICE uint64_t putWithSignal(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dst_memory, dstOffset, src_memory, srcOffset, size);
   }
@@ -139,7 +140,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
-  /// put(), signal() and flush() as one operation. Parameters as for put(), result as for flush().
+  /// put(), signal() and flush() as one operation. The parameters are those of put(), the result is that of flush().
   PROXYCCL_DEVICE bool putWithSignalAndFlush(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return waitFlushed(push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH, dst_memory, dstOffset,
                             src_memory, srcOffset, size));
@@ -150,12 +151,12 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   /// Waits until all earlier operations on this channel are complete: the sources of puts may be written again, and
-  /// the results of gets may be read. It does not wait for other channels.
+  /// the results of gets may be read. Other channels are not waited for.
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool flush() const { return waitFlushed(push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0)); }
 
   /// Requests a flush and returns at once, so the kernel can go on until it needs the sources again.
-  /// @return its ticket, for isFlushed() and waitFlushed(); kNoTicket if the communicator has ended
+  /// @return the flush's ticket, for isFlushed() and waitFlushed(); kNoTicket if the communicator has ended
   PROXYCCL_DEVICE uint64_t flushAsync() const { return push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0); }
 
   /// Whether the flush with this ticket is complete. Like poll(), it never waits.
@@ -178,8 +179,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   /// Whether the operation with this ticket and all before it on the channel are complete, in the sense of flush().
-  /// Like poll(), it never waits. It needs no flush, but over a fabric a flush reveals sooner that puts and signals are
-  /// complete.
+  /// Like poll(), it never waits. No flush is needed, but over a fabric a flush reveals sooner that puts and signals
+  /// are complete.
   /// @param ticket  from any call on this channel that returns one
   PROXYCCL_DEVICE bool isComplete(uint64_t ticket) const {
     return ticket != kNoTicket && loadAcquireSystem(completed) > ticket;
@@ -197,8 +198,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
 
   /// For a channel with a Python handler: sends the handler three numbers of the program's choice.
   /// @param size       what the handler sees as the trigger's size
-  /// @param dstOffset  what it sees as the destination offset
-  /// @param srcOffset  what it sees as the source offset
+  /// @param dstOffset  what the handler sees as the destination offset
+  /// @param srcOffset  what the handler sees as the source offset
   /// @return the trigger's ticket, for Fifo::sync and waitComplete(), which waits for the handler; kNoTicket if the
   /// communicator has ended or the ring stayed full
   PROXYCCL_DEVICE uint64_t custom(uint32_t size, uint32_t dstOffset = 0, uint32_t srcOffset = 0) const {
@@ -213,8 +214,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return semaphoreHandle().wait(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel);
   }
 
-  /// Waits until the peer's signals have reached `value`, and consumes them. If they have, it returns true at once.
-  /// Otherwise like wait().
+  /// Waits until the peer's signals have reached `value`, and consumes them. If `value` is reached already, it
+  /// returns true at once. Otherwise it works like wait().
   /// @param value  a count of signals since the channel was made
   PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel, value);
@@ -222,7 +223,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
 
   /// Consumes the peer's next signal if it has arrived. Any number of threads may call it at once.
   ///
-  /// It never waits, so a loop around it must itself end when the communicator ends:
+  /// poll() never waits, so a loop around it must itself end when the communicator ends:
   /// `while (!channel.poll()) if (aborted(channel.control)) return;`
   /// @return whether there was one; if so, the data that the peer put before it may be read
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
@@ -230,9 +231,9 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
  private:
   PROXYCCL_DEVICE SharedSemaphore semaphoreHandle() const { return {semaphore}; }
 
-  // Checks what the engine cannot. An offset past the first window addresses the following ids, and past the last
-  // window those belong to another memory. The word in host memory is read only for a range that leaves the first
-  // window.
+  // Checks ranges that the engine can't check: an offset past the first window addresses the following ids, which
+  // belong to another memory after the last window. The word in host memory is read only for a range that leaves the
+  // first window.
   PROXYCCL_DEVICE bool reaches(uint32_t memory, uint64_t offset, uint64_t size) const {
     if (memory >= PROXYCCL_MAX_MEMORIES) return false;
     if (offset < PROXYCCL_WINDOW_BYTES && size <= PROXYCCL_WINDOW_BYTES - offset) return true;
@@ -241,7 +242,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return offset <= bytes && size <= bytes - offset;
   }
 
-  // Ends the communicator for a range that does not lie in its memory.
+  // Ends the communicator, because a range leaves its memory.
   PROXYCCL_DEVICE uint64_t refuse(uint32_t op, uint32_t kind, uint32_t memory, uint64_t offset, uint64_t size) const {
     const bool known = memory_limits != nullptr && memory < PROXYCCL_MAX_MEMORIES;
     recordError(control, PROXYCCL_ERROR_BAD_TRIGGER, {kind, peer, channel, memory},
@@ -261,7 +262,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return Fifo{fifo}.push(makeValueTrigger(op, channel, dst_memory, dstOffset, carried, sizeof(T)), control);
   }
 
-  // Pushes an operation, as several triggers if it is longer than one can move. Returns the last one's ticket.
+  // Pushes an operation, as several triggers if it is longer than one trigger can move. Returns the last one's ticket.
   PROXYCCL_DEVICE uint64_t push(uint32_t op, uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory,
                                 uint64_t srcOffset, uint64_t size) const {
     if (op & PROXYCCL_OP_DATA) {

@@ -1,8 +1,8 @@
 // Element types and reduction operations.
 //
 // Each type names its accumulator: 16-bit floats accumulate in float, and a result is rounded once. A kernel that has
-// the contributions of all ranks reduces them in rank order, so that every rank gets the same bits. NaNs are the
-// exception, so finishReduction() replaces them all by the same one.
+// the contributions of all ranks reduces them in rank order, so that every rank gets the same bits. NaNs would be an
+// exception, so finishReduction() replaces every NaN by the same NaN.
 #pragma once
 
 #include "proxyccl/platform.h"
@@ -16,8 +16,8 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Attributes of a type: `Accumulator`; and kScaled, whether values of an average are scaled before they are added,
-// because the accumulator's range is the type's own, of which a sum may be outside although the average is not.
+// Attributes of a type: `Accumulator`; and kScaled, whether values of an average are scaled before they are added. They
+// must be if the accumulator has the type's own range, because then the sum may overflow although the average does not.
 template <class T>
 struct Element {
   using Accumulator = T;
@@ -54,7 +54,7 @@ struct Element<BFloat16> {
     return {floatToBFloat16(value)};
 #else
     const uint32_t bits = __builtin_bit_cast(uint32_t, value);
-    if (value != value) return {static_cast<uint16_t>(bits >> 16 | 0x40)};     // keep a NaN a (quiet) NaN
+    if (value != value) return {static_cast<uint16_t>(bits >> 16 | 0x40)};     // a NaN stays a (quiet) NaN
     return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};  // round to nearest, ties to even
 #endif
   }
@@ -119,10 +119,10 @@ struct Avg {
  private:
   template <class A>
   static PROXYCCL_DEVICE A divide(A a, uint32_t ranks) {
-    return a / static_cast<decltype(a + a)>(ranks);  // 8 bits may not hold the number of ranks
+    return a / static_cast<decltype(a + a)>(ranks);  // a + a is wider: 8 bits may not hold the number of ranks
   }
   // A power of two has an exact reciprocal, so the quotient is the product. On a GPU a division takes some 30
-  // instructions, which a kernel of few blocks has no time for.
+  // instructions, which would slow down a kernel of few blocks.
   static PROXYCCL_DEVICE float divide(float a, uint32_t ranks) {
     return isPowerOfTwo(ranks) ? a * inverse(ranks) : a / static_cast<float>(ranks);
   }
@@ -138,7 +138,7 @@ struct Avg {
   }
 };
 
-// Replaces any NaN by the one without sign and payload.
+// Replaces any NaN by the NaN without sign and payload.
 template <class A>
 PROXYCCL_DEVICE A withOneNan(A value) {
   return value;
@@ -157,8 +157,8 @@ PROXYCCL_DEVICE typename Element<T>::Accumulator contribution(T value, uint32_t 
 }
 
 // The result of a reduction, from combine()'s result for all ranks' values. A sum or product of two NaNs has the sign
-// and payload of one of them. Which one depends on the device and on the order in which the compiler passes the
-// operands, and that differs between loops. So a NaN result gets neither.
+// and payload of one of them. Which of the two depends on the device and on the order of operands that the compiler
+// chooses, which differs between loops. So a NaN result gets neither sign nor payload.
 template <class T, class Op>
 PROXYCCL_DEVICE typename Element<T>::Accumulator finished(typename Element<T>::Accumulator combined, uint32_t ranks) {
   return withOneNan(Op::template finish<T>(combined, ranks));

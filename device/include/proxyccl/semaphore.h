@@ -1,5 +1,5 @@
 // Counting semaphores between two ranks. Counters only grow, in device memory, so a captured graph can be replayed.
-// The library's own kernels use this semaphore: one thread at a time signals and waits. Channels use the one in
+// The library's own kernels use this semaphore: one thread at a time signals and waits. Channels use the semaphore in
 // shared_semaphore.h.
 #pragma once
 
@@ -16,15 +16,15 @@ struct Semaphore : ProxycclSemaphore {
   /// store of the count is enough, without an atomic across the link.
   PROXYCCL_DEVICE void signal() const { storeReleaseSystem<uint64_t>(remote_inbound, ++*outbound); }
 
-  /// Adds one to the count at the peer, as a release of loads (storeReleaseLoadsSystem in platform.h): ordered after
-  /// the stores of earlier kernels and after this block's loads, but not after its stores.
+  /// Adds one to the count at the peer, as a release of loads (storeReleaseLoadsSystem in platform.h): the addition is
+  /// ordered after the stores of earlier kernels and after this block's loads, but not after its stores.
   PROXYCCL_DEVICE void signalLoads() const { storeReleaseLoadsSystem<uint64_t>(remote_inbound, ++*outbound); }
 
   /// signal() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { storeRelaxedSystem<uint64_t>(remote_inbound, ++*outbound); }
 
   /// Waits for the next signal and consumes it. One thread at a time calls it.
-  /// @param control  the communicator's control block; null for the module's
+  /// @param control  the communicator's control block; null for the module's own
   /// @param kind     ProxycclWaitKind, for the error record if the wait fails
   /// @param peer     the rank that signals, or PROXYCCL_NO_PEER
   /// @param channel  channel id, or PROXYCCL_NO_CHANNEL

@@ -1,7 +1,7 @@
 // The semaphore of channels: any number of threads and blocks may signal it and wait for it at once.
 //
 // A thread takes the number of the signal that it waits for by an atomic add, whose trip to memory overlaps with the
-// first load of the count: one thread alone waits no longer than by a load and a store.
+// first load of the count: for a single thread, the wait takes no longer than with a load and a store.
 #pragma once
 
 #include "proxyccl/handles.h"
@@ -15,11 +15,11 @@ struct SharedSemaphore : ProxycclSemaphore {
   /// Adds one to the count at the peer.
   ///
   /// The release pairs with the acquire in the peer's wait() and poll(): once the signal is visible, so is what this
-  /// thread wrote before, and what its block wrote before a syncThreadsSystem(). An addition to the count continues the
-  /// release sequence of earlier additions.
+  /// thread wrote before, and what its block wrote before a syncThreadsSystem(). Each addition to the count continues
+  /// the release sequence of the earlier additions.
   ///
-  /// Where the link to the peer does not add atomically (`adds`), the count is stored, and one thread at a time calls
-  /// this.
+  /// If the link to the peer does not add atomically (`adds` is 0), the count is stored, and only one thread at a time
+  /// may call signal().
   PROXYCCL_DEVICE void signal() const {
     if (adds == 0) return storeReleaseSystem<uint64_t>(remote_inbound, ++*outbound);
     addRelaxedDevice(outbound, 1);
@@ -47,7 +47,7 @@ struct SharedSemaphore : ProxycclSemaphore {
   }
 
   /// Waits for the next signal that no other thread waits for, and consumes it.
-  /// @param control  the communicator's control block; null for the module's
+  /// @param control  the communicator's control block; null for the module's own
   /// @param kind     ProxycclWaitKind, for the error record if the wait fails
   /// @param peer     the rank that signals, or PROXYCCL_NO_PEER
   /// @param channel  channel id, or PROXYCCL_NO_CHANNEL
@@ -61,8 +61,8 @@ struct SharedSemaphore : ProxycclSemaphore {
     return await(control, {kind, peer, channel, takeNext()}, [](const uint64_t* p) { return loadRelaxedSystem(p); });
   }
 
-  /// Waits until the count has reached `value`, and consumes all signals up to it. If it has, it returns true at once.
-  /// Otherwise like wait().
+  /// Waits until the count has reached `value`, and consumes all signals up to it. If the count has reached `value`
+  /// already, it returns true at once. Otherwise it works like wait().
   PROXYCCL_DEVICE bool waitUntil(Control* control, uint32_t kind, uint32_t peer, uint32_t channel,
                                  uint64_t value) const {
     if (!await(control, {kind, peer, channel, value}, [](const uint64_t* p) { return loadAcquireSystem(p); }))
@@ -77,7 +77,7 @@ struct SharedSemaphore : ProxycclSemaphore {
   PROXYCCL_DEVICE bool poll() const {
     const uint64_t taken = loadRelaxedDevice(expected);
     if (loadAcquireSystem(inbound) > taken && compareExchangeDevice(expected, taken, taken + 1)) return true;
-    spinHint(0);  // threads of a block take turns on the host, and the signal may depend on one of them
+    spinHint(0);  // on the host, lets the block's other threads run, on which the signal may depend
     return false;
   }
 

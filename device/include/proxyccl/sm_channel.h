@@ -30,7 +30,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     return loadElement(reinterpret_cast<const T*>(dst) + index);
   }
 
-  /// Writes one element of the peer's memory; otherwise like read(). A signal() after it tells the peer that the
+  /// Writes one element of the peer's memory; otherwise it works like read(). A later signal() tells the peer that the
   /// element is there.
   /// @param index  which element, counted in T
   /// @param value  the value to write
@@ -90,7 +90,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// Writes local memory as packets to the peer's memory. A group of threads calls it together: thread t writes packet
   /// t, t + numThreads, … , on every target. So a thread may send what it has written itself without a barrier.
   ///
-  /// It needs no fence and no signal: the peer's getPackets() with the same flag waits for each packet.
+  /// No fence and no signal are needed: the peer's getPackets() with the same flag waits for each packet.
   /// @tparam Packet      LL16Packet (16 bytes that carry 8) or LL8Packet (8 that carry 4): twice `bytes` are written
   /// @param packetOffset offset in the peer's memory, in bytes; a multiple of sizeof(Packet)
   /// @param dataOffset   offset in local memory, in bytes; a multiple of the payload's size
@@ -123,7 +123,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// @param bytes        bytes of data; a multiple of the payload's size
   /// @param threadId     the calling thread's number in the group: 0 to numThreads - 1
   /// @param numThreads   threads in the group
-  /// @param flag         the sender's
+  /// @param flag the sender's flag
   template <class Packet = LL16Packet>
   PROXYCCL_DEVICE void getPackets(uint64_t packetOffset, uint64_t dataOffset, uint64_t bytes, uint32_t threadId,
                                   uint32_t numThreads, uint32_t flag) const {
@@ -186,8 +186,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
  private:
   PROXYCCL_DEVICE SharedSemaphore semaphoreHandle() const { return {semaphore}; }
 
-  // Whether a memory has the range, and the range is whole: offset and size are multiples of `unit`, a power of two
-  // that the compiler knows.
+  // Whether a range lies in a memory, and its offset and size are multiples of `unit`, a power of two that the compiler
+  // knows.
   PROXYCCL_DEVICE bool has(uint32_t call, uint32_t memory, uint64_t memory_bytes, uint64_t offset, uint64_t bytes,
                            uint64_t unit = 1) const {
     if (offset <= memory_bytes && bytes <= memory_bytes - offset && ((offset | bytes) & (unit - 1)) == 0) return true;

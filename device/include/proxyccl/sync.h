@@ -7,15 +7,15 @@
 namespace proxyccl {
 
 // Takes back an arrival at a barrier after the wait was given up, unless the barrier has completed since. Every block
-// that gave up does so, so no arrival is left when the kernel ends.
+// that gives up withdraws its arrival, so no arrival remains when the kernel ends.
 PROXYCCL_OUT_OF_LINE void withdrawArrival(uint32_t* arrived, const uint32_t* generation, uint32_t now) {
   uint32_t count = loadRelaxedDevice(arrived);
   while (count > 0 && loadRelaxedDevice(generation) == now && !compareExchangeDevice(arrived, count, count - 1))
     count = loadRelaxedDevice(arrived);
 }
 
-// Zero-initialised device memory, such as a __device__ global, is a barrier that is ready for use. It is ready again
-// after a kernel whose blocks gave up, for another communicator too.
+// Zero-initialised device memory, such as a __device__ global, is a barrier that is ready for use. The barrier is also
+// ready again after a kernel whose blocks gave up, even for another communicator.
 struct DeviceSyncer {
   uint32_t arrived;
   uint32_t generation;

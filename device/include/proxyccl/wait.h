@@ -20,7 +20,7 @@ struct WaitFor {
   uint64_t expected;
 };
 
-// Returns the given control block; if null, that of the communicator that compiled the kernel.
+// Returns the given control block; if null, the control block of the communicator that compiled the kernel.
 PROXYCCL_DEVICE Control* controlOr(Control* given) { return given != nullptr ? given : defaultControl(); }
 
 /// Whether the communicator has ended; a kernel's own loop must then end too. Any thread may call it; it reads a word
@@ -39,7 +39,7 @@ struct Transfer {
   uint64_t offset, size;
 };
 
-// Names this rank as failed to the CPUs of all ranks of the host, then raises their abort words, its own last.
+// Names this rank as failed to the CPUs of all ranks of the host, then raises the ranks' abort words, its own last.
 //
 // A kernel whose wait has ended this way continues with incomplete data and signals its peers, so their waits may
 // succeed. Therefore every rank has the name before any wait ends: a rank that has used such data finds out at its next
@@ -100,8 +100,8 @@ PROXYCCL_OUT_OF_LINE void describeWait(Control* control, uint32_t question, Wait
 }
 
 // Checks the abort word and the clock for a wait that has spun for a while. Returns the time at which the wait began
-// (`started` unless that is 0), or 0 if the wait must be given up. Out of line, because it is called rarely and from
-// many places.
+// (`started` unless that is 0), or 0 if the wait must be given up. The function is out of line, because it is called
+// rarely and from many places.
 PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t seen, uint64_t started) {
   Control* control = controlOr(given);
   if (control != nullptr) {
@@ -118,7 +118,7 @@ PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t s
   const bool last = what.kind == PROXYCCL_WAIT_GRID || what.kind == PROXYCCL_WAIT_STAGE;
   if (now - started <= (last ? 2 * bound : bound)) return started;
   if (control != nullptr) {
-    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // before other waits are told to stop
+    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // described before other waits are told to stop
     recordError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
   }
   return 0;
@@ -139,7 +139,7 @@ PROXYCCL_DEVICE bool waitUntil(Control* given, const WaitFor& what, Ready ready)
       started = checkWait(given, what, seen, started);
       given_up = started == 0;
     }
-    // Not in the check's branch: a return from there takes ptxas up to 28 registers more (two_shot of float32).
+    // This return is not in the check's branch: there, ptxas would use up to 28 more registers (two_shot of float32).
     if (given_up) return false;
     spinHint(spins);
   }

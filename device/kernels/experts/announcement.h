@@ -73,12 +73,12 @@ class Announcement {
   PROXYCCL_DEVICE const LL16Packet& packetOfSlot(uint32_t source, uint32_t slot) const {
     return packets(e_.workspace)[placeOf(source, front() + slot)];
   }
-  // Called by `threads` threads: waits for the front packets of all ranks but one, and calls keep(source, packet,
+  // Called by `threads` threads: waits for the front packets of all ranks except one, and calls keep(source, packet,
   // payload) for each. Returns false to a thread whose packets did not arrive.
   template <class Keep>
   PROXYCCL_DEVICE bool awaitAllBut(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
-    // One packet per thread takes less code, and a short kernel's code is in no cache yet: this saves 1 us of a
-    // dispatch of 128 tokens.
+    // One packet per thread takes less code, and a short kernel's code is in no cache yet: one packet per thread saves
+    // 1 us in a dispatch of 128 tokens.
     if (packetsBut(known) <= threads) return awaitEach<1>(known, thread, threads, keep);
     return awaitEach<4>(known, thread, threads, keep);
   }

@@ -12,7 +12,7 @@ class IdAnnouncement : public Announcement {
 
   using Announcement::Announcement;
 
-  // Called by the block: sends its share of this rank's packets. The last threads send first. It needs only the
+  // Called by the block: sends its share of this rank's packets. The last threads send first. Sending needs only the
   // kernel's arguments, so the packets leave at once.
   PROXYCCL_DEVICE void send(const ProxycclDispatch& call) const {
     const uint32_t all = packetsOfRank(), begin = all * blockIdx.x / e_.blocks;

@@ -10,8 +10,8 @@
 
 namespace proxyccl {
 
-// If tokens are few, block 0 announces all of them, and every block computes its own rank's masks. If they are many,
-// each block announces a share, and reads its own rank's masks like those of the others.
+// If tokens are few, block 0 announces all of them, and every block computes its own rank's masks. If tokens are many,
+// each block announces a share of them, and reads its own rank's masks like other ranks' masks.
 template <bool kShared>
 class MaskAnnouncement : public Announcement {
  public:
@@ -25,8 +25,8 @@ class MaskAnnouncement : public Announcement {
     for (uint32_t i = threadIdx.x; i < e_.world_size; i += blockDim.x) badSlots()[i] = ~0u;
   }
 
-  // Called by the block: finds the choices of this rank's tokens, or of its share of them. They may be read after the
-  // next barrier.
+  // Called by the block: finds the choices of this rank's tokens, or of its share of them. The choices may be read
+  // after the next barrier.
   PROXYCCL_DEVICE void collect(const ProxycclDispatch& call) const {
     if (threadIdx.x == 0) heads()[e_.rank] = headOf(call);
     const Choices choices(e_, call);
@@ -87,7 +87,7 @@ class MaskAnnouncement : public Announcement {
     const Choices choices(e_, call);
     const uint32_t others = blockDim.x - kGroupLanes, begin = share.begin * kTokensOfPair;
     const uint32_t end = atMost(share.end * kTokensOfPair, e_.max_tokens), given = atMost(end, call.tokens);
-    // Each slot is the work of one thread, so that a group's packets lie one after the other.
+    // One thread handles each slot, so that a group's packets lie one after the other.
 #pragma unroll 1
     for (uint32_t slot = begin * e_.topk + threadIdx.x; slot < given * e_.topk; slot += others) {
       auto choice = __builtin_bit_cast(ProxycclExpertChoice, choices.carried(slot));
@@ -99,7 +99,7 @@ class MaskAnnouncement : public Announcement {
   }
 
   // Called by `threads` threads: waits for all ranks, but not for this one if the block has collected all of its masks.
-  // The block may read their choices after its next barrier or, if tokens are many, after sumUp() and another one.
+  // The block may read their choices after its next barrier or, if tokens are many, after sumUp() and another barrier.
   // Returns false to a thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await(bool has_collected, uint32_t thread, uint32_t threads) const {
     const uint32_t known = has_collected && !kShared ? e_.rank : PROXYCCL_NO_PEER;
@@ -132,14 +132,14 @@ class MaskAnnouncement : public Announcement {
   }
 
   struct Choice {
-    uint32_t expert;  // among those of all ranks, or PROXYCCL_NO_EXPERT
+    uint32_t expert;  // number among all ranks' experts, or PROXYCCL_NO_EXPERT
     float weight;
     bool is_first;  // whether it is the first of its token's slots for that rank
   };
   // Called by each of `threads` threads: calls body(source, slot, choice) for every slot of all sources for which
-  // wanted(source, slot). Waits for their packets. Of few tokens it loads several at once. Of many it loads one,
-  // because the same kernel stores their rows meanwhile, and more loads take registers from those stores: with four, a
-  // dispatch of 4096 tokens took 7 % longer on 4 H200.
+  // wanted(source, slot) is true. Waits for the slots' packets. With few tokens it loads several packets at once. With
+  // many tokens it loads one at a time, because the same kernel stores their rows meanwhile, and more loads take
+  // registers from those stores: with four, a dispatch of 4096 tokens took 7 % longer on 4 H200.
   template <class Wanted, class Body>
   PROXYCCL_DEVICE void forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
     const uint32_t slots = e_.max_tokens * e_.topk;
@@ -209,7 +209,7 @@ class MaskAnnouncement : public Announcement {
     }
   }
 
-  // A set of tokens: those of this rank that go to one rank, or those of one source that come here.
+  // A set of tokens: this rank's tokens that go to one rank, or one source's tokens that come to this rank.
   class Mask {
    public:
     PROXYCCL_DEVICE bool has(uint32_t token) const { return words_[token / 32] >> token % 32 & 1; }
@@ -239,7 +239,7 @@ class MaskAnnouncement : public Announcement {
   PROXYCCL_DEVICE uint32_t badSlot(uint32_t source) const { return badSlots()[source]; }
 
  private:
-  static constexpr uint32_t kTokensOfPair = 64;  // of words, which are a packet
+  static constexpr uint32_t kTokensOfPair = 64;  // tokens of a pair of words, which is a packet
 
   static PROXYCCL_DEVICE uint32_t atMost(uint32_t n, uint32_t most) { return n < most ? n : most; }
   static PROXYCCL_DEVICE Choice choiceOf(uint64_t bits) {

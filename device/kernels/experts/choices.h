@@ -114,7 +114,7 @@ class Choices {
       }
     }
   }
-  // Whether an id names no expert and drops no slot either.
+  // Whether an id is invalid: it neither names an expert nor drops the slot.
   PROXYCCL_DEVICE bool isBad(const Slot& slot) const {
     return slot.rank == e_.world_size &&
            !dropsSlot(e_.dropping_ids, slot.id, static_cast<int64_t>(e_.world_size) * e_.chosen_per_rank);
@@ -127,7 +127,7 @@ class Choices {
   PROXYCCL_DEVICE void loadIds(uint32_t first, uint32_t begin, int64_t* ids) const {
     const int64_t* wide = reinterpret_cast<const int64_t*>(call_.expert_ids) + first + begin;
     const int32_t* narrow = reinterpret_cast<const int32_t*>(call_.expert_ids) + first + begin;
-    // All loads have one width: a branch between two loads would make the second wait.
+    // All loads have one width: a branch between two loads would delay the second load.
     if (call_.id_bytes == 8) {
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) ids[i] = begin + i < e_.topk ? wide[i] : -1;
@@ -136,7 +136,7 @@ class Choices {
       for (uint32_t i = 0; i < kAtOnce; ++i) ids[i] = begin + i < e_.topk ? narrow[i] : -1;
     }
   }
-  // Whether no earlier slot of the token goes to the rank of this one.
+  // Whether this slot is the token's first slot for its rank.
   PROXYCCL_DEVICE bool isFirst(uint32_t slot, uint32_t rank) const {
     const uint32_t own = slot % e_.topk;
     const int64_t experts = static_cast<int64_t>(rank) * e_.chosen_per_rank;

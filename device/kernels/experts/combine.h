@@ -5,8 +5,8 @@
 // only that sum crosses. With local_combine each rank sums its own rows of a token first. A sum is made in the order of
 // k or, where a token has one row on each rank, in the order of ranks, in the accumulator's type, and rounded once.
 //
-// With output buffers, rows that lie in one are not sent: the token's rank loads them there. Each rank says with a flag
-// where its rows are, and ends only when the others have loaded them.
+// With output buffers, rows that lie in such a buffer are not sent: the token's rank loads them from there. Each rank
+// announces with a flag where its rows are, and ends only when the other ranks have loaded them.
 #ifndef PROXYCCL_EXPERT_COMBINE_H
 #define PROXYCCL_EXPERT_COMBINE_H
 
@@ -16,7 +16,7 @@ namespace proxyccl {
 
 #if !PROXYCCL_ON_HOST
 template <class T>
-struct Word {  // as wide as the widest access
+struct Word {  // a word as wide as the widest access
   static constexpr uint32_t kEach = 16 / sizeof(T);
   T at[kEach];
 };
@@ -50,7 +50,7 @@ PROXYCCL_DEVICE void sumWords(char* out, char* const* rows, const float* weights
   using A = typename Element<T>::Accumulator;
   constexpr uint32_t kWords = kCount == 1   ? 8
                               : kCount == 2 ? 7
-                                            : 12 / kCount;  // with more loads in flight, registers run out
+                                            : 12 / kCount;  // more loads in flight would take too many registers
   const Bytes16* from[kCount];
   A weight[kCount];
 #pragma unroll
@@ -101,7 +101,7 @@ PROXYCCL_DEVICE void sumRows(char* out, char* const* rows, const float* weights,
   uint64_t begin = piece.begin / sizeof(T);
   const uint64_t end = piece.end / sizeof(T);
 #if PROXYCCL_ON_HOST
-  constexpr uint32_t kTile = 64;  // long enough to be vectorised
+  constexpr uint32_t kTile = 64;  // long enough for the compiler to vectorise the loop
   for (; begin + kTile <= end; begin += kTile) {
     A sum[kTile] = {};
     for (uint32_t k = 0; k < count; ++k)
@@ -179,7 +179,7 @@ class Combine {
   }
 
   // Called by every group: takes the items of one stage until there are no more. Each stage lists an item's rows in its
-  // own way. They are summed here, so that the long code exists only once.
+  // own way. The rows are summed here, so that the long code exists only once.
   PROXYCCL_DEVICE void run(CombineStage stage, const Group& group, uint32_t* next_item) const {
     const uint32_t ranks = team_->world_size, most = team_.mostItems();
     const uint32_t sources = stage == CombineStage::send ? ranks : stage == CombineStage::sum_node ? team_->nodes : 1;
@@ -247,7 +247,7 @@ class Combine {
                              number_ << kBufferBits | call_.rows_buffer);
   }
   // Called by the block before it waits: looks up the rows of its tokens, while the flags that it will wait for are on
-  // their way. They may be used after the next barrier.
+  // their way. The rows' places may be used after the next barrier.
   PROXYCCL_DEVICE void cacheRows() const {
     if (!cachesRows()) return;
 #pragma unroll 1
@@ -290,7 +290,7 @@ class Combine {
         team_.await(flag, number_, team_.member(node, team_->local_rank));
       } else {
         team_.awaitPost(team_.channel(team_->back_channels, node, block_));
-        if (batch.segments() > 1)  // on this device alone, so its release need not reach the system
+        if (batch.segments() > 1)  // a flag for this device alone, so the release has device scope
           storeReleaseDevice<uint64_t>(reinterpret_cast<uint64_t*>(team_->workspace + flag), number_);
       }
     }
@@ -304,8 +304,8 @@ class Combine {
   }
 
  private:
-  // Called by one thread: waits until a rank of the node has announced where its rows are, and keeps that for the
-  // block. Returns whether they can be loaded.
+  // Called by one thread: waits until a rank of the node has announced where its rows are, and stores the answer for
+  // the block. Returns whether the rows can be loaded.
   PROXYCCL_DEVICE bool awaitLoadable(uint32_t local) const {
     const uint64_t flag = team_.loadable(number_, local, block_);
     team_.await(flag, number_ << kBufferBits, team_.nearRank(local));
@@ -372,8 +372,8 @@ class Combine {
                               : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
     return area + block_ * segment + (i * places + (by_rank_ ? from : k)) * stride_;
   }
-  // Returns a row's weight for a piece. It is stored after the row once for each piece, as different groups write the
-  // pieces.
+  // Returns a row's weight for a piece. The weight is stored after the row, once for each piece, because different
+  // groups write the pieces.
   PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
     return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
   }
@@ -388,7 +388,8 @@ class Combine {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item);
     const int32_t* rows = rowsOfToken(source, segment.begin + i);
-    // The receiver also waits if no row of the token fitted in the output: then the sum is zero.
+    // A token whose rows did not fit in the output has the sum zero, which is sent too, because the receiver waits for
+    // it.
     if (!group.any(topk_, [&](uint32_t k) { return rows[k] != PROXYCCL_NO_ROW; })) return nullptr;
     group.list(topk_, [&](uint32_t k, RowEntry* entry) { return ownRow(rows[k], entry); });
     return team_.peer(team_.localOf(source)) + sumRow(team_->local_rank, i);
@@ -403,7 +404,7 @@ class Combine {
     const bool own = team_.localOf(source) == team_->local_rank;  // the sum reads them in place
     group.list(topk_, [&](uint32_t k, RowEntry* entry) {
       if (own || rows[k] == PROXYCCL_NO_ROW) return false;
-      ownRow(rows[k], entry);  // a row that did not fit stays null, with weight zero
+      ownRow(rows[k], entry);  // a row that did not fit in the output stays null, with weight zero
       if (call_.weights != nullptr) weightOf(slotOf(source, i, k), segment.pieceOf(item)) = entry->weight;
       entry->number = static_cast<int32_t>(k);
       entry->weight = 1;
@@ -466,13 +467,13 @@ class Combine {
         if (call_.slot_weights != nullptr) entry->weight *= call_.slot_weights[token * topk_ + k];
         return true;
       });
-      // Where a token has one row on each rank, by rank, which is the entry's number.
+      // If a token has one row on each rank, entries are ordered by rank, which is the entry's number.
       if (team_->chosen_per_rank != 0 && call_.order_ids == nullptr) group.orderByNumber(begun);
     }
     return target;
   }
 
-  // Returns the number of `added` arrays, with which a sum begins.
+  // Returns the number of `added` arrays; sums begin with these arrays.
   PROXYCCL_DEVICE uint32_t countAdded() const {
     return call_.added[0] == nullptr ? 0 : call_.added[1] == nullptr ? 1 : 2;
   }
@@ -542,7 +543,7 @@ class Combine {
   const uint64_t number_;
   const uint32_t block_, topk_;
   const bool by_rank_;                 // whether `returns` has a place for each rank
-  const uint64_t row_bytes_, stride_;  // the stride has room for the pieces' weights
+  const uint64_t row_bytes_, stride_;  // bytes of a row; the stride includes the pieces' weights
   const Segment own_;
 };
 

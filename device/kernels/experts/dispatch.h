@@ -35,7 +35,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   if constexpr (dispatch.kMasks)
     if (dispatch.storesMasked()) return dispatch.storeMaskedRows(group, &next_row);
   if constexpr (!dispatch.kOnlyStores) {
-    // The last thread's group is the last that has something to send.
+    // The group of the last thread is the last group with something to send.
     if (receives && threadIdx.x == blockDim.x - 1) dispatch.countCall();
     // In a kernel that receives, blocks without a segment, if there are any, send while the others receive. Otherwise
     // all blocks send.
@@ -55,7 +55,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
       if (!receives) syncThreadsSystem();
       if (group.number == Group::count() - 1) dispatch.publishSent(group);
     }
-    // One thread does it, because the store waits for the bus: only that thread's group receives later.
+    // One thread makes the store, which waits for the bus, so that only this thread's group starts to receive late.
     if (gathers && complete && blockIdx.x == 0 && threadIdx.x == 0) dispatch.publishReceivedRows(gathered);
     if (!complete) dispatch.giveUp();
     if (!receives || !complete) return;
@@ -87,7 +87,7 @@ template <class T>
 PROXYCCL_DEVICE void dispatch_shared_masks(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<MaskAnnouncement<true>, T>>(experts, call);
 }
-// Only whole dispatches to output buffers.
+// These kernels make only whole dispatches to output buffers.
 template <class T>
 PROXYCCL_DEVICE void dispatch_masks_store(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<MaskAnnouncement<false>, T, true>>(experts, call);

@@ -32,7 +32,7 @@ struct AnnouncementIf {
 };
 template <>
 struct AnnouncementIf<void> {
-  using Type = Announcement;  // empty
+  using Type = Announcement;  // an empty type
 };
 
 // One dispatch, as one block sees it.
@@ -99,7 +99,8 @@ class Dispatch {
     team_.loadLookup();
     if constexpr (kMasks)
       if (routes) announced_.send(Group(), call_);
-    if (kSharedMasks && routes) __syncthreads();  // arriving masks are kept where the block's own were read
+    if (kSharedMasks && routes)
+      __syncthreads();  // arriving masks overwrite the memory in which the block's own masks were read
     if (!acknowledges() && (routes || call_.redispatch))
       raiseRead((threadIdx.x + blockDim.x / 2) % blockDim.x, number_ - 1);
     if (!acknowledges() && call_.redispatch) {
@@ -109,8 +110,8 @@ class Dispatch {
     if (!kAnnounced && routes && !onlySends()) route();
   }
 
-  // Called by the block: waits for the choices of all ranks. After that it knows where the rows of its slots begin.
-  // Returns false to all threads if anything did not arrive.
+  // Called by the block: waits for the choices of all ranks. After that the block knows where the rows of its slots
+  // begin. Returns false to all threads if anything did not arrive.
   PROXYCCL_DEVICE bool gather(const Group& group, Gathered* gathered) const {
     if constexpr (kMasks) {
       return awaitMasks(gathered);
@@ -261,8 +262,8 @@ class Dispatch {
     __shared__ uint16_t targets[PROXYCCL_KEPT_TARGETS];
     return targets;
   }
-  // Called by the block: for each node, numbers the segment's tokens that go there, after those of the batch's earlier
-  // segments. Their rows lie one after the other.
+  // Called by the block: for each node, numbers the segment's tokens that go there, after the tokens of the batch's
+  // earlier segments. Their rows lie one after the other.
   PROXYCCL_DEVICE void placeTokens() const;
   // Called by the block: the first waits for the counts of all ranks; the second then returns whether all threads'
   // waits succeeded. Both end with a barrier.
@@ -290,7 +291,7 @@ class Dispatch {
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(blockIdx.x) * n;
   }
   PROXYCCL_DEVICE uint32_t* firstRowsHere() const { return firstRowsThere() + team_->world_size * team_->segments; }
-  enum class Stored { own, of_peers, all };  // rows that stay here, or go to peers
+  enum class Stored { own, of_peers, all };  // rows that stay on this rank, that go to peers, or all
   // Called by each group of the blocks that store such rows. find(item, i, &rank, &row) says for i < n where an item, a
   // piece of a row, goes.
   template <class Find>
@@ -317,10 +318,11 @@ class Dispatch {
   // How many blocks write the entries of few tokens, of which there is one for each slot of all ranks.
   PROXYCCL_DEVICE uint32_t describingBlocks() const {
     const uint32_t wanted = (team_->world_size * team_->max_tokens * topk_ + kSlotsOfBlock - 1) / kSlotsOfBlock;
-    const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;  // the others must fill the links
+    const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;  // the other blocks must fill the links
     return wanted < most ? wanted : most;
   }
-  static constexpr uint32_t kSlotsOfBlock = 1024;  // twice as many take as long as the rows of 128 tokens
+  static constexpr uint32_t kSlotsOfBlock =
+      1024;  // describing twice this number takes as long as storing the rows of 128 tokens
   // describeSlots() with counts; and with masks for the slots of all blocks, by `threads` threads.
   PROXYCCL_DEVICE void describeCounted() const;
   PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
@@ -330,7 +332,7 @@ class Dispatch {
   struct OwnChoice {
     int32_t row;
     bool is_first;
-    uint32_t expert;  // among those of all ranks
+    uint32_t expert;  // number among all ranks' experts
     float weight;
   };
   // Called by one thread, with a row for each rank: writes the descriptor's entries of slot k of a source's token.
@@ -425,7 +427,7 @@ class Dispatch {
     return {bases()[team_->world_size], bad_rank, bad_rank == ~0u ? ~0u : announced_.badSlot(bad_rank),
             state.wanted_tokens};
   }
-  // With masks: returns this rank's row of a source's token.
+  // With masks, returns the row on this rank of a source's token.
   PROXYCCL_DEVICE int32_t maskedRow(uint32_t source, uint32_t token) const {
     const auto mask = announced_.from(source);
     return mask.has(token) ? within(bases()[source] + mask.countBefore(token)) : static_cast<int32_t>(PROXYCCL_NO_ROW);
@@ -449,7 +451,7 @@ class Dispatch {
   }
   // Block b counts for the sources b, b + segments, …; the last block also adds up all sources.
   PROXYCCL_DEVICE void writeIdCounts(const Group& group, uint32_t rows) const;
-  // Called by one group.
+  // Called by one group of the grid.
   PROXYCCL_DEVICE void writeMaskCounts(const Group& group, uint32_t rows) const;
 
   // Called by a group: writes an item of a part, if there is one, to every rank that needs it, and raises its flag
@@ -531,7 +533,7 @@ class Dispatch {
       }
       tokensOf()[s] = tokens;
       team_.segmentOf(s) = Segment::of(tokens, segment_, team_->segments);
-      // begin() has set this rank's, by which other groups may still send.
+      // begin() has set this rank's segment, which other groups may still use to send.
       if (crossesNodes() && s != team_->rank) team_.batchFrom(s) = team_.batchOf(tokens, segment_);
     }
   }
@@ -560,8 +562,8 @@ class Dispatch {
 
   // Results of the block's threads from the announcements.
   struct AnnouncedState {
-    uint32_t
-        bad_slot;  // the first with a bad expert id, with its rank in the upper 16 bits, or ~0; with masks the rank
+    uint32_t bad_slot;  // the first slot with a bad expert id, with the slot's rank in the upper 16 bits, or ~0; with
+                        // masks the rank
     uint32_t wanted_tokens;
     bool incomplete;  // a packet did not arrive
   };
@@ -638,7 +640,7 @@ class Dispatch {
     __shared__ Outgoing outgoing[PROXYCCL_MAX_EXPERT_RANKS];
     return outgoing;
   }
-  // This rank's rows among those of all ranks.
+  // This rank's part of a table with the rows of all ranks.
   struct Range {
     uint32_t first, count;
   };
@@ -650,8 +652,8 @@ class Dispatch {
     const uint32_t n = 2 * team_.experts();
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
   }
-  // With a row for each rank, in the block that reports them: the choices of each of this rank's experts. They follow
-  // the bases, which are few then.
+  // With a row for each rank, in the block that reports them: the choices of each of this rank's experts. The choices
+  // follow the bases, which are few in that case.
   PROXYCCL_DEVICE uint32_t* chosen() const { return bases() + 2 * team_.experts(); }
   PROXYCCL_DEVICE uint32_t countersUsed() const { return 2 * team_.experts() + team_->chosen_per_rank; }
   static constexpr uint32_t kStoredPiecesLog2 = 1,

@@ -89,7 +89,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::dropLaterTargets() const {
       if (rank >= team_->world_size) continue;
       bool first = true;
 #pragma unroll
-      for (uint32_t w = 0; w < PROXYCCL_MAX_EXPERT_RANKS / 64; ++w) {  // not by an index, which would need memory
+      for (uint32_t w = 0; w < PROXYCCL_MAX_EXPERT_RANKS / 64;
+           ++w) {  // unrolled, because an index would put the words into memory
         const uint64_t bit = rank / 64 == w ? 1ull << rank % 64 : 0;
         first &= (seen[w] & bit) == 0;
         seen[w] |= bit;
@@ -184,7 +185,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitRouting() const {
   const uint32_t segments = team_->segments;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < team_->world_size * segments; i += blockDim.x)
-    if (isNear(i / segments) || i % segments == 0)  // routing from another node comes at once
+    if (isNear(i / segments) || i % segments == 0)  // a node's whole routing arrives at once
       team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
   __syncthreads();
 }
@@ -270,7 +271,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::alignExperts(uint32_t* rows) const {
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::prepareReceive(uint32_t rows) const {
-  if (kAnnounced && !call_.redispatch) return;  // gather() did it
+  if (kAnnounced && !call_.redispatch) return;  // gather() has done this already
   setSegments(threadIdx.x, blockDim.x);
   Range& range = ownRows();
   if (threadIdx.x == 0) range = {0, rows};
@@ -291,7 +292,7 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::publishReceivedRows(const Gathered& gathered) const {
   ProxycclReceivedRows* to = team_->received_rows;
   storeRelaxedSystem(&to->rows, gathered.rows);
-  if (gathered.bad_rank != PROXYCCL_NO_PEER) {  // a later dispatch must not hide it from a CPU that looks later
+  if (gathered.bad_rank != PROXYCCL_NO_PEER) {  // kept by later dispatches, because the CPU may read it later
     storeRelaxedSystem(&to->bad_slot, gathered.bad_slot);
     storeRelaxedSystem(&to->bad_rank, gathered.bad_rank);
   }
@@ -306,7 +307,7 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::writeCounts(uint32_t rows) const {
   __shared__ uint32_t most;
   const uint32_t experts = team_.experts(), ranks = team_->world_size;
-  __syncthreads();  // the sources have been read
+  __syncthreads();  // after this barrier, all threads have read the sources
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
   // The memory of the sources' token counts, which have been read, now holds the rows of each rank.

@@ -21,14 +21,14 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::awaitIds(Gathered* gathered) const {
 #pragma unroll 1
   for (uint32_t s = threadIdx.x; s < ranks; s += blockDim.x)
     if (announced_.wantedTokens(s) != 0) atomicMax(&state.wanted_tokens, announced_.wantedTokens(s));
-  uint32_t rows_before = 0;  // rows of lower ranks
+  uint32_t rows_before = 0;  // rows of ranks with lower numbers
   announced_.forEachSlot(0, ranks, threadIdx.x, blockDim.x, [&](uint32_t source, uint32_t slot, uint32_t expert) {
     if (expert == IdAnnouncement::kBadExpert) atomicMin(&state.bad_slot, source << 16 | slot);
     rows_before += expert < own;
     if (expert - own >= per_rank) return;
     const uint32_t i = (expert - own) * ranks + source;
     atomicAdd(&first[i], 1u);
-    // The segment's beginning is computed again, because another thread sets it without a barrier in between.
+    // The segment's beginning is computed again, because another thread stores it, and no barrier lies in between.
     if (slot < announced_.tokens(source) * segment_ / team_->segments * topk_) atomicAdd(&before[i], 1u);
   });
   if (call_.scatter != nullptr && rows_before != 0) atomicAdd(&ownRows().first, rows_before);

@@ -74,7 +74,8 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::listPiece(const Group& group, uint32_t piece) const {
   const uint32_t token = piece / piecesOfRow(), ranks = team_->world_size;
   group.list(ranks, [&](uint32_t i, RowEntry* entry) {
-    // Own rows come first, as they would wait for those that a link holds up; then each group begins with another peer.
+    // Rows of this rank come first, because they would otherwise wait for rows that a link holds up. After that, each
+    // group begins with a different peer.
     const uint32_t peer = i == 0 ? 0 : 1 + (i - 1 + group.number) % (ranks - 1);
     const uint32_t rank = (team_->rank + peer) % ranks;
     entry->number = static_cast<int32_t>(rank << 16 | announced_.to(rank).countBefore(token));
@@ -106,7 +107,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeManyRows(const Group& group) const {
     if (group.number == Group::count() - 1) placeLeaving(group);
     __syncthreads();
     const Gathered gathered = arriving();
-    const bool tells = blockIdx.x == team_->blocks - 1;  // meanwhile the others store rows
+    const bool tells = blockIdx.x == team_->blocks - 1;  // the last block reports while the other blocks store rows
     if (tells && tellsChosen()) {
       countChosen();
       __syncthreads();
@@ -140,8 +141,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
   const uint32_t pieces = stores && holdsRows() ? call_.tokens * piecesOfRow() : 0;
   const bool waits = group.number == holding;
   Bytes16 held[kHeldWords];
-  // One group waits while the others load. It holds nothing meanwhile, because a wait calls functions, and values that
-  // live across a call are in memory.
+  // One group waits while the other groups load. The waiting group holds no row, because a wait calls functions, and
+  // values that live across a call are in memory.
   if (waits) {
     if (!announced_.await(true, group.lane, kGroupLanes)) announcedState().incomplete = true;
     group.sync();

@@ -209,7 +209,7 @@ template <class SlotOf>
 PROXYCCL_DEVICE typename Dispatch<Mode>::OwnChoice Dispatch<Mode>::findOwnChoice(uint32_t k, uint32_t first,
                                                                                  uint64_t carried,
                                                                                  SlotOf slotOf) const {
-  // The token's row, if it has one here, is that of the slot that names this rank.
+  // The token's row on this rank, if any, is the row of the slot that names this rank.
   const auto choice = __builtin_bit_cast(ProxycclExpertChoice, carried);
   uint32_t at = topk_, position = 0;
 #pragma unroll 8

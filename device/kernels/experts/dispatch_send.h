@@ -51,7 +51,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::sendItem(const Group& group, uint32_t part,
       const uint32_t rank = expert / team_->experts_per_rank, place = team_.placeOf(rank);
       if (!kAnnounced && place >> 16 != team_->node) {
         destination = kOtherNode | static_cast<int32_t>(place >> 16);
-      } else if (rank != team_->rank) {  // own rows are read from the input
+      } else if (rank != team_->rank) {  // rows for this rank are read from the input
         destination = static_cast<int32_t>(place & 0xffff);
       }
     }

@@ -66,7 +66,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeItems(const Group& group, Stored store
   for (;;) {
     const uint32_t item = group.ofFirst(taken), token = item / kStoredPieces;
     if (token >= call_.tokens) return;
-    taken = take();  // its number comes while this item is stored
+    taken = take();  // the next item's number arrives while this item is stored
     storeRow(group, token, {token, 1, kStoredPiecesLog2}, item, n, [&](uint32_t i, uint32_t* rank, int32_t* row) {
       return find(item, i, rank, row) && (stored == Stored::all || (stored == Stored::own) == (*rank == team_->rank));
     });
@@ -119,7 +119,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeRow(const Group& group, uint64_t token
   const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // where the scales begin in the row
   const uint64_t end = piece.end < scales ? piece.end : scales;
   const GroupSpace& space = group.space();
-  auto listParts = [&](uint64_t offset, uint64_t bytes) {  // of the rows' elements, or of their scales
+  auto listParts = [&](uint64_t offset, uint64_t bytes) {  // parts of the rows' elements, or of their scales
     group.list(n, [&](uint32_t i, RowEntry* entry) {
       uint32_t rank = 0;
       if (!find(i, &rank, &entry->number)) return false;
@@ -207,7 +207,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const 
   const bool stores = blockIdx.x < storingBlocks();
   if (stores) placeOutgoing();
   const uint32_t rows = placeIncoming(), segments = team_->segments;
-  const uint32_t* first = stores ? firstRowsThere() : firstRowsHere();  // the rank is a source there
+  const uint32_t* first = stores ? firstRowsThere() : firstRowsHere();  // this rank is a source on the other rank
   const char* slab = slabOf(team_->rank);
   storeInTurns(
       group, rows, topk_, [&](uint32_t thread, uint32_t threads) { describeAll(thread, threads); },

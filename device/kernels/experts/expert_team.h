@@ -16,7 +16,7 @@ namespace proxyccl {
 
 constexpr uint32_t kGroupLanes = PROXYCCL_ON_HOST ? 1 : PROXYCCL_WARP_SIZE;
 constexpr uint32_t kMaxGroups = PROXYCCL_EXPERT_THREADS / kGroupLanes;
-constexpr uint32_t kMaxPieces = 4;  // of a row
+constexpr uint32_t kMaxPieces = 4;  // most pieces of a row
 // A flag's value is the number of the call, and in the lower bits how many items have arrived: at most kMaxPieces for
 // each of 2^24 tokens. The call's number has the other 37 bits.
 constexpr uint32_t kItemBits = 27;
@@ -25,11 +25,12 @@ static_assert(kMaxPieces << 24 <= kAllItems, "an item's number fits in a flag");
 
 PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call << kItemBits | items; }
 
-// Whether a flag has reached a value. Both wrap around, so only their difference matters. `ahead` is more than a flag
-// can be past an awaited value; a greater difference means that the flag has not reached the value.
+// Whether a flag has reached a value. Flags and values wrap around, so only their difference matters. `ahead` is more
+// than a flag can be past an awaited value; a greater difference means that the flag has not reached the value.
 constexpr uint64_t kHalfOfAll = 1ull << 63;  // for flags that every call raises
-// For flags that say how many items have arrived, which not every call raises. Calls wait for each other, so no flag is
-// more than one call ahead. A flag that was not raised for a long time counts as old until its number wraps around.
+// For flags that say how many items have arrived; not every call raises such a flag. Calls wait for each other, so no
+// flag is more than one call ahead. A flag that was not raised for a long time counts as old until its number wraps
+// around.
 constexpr uint64_t kTwoCalls = 2ull << kItemBits;
 PROXYCCL_DEVICE bool hasReached(uint64_t seen, uint64_t value, uint64_t ahead) { return seen - value < ahead; }
 
@@ -195,7 +196,7 @@ struct Piece {
   }
 };
 
-// Out of line: many places wait, and loading code takes as long as a short call.
+// Not inlined: many places wait, and loading the inlined code would take as long as a short call.
 PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer,
                                     uint64_t ahead) {
   waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, PROXYCCL_NO_CHANNEL, value},
@@ -213,7 +214,7 @@ class ExpertTeam {
   // an acquire empties a GPU's cache of device memory.
   PROXYCCL_DEVICE void loadLookup() const {
     Lookup& lookup = ExpertTeam::lookup();
-    // The last threads do it, because the first ones usually wait for other loads.
+    // The last threads copy the values, because the first threads usually wait for other loads.
     const uint32_t first = blockDim.x - 1 - threadIdx.x;
     for (uint32_t i = first; i < e_.world_size; i += blockDim.x) lookup.places[i] = e_.places[i];
     for (uint32_t i = first; i < e_.local_size; i += blockDim.x) {
@@ -406,8 +407,8 @@ struct CallOf<void (*)(const ProxycclExperts&, const Call&)> {
   using Type = Call;
 };
 
-// Called by a group: copies `bytes` bytes from `src` to each of `count` targets. They are read once, kInFlight words of
-// 16 bytes of each thread at a time.
+// Called by a group: copies `bytes` bytes from `src` to each of `count` targets. The bytes are read once; each thread
+// has kInFlight words of 16 bytes in flight.
 template <uint32_t kInFlight = 4>
 PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t offset, const char* src, uint64_t bytes,
                                 uint32_t lane) {

@@ -58,14 +58,14 @@ enum {
   PROXYCCL_EXPERT_GATHER = 2,  /* gather everyone's counts, and tell the CPU how many rows come */
   PROXYCCL_EXPERT_SEND = 4,    /* of a dispatch or a combine: send rows */
   PROXYCCL_EXPERT_RECEIVE = 8, /* of a dispatch or a combine: receive rows */
-  PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only find out where the rows of a dispatch would go */
+  PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only compute where the rows of a dispatch would go */
   PROXYCCL_EXPERT_TELL = 32,   /* with GATHER and a row for each rank: tell the CPU how many rows chose each expert */
-  PROXYCCL_FIRST_CHOICE = 1 << 30, /* in an announced ProxycclExpertChoice.expert: of its token's slots for that rank it
-                                      is the first */
-  /* Which ids drop a slot, in ProxycclExperts: */
-  PROXYCCL_NUMBER_DROPS = 1,    /* the number of the experts that tokens choose from */
-  PROXYCCL_MINUS_ONE_DROPS = 2, /* -1 */
-  /* Instead of a row: */
+  PROXYCCL_FIRST_CHOICE = 1
+      << 30, /* in an announced ProxycclExpertChoice.expert: set for a token's first slot for that rank */
+  /* Flags in ProxycclExperts that tell which ids drop a slot: */
+  PROXYCCL_NUMBER_DROPS = 1,    /* the id that equals the number of experts */
+  PROXYCCL_MINUS_ONE_DROPS = 2, /* the id -1 */
+  /* Values in place of a row: */
   PROXYCCL_NO_ROW = -1,   /* the slot is dropped, or its expert is elsewhere */
   PROXYCCL_PAST_END = -2, /* the row belongs on this rank, but does not fit in the output */
 };
@@ -80,17 +80,17 @@ enum {
 typedef struct ProxycclExpertSegment {
   uint32_t tokens;        /* tokens of the whole source */
   uint32_t bad_slot;      /* the first slot with a bad expert id, or 0xffffffff */
-  uint32_t wanted_tokens; /* see ProxycclDispatch */
+  uint32_t wanted_tokens; /* see ProxycclDispatch.wanted_tokens */
   uint32_t output_buffer; /* the source's output buffer, see ProxycclDispatch */
 } ProxycclExpertSegment;
 
 typedef struct ProxycclExpertSlot {
   uint32_t expert;   /* the slot's expert, or PROXYCCL_NO_EXPERT */
-  uint32_t position; /* among the segment's slots for this expert */
+  uint32_t position; /* the slot's position among the segment's slots for this expert */
 } ProxycclExpertSlot;
 
 typedef struct ProxycclExpertChoice {
-  int32_t expert; /* among those of all ranks; -1 if the slot is dropped */
+  int32_t expert; /* number among all ranks' experts; -1 if the slot is dropped */
   float weight;
 } ProxycclExpertChoice;
 
@@ -100,13 +100,13 @@ typedef struct ProxycclReceivedRows {
   uint32_t rows;      /* rows that this rank receives */
   uint32_t bad_rank;  /* the first rank with a bad expert id in the latest dispatch with one, or PROXYCCL_NO_PEER if
                          there was none since the CPU last set it to that */
-  uint32_t bad_slot;  /* the first such slot of that rank */
+  uint32_t bad_slot;  /* that rank's first slot with a bad expert id */
   uint32_t bad_index; /* 1 if full_scatter_indices were not a permutation of this rank's rows, or too few */
   uint32_t most_rows; /* most rows of a rank, or with padded rows of an expert, since the CPU last set this to 0 */
-  uint32_t wanted_tokens; /* the greatest of any rank; see ProxycclDispatch */
+  uint32_t wanted_tokens; /* the greatest ProxycclDispatch.wanted_tokens of all ranks */
 } ProxycclReceivedRows;
 
-/* In device memory. The last block of a kernel advances them, never the host, so a captured graph can replay. */
+/* In device memory. Only the last block of a kernel advances these counters, so a captured graph can be replayed. */
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
   uint64_t routings;             /* dispatches other than redispatches */
@@ -127,8 +127,8 @@ typedef struct ProxycclExperts {
   uint32_t segments, segment_tokens; /* segments of a dispatch, the most tokens of one; blocks without one only send */
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;                /* with a row for each rank: experts of each rank; else 0 */
-  uint32_t padded_rows;                    /* with padded rows: the most that an expert has room for; else 0 */
-  uint32_t expert_alignment;               /* each expert's rows begin at a multiple of it, if not 0 */
+  uint32_t padded_rows;                    /* with padded rows: most rows of an expert; else 0 */
+  uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
   uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint32_t output_buffers, output_rows; /* number of buffers, of which the last is for a combine's rows; rows of each */
   uint32_t senders;    /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is one */
@@ -138,9 +138,9 @@ typedef struct ProxycclExperts {
   uint32_t batch_tokens;         /* across nodes: least tokens of a source that make a separate message */
   uint64_t segment_bytes;        /* most bytes of a segment's rows */
   uint64_t return_segment_bytes; /* most bytes of a segment's rows in a combine, with one row per token */
-  uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* in a segment's routing */
-  uint64_t routing_bytes, slab_bytes;                                  /* bytes of a segment's routing; of a slab */
-  uint64_t least_message; /* across nodes: bytes to which shorter messages are lengthened */
+  uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* offsets in a segment's routing */
+  uint64_t routing_bytes, slab_bytes; /* bytes of a segment's routing, and bytes of a slab */
+  uint64_t least_message;             /* across nodes: bytes to which shorter messages are lengthened */
   /* Offsets in a workspace. */
   uint64_t announced, inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
   uint64_t outputs, output_bytes, output_scales; /* the last two: bytes of a buffer; offset of the scales in a buffer */
@@ -163,20 +163,21 @@ typedef struct ProxycclExperts {
   ProxycclExpertCounters* counters;
 } ProxycclExperts;
 
-/* The places of a dispatch's rows, in device memory. Combines and dispatches by the same routing read them. */
+/* The places of a dispatch's rows, in device memory. Combines, and dispatches by the same routing, read these places.
+ */
 typedef struct ProxycclExpertLayout {
   int32_t* tokens;      /* [world_size]: tokens of each rank */
   int32_t* counts;      /* [world_size][experts] */
   int32_t* rows;        /* [world_size][max_tokens][topk]: this rank's row of each slot */
   int32_t* places;      /* [world_size][max_tokens]: across nodes, where the token lies in its batch's rows */
   int32_t* sent_places; /* [nodes][max_tokens]: for each node, places of this rank's tokens in their batch's rows */
-  int32_t* expert_ids;  /* [nodes][max_tokens][topk]: of this rank's tokens and its counterparts' */
-  int32_t* first_rows;  /* [rows]: the first row of the same token on this rank */
-  int32_t* token_rows;  /* [rows][topk]: if this is its token's first row, the row of each slot of the token */
-  int32_t* row_slots;   /* [rows]: the slot, of its token, that each row is for */
-  int32_t* row_tokens;  /* [rows]: the token's number on its rank; or null */
-  int32_t* row_experts; /* with a row for each rank, [rows][topk] of id_bytes each: this rank's experts that the token
-                           chose, by their number here; -1 for others */
+  int32_t* expert_ids; /* [nodes][max_tokens][topk]: expert ids of this rank's tokens and of its counterparts' tokens */
+  int32_t* first_rows; /* [rows]: the first row of the same token on this rank */
+  int32_t* token_rows; /* [rows][topk]: if this is its token's first row, the row of each slot of the token */
+  int32_t* row_slots;  /* [rows]: each row's slot of its token */
+  int32_t* row_tokens; /* [rows]: the token's number on its rank; or null */
+  int32_t* row_experts; /* with a row for each rank, [rows][topk] of id_bytes each: the token's experts on this rank, by
+                           their number on the rank; -1 for others */
   int32_t* expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert, at most its room */
   int32_t* sent_rows;   /* with output buffers, [max_tokens][topk]: the row of each slot of this rank's tokens, on the
                            slot's rank */
@@ -188,13 +189,13 @@ typedef struct ProxycclDispatch {
   uint32_t capacity;      /* rows of the output */
   uint32_t redispatch;    /* 1: use an existing layout and count nothing */
   uint64_t ticket;        /* see ProxycclReceivedRows */
-  uint32_t wanted_tokens; /* tokens for which this rank would have needed a larger layer, or 0; all ranks learn it */
+  uint32_t wanted_tokens; /* tokens, sent to all ranks, for which this rank would have needed a larger layer; or 0 */
   uint32_t scale_bytes;   /* scales at the end of each row, which go to output_scales */
   uint32_t scale_column;  /* with padded rows: words of a column of an expert's scales, one column for each scale of a
                              row; 0: each row's scales lie together */
   uint32_t id_bytes;      /* 4 or 8; also of row_experts, unless this is a repeated dispatch */
   uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's buffer; else 0 */
-  uint32_t padded_rows;   /* with padded rows: how many each expert has room for in this call */
+  uint32_t padded_rows;   /* with padded rows: most rows of an expert in this call */
   uint64_t row_bytes;
   const char* input;       /* [tokens][row_bytes] */
   const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
@@ -217,7 +218,7 @@ typedef struct ProxycclCombine {
   const float* weights; /* [R], or null */
   /* [tokens][topk], or null: factors of the slots' rows, beside `weights`. On one node, without local_combine. */
   const float* slot_weights;
-  /* [tokens][hidden] each, or null: a sum begins with these. The second one needs the first. */
+  /* [tokens][hidden] each, or null: sums begin with these arrays. The second array needs the first. */
   const char* added[PROXYCCL_ADDED];
   /* [tokens][topk] of id_bytes each, or null: the ids that the caller dispatched by. A token's rows, one of each rank,
    * are then summed in the order of its last slots for the ranks. On one node, with a row or a sum of each rank. */
@@ -235,7 +236,7 @@ typedef struct ProxycclWeighing {
   const char* others;   /* [rows][hidden], or null */
   float* products; /* [rows]: scalar product of each row, before weighing, with its row of `others`; zero for unfilled
                       rows. Or null */
-  const int32_t* received;  /* number of filled rows; null if all are */
+  const int32_t* received;  /* number of filled rows; null if all rows are filled */
   const int32_t* row_slots; /* [rows]: negative for unfilled rows; or null */
 } ProxycclWeighing;
 

@@ -6,8 +6,8 @@
 
 namespace proxyccl {
 
-// output[tokens][hidden + 4 * hidden / 128] = the rows in float8, and their scales. A group takes kBlocks blocks at
-// once.
+// Sets output[tokens][hidden + 4 * hidden / 128] to the rows in float8, and their scales. A group takes kBlocks blocks
+// at once.
 template <class T>
 PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombine& call) {
   constexpr uint32_t kBlocks = PROXYCCL_ON_HOST ? 1 : 8;
@@ -25,7 +25,7 @@ PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombi
     scaleBlocks<2>(
         group, rows + token * call.hidden, first, last, aligned,
         [&](const auto& parts, uint32_t at, uint32_t end) {
-          struct alignas(4) Words {  // the scales between rows limit their alignment to 4
+          struct alignas(4) Words {  // scales lie between the rows, so rows are aligned only to 4 bytes
             uint32_t at[sizeof(parts[0]) / 4];
           };
 #pragma unroll

@@ -4,8 +4,8 @@
 
 #include "experts/choices.h"
 
-// matrix[rows][topk] = each row's value in the column of the row's slot, zero elsewhere. A combine of the matrix brings
-// each value back to its slot.
+// Sets matrix[rows][topk] to each row's value in the column of the row's slot, and to zero elsewhere. A combine of the
+// matrix brings each value back to its slot.
 extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
     expert_spread(const char* values, const int32_t* row_slots, char* matrix, uint32_t rows, uint32_t topk,
                   uint32_t bytes) {

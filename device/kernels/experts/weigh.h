@@ -7,7 +7,7 @@
 
 namespace proxyccl {
 
-// One row, by a group.
+// Weighs one row. Called by a group.
 template <class T>
 class WeighedRow {
  public:
@@ -78,7 +78,7 @@ class WeighedRow {
   uint64_t hidden_, units_;
 };
 
-// See ProxycclWeighing. Each product of an element is rounded once.
+// Weighs rows as ProxycclWeighing describes. Each product of an element is rounded once.
 template <class T>
 PROXYCCL_DEVICE void expert_weigh(const ProxycclExperts&, const ProxycclWeighing& call) {
   using A = typename Element<T>::Accumulator;
