@@ -596,7 +596,7 @@ def test_wrong_arguments_are_named() -> None:
             pt.compile(comm, kernels.scale, grid=1, configs=[triton.Config({"BLOCK": 8})], key=["m"])
         with pytest.raises(ArgumentError, match=r"configs: expected a sequence of triton\.Config without a pre_hook"):
             pt.compile(comm, kernels.scale, grid=1, configs=[triton.Config({"BLOCK": 8}, pre_hook=print)])
-        with pytest.raises(ArgumentError, match="BLOCK: the configurations of kernel scale choose it"):
+        with pytest.raises(ArgumentError, match="BLOCK: the configurations of kernel scale set this parameter"):
             pt.compile(comm, kernels.scale, grid=1, configs=[triton.Config({"BLOCK": 8})])(x, 8, 1.0, BLOCK=16)
         tuned = triton.autotune([triton.Config({"BLOCK": 8})], key=[], reset_to_zero=["x"])(kernels.scale)
         with pytest.raises(ArgumentError, match=r"kernel: its @triton\.autotune has reset_to_zero"):
