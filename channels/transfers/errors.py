@@ -14,11 +14,11 @@ class TransferError(ProxyCCLError):
 
 
 class DisconnectedError(TransferError):
-    """The peer has ended, has closed its agent, or can't be reached. Agents that join later may have its name."""
+    """The peer has ended, has closed its agent, or can't be reached. A later agent may take its name."""
 
 
 class NoPathError(TransferError):
-    """Nothing moves data between these two kinds of memory, or between these two places."""
+    """No path moves data between these kinds of memory, or between these devices and hosts."""
 
 
 class UnknownAgentError(TransferError, LookupError):
@@ -46,11 +46,11 @@ class ActiveError(TransferError):
 
 
 class CanceledError(TransferError):
-    """The transfer was canceled, or this agent was closed."""
+    """The transfer was canceled, or this process closed its agent."""
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """A bounded wait ran out. The operation goes on."""
+    """A wait reached its time-out. The operation that it waited for goes on."""
 
 
 class MetadataError(ProtocolError):
