@@ -21,7 +21,7 @@ _status = 0
 
 
 def failure() -> str:
-    """Returns in words how the ended program failed; empty if it did not fail."""
+    """Returns in words how the ended program failed; "" if it did not fail."""
     if (error := getattr(sys, "last_value", None)) is not None:
         return raised(error)
     return f"its program exited with status {_status}" if _status else ""
@@ -76,15 +76,15 @@ def _runs_thread() -> bool:
 
 @functools.cache
 def watch() -> None:
-    """Notes the program's end from now on."""
+    """From now on, notes how the program ends."""
     sys.exit = _noting(sys.exit)
-    if (site := sys.modules.get("_sitebuiltins")) is not None:  # defines `exit` and `quit`
+    if (site := sys.modules.get("_sitebuiltins")) is not None:  # the module that defines `exit` and `quit`
         site.Quitter.__call__ = _noting(site.Quitter.__call__)
 
 
 @functools.cache
 def watch_mpi(mpi: Any) -> None:
-    """Like `watch`, for programs that mpi4py's runner runs. `mpi` is the module mpi4py.MPI."""
+    """Does what `watch` does, for programs that mpi4py's runner runs. `mpi` is the module mpi4py.MPI."""
     tell = mpi._set_abort_status
 
     def note(status: int) -> None:

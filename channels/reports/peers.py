@@ -1,6 +1,6 @@
 """Waits briefly at a program's end for the reports of failed communicators' peers.
 
-The end of one rank's process may end the whole job: mpi4py's runner aborts it, and launchers end the other ranks.
+The end of one rank's process may end the whole job: mpi4py's runner aborts the job, and launchers end the other ranks.
 Without this wait, a sleeping rank would end before it wrote the report that says where it is.
 """
 
@@ -52,7 +52,7 @@ def expect(group: Group) -> None:
     now, own = time.monotonic(), group.topology.ranks[group.rank]
     with _lock:
         _awaited[:] = [awaited for awaited in _awaited if awaited.deadline > now]
-        for peer, info in enumerate(group.topology.ranks):  # including ranks that have left, which wait for the others
+        for peer, info in enumerate(group.topology.ranks):  # also ranks that have left, which wait for the others
             if info.token != own.token:
                 process = Member(info.host, info.pid, info.started, info.view)
                 seconds = _SECONDS if process.is_visible else _ELSEWHERE_SECONDS

@@ -43,10 +43,10 @@ class RankPublication(OfProcess, frozen=True):
         host: the rank's host (`host_name`).
         runtime: the name of the rank's runtime.
         device: the ordinal of the rank's device.
-        neighbours: the ranks of the communicator on its host and in its PID namespace, itself among them.
+        neighbours: the ranks of the communicator on this rank's host and in its PID namespace, including this rank.
         segment: the handle of the rank's segment, in hexadecimal.
-        layout: the size of a segment of one rank. Where this size differs, the segment belongs to another version of
-            ProxyCCL.
+        layout: the size of a segment of one rank. If the reader's size differs, another version of ProxyCCL made the
+            segment.
     """
 
     description: Description
@@ -69,7 +69,7 @@ _RANKS = Codec(RankPublication, 1 << 20)
 
 
 class Published:
-    """A rank's file, from now until `withdraw`. A failure to write the file is only logged, because the rank works
+    """Publishes a rank's file until `withdraw`. A failure to write the file is only logged, because the rank works
     without it.
 
     Args:
@@ -104,7 +104,8 @@ class Published:
 
 
 def find_ranks() -> list[tuple[Path, RankPublication]]:
-    """The ranks of this user on this machine, by communicator and rank. Removes files of processes that ended.
+    """Returns the ranks of this user on this machine, with their files, ordered by communicator and rank. Removes files
+    of processes that ended.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.
