@@ -38,7 +38,7 @@ def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dty
 
 
 def index_array(group: Group, x: Any, argument: str, shape: tuple[int, ...]) -> ArrayView:
-    """Like `input_array`, for integers of 32 or 64 bits."""
+    """Does what `input_array` does, for integers of 32 or 64 bits."""
     dtype = input_view(group, x, argument).dtype.name
     if dtype not in ("int32", "int64"):
         raise ArgumentError(argument, f"has element type {dtype}; expected int32 or int64")

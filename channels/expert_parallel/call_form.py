@@ -1,4 +1,5 @@
-"""The parts of a layer that its forms share, the errors that only counts reveal, and the base class of forms."""
+"""The parts of a layer that its forms share, the errors that become known only with the received counts, and the base
+class of forms. A form is a prepared call without its arrays (DESIGN.md)."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The parts of a layer that its forms need. Layers with the same `ctx` may differ in the room of a call."""
+    """The parts of a layer that its forms need. Layers with the same `ctx` may differ in the most tokens of a call."""
 
     ctx: DispatchCombineContext
     options: LayerOptions
@@ -52,8 +53,8 @@ class LayerParts:
         return (self.options.config.num_experts_per_rank, padded) if padded else (rows,)
 
     def given_rows(self, input: Any, count: int, argument: str) -> tuple[ArrayView, ArrayView | None]:
-        """Returns views of a caller's tokens and, if `input` is a pair, of their scales. `count` -1 accepts any
-        number."""
+        """Returns views of a caller's tokens and, if `input` is a pair, of their scales. `count` is the number of
+        tokens; -1 accepts any number."""
         options, group = self.options, self.ctx.group
         config = options.config
         if not isinstance(input, tuple):
@@ -86,8 +87,8 @@ class LayerParts:
         return runtime.is_capturing(stream if type(stream) is CurrentStream else runtime.stream_handle(stream))
 
     def outlives_no_graph(self, stream: StreamLike) -> bool:
-        """Whether the output's lifetime ends with its arrays. Under capture the output lives longer: the graph may run
-        again.
+        """Whether the output is needed only as long as its arrays. Under capture it is needed longer, because the graph
+        may run again.
         """
         return not self.options.keeps_outputs or not self.is_capturing(stream)
 
@@ -100,8 +101,8 @@ class LayerParts:
             )
 
     def learn_counts(self, desc: EPAllToAllLayoutDesc) -> ProxyCCLError | None:
-        """Reads how many rows chose each expert; `await_rows` must have returned. If all ranks refuse the call, returns
-        the error that they raise.
+        """Reads how many rows chose each expert, after `await_rows` has returned. Returns the error that all ranks
+        raise if they refuse the call, else None.
         """
         ctx, options = self.ctx, self.options
         if options.by_rank or options.expert_alignment:
@@ -120,8 +121,8 @@ class LayerParts:
             raise bad
 
     def _bad_expert(self) -> ArgumentError | None:
-        """Returns the error for an invalid expert id, or None. Covers the dispatches whose rows became known since the
-        last call. The error names the first invalid id of the latest dispatch that has one.
+        """Returns the error for an invalid expert id, or None. This covers the dispatches whose number of rows became
+        known since the last call. The error names the first invalid id of the latest dispatch that has one.
         """
         received, experts = self.ctx.workspace.received_rows, self.options.all_experts
         bad_rank = int(received.bad_rank)
@@ -193,8 +194,8 @@ class CallForm:
 
     Args:
         arrays: the arrays of the first call of the form. The library of the first array makes the results.
-        name, dtype, most_tokens: the parts of a call that ranks compare. Ranks also compare the layer and, for each
-            call, the number of its dispatch.
+        name, dtype, most_tokens: the parts of a call that ranks compare. Ranks also compare the layer's number and, for
+            each call, the number of its dispatch.
     """
 
     def __init__(self, parts: LayerParts, arrays: tuple[Any, ...], name: str, dtype: str, most_tokens: int = 0) -> None:
@@ -207,7 +208,7 @@ class CallForm:
 
     def common(self, first: Launchable, second: Launchable) -> tuple[Any, ...]:
         """Returns the constructor arguments that all forms in C share (layer_form.h): `first` launches a whole call or
-        its first half, `second` the rest."""
+        its first half; `second` launches the rest of the call."""
         in_order = self._is_torch and not self._on_host
         current = libraries[self._arrays.kind].current_of_device() if in_order else None
         number = address_of(self._fields.fields) + ffi.sizeof("uint64_t") * ROOT_FIELD
@@ -242,8 +243,9 @@ class CallForm:
 
 
 def kernel_before(parts: LayerParts, *, is_pair: bool, quantizes: bool) -> tuple[list[Launch], tuple[int, ...]]:
-    """Returns the launch of the kernel that packs pairs of rows and scales, or quantizes tokens, before they are sent;
-    or an empty list. Also returns the kernel's arguments that C fills in (dispatch_form.c).
+    """Returns a list with the launch of the kernel that packs pairs of rows and scales, or quantizes tokens, before
+    they are sent; or an empty list if no such kernel is needed. Also returns the addresses of the kernel's arguments
+    that C fills in (dispatch_form.c).
     """
     ctx = parts.ctx
     if is_pair:
@@ -266,8 +268,8 @@ def in_order(runtime: Runtime, operations: Sequence[Operation]) -> Launchable:
 
 
 def name_of(call: str, weights: Any, *, halves: bool = False, indices: Any = None) -> str:
-    """Returns the name by which ranks compare a call. The name includes the arguments that all ranks or none must
-    pass."""
+    """Returns the name by which ranks compare a call. The name tells whether the arguments are passed that either all
+    ranks or none must pass."""
     called = f"{call}_send" if halves else call
     return called + (" with weights" if weights is not None else "") + (" by indices" if indices is not None else "")
 

@@ -29,7 +29,7 @@ _MAX_TOKENS = 2**24  # kernels multiply the number of tokens by the number of bl
 _MAX_HIDDEN = 2**28  # kernels count a row's 16-byte words in 32 bits
 MAX_EXPERTS = 2**20  # tables have an entry for each rank, or segment, and expert
 _MAX_BYTES = 2**44  # the limit for all rows of a layer keeps every size of its workspace far below 2**64
-_COLUMN_ALIGNMENT = 4  # in scales, not bytes
+_COLUMN_ALIGNMENT = 4  # counted in scales, not bytes
 
 
 def column_of(rows: int) -> int:
@@ -51,7 +51,7 @@ class EPConfig:
         world_size: number of ranks.
         local_world_size: number of ranks of a node.
         token_dtype: "bfloat16", "float16", "float32" or "float64" (a name, or torch's or numpy's type).
-        weight_dtype: the type of the routing weights: one of the same four.
+        weight_dtype: the type of the routing weights, one of the same four types.
         offset_dtype: the type of the descriptor's tables: always int32.
 
     Raises:
@@ -128,7 +128,7 @@ class EPConfig:
 
     @property
     def num_experts_per_rank(self) -> int:
-        """Experts of each rank."""
+        """The number of experts of each rank."""
         return self.num_experts // self.world_size
 
     @property

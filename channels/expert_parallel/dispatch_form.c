@@ -1,5 +1,5 @@
-/* Dispatches of one form. This code fills in the arguments that differ from call to call, and issues the call. The
- * form's preparation in Python checked everything else, and chose the kernel. */
+/* Makes the dispatches of one form: fills in the arguments that differ from call to call, and issues the call. Python
+ * checked everything else, and chose the kernel, when it prepared the form. */
 #include <string.h>
 
 #include "layer_form.h"
@@ -17,19 +17,20 @@ typedef struct {
   LayerForm form;
   int way;
   Py_ssize_t topk, max_tokens;
-  int grows; /* whether all ranks learn of more than max_tokens tokens */
+  int grows; /* whether all ranks are told if a rank has more than max_tokens tokens */
   ProxycclDispatch* call;
   int before;                  /* whether a kernel before the dispatch makes the rows to send, and which kernel */
   ProxycclCombine* quantizing; /* the arguments of the kernel before, if it quantizes tokens */
   uint64_t* packing[2];        /* the arguments of the kernel before, if it packs float8 rows */
   uint32_t* packed_tokens;
   const char* packed;                    /* where the kernel before stores the rows */
-  PyObject* new_lost;                    /* None unless ranks are lost; then a kernel renumbers ids first: */
+  PyObject* new_lost;                    /* None unless ranks are lost; in that case a kernel renumbers ids first: */
   uint64_t *renumbered_ids, *lost_slots; /* that kernel's arguments: the ids, and the output of lost slots */
   uint32_t* renumbered;                  /* that kernel's argument: the number of ids */
   const char* kept_ids;                  /* the address of that kernel's output, the new ids */
-  ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL if not needed */
-  int cleared;                           /* that table's index among ProxycclExpertLayout's fields */
+  ProxycclStreamStep*
+      clearing; /* the operation that fills a table of rows before rows are received; NULL if not needed */
+  int cleared;  /* that table's index among ProxycclExpertLayout's fields */
   uint32_t phases, send_phases, receive_phases;
   /* `missing` and the owner of a new descriptor are not_received and context. */
   PyObject *descriptor_type, *not_received, *context, *numbers;
@@ -37,10 +38,11 @@ typedef struct {
   const uint64_t* offsets;       /* the tables' offsets in that array */
   Py_ssize_t most_rows;          /* rows of the output; -1 if unknown when the call begins */
   int counts_rows;
-  Py_ssize_t received;                           /* offset of the number of received rows in the tables */
-  uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
-  PyObject *new_rows, *new_scales, *new_weights; /* None if the output lacks them */
-  PyObject* begun; /* begun(like, stream, given): returns the output buffer of a call that `proceed` completes */
+  Py_ssize_t received;                /* offset of the number of received rows in the tables */
+  uint32_t scale_bytes, scale_column; /* see ProxycclDispatch */
+  PyObject *new_rows, *new_scales,
+      *new_weights; /* functions that make the output's arrays; None for arrays that it lacks */
+  PyObject* begun;  /* begun(like, stream, given): returns the output buffer of a call that `proceed` completes */
   /* Completes a call: proceed(desc, buffer, weights) for STORED, (desc, arrays) for COUNTED, (desc, stream, out,
    * arrays) for AGAIN, and (sent, stream) for a second half whose number of rows is not known. */
   PyObject* proceed;
@@ -49,7 +51,7 @@ typedef struct {
 } Form;
 
 /* Fills in the tokens of the dispatch, and of a kernel that makes the rows to send. A layer that grows sends nothing if
- * there are too many tokens. Returns whether the tokens fit: `expected` is their number, or negative for any. */
+ * there are too many tokens. Returns whether their number fits: `expected`, or any number if `expected` is negative. */
 static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t expected) {
   const Py_ssize_t tokens = given[ROWS].extent;
   const int wanted = tokens > self->max_tokens;
@@ -83,8 +85,8 @@ static int fill_inputs(const Form* self, const ListedArray* given) {
   return 1;
 }
 
-/* Adds the parts that only some descriptors have: the caller's indices and the slots of lost ranks. Returns 0, or -1
- * with an exception set. */
+/* Adds to a descriptor the parts that only some descriptors have: the caller's indices and the slots of lost ranks.
+ * Returns 0, or -1 with an exception set. */
 static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
   if (scatter != Py_None && PyObject_SetAttrString((PyObject*)desc, "_scatter", scatter) != 0) return -1;
   if (self->new_lost == Py_None) return 0;
@@ -118,7 +120,7 @@ static Descriptor* new_descriptor(const Form* self, const ListedArray* given, Py
   return desc;
 }
 
-/* Numbers a dispatch, the last step before its issue. Returns 0, or -1 with an exception set. */
+/* Gives a dispatch its number, as the last step before it is issued. Returns 0, or -1 with an exception set. */
 static int number_call(const Form* self, Descriptor* desc) {
   PyObject* number = PyIter_Next(self->numbers);
   if (number == NULL) return -1;
@@ -152,7 +154,8 @@ static void fill_output(const Form* self, const Descriptor* desc, uint32_t phase
   }
 }
 
-/* Makes a new array and finds its address. Returns None and 0 without a maker, NULL with an exception on failure. */
+/* Makes a new array and finds its address. If there is no maker, returns None and the address 0; on failure, returns
+ * NULL with an exception set. */
 static PyObject* new_array(const Form* self, PyObject* maker, uintptr_t* at) {
   *at = 0;
   return maker == Py_None ? Py_NewRef(Py_None) : proxyccl_new_array(&self->form, maker, 0, at);
@@ -174,7 +177,7 @@ static int new_output(const Form* self, uintptr_t* at, CallArrays* arrays) {
   return scales == NULL || arrays->rows == NULL ? -1 : 0;
 }
 
-/* Marks a descriptor's rows as received. */
+/* Records that a descriptor's rows were received. */
 static void mark_received(Descriptor* desc) {
   PyObject* old = desc->missing;
   desc->missing = Py_NewRef(Py_None);

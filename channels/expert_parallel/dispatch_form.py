@@ -42,7 +42,7 @@ _COPY_LATER = CopyBytes(1, 2, 1)
 
 class _Rows:
     """Makes arrays for one part of a result: the rows, their scales or their weights. `tail` is the shape of a row. If
-    rows lie side by side, in columns, `column` is the number of elements of a column.
+    rows are stored as columns, `column` is the number of elements of a column.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class _Rows:
 
 
 class _Outputs:
-    """Makes arrays for the results of a layer's calls, of `width` elements of `dtype` in a row; with `float8`, rows in
+    """Makes arrays for the results of a layer's calls. A row has `width` elements of `dtype` or, with `float8`, of
     float8 with scales. Raises ArgumentError if the library can't make such arrays.
 
     Attributes:
-        rows, scales, weights: make the parts of a result; None for parts that results lack.
+        rows, scales, weights: the makers of the parts of a result; None for parts that results lack.
         dtype: the type of a row's elements.
     """
 
@@ -116,14 +116,15 @@ class _Outputs:
 class Dispatch(CallForm):
     """A dispatch.
 
-    A dispatch is one launch, except in two halves, or if the CPU must know the number of rows before they are received.
-    Kernels before it may quantize the tokens, pack the caller's float8 rows, and renumber ids where ranks are lost.
+    A dispatch is one launch, unless it is made in two halves or the CPU must know the number of rows before they are
+    received. Kernels before it may quantize the tokens, pack the caller's float8 rows, and renumber ids where ranks are
+    lost.
 
     Args:
         x, ids, weight, scatter: the arguments of the first call of the form, which are checked.
         halves: whether calls are made in two halves.
-        buffered: whether the rows of a whole call may stay in an output buffer. Otherwise the rows are copied from
-            there.
+        buffered: whether the rows of a whole call may stay in an output buffer; otherwise they are copied from the
+            buffer.
         prepares: whether calls only exchange the routing, as `DispatchCombine.prepare` does.
 
     Attributes:
@@ -156,14 +157,14 @@ class Dispatch(CallForm):
         row, parts_of_rows = (options.config.hidden, options.config.token), (options.quantized, weight is not None)
         self._outputs = _Outputs(parts, self._arrays, *row, *parts_of_rows)
         self._copies: StreamOperations | None = None
-        # An exact call without output buffers takes several launches.
+        # In the exact mode, a call without output buffers takes several launches.
         proceed: Callable[..., Any]
         if halves:
             way, proceed = _HALVES, self._receive_sent
         elif self._buffers is not None and not prepares:
             way, proceed = _STORED, self._receive_stored
         else:
-            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # not called after a whole call
+            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # a whole call doesn't use it
         self.form = self._make_form(way, proceed, id_bytes, is_pair=is_pair, scatters=scatter is not None)
 
     def _make_form(
@@ -183,10 +184,11 @@ class Dispatch(CallForm):
         call.id_bytes = 4 if renumbering else id_bytes
         call.row_bytes = config.hidden * self._outputs.dtype.itemsize + ctx.scale_bytes
         call.padded_rows = options.padded_rows
-        # Rows that no rank writes need a mark: rows that the caller's indices leave out, and rows in gaps.
+        # Entries of rows that no rank writes must be recognizable: rows that the caller's indices leave out, and rows
+        # in gaps.
         cleared = "first_rows" if scatters else "row_slots" if options.expert_alignment else None
         clear = [] if cleared is None else [SetBits(0, 0)]
-        at_first = self._rows is not None and self._at_once  # false: the first launch receives no rows
+        at_first = self._rows is not None and self._at_once  # if false, the first launch receives no rows
         first = in_order(runtime, [*before, *(clear if at_first else []), launch])
         second = in_order(runtime, [*([] if at_first else clear), launch])
         clearing, step = first if at_first else second, 0
@@ -219,9 +221,9 @@ class Dispatch(CallForm):
         )
 
     def _renumbering(self, id_bytes: int) -> tuple[list[Launch], tuple[Any, ...]]:
-        """Returns the launch of the kernel that renumbers ids, or an empty list if no rank is lost. Also returns, for C
-        (dispatch_form.c), a function that gives the maker of `lost_slots` for a number of tokens, and the addresses of
-        the kernel's arguments and of the new ids.
+        """Returns a list with the launch of the kernel that renumbers ids, or an empty list if no rank is lost. Also
+        returns, for C (dispatch_form.c), a function that gives the maker of `lost_slots` for a number of tokens, and
+        the addresses of the kernel's arguments and of the new ids.
         """
         surviving, topk = self._ctx.surviving, self._parts.options.config.topk
         if surviving is None:
@@ -275,8 +277,8 @@ class Dispatch(CallForm):
     def _receive_counted(
         self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...], stream: StreamLike, phases: int, refused: int
     ) -> Dispatched:
-        """Waits for the number of rows, and receives the rows in these phases. If the ranks refuse the call, runs the
-        phases `refused` instead: rows that were sent must still be received.
+        """Waits for the number of rows, and receives the rows by a launch of these phases. If the ranks refuse the
+        call, runs the phases `refused` instead: rows that were sent must still be received.
         """
         desc.rows = self._ctx.await_rows(desc)
         bad = self._parts.learn_counts(desc)

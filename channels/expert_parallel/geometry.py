@@ -30,7 +30,7 @@ MESSAGE_BYTES = 2 << 20
 BATCH_TOKENS = 1024
 """The most tokens of a batch, limited because each segment of a batch scans the tokens before its own."""
 _TOKENS_PER_BLOCK = 4
-_TOKENS_PER_PACKET = 64  # each token has a bit of a mask's packet
+_TOKENS_PER_PACKET = 64  # each token is one bit of a mask's packet
 _LINE = 128
 _LEAST_COPY = 64 << 10  # bytes; another process's shorter copies take turns with kernels
 _PIECES = 4  # kMaxPieces of experts/expert_team.h: the weights that follow a combine's row
@@ -41,7 +41,7 @@ def aligned(nbytes: int, to: int = _LINE) -> int:
 
 
 def blocks_for(max_tokens: int, num_sm: int) -> int:
-    """Returns the number of blocks of a kernel. A block waits for all other blocks, so each block should have work."""
+    """Returns the number of blocks of a kernel. Each block should have work, because blocks wait for each other."""
     return min(num_sm, -(-max_tokens // _TOKENS_PER_BLOCK))
 
 
@@ -62,9 +62,9 @@ class OutputLayout:
     """How a dispatch lays out the rows that a rank receives.
 
     Attributes:
-        chosen_per_rank: experts of each rank that tokens choose, if each rank gets one row of a token; else 0. If not
-            0, the configuration counts each rank as one expert.
-        padded_rows: rows that each expert has room for, if rows are padded; else 0.
+        chosen_per_rank: if each rank gets one row of a token, the number of experts of each rank that tokens can
+            choose; else 0. If not 0, the configuration counts each rank as one expert.
+        padded_rows: if rows are padded, the number of rows that each expert has room for; else 0.
         expert_alignment: each expert's rows begin at a multiple of this number, and the CPU learns each expert's number
             of rows; 0 for neither.
         buffers: the number of output buffers in the workspace; 0 unless there is a row for each rank, on one node whose
@@ -90,7 +90,7 @@ class WorkspaceShape:
     """The sizes that a workspace has room for.
 
     Attributes:
-        blocks, threads: the kernels' blocks, and the threads of each.
+        blocks, threads: the kernels' number of blocks, and of threads per block.
         local_combine: whether each rank first sums its own rows of a token in a combine.
         scale_bytes: bytes of the scales of a float8 row. An output buffer has room for float8 rows with scales, or for
             tokens, whichever take more.
@@ -108,7 +108,7 @@ class Geometry:
     """The geometry of a workspace, the same on all ranks. Computing it needs neither a device nor a peer.
 
     Args:
-        nodes, local_size: the number of the kernels' nodes, and of the ranks of each.
+        nodes, local_size: the number of the kernels' nodes, and the number of ranks of each node.
         copied: whether GPU copies move the data between nodes.
         output_room: returns the size of an output buffer that must hold this many bytes.
 
@@ -137,11 +137,11 @@ class Geometry:
         e.output_buffers, e.output_rows = (layout.buffers, layout.buffer_rows) if nodes == 1 else (0, 0)
         e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if layout.chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
-        # With two kept calls, few tokens that are sent and received in halves leave without a wait for any peer.
+        # With two kept calls, the first half of a call can send few tokens without waiting for any peer.
         e.kept_calls = 2 if layout.padded_rows and nodes == 1 and not shape.local_combine else 1
         self._cut(config, blocks)
         self.announces = self._announce(config)
-        # A float8 row has its scales too. A row may also hold a token's weights, which `collect` returns.
+        # A float8 row includes its scales. A row may instead hold a token's weights, which `collect` returns.
         scaled_bytes = config.hidden + shape.scale_bytes if shape.scale_bytes else 0
         row_bytes = aligned(max(config.hidden * config.token.itemsize, scaled_bytes, config.topk * 8), 16)
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
@@ -165,7 +165,7 @@ class Geometry:
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 
-        groups = shape.threads  # an upper bound: only a kernel knows how many threads make a group
+        groups = shape.threads  # an upper bound, because only a kernel knows how many threads make a group
         areas, crossing = Areas(), 2 * nodes if nodes > 1 else 0
         e.routed = areas.take(8 * ranks * e.segments)
         e.sent = areas.take(8 * ranks * blocks * groups)
@@ -201,14 +201,14 @@ class Geometry:
         bytes, as measured on 4 H200.
         """
         ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
-        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # number of ranks at which a token has an expert
+        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # expected ranks with an expert of a token
         crossing, by_rank = arriving * (1 - 1 / ranks) * 4 / 3, self.experts.chosen_per_rank != 0
         sending, receiving = 1 + crossing, arriving + (arriving if by_rank else config.topk)
         apart, others = (2 * arriving / ranks, sending) if self.experts.output_buffers else (sending, receiving)
         return max(1, round(blocks * apart / (apart + others)))
 
     def _announce(self, config: EPConfig) -> str:
-        """Decides the kind of the announcement, and its number of packets. All ranks decide alike."""
+        """Decides the kind of the announcement, and its number of packets; the same on all ranks."""
         e, ranks = self.experts, config.world_size
         ids = -(-config.max_tokens * config.topk // lib.PROXYCCL_IDS_PER_PACKET)
         own = e.segment_tokens * config.topk
