@@ -40,7 +40,7 @@ void proxyccl_clear_array_types(ArrayTypes* self) { OF_TYPES(PROXYCCL_CLEAR) }
 
 static PyObject* call(PyObject* x, int name) { return PyObject_CallMethodObjArgs(x, names[name], NULL); }
 
-/* Converts a number, and drops its reference. Returns -1 with an exception if `found` is NULL. */
+/* Converts a Python number, and drops the reference to it. Returns -1 with an exception if `found` is NULL. */
 static Py_ssize_t number(PyObject* found) {
   const Py_ssize_t value = found == NULL ? -1 : PyLong_AsSsize_t(found);
   Py_XDECREF(found);
@@ -79,8 +79,8 @@ static int read_elements(PyObject* x, GivenArray* array) {
   return itemsize > 0;
 }
 
-/* Whether a tensor's storage holds its elements. The storage may have been shrunk, or freed: then a view's address is
- * only its offset. */
+/* Whether a tensor's storage holds its elements. If the storage has been shrunk or freed, a view's address is only its
+ * offset. */
 static int has_memory(PyObject* x, const GivenArray* array) {
   PyObject* storage = call(x, NAME_untyped_storage);
   const Py_ssize_t held = storage == NULL ? -1 : number(call(storage, NAME_nbytes));
@@ -96,7 +96,7 @@ typedef struct DlTensor {
   int32_t dimensions;
   uint8_t code, bits;
   uint16_t lanes;
-  const int64_t *shape, *strides; /* strides in elements; NULL: in order */
+  const int64_t *shape, *strides; /* strides in elements; NULL if elements are in order */
   uint64_t offset;
 } DlTensor;
 typedef struct DlExchange {
@@ -106,7 +106,7 @@ typedef struct DlExchange {
   int (*describe)(void* object, DlTensor* tensor);
 } DlExchange;
 enum { DL_CPU = 1, DL_CUDA = 2, DL_ROCM = 10 };
-enum { DL_UNSIGNED = 1, DL_COMPLEX = 5 }; /* signed integers are 0 */
+enum { DL_UNSIGNED = 1, DL_COMPLEX = 5 }; /* 0 for signed integers */
 
 static int is_contiguous(const DlTensor* tensor) {
   int64_t stride = 1;
@@ -189,7 +189,7 @@ int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array)
   else if ((exchange = PyDict_GetItemWithError(types->tensors, (PyObject*)type)) != NULL)
     read = read_tensor(types, x, exchange, array);
   else
-    read = PyErr_Occurred() == NULL && read_buffer(x, array); /* fails for a type without a hash */
+    read = PyErr_Occurred() == NULL && read_buffer(x, array); /* the lookup fails for a type without a hash */
   array->kind.alignment = array->at % 16;
   if (read) return 1;
   proxyccl_release_array(array);
@@ -199,5 +199,5 @@ int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array)
 void proxyccl_release_array(GivenArray* array) {
   Py_CLEAR(array->kind.element);
   Py_CLEAR(array->kind.runtime);
-  PyBuffer_Release(&array->buffer); /* does nothing if there is no object */
+  PyBuffer_Release(&array->buffer); /* this does nothing if there is no object */
 }

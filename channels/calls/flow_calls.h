@@ -1,5 +1,5 @@
 /* The transfers between pairs of ranks of one group (channels/collectives/DESIGN.md): each call is read from Python's
- * objects, cut into launches, and issued in the order of its flows.
+ * objects, divided into launches, and issued in the order of the calls' flows.
  */
 #ifndef PROXYCCL_FLOW_CALLS_H
 #define PROXYCCL_FLOW_CALLS_H

@@ -1,5 +1,5 @@
 /* The forms of one call whose arrays may have any first extent, such as experts' calls. A form is found by the kinds of
- * a call's arrays, or prepared by Python. */
+ * a call's arrays; if there is none, Python prepares one. */
 #ifndef PROXYCCL_FORM_LIST_H
 #define PROXYCCL_FORM_LIST_H
 
@@ -21,9 +21,9 @@ typedef struct ListedArray {
 /* The base of each type of forms. */
 typedef struct ListedForm {
   PyObject ob_base;
-  /* Makes a call with arrays of the form's kinds; `further` are the arguments after the arrays. Returns NULL with an
-   * exception, or NULL without an exception if first extents do not fit: then nothing was done, and Python refuses the
-   * call. */
+  /* Makes a call with arrays of the form's kinds; `further` are the arguments after the arrays. On failure returns NULL
+   * with an exception. If the first extents do not fit, does nothing and returns NULL without an exception, so that
+   * Python refuses the call. */
   PyObject* (*call)(PyObject* form, const ListedArray* given, PyObject* const* further);
 } ListedForm;
 

@@ -1,8 +1,7 @@
-"""Orders a group's launches: collectives run one after the other, on any streams.
+"""Orders a group's launches: collectives run one after the other, whatever their streams.
 
-Collectives of a group share scratch memory, so they never run at once: a launch on a different stream than the last
-launch waits for the last launch. The fields that must agree between ranks are compared through the call log before the
-launch.
+Collectives of a group share scratch memory, so they never overlap: a launch on another stream than the last launch
+waits for the last launch. The fields that must agree between ranks are compared through the call log before the launch.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ class Launches:
     """Orders and issues the launches of one rank's collectives.
 
     Args:
-        failure: checked before a launch, and where a call waits.
+        failure: the group's failure state, which is checked before each launch and in each wait.
         log: compares the ranks' calls.
         rank, ranks: this rank's number, and the number of ranks.
 
     Attributes:
         log: the log of this rank's calls.
-        locks: held while a thread checks whether the group has failed, and launches.
+        locks: the locks that threads hold while they check whether the group has failed and then launch.
         default_stream: on the host runtime, the stream of calls that name no stream.
-        calls: issues every call, by the forms of earlier calls.
+        calls: issues every call, by the form of an earlier call if there is one.
     """
 
     def __init__(self, runtime: Runtime, failure: FailureState, log: CallLog, rank: int, ranks: int) -> None:
@@ -91,7 +90,7 @@ class Launches:
 
     def stream_for(self, stream: StreamLike, x: Any, *others: Any) -> StreamLike:
         """Resolves `stream=None`: on a GPU to the current stream of the library that owns `x`. Returns a
-        `CurrentStream` if the call's other arrays are torch's too.
+        `CurrentStream` if all of the call's arrays are torch's.
         """
         if stream is not None or self._on_host:
             return stream
@@ -101,11 +100,11 @@ class Launches:
         return found
 
     def number_object(self, name: str) -> int:
-        """Returns the number of an object that all ranks make together, in the same order. The call log compares the
-        object's calls apart from others (`CollectiveCall.of`).
+        """Returns the number of an object that all ranks make together, in the same order. The call log includes this
+        number in each of the object's calls (`CollectiveCall.of`).
 
         Args:
-            name: the object's name in mismatches, before "#" and the number.
+            name: the object's name, which errors about mismatches show, followed by "#" and the number.
         """
         with self._lock:
             self._objects.append(f"{name} #{len(self._objects) + 1}")
@@ -114,8 +113,8 @@ class Launches:
     def agree(self, call: CollectiveCall) -> tuple[int, ...]:
         """Logs a call and compares it with the peers' calls. Returns the call's encoded fields.
 
-        The rank that makes its call later sees a difference. No collective can complete before that, because each needs
-        every rank.
+        If the calls differ, the rank that makes its call later sees that. No collective completes before, because each
+        needs every rank.
 
         Raises:
             MismatchError: a peer made a different call.
@@ -137,13 +136,13 @@ class Launches:
         """Launches on a stream, after the group's earlier launches on any stream.
 
         Without a stream, the call waits for its end on the host runtime, because numpy arrays have no streams. With a
-        stream, `kept` are kept alive until the stream has passed the launch, and so are `owners` unless it is a
+        stream, `kept` stay alive until the stream has passed the launch, and so do `owners`, unless the stream is a
         `CurrentStream`.
         """
         with self._lock:
             handle = self._handle_of(stream)
-            # Checked last before the driver call: loading a module may have taken long since the ranks agreed on the
-            # call, and kernels that begin after a failure must not use memory that peers then free.
+            # This is checked immediately before the driver call: since the ranks agreed on the call, loading a module
+            # may have taken long, and kernels that begin after a failure must not use memory that peers may then free.
             self._failure.require_usable()
             launchable(handle)
         if stream is None and self._on_host:
@@ -188,10 +187,10 @@ class Launches:
 
         Args:
             fields: the fields to compare with the other ranks.
-            launch: the launchable, for these arrays; None if the call launches nothing.
+            launch: the launchable, prepared for the arrays `views`; None if the call launches nothing.
             views: the call's arrays. Later calls may use other arrays with the same signature.
-            ranges: start and end of further memory, besides the arrays' memory, whose withdrawal ends the form.
-            lent: the number of the array that peers should reach if the program uses it often; -1 for none.
+            ranges: (start, end) of memory other than the arrays. If any of it is withdrawn, the form is dropped.
+            lent: the index of the array that peers should reach if the program uses it often; -1 for none.
         """
         call = encode_fields(fields)
         operations = isinstance(launch, StreamOperations)
@@ -206,7 +205,7 @@ class Launches:
             (words, self._ranks, self._rank),
             list(ranges),
             lent,
-            operations,  # schedules name memory by the proxies' ids, not by addresses
+            operations,  # whether the launch is a schedule, which names memory by proxies' ids
         )
 
     def issuer(self, launch: Launchable) -> tuple[int, int]:
@@ -217,7 +216,7 @@ class Launches:
 
     @property
     def last_stream(self) -> int | None:
-        """Handle of a stream that is ordered after the latest launch; None before the first launch.
+        """The handle of a stream that is ordered after the latest launch; None before the first launch.
 
         A program that passes a stream by number must keep the stream until the next call.
         """
@@ -234,8 +233,8 @@ class Launches:
         return [(number, describe_call(fields)) for number, fields in self.log.recent(count)]
 
     def wait_for_launchers(self) -> None:
-        """Returns when no thread is about to launch. If the group has failed or is closed, no thread launches after
-        this.
+        """Waits until no thread is between its check for failures and its launch. If the group has failed or is closed,
+        no thread launches after this.
         """
         for lock in self.locks:
             with lock:
@@ -336,9 +335,10 @@ class Launches:
             self._last, self._last_stream_owner = named, stream
         elif type(stream) is not int or not isinstance(self._last_stream_owner, OwnedStream):
             self._last_stream_owner = stream
-        # A program keeps a stream that it names by number. A stream object might be closed, and its handle reused.
+        # C may reuse this handle only if the program names the stream by number, because it then keeps the stream. A
+        # stream object might be closed, and its handle reused.
         is_number = not self._on_host and isinstance(self._last_stream_owner, int) and named == handle
         self.calls.set_stream(handle if on_default or is_number else None)
-        if self._failure.closed:  # closed after this call's check
+        if self._failure.closed:  # the group was closed after this call's check
             self.recheck_next_call()
         return handle

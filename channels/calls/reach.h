@@ -12,13 +12,13 @@ enum {
 };
 
 typedef struct ReachedRange {
-  long number; /* the owner changes or removes the range by this number */
+  long number; /* by which the owner changes or removes the range */
   uintptr_t start, end;
   unsigned reached;
   uintptr_t* bases; /* by rank, the address of `start` for its kernels; NULL unless all kernels reach it */
   int (*holds)(const void*, uint64_t start,
                uint64_t end); /* holds(guard, …): whether the range is in the announced allocations */
-  const void* guard;          /* NULL if the owner keeps the memory */
+  const void* guard;          /* NULL if the owner keeps the memory allocated */
   PyObject* kept;             /* an object that must live as long as the guard */
 } ReachedRange;
 
@@ -33,8 +33,8 @@ int proxyccl_set_reached(Reach* reach, const ReachedRange* range);
 void proxyccl_unset_reached(Reach* reach, long number);
 void proxyccl_clear_reach(Reach* reach);
 int proxyccl_visit_reach(const Reach* reach, visitproc visit, void* arg);
-/* Returns how peers reach an array: the sum of the flags above. Stores the range that kernels reach, or NULL. The
- * stored range is valid until the next change. */
+/* Returns how peers reach an array: the sum of the flags above. Stores in `*by_kernels` the range that kernels reach,
+ * or NULL. That range is valid until the next change of `reach`. */
 unsigned proxyccl_find_reached(const Reach* reach, uintptr_t at, size_t bytes, const ReachedRange** by_kernels);
 
 #endif

@@ -1,8 +1,8 @@
-/* Every call of a group: its form is found by the call's signature, or prepared by Python; then the addresses of the
- * call's arrays are filled in, and one call of the engine logs, compares and launches it.
+/* Makes every call of a group: finds the form by the call's signature, or lets Python prepare it; fills in the
+ * addresses of the call's arrays; and logs, compares and launches the call by one call of the engine.
  *
- * This is C because ranks take turns on the cores: a rank's next call finds caches and branch predictors that others
- * have used, and the interpreter then takes several times as long as in a tight loop.
+ * This is in C because ranks take turns on the cores: at a rank's next call, other ranks have filled the caches and
+ * branch predictors, so that the interpreter would take several times as long as in a tight loop.
  *
  * This is an extension that uses CPython's limited API, not cffi, because it looks into Python objects.
  */
@@ -26,16 +26,16 @@ typedef struct Calls {
   size_t rank;
   PyTypeObject* current_stream;
   PyObject *acquire, *release, *refuse, *turn, *context, *keep;
-  int direct;       /* 1: a call on `stream` needs no `turn` */
+  int direct;       /* 1 if a call on `stream` needs no `turn` */
   uintptr_t stream; /* the stream of the latest call */
   int on_host;
-  const ProxycclStreamOrder* order; /* how to order streams; NULL: `turn` orders streams */
+  const ProxycclStreamOrder* order; /* how to order streams; NULL if `turn` orders them */
   uintptr_t event, thread_stream;
   Reach reach;
   KeptForms forms;
   uint64_t changes; /* counts changes of state on which forms depend */
   unsigned long long made, prepared;
-  Note notes[MOST_NOTES]; /* notes since the last take_notes; further notes are dropped */
+  Note notes[MOST_NOTES]; /* notes since the last take_notes; more than MOST_NOTES are dropped */
   size_t note_count;
   Note wanted[MOST_WANTED]; /* arrays that are passed to `lend` in their next call */
   size_t wanted_count;
@@ -51,8 +51,8 @@ static int call_turn(Calls* self, PyObject* stream, uintptr_t* handle) {
   return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-/* With the lock held: orders a call's stream after the latest call, and stores its handle. Returns 0, or -1 with an
- * exception. */
+/* Orders a call's stream after the latest call, and stores the stream's handle. The caller holds the lock. Returns 0,
+ * or -1 with an exception. */
 static int turn_to(Calls* self, PyObject* stream, uintptr_t* handle) {
   if (stream == Py_None && self->on_host && self->direct) {
     *handle = self->stream;
@@ -110,7 +110,7 @@ static int take_lock(Calls* self) {
   return -1;
 }
 
-/* A call while it is made. */
+/* The state of a call while it is being made. */
 typedef struct Making {
   PyObject *x, *out, *options, *stream;
   GivenArray arrays[PROXYCCL_MOST_ARRAYS];
@@ -132,8 +132,8 @@ static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
   return PyTuple_Check(call->out) ? NULL : last;
 }
 
-/* Prepares a form in Python, without the lock, and keeps it. `reached`: whether kernels of all ranks reach the output.
- * Returns 0, or -1 with an exception. */
+/* Prepares a form in Python, without the lock, and keeps it. `reached` tells whether kernels of all ranks reach the
+ * output. Returns 0, or -1 with an exception. */
 static int prepare(Calls* self, Making* call, int reached) {
   const size_t count = call->signature.count;
   const uint64_t changes = self->changes; /* read first, because the preparation may miss later changes */
@@ -162,9 +162,9 @@ static int still_fits(const Making* call, const ArrayKind* before, const Reached
   return call->form->peers_words == NULL || output != NULL;
 }
 
-/* Notes the array that peers should reach if the program uses it often, or passes it to `lend`. Called after the call
- * was issued, while the array can't be freed: arrays are kept as long as the stream needs them, even if this fails.
- * Returns 0, or -1 with an exception. */
+/* Notes the array that peers should reach if the program uses it often; if it is wanted, passes it to `lend`. This runs
+ * after the call was issued, so that the arrays are kept as long as the stream needs them even if this fails. Returns
+ * 0, or -1 with an exception. */
 static int note_lent(Calls* self, const Making* call) {
   if (call->form->lent < 0) return 0;
   const size_t last = call->signature.count - 1, lent = (size_t)call->form->lent;
@@ -173,7 +173,7 @@ static int note_lent(Calls* self, const Making* call) {
   for (size_t i = 0; i < self->wanted_count; ++i) {
     if (self->wanted[i].at != array->at || self->wanted[i].bytes != array->bytes) continue;
     self->wanted[i] = self->wanted[--self->wanted_count];
-    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend meanwhile */
+    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend during the call */
     PyObject* lent = PyObject_CallFunction(lend, "KK", (unsigned long long)array->at, (unsigned long long)array->bytes);
     Py_DECREF(lend);
     Py_XDECREF(lent);
@@ -258,7 +258,7 @@ static int make_call(Calls* self, Making* call) {
   return made;
 }
 
-/* Begins a call with x, out, options and a stream. Leaves the large arrays uninitialized. */
+/* Begins a call with x, out, options and a stream. It leaves the large arrays of `call` uninitialized. */
 static void begin(Making* call, PyObject* const* arguments, int kept_alone) {
   call->x = arguments[0], call->out = arguments[1], call->options = arguments[2], call->stream = arguments[3];
   call->form = NULL, call->logged = 0, call->kept_alone = kept_alone;
@@ -383,7 +383,7 @@ static PyObject* want(PyObject* object, PyObject* arguments) {
   PyObject* before = self->lend;
   self->lend = Py_NewRef(lend);
   Py_XDECREF(before);
-  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* none was used for long: forgets all */
+  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* if none has been used for long, forgets all */
   self->wanted[self->wanted_count++] = (Note){(uintptr_t)at, (size_t)bytes};
   Py_RETURN_NONE;
 }

@@ -1,7 +1,7 @@
 """Executes plans: makes a plan's resources on this rank, and its launches.
 
 All ranks make a plan's channels, barriers and counters together at its first execution, and its scratch memory when a
-larger size comes. All ranks make them in the same call, because the call log has compared plan and size before.
+larger size comes. The call log has compared plan and size before, so all ranks make these in the same call.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ExecutionPlans:
     """The plans that one group has executed.
 
     Args:
-        forget: called when memory of a plan has moved. Results of earlier `prepare` calls must not be launched after
-            that.
+        forget: called when memory of a plan has moved, after which results of earlier `prepare` calls must not be
+            launched.
     """
 
     def __init__(self, group: Group, forget: Callable[[], None]) -> None:
@@ -56,8 +56,8 @@ class ExecutionPlans:
         group.keep(self)
 
     def require_executable(self, plan: ExecutionPlan) -> None:
-        """Raises ArgumentError for a plan of another number of ranks, or a plan whose kernels access memory out of
-        their reach: on another node, or of a device that is not a peer.
+        """Raises ArgumentError if the plan is for another number of ranks, or if its kernels access memory that they
+        can't reach: on another node, or of a device that is not a peer.
         """
         if plan.digest in self._resources:
             return
@@ -73,14 +73,15 @@ class ExecutionPlans:
                     )
 
     def prepare(self, plan: ExecutionPlan, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
-        """Prepares a plan for arrays that do not overlap, or that overlap as in an in-place call. All ranks call this.
+        """Prepares a plan for arrays that do not overlap, or that overlap as in an in-place call. All ranks call this
+        together.
 
         Args:
             plan: a plan that can execute the call.
             given: the registered arrays that peers reach in place, the same on all ranks.
 
         Raises:
-            ArgumentError: the plan is not executable here.
+            ArgumentError: this communicator can't execute the plan.
         """
         resources = self._resources.get(plan.digest)
         if resources is None:
@@ -95,15 +96,16 @@ class ExecutionPlans:
 
 
 class _Buffer:
-    """A growing buffer of this rank and its peers: "i", "o" or "s"."""
+    """A buffer of this rank and its peers that can grow: "i" (input), "o" (output) or "s" (scratch memory)."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.arrays: list[Array] = []  # peers may still use the smaller arrays
+        self.arrays: list[Array] = []  # earlier, smaller arrays are kept, because peers may still use them
         self.memory: RegisteredMemory | None = None
 
     def reserve(self, nbytes: int) -> bool:
-        """Enlarges the buffer if necessary; all ranks call this together. Returns whether the buffer was moved."""
+        """Enlarges the buffer if it has fewer bytes; all ranks call this together. Returns whether the buffer has
+        moved."""
         if self.memory is not None and nbytes <= self.memory.nbytes:
             return False
         room = 1 << max(12, (nbytes - 1).bit_length())
@@ -229,13 +231,13 @@ class _Resources:
                 del self._sizes[old]
             sized = self._sizes[key] = self._tables(source, target, reached)
         before, own_in, own_out, after = self._places(source, target, reached)
-        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # a plan that combines nothing moves bytes
+        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # if nothing is combined, bytes are moved
         shipped = runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
         kernel = shipped.prepare(sized[1].blocks, self._threads, self._parameter(sized, own_in, own_out))
         return StreamOperations(runtime, (*before, kernel, *after)) if before or after else kernel
 
     def _scratch_bytes(self, chunk: int) -> int:
-        """Returns the bytes of scratch memory for one execution; the same on all ranks."""
+        """Returns the bytes of scratch memory that one execution needs, the same on all ranks."""
         document = self._plan.document
         chunks = max(gpu.scratch_chunks for gpu in document.gpus)
         nbytes = chunk * chunks * (2 if document.protocol == "LL" else 1)
@@ -278,21 +280,21 @@ class _Resources:
             self._ports.__getitem__,
             self._semaphores.__getitem__,
         )
-        program = plan.programs[own] or ((),)  # a rank without threadblocks counts executions too
+        program = plan.programs[own] or ((),)  # a rank without threadblocks also counts executions
         raw, tables = writer.tables(program)
         return self._upload(raw), tables
 
     def _places(
         self, source: ArrayView, target: ArrayView, reached: Reached
     ) -> tuple[list[CopyBytes], int, int, list[CopyBytes]]:
-        """Returns the copies before the kernel, the places of input and output for the kernel, and the copies after it.
-        Parts of an output that the plan does not write keep their contents.
+        """Returns the copies before the kernel, the addresses of the kernel's input and output, and the copies after
+        the kernel. Parts of an output that the plan does not write keep their contents.
         """
         rank = self._group.rank
         if not self._plan.in_place:
             if "i" in reached:
                 own_in = reached["i"].ptr
-            else:  # the plan would overwrite an input inside the output, so it reads a copy of the input
+            else:  # an input that overlaps the output is copied, because the plan would overwrite it
                 own_in = self._private(source.nbytes) if overlap(source, target) else source.ptr
             own_out = reached["o"].ptr if "o" in reached else target.ptr
         else:
@@ -302,7 +304,7 @@ class _Resources:
                 whole = source.ptr if source.ptr + out_share == target.ptr else self._private(source.nbytes)
             own_in, own_out = whole + in_share, whole + out_share
         before = [] if own_in == source.ptr else [CopyBytes(own_in, source.ptr, source.nbytes)]
-        # If the output is staged too, the copy of the input serves as the output.
+        # If input and output are staged in one buffer, the copy of the input also fills the output.
         of_larger = self._plan.in_place and source.nbytes >= target.nbytes
         if own_out != target.ptr and not of_larger and not self._plan.writes_whole_outputs:
             before.insert(0, CopyBytes(own_out, target.ptr, target.nbytes))
@@ -329,7 +331,7 @@ class _Resources:
         execution.counters = ffi.cast("ProxycclExecutionCounters *", words.ptr)
         execution.barriers = ffi.cast("uint32_t *", words.ptr + barriers_at)
         execution.semaphores = ffi.cast("int32_t *", words.ptr + semaphores_at)
-        # The second half begins at the same offset for all sizes: a rank that is ahead with a short call must not
+        # The second half begins at the same offset for all sizes: otherwise a rank that has begun a short call could
         # overwrite data of a long call that another rank has yet to read.
         scratch = self._buffers["s"].memory
         assert scratch is not None

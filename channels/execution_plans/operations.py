@@ -1,5 +1,5 @@
-"""The operations of execution plans by name, with their operands. A new operation needs a row here and a step of the
-kernel.
+"""The operations of execution plans by name, with their operands. A new operation needs a row in this table and a step
+of the kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ COMBINATIONS = ("sum", "prod", "min", "max")
 
 
 class Operand(Struct, frozen=True):
-    """The operands that an operation takes in some places of `src_buff` or `dst_buff`.
+    """The operands that an operation takes in consecutive entries of `src_buff` or `dst_buff`.
 
     Attributes:
         remote: whether the operands are in a peer's buffer instead of this rank's.
@@ -34,7 +34,7 @@ class Moving(Struct, frozen=True):
 
     Attributes:
         sources, destinations: the operation's operands, in order.
-        channels: the channel types that reach the operation's remote buffers; () without remote buffers.
+        channels: the channel types that reach the operation's remote buffers; () if it has none.
         pairs: source i goes to destination i. Otherwise all sources are combined, and the result goes to all
             destinations.
         signals, flushes: whether the operation signals and flushes after its data, on a port channel.

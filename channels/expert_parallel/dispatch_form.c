@@ -28,9 +28,8 @@ typedef struct {
   uint64_t *renumbered_ids, *lost_slots; /* that kernel's arguments: the ids, and the output of lost slots */
   uint32_t* renumbered;                  /* that kernel's argument: the number of ids */
   const char* kept_ids;                  /* the address of that kernel's output, the new ids */
-  ProxycclStreamStep*
-      clearing; /* the operation that fills a table of rows before rows are received; NULL if not needed */
-  int cleared;  /* that table's index among ProxycclExpertLayout's fields */
+  ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL if not needed */
+  int cleared;                           /* that table's index among ProxycclExpertLayout's fields */
   uint32_t phases, send_phases, receive_phases;
   /* `missing` and the owner of a new descriptor are not_received and context. */
   PyObject *descriptor_type, *not_received, *context, *numbers;
@@ -38,11 +37,10 @@ typedef struct {
   const uint64_t* offsets;       /* the tables' offsets in that array */
   Py_ssize_t most_rows;          /* rows of the output; -1 if unknown when the call begins */
   int counts_rows;
-  Py_ssize_t received;                /* offset of the number of received rows in the tables */
-  uint32_t scale_bytes, scale_column; /* see ProxycclDispatch */
-  PyObject *new_rows, *new_scales,
-      *new_weights; /* functions that make the output's arrays; None for arrays that it lacks */
-  PyObject* begun;  /* begun(like, stream, given): returns the output buffer of a call that `proceed` completes */
+  Py_ssize_t received;                           /* offset of the number of received rows in the tables */
+  uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
+  PyObject *new_rows, *new_scales, *new_weights; /* make the output's arrays; None if it lacks them */
+  PyObject* begun; /* begun(like, stream, given): returns the output buffer of a call that `proceed` completes */
   /* Completes a call: proceed(desc, buffer, weights) for STORED, (desc, arrays) for COUNTED, (desc, stream, out,
    * arrays) for AGAIN, and (sent, stream) for a second half whose number of rows is not known. */
   PyObject* proceed;

@@ -42,16 +42,16 @@ arrays with one word for each stage.
 
 class ScheduleMemory(Protocol):
     def source_id(self, peer: int) -> int:
-        """The memory's first id in this rank's proxy, for sends to a peer."""
+        """Returns the memory's first id in this rank's proxy, for sends to a peer."""
         ...
 
     def id_at(self, peer: int) -> int:
-        """The memory's first id in a peer's proxy, for posts to that peer."""
+        """Returns the memory's first id in a peer's proxy, for posts to that peer."""
         ...
 
 
 class ScheduleSpan(Struct, frozen=True):
-    """The bytes of a `ScheduleMemory` from `offset` on; `ptr` is the address of the first byte."""
+    """The bytes of a `ScheduleMemory` from `offset` on, which begin at the address `ptr`."""
 
     memory: ScheduleMemory
     offset: int
@@ -74,8 +74,8 @@ class _AnnouncedMemory(Struct, frozen=True):
 
 class _PinnedBoxes:
     """Pinned memory of each rank through which its schedules send and receive short data, which the proxies' CPUs copy.
-    One box is to send from and one box to receive in, since only one side of a schedule receives. All ranks make the
-    boxes together.
+    A rank sends from one box and receives in the other; two boxes suffice, because only one side of a schedule
+    receives. All ranks make the boxes together.
     """
 
     def __init__(self, group: Group) -> None:
@@ -95,10 +95,10 @@ class ScheduleMemories:
 
     Attributes:
         staged_together: whether all ranks make staging memory together, including ranks that need none.
-        pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them. If transports
-            stage data, a limit for each peer.
-        own_box_bytes: most bytes that a stream copies within the device through the next rank's memory.
-        reduction_words: device memory for the words from `CHUNKS_DONE` to `OPENED`; zero between kernels.
+        pinned_bytes: the most bytes of one side of a schedule that go through pinned memory, where the CPU moves them.
+        own_box_bytes: the most bytes of a copy within the device that a stream makes by way of the next rank's memory.
+        reduction_words: device memory for the words from `CHUNKS_DONE` to `OPENED`, which are 0 whenever no kernel
+            runs.
     """
 
     def __init__(self, group: Group) -> None:
@@ -107,10 +107,10 @@ class ScheduleMemories:
         defaults = group.runtime.launch_defaults
         staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
-        own_box = group.world_size > 1 and not self.staged_together  # on one host all have one driver
+        own_box = group.world_size > 1 and not self.staged_together  # on one host all ranks have the same driver
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
-        # The next rank's box is opened now, because its first use may be in a capture. The rank before uses this rank's
-        # box.
+        # The next rank's box is opened now, because its first use may be in a capture. The previous rank uses this
+        # rank's box.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
@@ -145,16 +145,16 @@ class ScheduleMemories:
 
         Args:
             side: the memory's purpose.
-            nbytes: the longest side of any rank, so that either all ranks find pinned memory or no rank does.
+            nbytes: the bytes of the longest side of any rank, so that either all ranks get pinned memory or none does.
         """
         if self._boxes is None or nbytes > min(self.pinned_bytes, _BOX_BYTES):
             return None
         return ScheduleSpan(self._boxes, _BOX_OFFSETS[side], self._boxes.ptr + _BOX_OFFSETS[side])
 
     def own_copy(self, dst: int, src: int, nbytes: int) -> list[CopyBytes]:
-        """Returns a stream's copies within the device. Short copies go to the next rank's device and back, by copy
-        engines, because a direct copy would be a kernel that waits for a multiprocessor. One stream at a time may use
-        such copies.
+        """Returns the operations by which a stream copies within the device. Short copies go to the next rank's device
+        and back, by copy engines, because a direct copy would be a kernel that waits for a multiprocessor. One stream
+        at a time may use such copies.
         """
         if self._own_box is None or dst == src or not 0 < nbytes <= self.own_box_bytes:
             return [CopyBytes(dst, src, nbytes)]
@@ -172,7 +172,8 @@ class ScheduleMemories:
         return found or stage
 
     def stage(self, side: Side, nbytes: int) -> ScheduleSpan:
-        """Returns device memory of at least this many bytes that peers' proxies reach, the same memory at each call.
+        """Returns device memory of at least this many bytes that peers' proxies reach. Later calls for the same side
+        return the same memory.
 
         Where `staged_together`, all ranks call this together with the same arguments.
 
@@ -198,7 +199,7 @@ class ScheduleMemories:
         return span
 
     def close(self) -> None:
-        """Frees the memory made here. No schedule of any rank may still use it."""
+        """Frees the memory that this object has made. No schedule of any rank may still use it."""
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()
@@ -217,10 +218,11 @@ class ScheduleMemories:
         return None
 
     def _find(self, ptr: int, nbytes: int) -> Announced | None:
-        """Returns the announced range of an array; None if arrays have taken their limit of memory ids.
+        """Returns the announced range of an array; None if there is none, or arrays have used up their share of memory
+        ids.
 
-        Also None if `Calls` treats the array as memory that schedules don't name, since one form serves all such
-        arrays.
+        Also returns None if `Calls` has classed the array as memory that schedules don't name, because one form serves
+        all such arrays.
         """
         if not self._group.launches.calls.reach_of(ptr, nbytes) & NAMED_BY_PROXIES:
             return None
@@ -229,7 +231,7 @@ class ScheduleMemories:
         return announced if may else None
 
     def _received(self, announced: Announced, ptr: int) -> ScheduleSpan | None:
-        if announced.lent:  # the program did not register it, so the call must not wait: peers may reply much later
+        if announced.lent:  # not registered by the program, so the call must not wait for late replies
             found = self._group.symmetric.memories_at_peers(announced) if announced.for_proxies else None
         else:
             found = self._memories_at_peers(announced)
@@ -245,8 +247,8 @@ class ScheduleMemories:
         return ScheduleSpan(_AnnouncedMemory(own, at_peers), ptr - announced.start, ptr)
 
     def _memories_at_peers(self, announced: Announced) -> dict[int, int]:
-        """Waits for the peers' watchers, or for the calls that peers are in, but not for anything that peers wait
-        for.
+        """Returns the ids of the memory in the peers' proxies, once all peers have replied. Peers reply in their
+        watchers' threads or in their calls, even while they wait.
         """
         symmetric, failure = self._group.symmetric, self._group.failure
         deadline = time.monotonic() + self._group.timeout
@@ -266,7 +268,7 @@ class ScheduleMemories:
 
 
 def _at_next(group: Group, box: Array | None) -> int | None:
-    """The address of the next rank's box, which this rank alone uses; None if this rank can't reach that box."""
+    """Returns the address of the next rank's box, which only this rank uses; None if this rank can't reach that box."""
     if box is None:
         return None
     memory, following = register(group, box), (group.rank + 1) % group.world_size

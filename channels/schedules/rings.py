@@ -1,4 +1,5 @@
-"""Schedules as streams ring them: a stream's operations for one call, the schedules' numbers, and their removal."""
+"""How streams ring schedules: a stream's operations for one call, the schedules' numbers, and the removal of
+schedules."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _MOST_DROPPED = 1024
 class ScheduleRings:
     """Adds schedules to the proxy, and removes schedules that streams can no longer ring.
 
-    A captured graph may ring its schedules as long as the graph lives, which the library can't know: these schedules
-    stay.
+    A captured graph may ring its schedules as long as it lives. The library can't know how long that is, so these
+    schedules are never removed.
 
     Attributes:
         words: the memory words by which streams, kernels and the proxy wait for one another.
@@ -30,14 +31,14 @@ class ScheduleRings:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.words = group.links.proxy.schedule_pointers
-        self._dropped: list[tuple[Any, list[int]]] = []  # operations that C issued, and the numbers of their schedules
+        self._dropped: list[tuple[Any, list[int]]] = []  # operations issued by C, and their schedules' numbers
 
     def stage(self, number: int, least: int) -> Operation:
-        """Returns an operation that waits, within a schedule, until the word of a stage is at least the value."""
+        """Returns an operation that waits, during a schedule, until the word of a stage is at least `least`."""
         return WaitValue(self.words.stages[number], least)
 
     def end(self, stages: Collection[int] = (), *, gated: bool = False) -> list[Operation]:
-        """Returns operations that wait for the end of the schedule, and reset the words that the schedule and the
+        """Returns operations that wait for the end of the schedule, and then reset the words that the schedule and the
         stream wrote.
 
         Args:
@@ -50,7 +51,8 @@ class ScheduleRings:
         return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:
-        """Returns the operations of a stream, with schedules' numbers in place of the schedules.
+        """Adds the schedules among a stream's steps to the proxy, and returns the stream's operations, in which writes
+        of the schedules' numbers to the bell replace the schedules.
 
         Raises:
             ResourceError: no numbers are left.
@@ -76,7 +78,7 @@ class ScheduleRings:
         if len(self._dropped) < _MOST_DROPPED or last is None or self._group.runtime.is_capturing(last):
             return
         dropped = self._dropped[:_MOST_DROPPED]
-        del self._dropped[:_MOST_DROPPED]  # further schedules may be dropped meanwhile
+        del self._dropped[:_MOST_DROPPED]  # only these, because more may be dropped during the wait
         event: Event = self._group.runtime.create_event()
         event.record(last)
         event.synchronize()
