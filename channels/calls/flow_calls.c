@@ -1,9 +1,10 @@
 /* A call's arrays and options give *moves*, which are checked against one another. With the lock held, the moves are
- sorted into the order of launches, and each launch is filled in and issued. Of a call, only the event after it is kept.
+ * sorted into the order of launches, and each launch is filled in and issued. Of a call, only the event after it is
+ * kept.
  *
- A flow is one direction between a pair of ranks. A launch follows the last launch of each of its flows, by an event
- after that launch. A wait for the whole stream could deadlock, because later work of the stream may wait for the peer.
- */
+ * A flow is one direction between a pair of ranks. A launch follows the last launch of each of its flows, by an event
+ * after that launch. A wait for the whole stream could deadlock, because later work of the stream may wait for the
+ * peer. */
 #include "flow_calls.h"
 
 #include <stdlib.h>
