@@ -36,8 +36,8 @@ Reached = dict[BufferName, RegisteredMemory]
 _ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
 _ARRAY_POINTERS = tuple(ffi.offsetof("ProxycclExecution", name) for name in ("input", "output"))
 _Key = tuple[int, tuple[tuple[BufferName, RegisteredMemory], ...]]
-"""Bytes of the input, and the registered arrays that peers reach. Digests of the arrays can't be the key, because two
-arrays that can't be shared may have the same digest.
+"""Bytes of the input, and the registered arrays that peers reach. The key has the arrays themselves, not their digests,
+because two arrays that can't be shared may have the same digest.
 """
 
 

@@ -85,7 +85,7 @@ MOVING: dict[str, Moving] = {
     "recpkt": Moving((_OWN, _OWNS_PACKETS), (_OWN, _OWN_PACKETS)),
     "recspkt": Moving((_OWN, _OWNS_PACKETS), (_OWN, _OWN_PACKETS, _PEERS_PACKETS), _MEMORY),
 }
-"""The operations that move data, by MSCCL++'s name."""
+"""The operations that move data, by the names that MSCCL++ gives them."""
 
 MOVING_PACKETS_BY_PORT = Moving((_OWNS_PACKETS,), (_PEERS_PACKETS,), _PORT, pairs=True)
 """`ppkt` on a port channel: its source holds packets already."""

@@ -9,7 +9,8 @@ from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.device._native import ffi, lib
 
 ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
-"""The most slots of all ranks for which ranks announce their choices to every block, instead of sending counts."""
+"""The most slots of all ranks together for which ranks announce their choices to every block. With more slots they send
+counts instead."""
 DISPATCH_KERNELS: dict[str, str] = {
     "counts": "dispatch",
     "ids": "dispatch_ids",
@@ -18,7 +19,7 @@ DISPATCH_KERNELS: dict[str, str] = {
 }
 """The dispatch kernel for each kind of announcement."""
 STORE_KERNEL = "dispatch_masks_store"
-"""A smaller kernel for "masks": whole dispatches of unquantized rows to output buffers."""
+"""A smaller kernel for announcements by "masks", which makes whole dispatches of unquantized rows to output buffers."""
 AS_BYTES = "uint8"
 """The element type of dispatch kernels that don't quantize rows."""
 FEW_TOKENS = 32
@@ -26,9 +27,10 @@ FEW_TOKENS = 32
 only send.
 """
 MESSAGE_BYTES = 2 << 20
-"""Between nodes, the least bytes of rows that travel as a separate message, whose parts keep all wires busy."""
+"""Between nodes, the least bytes of rows that are sent as a separate message. The parts of such a message keep all
+wires busy."""
 BATCH_TOKENS = 1024
-"""The most tokens of a batch, limited because each segment of a batch scans the tokens before its own."""
+"""The most tokens of a batch. They are limited because each segment scans the tokens of the batch before its own."""
 _TOKENS_PER_BLOCK = 4
 _TOKENS_PER_PACKET = 64  # each token is one bit of a mask's packet
 _LINE = 128

@@ -368,7 +368,7 @@ class EPAll2AllLayer:
         *,
         stream: StreamLike = None,
     ) -> SentCall:
-        """The first half of `dispatch`: queues the sends and does not wait.
+        """Makes the first half of `dispatch`: queues the sends, without waiting.
 
         The arguments must not change until `dispatch_recv`. One dispatch can be in flight at a time.
         """
@@ -379,7 +379,7 @@ class EPAll2AllLayer:
         return sent
 
     def dispatch_recv(self, pending: SentCall, *, stream: StreamLike = None) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        """The second half of `dispatch`: receives the rows. Returns and raises as `dispatch`."""
+        """Makes the second half of `dispatch`: receives the rows. Returns and raises as `dispatch`."""
         self.ctx.require_usable()
         under_way = self.under_way
         if pending is not under_way.sent or pending is None:
@@ -512,7 +512,7 @@ class EPAll2AllLayer:
         topk_weights: Any = None,
         stream: StreamLike = None,
     ) -> SentCall:
-        """The first half of `combine`: queues the sends and does not wait.
+        """Makes the first half of `combine`: queues the sends, without waiting.
 
         `input` and the weights must not change until `combine_recv`. One combine can be in flight at a time.
         """
@@ -523,7 +523,7 @@ class EPAll2AllLayer:
         return sent
 
     def combine_recv(self, pending: SentCall, *, out: Any = None, stream: StreamLike = None) -> Any:
-        """The second half of `combine`: sums the received rows. Returns and raises as `combine`."""
+        """Makes the second half of `combine`: sums the received rows. Returns and raises as `combine`."""
         self.ctx.require_usable()
         under_way = self.under_way
         if pending is not under_way.returned or pending is None:

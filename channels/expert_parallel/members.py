@@ -1,4 +1,5 @@
-"""The communicator that a layer's user passes, and the nodes of its ranks. All other modules here take a `Group`."""
+"""The communicator that a layer's user passes, and the nodes of its ranks. All other modules of this package take a
+`Group`."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class Members:
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """A context that, if its body raises, closes a communicator that was made for the layer."""
+        """Returns a context that, if its body raises, closes a communicator that was made for the layer."""
         try:
             yield
         except BaseException as error:
@@ -89,8 +90,8 @@ class Members:
 
 
 def node_size(group: Group) -> int:
-    """Returns the ranks per node, the same on all ranks. 1 if nodes differ in size: every rank then counts as a
-    node."""
+    """Returns the number of ranks per node, the same on all ranks. If nodes differ in size, returns 1: every rank then
+    counts as a node."""
     sizes = {len(members) for members in group.topology.node_members()}
     return sizes.pop() if len(sizes) == 1 else 1
 
@@ -149,7 +150,7 @@ class Nodes:
 
     @property
     def rails(self) -> list[int]:
-        """For each node, the rank that has this rank's number within its node."""
+        """For each node, the rank whose number within that node equals this rank's number within its own node."""
         return [of_node[self.local_rank] for of_node in self.members]
 
     def copied(self, group: Group) -> bool:
@@ -159,7 +160,8 @@ class Nodes:
         return not group.topology.has_remote_pairs() or group.topology.stages_remote_pairs()
 
     def counterpart(self, node: int) -> int:
-        """The rank of one of the configuration's nodes that has this rank's number within its node."""
+        """Returns the rank of one of the configuration's nodes whose number within that node equals this rank's number
+        within its own node."""
         members = self.topology.node_members()
         if len(members) == self.config.num_nodes:
             return members[node][self.topology.local_rank]

@@ -1,4 +1,5 @@
-"""The options of an expert-parallel layer, checked, and the values derived from them. Needs no device and no peer."""
+"""The checked options of an expert-parallel layer, and the values derived from them. Computing these needs neither a
+device nor a peer."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from proxyccl.device.errors import ArgumentError
 FLOAT8 = "float8_e4m3fn"
 MOST_BUFFERS = 64
 """The most output buffers of a layer."""
-_SCALES_ALIGNMENT = 16  # bytes; a row's scales begin at a multiple of this number
+_SCALES_ALIGNMENT = 16  # in bytes; a row's scales begin at a multiple of this
 _LAYOUTS = ("expert", "rank", "padded")
 _FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
@@ -203,7 +204,7 @@ class LayerOptions:
 
     @cached_property
     def all_experts(self) -> int:
-        """Number of experts, including those of lost ranks."""
+        """The number of experts, including those of lost ranks."""
         return self.config.num_experts_per_rank * self.all_ranks
 
     @cached_property
@@ -217,7 +218,7 @@ class LayerOptions:
 
     @cached_property
     def padded_rows(self) -> int:
-        """Rows that each expert has room for, if rows are padded; else 0."""
+        """If rows are padded, the number of rows that each expert has room for; else 0."""
         return self.all_ranks * self.most_of_call if self.layout == "padded" else 0
 
     @cached_property
@@ -241,7 +242,7 @@ class LayerOptions:
 
     @cached_property
     def scales(self) -> int:
-        """Scales of a row in float8, of 4 bytes each; 0 if rows are in another type."""
+        """The number of scales of a float8 row, of 4 bytes each; 0 if rows have another type."""
         if not self.quantized:
             return 0
         return self.num_scales or -(-self.config.hidden // self.scale_elements)

@@ -69,7 +69,7 @@ def number_of(table: str | None) -> int:
 
 
 def _rounded(rows: int) -> int:
-    """Rounds a number up to a number with at most four significant bits."""
+    """Rounds a number up to the next number that has at most four significant bits."""
     unit = 1 << max(0, rows.bit_length() - _LEADING_BITS)
     return -(-rows // unit) * unit
 

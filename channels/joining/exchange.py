@@ -39,9 +39,11 @@ _FAILED = b"\0failed\0"
 _LONGEST_REASON = 2000
 _TELLING_SECONDS = 10.0
 _TELLING_OPEN_SECONDS = 1.0
-"""Seconds to wait in `telling` once the group is open, because a failure then also reaches all ranks by other ways."""
+"""The longest that `telling` waits once the group is open, in seconds. It is short because a failure then also reaches
+all ranks by other paths."""
 _LOOK_SECONDS = 0.02
-"""A waiting rank checks this often whether another has left: a check costs as much as a letter to each rank."""
+"""Seconds between a waiting rank's checks whether another rank has left. They are not more frequent, because a check
+costs as much as a letter to each rank."""
 _RAN_OUT = (ResourceError, OSError, MemoryError)
 
 

@@ -31,8 +31,8 @@ _REHEARSING = [
 ]
 
 TransportChoice = str | Mapping[tuple[int, int], str] | None
-"""A transport for all pairs of ranks, or for some pairs. None, and pairs that are not named, leave the choice to the
-library.
+"""A transport for all pairs of ranks, or for some pairs. With None, and for pairs that are not named, the library
+chooses.
 """
 
 

@@ -88,7 +88,7 @@ class Aftermath:
         kernels and proxy must have ended, and the rank must have recorded that.
 
         Args:
-            kept: memory that peers reach; it is released when the peers have ended, too.
+            kept: memory that peers reach; it is released when also the peers have ended.
         """
         with self._lock:
             self._kept += kept

@@ -28,7 +28,8 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # longer than the answer, so that an echo is not a valid answer
 _INTERVAL_SECONDS = 0.1
 _WHILE_JOINING = 4
-"""Descriptors needed besides the links' own: for the listener, for calls, and for querying this host's addresses.
+"""The number of descriptors needed in addition to those of the links: for the listener, for calls, and for querying
+this host's addresses.
 """
 _CALLED_AGAIN = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, *EXHAUSTED)
 """The errors after which a call is repeated, because networks recover and other calls release descriptors."""
@@ -40,9 +41,9 @@ _KEEP_ALIVE = {
 }
 
 GREETING_SECONDS = 2.0
-"""Seconds that a connection may take to send its hello. Ranks send their hello at once."""
+"""Seconds that a connection may take to send its hello. Ranks send their hello immediately."""
 MOST_GREETED = 256
-"""The most connections whose hello is awaited at once; a further connection replaces the connection that has been
+"""The most connections whose hello is awaited at the same time; a further connection replaces the one that has been
 silent for longest.
 """
 _MOST_ACCEPTED = 64  # connections accepted per call, so that a flood does not keep deadlines from being checked

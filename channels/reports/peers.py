@@ -16,7 +16,8 @@ from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import Member
 
 _SECONDS = 3.0
-"""How long after a failure a program's end waits: reports are written within a second, on a busy machine later."""
+"""How long after a failure a program's end waits, in seconds. Reports are written within a second, but later on a busy
+machine."""
 _ELSEWHERE_SECONDS = 1.0
 """How long a program's end waits for reports of processes that this process can't see, on other hosts or in other PID
 namespaces.

@@ -29,13 +29,13 @@ from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.reports import files, on_signal
 
 _UNREPORTED = (lib.PROXYCCL_ERROR_LOCAL, lib.PROXYCCL_ERROR_PARENT)
-"""Failures without a report: a program that ends a communicator itself needs none, and a split communicator appears in
-its parent's report.
+"""Failures for which no report is written: a program that ends a communicator itself needs none, and a split
+communicator appears in its parent's report.
 """
 _ASKED_SECONDS = 1.0
 _NOTE_SECONDS = 5.0
-"""How long an exception waits for its report, to name the file. Reading the device and the stacks takes 20 ms; on a
-machine with more work than cores, seconds."""
+"""How long an exception waits for its report, to name the file. Reading the device and the stacks takes 20 ms, but may
+take seconds on a machine with more busy threads than cores."""
 
 
 class Reporter(Observer):

@@ -35,8 +35,8 @@ _BOX_IDS = Codec[dict[int, int]](dict[int, int], 1 << 20, name="memory ids of pi
 _BOX_BYTES = 256 << 10
 _BOX_OFFSETS: dict[Side, int] = {"source": 0, "target": _BOX_BYTES, "scratch": _BOX_BYTES}
 CHUNKS_DONE, HERE, TAKEN, BLOCKS_DONE, OPENED = 0, STAGES, 2 * STAGES, 2 * STAGES + 1, 2 * STAGES + 2
-"""Offsets of the words by which the blocks of a reduction synchronize (ProxycclArrived). The first two offsets begin
-arrays with one word for each stage.
+"""Offsets of the words by which the blocks of a reduction synchronize (ProxycclArrived). At each of the first two
+offsets, an array with one word per stage begins.
 """
 
 

@@ -13,7 +13,7 @@ from proxyccl.device.stream_operations import Operation, StreamOperations, WaitV
 from proxyccl.proxy.schedule import Schedule
 
 Step = Operation | Schedule
-"""The next step of a stream, which rings a `Schedule` and carries out an `Operation`."""
+"""A step of a stream: it rings a `Schedule`, or carries out an `Operation`."""
 
 _MOST_DROPPED = 1024
 

@@ -52,8 +52,8 @@ class CallLog:
         self.issue: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_issue, self._callers
         )
-        """issue(call, launch, stream): `agree`, then a prepared launch, and the wait for it on the stream of `wait_on`.
-        Returns the driver's status, or the result of `agree`.
+        """issue(call, launch, stream): does `agree`, and then a prepared launch, for which it waits if `stream` is that
+        of `wait_on`. Returns the driver's status, or the result of `agree` if that is not 0.
         """
         self.ring: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_ring, self._callers

@@ -34,11 +34,11 @@ SHAPED = frozenset(
         "scatter",
     }
 )
-"""Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: a rank gets rows that other ranks
-passed, or blocks have whole rows. Other collectives take an array's elements in order.
+"""Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: in these, a rank gets rows that other
+ranks passed, or blocks consist of whole rows. Other collectives take an array's elements in order.
 """
 ANY_ALGORITHM = "any"
-"""Logged where the caller leaves the algorithm to the library."""
+"""The logged name if the caller leaves the choice of the algorithm to the library."""
 
 _texts: dict[int, str] = {}
 

@@ -65,8 +65,8 @@ CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
 COUNTS_OFFSET = CALLS_OFFSET + engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES
 CHOICES_OFFSET = COUNTS_OFFSET + engine.sizeof("ProxycclCallCount") * (engine_lib.PROXYCCL_CALL_KINDS + 1)
 SHARING_OFFSET = CHOICES_OFFSET + 8 * engine_lib.PROXYCCL_CALL_CHOICES
-"""Offsets of the call log, the numbers of calls by collective, the words by which ranks choose alike, and a word that
-is not 0 if a rank has more than one communicator on its device.
+"""Offsets of the call log, the numbers of calls by collective, the words by which ranks agree on choices, and a word
+that is not 0 if a rank has more than one communicator on its device.
 """
 _SERVICE_OFFSET = _round(SHARING_OFFSET + 8)
 _READBACK_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())

@@ -42,7 +42,7 @@ WAITS = {
     lib.PROXYCCL_WAIT_STAGE: "data that its proxy receives",
     lib.PROXYCCL_WAIT_EXECUTION: "an operation of its execution plan",
 }
-"""The object of a kernel's wait, by ProxycclWaitKind."""
+"""What a kernel waits for, in words, by ProxycclWaitKind."""
 
 SCHEDULE_WAITS = {
     lib.PROXYCCL_WAIT_SCHEDULE_POST: "rank {peer} to join schedule {schedule}",
@@ -50,7 +50,7 @@ SCHEDULE_WAITS = {
     lib.PROXYCCL_WAIT_SCHEDULE_SEND: "the end of its sends to rank {peer} in schedule {schedule}",
     lib.PROXYCCL_WAIT_SCHEDULE_GATE: "its stream to open the gate of schedule {schedule}",
 }
-"""A proxy's waits in a schedule in words, by ProxycclWaitKind."""
+"""What a proxy waits for in a schedule, in words, by ProxycclWaitKind."""
 
 SM_CALLS = {
     lib.PROXYCCL_SM_PUT: "put",
@@ -66,7 +66,7 @@ SM_MEMORIES = {
     lib.PROXYCCL_SM_OWN_MEMORY: "the local memory",
     lib.PROXYCCL_SM_PACKET_BUFFER: "the packet buffer",
 }
-"""The memory of a range that a kernel refuses, by the `wait` of a record."""
+"""The names of the memories whose bounds a kernel checks, by the `wait` of a record."""
 
 
 class ErrorRecord(Message, frozen=True):

@@ -66,7 +66,7 @@ _LENGTHS = struct.Struct("=QQ")
 _LOG = logging.getLogger("proxyccl.transfer")
 _agents: weakref.WeakValueDictionary[int, Agent] = weakref.WeakValueDictionary()
 """The agents of this process, by `id`. Read it by `valuerefs`, which is atomic, because other threads may make agents
-meanwhile.
+during the reading.
 """
 
 

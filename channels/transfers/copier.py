@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxyccl.proxy._transfers import ProxycclDeviceCopiesPointer, ProxycclStagingPointer
 
 _STREAMS = 4
-"""The number of streams, which transfers use in turn, so that a short transfer does not wait for a long one."""
+"""The number of streams. Transfers use them in turn, so that a short transfer does not wait for a long one."""
 
 _LONG_BYTES = 8 << 20
 """The block size from which the copy engine is as fast as a kernel, although it takes two or three microseconds to
@@ -34,7 +34,7 @@ _FEW = 4
 """The number of short blocks that the copy engine copies in the time that a kernel takes to start."""
 
 _PIECES = (4 << 10, 64 << 10)
-"""The least and the most bytes that a warp copies at a time."""
+"""The least and the most bytes of a piece that a warp copies."""
 
 _BLOCKS = 32
 """The most multiprocessors that the kernel occupies."""

@@ -47,13 +47,13 @@ _ANSWER_MS = 2000
 
 
 PATHS = ("process_vm", "unix", "tcp")
-"""The paths between agents that need Linux alone, the best first."""
+"""The paths between agents that need nothing but Linux, the best first."""
 
 FABRIC = "fabric"
 """The path by libfabric."""
 
 SHARED = "shared_memory"
-"""The path of memory that this process maps. A link always has a second path, for memory that can't be mapped."""
+"""The path for memory that this process maps. A link always has another path, for memory that can't be mapped."""
 
 _ALL = (SHARED, "process_vm", "unix", FABRIC, "tcp")
 

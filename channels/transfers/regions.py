@@ -17,7 +17,7 @@ DRAM = "dram"
 """The host's memory."""
 
 VRAM = "vram"
-"""Memory of a device: a GPU's, or the host runtime's in its place."""
+"""Memory of a device: of a GPU, or of the host runtime, which stands in for one."""
 
 LONGEST_LABEL = 4096
 _END = 2**63

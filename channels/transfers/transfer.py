@@ -78,7 +78,7 @@ _FAULTS: dict[int, tuple[type[TransferError], str]] = {
     ),
 }
 _FABRIC_ERRORS = 256
-"""The first error number that is libfabric's own."""
+"""The lowest error number of libfabric's own errors."""
 
 
 class Times(Struct, frozen=True):
@@ -145,7 +145,7 @@ class Transfer:
         return f"Transfer({self.nbytes} bytes {direction} {self.peer} by {self.path.name}, {state})"
 
     def start(self, message: bytes | None = None, *, stream: StreamLike = None) -> Self:
-        """Starts the transfer, and returns at once. A short transfer may have ended by then.
+        """Starts the transfer, and returns immediately. A short transfer may have ended by then.
 
         Args:
             message: sent to the peer when all data has arrived; None for no message.

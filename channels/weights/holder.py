@@ -24,7 +24,8 @@ from proxyccl.device.errors import ArgumentError
 _SLICE = 0.05
 """Seconds between checks of the links, because a lost link does not wake a thread that waits for messages."""
 _LAST_MESSAGE_SECONDS = 0.5
-"""How long a reader's last message may come after the end of the link to the reader, who sends over another link."""
+"""How long after the end of the link to a reader its last message may still arrive, because the reader sends over
+another link."""
 
 
 class Holder:

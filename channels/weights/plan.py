@@ -16,7 +16,7 @@ from proxyccl.channels.weights.sharding import Box
 from proxyccl.device.errors import ArgumentError
 
 _SHORTEST = 64 << 10
-"""Boxes with fewer bytes than this are not cut for balance."""
+"""The least bytes of a piece; smaller boxes are not cut to balance the work."""
 
 
 class Read(Struct, frozen=True):
