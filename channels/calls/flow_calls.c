@@ -391,7 +391,7 @@ static int read_array(const FlowCalls* self, PyObject* x, int receives, GivenArr
   return usable;
 }
 
-/* Converts the number of a rank, or of rows. Returns -1 for anything else; an exception may be set. */
+/* Converts the number of a rank, or of rows. Returns -1 for any other object; an exception may be set. */
 static Py_ssize_t count_in(PyObject* number, Py_ssize_t end) {
   if (number == NULL || !PyLong_CheckExact(number)) return -1;
   const Py_ssize_t count = PyLong_AsSsize_t(number);

@@ -86,7 +86,7 @@ static int issue(const PreparedCall* prepared, int logged, uintptr_t stream) {
   return status;
 }
 
-/* Does `issue` with the device's context current. Returns -1 with an exception, or 0 with the status stored. */
+/* Does `issue` with the device's context current. Returns 0 and stores the status, or -1 with an exception. */
 static int issue_in_context(Calls* self, const PreparedCall* prepared, int logged, uintptr_t stream, int* status) {
   *status = issue(prepared, logged, stream);
   if (*status != PROXYCCL_OTHER_CONTEXT) return 0;

@@ -31,7 +31,7 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 LEAST_THREADS = 32
 _LINE = 128
-_BARRIER_BYTES = 8  # the size of a DeviceSyncer
+_BARRIER_BYTES = 8  # the size of a DeviceSyncer, in bytes
 Reached = dict[BufferName, RegisteredMemory]
 _ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
 _ARRAY_POINTERS = tuple(ffi.offsetof("ProxycclExecution", name) for name in ("input", "output"))
@@ -78,7 +78,7 @@ class ExecutionPlans:
 
         Args:
             plan: a plan that can execute the call.
-            given: the registered arrays that peers reach in place, the same on all ranks.
+            given: the registered arrays that peers access in place, the same on all ranks.
 
         Raises:
             ArgumentError: this communicator can't execute the plan.

@@ -153,7 +153,7 @@ class ExecutionPlan:
         """Returns the reason why the plan can't execute a call; None if it can.
 
         Args:
-            source_count, target_count: elements of input and output.
+            source_count, target_count: the numbers of elements of input and output.
             dtype: the element type.
             op: the requested operator; None for the plan's operator.
         """

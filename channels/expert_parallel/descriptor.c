@@ -26,7 +26,7 @@ static PyObject* add_block(PyObject* object, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-/* Returns a tuple of triples of array, address and `Tables`. */
+/* Returns a tuple with a triple (array, address, `Tables`) for each array with tables. */
 static PyObject* blocks(PyObject* object, void* Py_UNUSED(closure)) {
   const Descriptor* self = (const Descriptor*)object;
   PyObject* blocks = PyTuple_New(self->count);

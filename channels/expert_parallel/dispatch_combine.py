@@ -125,7 +125,7 @@ class DispatchCombine:
 
     @property
     def num_experts(self) -> int:
-        """Number of experts of all ranks; as an expert id, it drops a slot."""
+        """The number of experts of all ranks. If it is passed as an expert id, the slot is dropped."""
         return self._ctx.ep_config.num_experts
 
     @property
@@ -151,7 +151,7 @@ class DispatchCombine:
             stream: where to queue the work; None for the default stream.
 
         Returns:
-            [experts_per_rank]: rows of each of this rank's experts. The sum of these numbers is R.
+            [experts_per_rank]: the number of rows of each of this rank's experts. The sum of these numbers is R.
 
         Raises:
             ArgumentError: an argument is wrong on this rank; or an expert id of any rank is out of range, which is

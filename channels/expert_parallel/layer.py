@@ -322,7 +322,7 @@ class EPAll2AllLayer:
 
         Raises:
             ArgumentError: an argument is wrong on this rank, and the call had no effect; or an expert id is out of
-                range on any rank, which all ranks raise, and the layer stays usable.
+                range on any rank: then all ranks raise this, and the layer stays usable.
             CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
                 it has room for; see `check`. With `grows`, also if a rank has more than max_tokens tokens.
             MismatchError: another rank makes a different call.
@@ -445,8 +445,9 @@ class EPAll2AllLayer:
                 `weights`, the factor of each slot of this rank's tokens, applied by this rank when it sums. Possible
                 only if all ranks reach each other's memory, and without enable_local_combine.
             added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. They get no gradients.
-            order_ids: the expert ids of the dispatch. A token's ranks are then summed in the order of its last slot for
-                each. Possible only on one node, with layout="rank" or enable_local_combine, and without lost ranks.
+            order_ids: the expert ids of the dispatch. A token's ranks are then summed in the order in which the token's
+                last slots for each rank come. Possible only on one node, with layout="rank" or enable_local_combine,
+                and without lost ranks.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 
@@ -598,7 +599,7 @@ class EPAll2AllLayer:
         Raises:
             CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
                 it has room for, because tokens chose it twice. Rows that did not fit were dropped, and count as zero in
-                `combine`. `needed` is the most rows of a rank, or of an expert.
+                `combine`. The error's `needed` is the most rows that a rank, or an expert, received.
             ArgumentError: an expert id was out of range, and its slot was dropped; or full_scatter_indices were not a
                 permutation, or covered fewer tokens than the ranks have. Only ranks whose rows are affected raise the
                 error about full_scatter_indices.

@@ -161,7 +161,7 @@ class Exchange:
 
     def all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
         """Returns every rank's bytes. Raises as `all_gather`, ConcurrentCallError if another thread is in an exchange,
-        and ClosedError in a fork's child.
+        and ClosedError in a forked child process.
         """
         if self._guard is not None:
             self._guard[0].require_own_process()

@@ -89,9 +89,9 @@ def find_hosts(ranks: Sequence[Whereabouts]) -> list[str]:
     """Returns, by rank, the name of the rank's host, which is the host name of the first rank on that host.
 
     Raises:
-        ArgumentError: ``PROXYCCL_HOSTS`` differs between ranks. Raised on all ranks.
-        RuntimeUnavailableError: ranks of one host share neither /proc nor a socket. Raised on all ranks. The error
-            names these ranks, and says how to start them.
+        ArgumentError: ``PROXYCCL_HOSTS`` differs between ranks; all ranks raise this.
+        RuntimeUnavailableError: ranks of one host share neither /proc nor a socket. All ranks raise this error, which
+            names these ranks and says how to start them.
     """
     _require_one_choice([told_apart_by(place.host) for place in ranks])
     first: dict[str, str] = {}

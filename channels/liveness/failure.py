@@ -98,12 +98,12 @@ class FailureState:
         self.state = "closed"
 
     def require_own_process(self) -> None:
-        """In a fork's child, raises a ClosedError that names the fork."""
+        """In a forked child process, raises a ClosedError that says so."""
         self._process.require(_OWNED)
 
     @property
     def inherited(self) -> bool:
-        """Whether this process is a fork's child, so that the group belongs to the parent."""
+        """Whether this process is a forked child, so that the group belongs to its parent process."""
         return not self._process.is_here
 
     @property
@@ -120,14 +120,15 @@ class FailureState:
         return self._control.aborted
 
     def check(self) -> None:
-        """Raises the exception that ended the group, if a rank has failed, and ClosedError in a fork's child."""
+        """Raises the exception that ended the group, if a rank has failed, and ClosedError in a forked child
+        process."""
         if not self._process.is_here:
             self.require_own_process()
         if self.state != "closed" and self._control.aborted:
             raise self.exception()
 
     def require_usable(self) -> None:
-        """Raises ClosedError once closed, and the exception that ended the group if a rank has failed."""
+        """Raises ClosedError if the group is closed, and the exception that ended the group if a rank has failed."""
         if self.state == "closed":
             self.require_own_process()
             raise ClosedError("the communicator is closed")
@@ -150,7 +151,8 @@ class FailureState:
         return error
 
     def _of_parent(self) -> CommunicatorError | None:
-        """Returns the parent's exception, if the parent's end ended this group and the exception is known here."""
+        """Returns the parent communicator's exception, if the parent's end ended this group and this process knows the
+        exception; otherwise None."""
         if self._parent is None or self._control.record().code != lib.PROXYCCL_ERROR_PARENT:
             return None
         return self._parent.exception() if self._parent.aborted else None
@@ -172,7 +174,7 @@ class FailureState:
         return ProxyLostError(message, rank=self._rank, peer=peer, channel=channel, operation=operation)
 
     def abort(self, reason: str) -> None:
-        """Ends the group on all ranks. Does not wait. Raises ClosedError in a fork's child."""
+        """Ends the group on all ranks, without waiting. Raises ClosedError in a forked child process."""
         self.require_own_process()
         if self.state == "open":
             self.cause = self.cause or reason
@@ -180,7 +182,8 @@ class FailureState:
             self._pass_on()
 
     def file_lost_context(self, status: int) -> None:
-        """Ends the group because an error destroyed this rank's context on its GPU. `status` is the driver's status."""
+        """Ends the group because an error destroyed this rank's context on its GPU. `status` is the status that the
+        driver returned."""
         if self.state == "open":
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_CONTEXT_LOST, self._rank, status=status))
 

@@ -2,8 +2,9 @@
 
 Python does not pass the status to exit handlers. So `sys.exit` and `exit` are replaced to raise a SystemExit that notes
 when it has left the program: Python then asks the exception for its code while no frame of the program is left.
-mpi4py's runner reports how the program ended, whatever was raised. A SystemExit raised without `sys.exit` and without
-that runner is not noticed: peers see a normal end, and their later calls are refused, because this rank makes none.
+If mpi4py's runner runs the program, the runner reports how the program ended, whatever was raised. A SystemExit raised
+without `sys.exit` and without that runner is not noticed: peers see a normal end, and their later calls are refused,
+because this rank makes none.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
 
 
 def _runs_thread() -> bool:
-    """Whether the caller is a thread of `threading`. In a fork's child, the thread that forked is the main thread."""
+    """Whether the caller is a thread of `threading`. In a forked child, the thread that forked is the main thread."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Waits briefly at a program's end for the reports of failed communicators' peers.
+"""If a communicator has failed, waits briefly at the program's end for its peers' reports.
 
 The end of one rank's process may end the whole job: mpi4py's runner aborts the job, and launchers end the other ranks.
 Without this wait, a sleeping rank would end before it wrote the report that says where it is.

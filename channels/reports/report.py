@@ -31,9 +31,9 @@ class Wait(Message, frozen=True):
     Attributes:
         what: the object of the wait in words.
         kind: ProxycclWaitKind.
-        peer: the rank waited for; None for the rank's own proxy, or its kernel's other blocks.
+        peer: the rank that the kernel waits for; None if it waits for the rank's own proxy or for other blocks.
         channel: channel id, if a channel is involved.
-        expected: the ticket, semaphore value or packet flag waited for.
+        expected: the ticket, semaphore value or packet flag that the kernel waits for.
         seen: the value last seen.
     """
 
@@ -51,8 +51,8 @@ class ProxyWait(Message, frozen=True):
     Attributes:
         what: the object of the wait in words.
         kind: ProxycclWaitKind.
-        peer: the rank that the proxy waits for, or to which sends do not end; None if this rank's own stream must act
-            first.
+        peer: the rank that the proxy waits for, or the rank to which its sends do not end; None if this rank's own
+            stream must act first.
         schedule: the schedule's number.
     """
 

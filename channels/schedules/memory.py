@@ -141,7 +141,8 @@ class ScheduleMemories:
         return None if announced is None else self._received(announced, ptr)
 
     def pinned(self, side: Side, nbytes: int) -> ScheduleSpan | None:
-        """Returns pinned memory for data so short that the CPU moves it sooner than the driver; None for longer data.
+        """Returns pinned memory for data that is so short that the CPU moves it faster than the driver would; None for
+        longer data.
 
         Args:
             side: the memory's purpose.

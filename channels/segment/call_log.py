@@ -106,7 +106,8 @@ class CallLog:
         return int(self._callers.sequence)
 
     def recent(self, count: int) -> list[tuple[int, tuple[int, ...]]]:
-        """The last calls of this rank in order, each with its number, from 1. For any thread."""
+        """Returns the last calls of this rank in order, each with its number; the first call has number 1. For any
+        thread."""
         return _read(self._callers.own, self.count, count)
 
     def difference(self) -> tuple[int, tuple[int, ...]]:

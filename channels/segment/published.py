@@ -97,7 +97,7 @@ class Published:
         self._path = try_write(new_name(_SUFFIX), _RANKS.encode(rank))
 
     def withdraw(self) -> None:
-        """Removes the file. Does nothing in a fork's child."""
+        """Removes the file. Does nothing in a forked child."""
         path, self._path = self._path, None
         if path is not None and self._pid == os.getpid():
             withdraw(path)

@@ -105,7 +105,8 @@ class Rendezvous:
         return bytes(ffi.buffer(copy.handle, copy.handle_bytes)) if found else None
 
     def decide(self, question: int, value: int) -> int:
-        """For any rank: decides a question by a value above 0. Returns the value of the first rank to decide."""
+        """For any rank: decides a question by a value above 0. Returns the value that stands, that of the first rank
+        that decided."""
         return int(lib.proxyccl_decide(self._shared, question, value))
 
     def decision(self, question: int) -> int | None:

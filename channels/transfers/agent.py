@@ -122,7 +122,7 @@ class Agent:
         self._peers: dict[str, Peer] = {}
         self._kept: dict[Region, list[object]] = {}
         self._ledger = Ledger.make()
-        serve()  # offers the ledger to agents in other PID namespaces
+        serve()  # lets agents in other PID namespaces map the ledger
         self._devices = Devices()
         self._reached, self._pinned = Reached(), Pinned()
         self._serving: dict[Copier, ProxycclStagingPointer] = {}
@@ -147,7 +147,7 @@ class Agent:
         self._handle: ProxycclAgentPointer = handle
         forks.finalizer(self, _release, handle, served)
         _agents[id(self)] = self
-        forks.finalizer(self, self._published.withdraw).atexit = True  # in case the program does not close the agent
+        forks.finalizer(self, self._published.withdraw).atexit = True  # runs if the program does not close the agent
         self._published.write(())
         wants = FABRIC in allowed and (named or len(listeners) > 1)
         self._fabric, self._no_fabric = open_fabric(named) if wants else (None, "")

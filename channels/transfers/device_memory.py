@@ -26,7 +26,7 @@ from proxyccl.proxy.codec import Message
 
 
 class Share(Message, frozen=True, weakref=True):
-    """How other processes of this host map a region.
+    """What other processes of this host need to map a region.
 
     Attributes:
         region: the region.
@@ -112,7 +112,7 @@ class Devices:
         if owner != region.device:
             raise ArgumentError("memory", f"{region.address:#x} is not memory of {runtime.name} device {region.device}")
         self.copier(region.device, runtime=runtime)
-        serve()  # for agents in other PID namespaces
+        serve()  # lets agents in other PID namespaces map it
         share = Share(region, runtime.device_id, runtime.export(region.address, region.nbytes))
         forks.finalizer(share, runtime.end_export, share.handle)
         return share

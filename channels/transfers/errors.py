@@ -30,7 +30,7 @@ class NotRegisteredError(TransferError, LookupError):
 
 
 class FreedMemoryError(TransferError):
-    """A block's memory is registered, but no longer mapped: its owner freed it before it deregistered it."""
+    """A block's memory is registered, but no longer mapped: the owner freed the memory before deregistering it."""
 
 
 class NameTakenError(TransferError):
@@ -42,7 +42,7 @@ class NotStartedError(TransferError):
 
 
 class ActiveError(TransferError):
-    """The transfer is active, so it can't be started again."""
+    """The transfer is still active, so it can't be started again."""
 
 
 class CanceledError(TransferError):

@@ -46,5 +46,5 @@ def shares_of(mapped: Mapping[Region, SharedMemory]) -> list[Share]:
     """Returns shares of those regions of `mapped_memory` that are host memory, which other processes can map."""
     shares = [Share(region, _PLACE, memory.handle) for region, memory in mapped.items() if region.kind == DRAM]
     if shares:
-        serve()  # for agents in other PID namespaces
+        serve()  # lets agents in other PID namespaces map them
     return shares

@@ -67,7 +67,7 @@ class Peer:
         self._ended = -1
 
     def forget_ended(self) -> list[Region]:
-        """Forgets the regions that an agent of this host has deregistered, and returns them. Mapped regions stay
+        """Forgets the regions that an agent of this host has deregistered, and returns them. Those that are mapped stay
         mapped only while transfers use them.
         """
         ledger = self.ledger

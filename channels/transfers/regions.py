@@ -218,7 +218,8 @@ class _Table:
         self.devices, self.numbers, self.regions = self.devices[left], self.numbers[left], self.regions[left]
 
     def _find(self, region: Region) -> tuple[int, bool]:
-        """Returns the index of a region, or its insertion point; and whether the region is present."""
+        """Returns the index of a region and True if the region is present, else the index at which to insert it and
+        False."""
         place = int(np.searchsorted(self.starts, np.uint64(region.address)))
         while place < len(self.starts) and self.starts[place] == region.address:
             if self.regions[place] == region:
@@ -261,8 +262,8 @@ class View:
         return int(outside.argmax()) if outside.any() else None
 
     def holders(self, addresses: Rows) -> tuple[list[Region], Rows]:
-        """Returns the regions that hold blocks; for a block in several regions, the outermost region. Each block must
-        lie in some region.
+        """Returns the regions that hold the given blocks; if a block lies in several regions, the outermost of them.
+        Each block must lie in some region.
 
         Returns:
             The regions, and for each region a row of (number of its registration, address of a block in it).

@@ -84,7 +84,7 @@ def require_no_capture(runtime: BaseRuntime, stream: StreamLike) -> int:
     """Returns the handle of a stream.
 
     Raises:
-        ArgumentError: `stream` is not a stream, or is being captured.
+        ArgumentError: `stream` is not a stream, or is being captured into a graph.
     """
     handle = runtime.stream_handle(stream)
     if runtime.is_capturing(handle):
