@@ -306,8 +306,8 @@ class EPAll2AllLayer:
             weight: [T, topk] of `weight_dtype`, to send with the tokens; or None. All ranks or none pass weights.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
                 numbered over all ranks, in the order of ranks. For each rank the indices must be a permutation of the
-                rank's rows. Not with layout="rank" or "padded", or expert_alignment. stream: where to queue the call;
-                as for `Communicator.all_reduce`.
+                rank's rows. Not with layout="rank" or "padded", or expert_alignment.
+            stream: where to queue the call; as for `Communicator.all_reduce`.
 
         Returns:
             The rows, [R, hidden]: one for each slot of this rank's experts, ordered by expert, then the source's rank,
@@ -441,9 +441,10 @@ class EPAll2AllLayer:
             input: [R, hidden] of `dtype`, in the order of the dispatch's output.
             ep_a2a_layout_desc: the descriptor of that dispatch.
             weights: float32 [R]: the factor of each row in the sum, such as the weights that the dispatch returned;
-                None for 1. Either all ranks pass weights, or none. topk_weights: float32 [T, topk]: instead of
-                `weights`, the factor of each slot of this rank's tokens, applied by this rank when it sums. Possible
-                only if all ranks reach each other's memory, and without enable_local_combine.
+                None for 1. Either all ranks pass weights, or none.
+            topk_weights: float32 [T, topk]: instead of `weights`, the factor of each slot of this rank's tokens,
+                applied by this rank when it sums. Possible only if all ranks reach each other's memory, and without
+                enable_local_combine.
             added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. They get no gradients.
             order_ids: the expert ids of the dispatch. A token's ranks are then summed in the order in which the token's
                 last slots for each rank come. Possible only on one node, with layout="rank" or enable_local_combine,
