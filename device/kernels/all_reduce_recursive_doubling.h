@@ -28,7 +28,7 @@ PROXYCCL_DEVICE void all_reduce_recursive_doubling(const ProxycclPacketTeam& tea
 
   Lanes<PacketForm> lanes(team);
   lanes.forEachEpoch([&](uint64_t first) {
-    // A packet goes through all its steps before the thread's next one begins, so partial results stay in registers.
+    // A thread takes a packet through all steps before it begins its next packet, so partial results stay in registers.
     lanes.forEachPacket([&](uint64_t p) {
       Payload partial{};
       for (uint32_t k = 0; k < kPerPacket; ++k) {

@@ -64,7 +64,8 @@ class Lane {
         number_(one_lane_ ? 0 : blockIdx.x),
         buffers_(buffers),
         offset_(buffers.offset + static_cast<uint64_t>(number_) * slots * buffers.slot_bytes) {
-    // Where each peer's slots begin, or the slots that stage its data: these addresses are in shared memory, because
+    // For each peer, where its slots begin or, if the proxy sends, where the slots that stage its data begin: these
+    // addresses are in shared memory, because
     // every piece needs them.
     const uint32_t peer = threadIdx.x;
     if (peer < team.world_size) {
@@ -216,7 +217,7 @@ class Exchange {
     if (lane_.handles(peer)) lane_.await(peer);
     lane_.sync();
   }
-  // Makes the next swap() also wait for a post of each peer that was not awaited.
+  // Makes the next swap() also wait for one earlier post of each peer, which nobody has waited for.
   PROXYCCL_DEVICE void oweAwait() { ++owed_; }
 
   PROXYCCL_DEVICE const char* inbox(uint32_t peer) const {
@@ -252,7 +253,8 @@ class Exchange {
   PROXYCCL_DEVICE void finish() const { finishKernel(team_, round_ - first_round_); }
 
  private:
-  // Returns the elements of a lane's pieces: whole cache lines that fit the slots and give lanes equal shares.
+  // Returns the number of elements in each of a lane's pieces: whole cache lines that fit the slots and give lanes
+  // equal shares.
   PROXYCCL_DEVICE uint64_t pieceLength(uint64_t total, uint64_t size) const {
     const uint64_t lanes = lane_.count(), line = 128 / size;
     const uint64_t rounds = divideUp(total, lanes * (slotBytes() / size));

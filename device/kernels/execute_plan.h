@@ -127,7 +127,7 @@ PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& ste
 #else
   const PlanBlock& block = PlanBlock::own();
   constexpr uint32_t kWide = 16 / sizeof(T);
-  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // sums of one byte take a register each too
+  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // a sum of one-byte elements takes a whole register too
   const uint64_t units = count / kWide;
 #pragma unroll 1
   for (uint64_t first = threadIdx.x; first < units; first += static_cast<uint64_t>(kUnits) * blockDim.x) {

@@ -9,7 +9,7 @@
 enum ProxycclStepCode {
   PROXYCCL_STEP_SYNC =
       0, /* a barrier of the block's threads, after which one thread's release covers all threads' writes */
-  PROXYCCL_STEP_BARRIER = 1, /* a barrier of `option` blocks: number `channel` */
+  PROXYCCL_STEP_BARRIER = 1, /* barrier number `channel`, in which `option` blocks take part */
   PROXYCCL_STEP_SIGNAL = 2,  /* signals by a memory channel */
   PROXYCCL_STEP_RELAXED_SIGNAL = 3,
   PROXYCCL_STEP_WAIT = 4,

@@ -1,8 +1,8 @@
 /* Parameters of send_receive.h: the ranks, and one call. Plain C.
  *
  * A *flow* leads from one rank to another. It has `lanes` lanes, each with a ring of slots in the receiver's scratch
- * memory and a link. The link's signals count pieces in the one direction and credits, for slots that were read, in the
- * other. So a flow involves only its two ranks, and flows never wait for one another.
+ * memory and a link. The link's signals count pieces in the flow's direction, and in the opposite direction credits:
+ * slots that the receiver has read. So a flow involves only its two ranks, and flows never wait for one another.
  */
 #pragma once
 
@@ -33,7 +33,7 @@ typedef struct ProxycclFlows {
   ProxycclControl* control;
   /* [lanes][2][world_size]: for each pair of ranks, first the flow from the lower to the higher rank. */
   ProxycclLink* links;
-  uint64_t* pieces; /* [lanes][2][world_size], in device memory: pieces that have passed this rank's end */
+  uint64_t* pieces; /* [lanes][2][world_size], in device memory: pieces that this rank has sent or received */
   /* Scratch memory, the same on each rank: [lanes][world_size][PROXYCCL_FLOW_SLOTS] slots for data from a rank, and
    * from staging_offset as many for data that the proxy is to send to it; absent if all peers are mapped. */
   char* scratch;

@@ -1,7 +1,7 @@
 // The addresses of the peers' output arrays, for a team whose members are all mapped. Each rank tells every peer the
 // address at which that peer reaches its output, or tells all of them null. With an address it may offer its input,
-// which lies in the same place. So all ranks see whether every output is reached and every input offered, and act
-// alike.
+// which lies in the same place. So all ranks know whether every output is reached and every input offered, and they
+// choose the same algorithm.
 //
 // Blocks with the same number tell each other in packets, which need no post. There are two packets per peer, chosen by
 // the parity of a block's epoch: a rank reuses a packet two kernels later, and starts that kernel when all blocks have
@@ -79,7 +79,7 @@ class Outputs {
   }
 
   const ProxycclTeam& team_;
-  uint32_t peer_;  // the peer that this thread handles
+  uint32_t peer_;  // the number of the peer that this thread handles
   uint32_t flag_;
 };
 

@@ -1,11 +1,12 @@
 // reduce_arrived: the reduction of a schedule's transfers (channels/schedules/DESIGN.md).
 //
-// The stream launches it when the first piece is there, or when all ranks have joined: a kernel that waited for ranks
-// that are late would keep others from starting. The kernel waits for the other pieces, which are in flight, because a
+// The stream launches it when the first piece has arrived, or when all ranks have joined: a kernel that waited for late
+// ranks would keep other kernels from starting. The kernel waits for the other pieces, which are in flight, because a
 // launch for each piece would take longer. On CUDA its blocks are single warps of few registers, so they start beside a
 // matrix product that fills all multiprocessors. Blocks take chunks in turn: blocks for which a busy GPU has no room
 // start when other blocks have ended. The block with a piece's first chunk waits for the proxy, and the piece's other
-// blocks wait for that block. The block that ends a piece waits for the end of the previous piece, and opens the gate.
+// blocks wait for that block. The block that completes a piece waits for the end of the previous piece, and opens the
+// gate.
 // So a block waits only for blocks that took earlier chunks, which run.
 #pragma once
 
@@ -22,7 +23,8 @@
 
 namespace proxyccl {
 
-// A single warp needs neither a multiprocessor's barriers nor its shared memory: a busy one may have none to give.
+// A single warp needs neither barriers nor shared memory of the multiprocessor, of which a busy multiprocessor may have
+// none left.
 //
 // A barrier of the block, after which one thread's release covers the writes of all its threads.
 PROXYCCL_DEVICE void meetInBlock() {
@@ -62,8 +64,8 @@ PROXYCCL_DEVICE bool awaitOthers(const ProxycclArrived& arrived, uint32_t kind, 
 
 // Waits for the transfers of a piece. Called by all threads of a block. Returns false if the communicator has ended.
 //
-// One thread of the grid reads the proxy's word: the more read a word of host memory at once, the later each sees it
-// change. That thread's block took the piece's first chunk.
+// One thread of the grid reads the proxy's word: the more threads read a word of host memory concurrently, the later
+// each of them sees it change. That thread's block took the piece's first chunk.
 PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece, bool first) {
   const uint64_t transfers = piece == 0 ? arrived.first : arrived.transfers;
   if (transfers == 0) return true;

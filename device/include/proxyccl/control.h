@@ -38,7 +38,7 @@ enum ProxycclSmCall {
   PROXYCCL_SM_COPY_TO_PACKETS = 5,
   PROXYCCL_SM_COPY_FROM_PACKETS = 6
 };
-/* The memory of a range that is refused. */
+/* The memory in which a refused range lies. */
 enum ProxycclSmMemory { PROXYCCL_SM_PEER_MEMORY = 1, PROXYCCL_SM_OWN_MEMORY = 2, PROXYCCL_SM_PACKET_BUFFER = 3 };
 
 /* The kinds of bounded waits. */
@@ -108,7 +108,7 @@ typedef struct ProxycclWait {
  * kind. */
 enum { PROXYCCL_WAIT_PEERS = 64, PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 16 };
 
-/* The question number of an abort, which every wait answers. */
+/* The question number that stands for an abort: every wait answers it. */
 #define PROXYCCL_LAST_QUESTION 0xffffffffu
 
 typedef struct ProxycclControl {

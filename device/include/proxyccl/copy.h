@@ -1,5 +1,5 @@
-// Copies by the threads of a block or grid: copyBytes() divides the bytes in the fastest way, copyInTurn() in the
-// documented way.
+// Copies by the threads of a block or grid: copyBytes() divides the bytes among the threads as is fastest, copyInTurn()
+// in a documented order.
 #pragma once
 
 #include "proxyccl/platform.h"
@@ -23,7 +23,7 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
   for (; i < words; i += threads) to[i] = from[i];
 #else
   // A thread's loads are issued together: otherwise each load would wait for the store before it, which may alias the
-  // load. All pointers are made from one, so that few registers hold them.
+  // load. All pointers are computed from one pointer, so that they take few registers.
   const size_t next = threads;
 #pragma unroll 1
   for (; i < words; i += 4 * next) {
@@ -54,7 +54,8 @@ PROXYCCL_DEVICE Bytes16 bytesFrom(uint32_t first, const Bytes16& word, const Byt
 }
 
 // copyWords() for addresses with different alignment: stores whole words of 16 bytes at the destination, each made of
-// two words of the source. A link carries these faster than more and narrower stores. A thread has one word in flight:
+// two words of the source. A link carries such stores faster than narrower ones, of which there would be more. A thread
+// has one word in flight:
 // with more, kernels that call this would have to spill registers. All accesses are within the two ranges.
 PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
   const uintptr_t target = reinterpret_cast<uintptr_t>(dst), source = reinterpret_cast<uintptr_t>(src);

@@ -22,7 +22,7 @@ struct Fifo : ProxycclFifo {
   /// Pushes one trigger; waits while the ring is full. Any number of threads may call it at once.
   ///
   /// Triggers of one thread are executed in the order of its pushes. The proxy's transfer sees what the thread wrote
-  /// before.
+  /// before the push.
   /// @param trigger  from makeTrigger(); its parity bit is ignored
   /// @param control  the control block of the communicator; null for the module's own
   /// @return the trigger's ticket; kNoTicket if the communicator has ended or the ring stayed full until the time-out

@@ -119,8 +119,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
   PROXYCCL_DEVICE void signal() const { push(PROXYCCL_OP_SIGNAL, 0, 0, 0, 0, 0); }
 
-  /// Raises the peer's semaphore to `value`, as that many signals would; ordered like signal(). The peer waits for it
-  /// with waitUntil(value), or with as many calls of wait().
+  /// Raises the count of the peer's semaphore to `value`, as if this rank had sent signals until the count was `value`.
+  /// The memory order is that of signal(). The peer waits with waitUntil(value), or calls wait() once for each signal.
   /// @param value  greater than every earlier count, or the communicator ends with a TriggerError
   PROXYCCL_DEVICE void signal(uint64_t value) const {
     Fifo{fifo}.push(makeValueTrigger(PROXYCCL_OP_SIGNAL, channel, 0, 0, value, 8), control);
@@ -215,7 +215,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   /// Waits until the peer's signals have reached `value`, and consumes them. If `value` is reached already, it
-  /// returns true at once. Otherwise it works like wait().
+  /// returns true at once. Otherwise it waits like wait().
   /// @param value  a count of signals since the channel was made
   PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel, value);
@@ -262,7 +262,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return Fifo{fifo}.push(makeValueTrigger(op, channel, dst_memory, dstOffset, carried, sizeof(T)), control);
   }
 
-  // Pushes an operation, as several triggers if it is longer than one trigger can move. Returns the last one's ticket.
+  // Pushes an operation, as several triggers if it is longer than one trigger can move. Returns the last trigger's
+  // ticket.
   PROXYCCL_DEVICE uint64_t push(uint32_t op, uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory,
                                 uint64_t srcOffset, uint64_t size) const {
     if (op & PROXYCCL_OP_DATA) {

@@ -33,7 +33,7 @@ struct SharedSemaphore : ProxycclSemaphore {
     addRelaxedSystem(remote_inbound, 1);
   }
 
-  /// Raises the count at the peer to `value`; ordered like signal().
+  /// Raises the count at the peer to `value`. The memory order is that of signal().
   /// @param count  the count so far, if that is not below `value`
   /// @return false if the count so far is not below `value`: then nothing is signalled
   PROXYCCL_DEVICE bool signal(uint64_t value, uint64_t* count) const {

@@ -113,8 +113,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   }
 
   /// Waits for the packets that the peer puts into this rank's packet buffer, and writes their data to local memory. A
-  /// group of threads calls it together: thread t takes packet t, t + numThreads, … . It may use their data at once;
-  /// after a __syncthreads() the group may use all of it.
+  /// group of threads calls it together: thread t takes packet t, t + numThreads, … . The thread may use the data of
+  /// its own packets immediately; after a __syncthreads() the group may use all data.
   ///
   /// If a wait fails, zeros are written, and the communicator ends or has ended; a time-out ends it with a
   /// WaitTimeoutError.
@@ -147,8 +147,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// syncThreadsSystem().
   PROXYCCL_DEVICE void signal() const { semaphoreHandle().signal(); }
 
-  /// Raises the peer's semaphore to `value`, as that many signals would; ordered like signal(). The peer waits for it
-  /// with waitUntil(value), or with as many calls of wait().
+  /// Raises the count of the peer's semaphore to `value`, as if this rank had sent signals until the count was `value`.
+  /// The memory order is that of signal(). The peer waits with waitUntil(value), or calls wait() once for each signal.
   /// @param value  greater than every earlier count, or the communicator ends with a TriggerError
   PROXYCCL_DEVICE void signal(uint64_t value) const {
     uint64_t count;
@@ -164,8 +164,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const { return semaphoreHandle().wait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel); }
 
-  /// Waits until the peer's signals have reached `value`, and consumes them. If they have, it returns true at once.
-  /// Otherwise like wait().
+  /// Waits until the peer's signals have reached `value`, and consumes them. If they have reached it already, it
+  /// returns true immediately. Otherwise it waits like wait().
   /// @param value  a count of signals since the channel was made
   PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel, value);
@@ -186,8 +186,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
  private:
   PROXYCCL_DEVICE SharedSemaphore semaphoreHandle() const { return {semaphore}; }
 
-  // Whether a range lies in a memory, and its offset and size are multiples of `unit`, a power of two that the compiler
-  // knows.
+  // Whether a range lies in a memory, and its offset and size are multiples of `unit`, a power of two known at compile
+  // time.
   PROXYCCL_DEVICE bool has(uint32_t call, uint32_t memory, uint64_t memory_bytes, uint64_t offset, uint64_t bytes,
                            uint64_t unit = 1) const {
     if (offset <= memory_bytes && bytes <= memory_bytes - offset && ((offset | bytes) & (unit - 1)) == 0) return true;

@@ -2,7 +2,7 @@
 // separate flag. Every block reads all packets and counts for itself, so no rank waits for another's counts. Choices
 // are ids (experts/announcement_ids.h) or masks (experts/announcement_masks.h).
 //
-// Packets of one parity, with the same layout on each rank: [ranks][1 + choice_packets] a head and choices,
+// The packets of one parity have this layout, the same on each rank: [ranks][1 + choice_packets] a head and choices,
 // [ranks][weight_packets] weights. Every announcement sends all of them, so announcement n + 2 overwrites announcement
 // n. No flag guards that. Rank x announces n + 2 after it has ended dispatch n + 1, for which it needed every rank y's
 // announcement n + 1, made after y had ended dispatch n.

@@ -21,7 +21,8 @@ class IdAnnouncement : public Announcement {
                 [&](uint32_t packet) { return bitsOfPacket(call, packet); });
   }
 
-  // Called by the block: waits for all ranks. Threads may read their choices after the next barrier. Returns false to a
+  // Called by the block: waits for all ranks' packets. Threads may read their choices after the next barrier. Returns
+  // false to a
   // thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await() const {
     return awaitAllBut(PROXYCCL_NO_PEER, threadIdx.x, blockDim.x,

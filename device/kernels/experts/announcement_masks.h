@@ -1,8 +1,9 @@
-// Announcements with a row for each rank: for each rank a mask of the tokens that go there. For 128 tokens, two words
+// Announcements where a token has a row for each rank: for each rank a mask of the tokens that go to it. For 128
+// tokens, two words
 // replace 256 packets of ids, and positions are counts of bits.
 //
-// A rank's choices are a packet for each block that announces, with the first slot of its share whose id is out of
-// range, or ~0; then for each rank a packet for every 64 tokens.
+// A rank's choices begin with one packet for each block that announces, which holds the first slot of the block's share
+// whose id is out of range, or ~0 if there is none. Then come, for each rank, one packet for every 64 tokens.
 #ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
 #define PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
 
@@ -98,7 +99,8 @@ class MaskAnnouncement : public Announcement {
                 others, [](uint32_t) { return 0; });
   }
 
-  // Called by `threads` threads: waits for all ranks, but not for this one if the block has collected all of its masks.
+  // Called by `threads` threads: waits for all ranks' masks, except this rank's if the block has collected all of them
+  // itself.
   // The block may read their choices after its next barrier or, if tokens are many, after sumUp() and another barrier.
   // Returns false to a thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await(bool has_collected, uint32_t thread, uint32_t threads) const {
@@ -235,11 +237,11 @@ class MaskAnnouncement : public Announcement {
     const uint32_t i = source * e_.world_size + rank;
     return counts()[i / 2] >> i % 2 * 16 & 0xffff;
   }
-  // The first slot of a source with an id that is out of range, or ~0.
+  // Returns a source's first slot whose id is out of range, or ~0 if there is none.
   PROXYCCL_DEVICE uint32_t badSlot(uint32_t source) const { return badSlots()[source]; }
 
  private:
-  static constexpr uint32_t kTokensOfPair = 64;  // tokens of a pair of words, which is a packet
+  static constexpr uint32_t kTokensOfPair = 64;  // a packet holds a pair of words, with a bit for each token
 
   static PROXYCCL_DEVICE uint32_t atMost(uint32_t n, uint32_t most) { return n < most ? n : most; }
   static PROXYCCL_DEVICE Choice choiceOf(uint64_t bits) {

@@ -2,8 +2,8 @@
 // computes where rows go.
 //
 // A slot's row is the sum of three numbers: the first row of its expert from its source, the slots of that expert in
-// earlier segments, and the slot's position among those of its own segment. The first two are sums of counts, the third
-// is in the slot's routing.
+// earlier segments, and the slot's position among those of its own segment. The first two numbers are sums of counts;
+// the third is in the slot's routing.
 #ifndef PROXYCCL_EXPERT_DISPATCH_COUNTS_H
 #define PROXYCCL_EXPERT_DISPATCH_COUNTS_H
 
@@ -292,7 +292,7 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::publishReceivedRows(const Gathered& gathered) const {
   ProxycclReceivedRows* to = team_->received_rows;
   storeRelaxedSystem(&to->rows, gathered.rows);
-  if (gathered.bad_rank != PROXYCCL_NO_PEER) {  // kept by later dispatches, because the CPU may read it later
+  if (gathered.bad_rank != PROXYCCL_NO_PEER) {  // later dispatches do not reset it, because the CPU may read it later
     storeRelaxedSystem(&to->bad_slot, gathered.bad_slot);
     storeRelaxedSystem(&to->bad_rank, gathered.bad_rank);
   }

@@ -11,7 +11,7 @@ template <class Mode>
 PROXYCCL_DEVICE bool Dispatch<Mode>::awaitMasks(Gathered* gathered) const {
   const bool collected = call_.phases & PROXYCCL_EXPERT_ROUTE;
   if (!announced_.await(collected, threadIdx.x, blockDim.x)) announcedState().incomplete = true;
-  syncThreadsSystem();  // also for what the block has sent: publishSent() follows
+  syncThreadsSystem();  // this barrier also covers what the block has sent: publishSent() follows
   if (announcedState().incomplete) return false;
   if constexpr (kSharedMasks) {
     announced_.sumUp(threadIdx.x, blockDim.x);

@@ -24,7 +24,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receive(const Group& group, uint32_t* next_
       if constexpr (kAnnounced) writeAnnouncedCounts(group, gathered.rows);
     } else if (next < copies) {
       // This rank's own rows come first, because they need no wait. Rows of other ranks arrive one by one, so sources
-      // take turns. Announced rows of one source arrive all at once.
+      // take turns. If choices were announced, all rows of a source arrive together.
       const uint32_t item = kAnnounced ? next % most : next / ranks, turn = kAnnounced ? next / most : next;
       receiveItem(group, item, (team_->rank + turn) % ranks, &arrived);
     } else if (next - copies < described) {

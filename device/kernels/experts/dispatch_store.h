@@ -1,8 +1,9 @@
 // Dispatch, the sender, with a row for each rank and output buffers: once all counts are known, each row is stored once
-// on every rank that gets it, right where the caller reads it.
+// on every rank that gets it, at the place where the caller reads it.
 //
-// A rank says in its routing, or in its announcement, in which of its buffers it wants the rows. It does so when its
-// stream has reached this dispatch, so earlier work no longer uses the buffer. Rows are converted to float8 as they are
+// A rank says in its routing, or in its announcement, in which of its buffers it wants the rows. The rank names the
+// buffer when its stream has reached this dispatch, so earlier work no longer uses the buffer. Rows are converted to
+// float8 as they are
 // stored, once for each token.
 #ifndef PROXYCCL_EXPERT_DISPATCH_STORE_H
 #define PROXYCCL_EXPERT_DISPATCH_STORE_H

@@ -4,7 +4,8 @@
  * Plain C. A slot is one expert choice of one token. Each rank's tokens are cut into segments of consecutive tokens;
  * block b of every rank handles segment b of every source, so blocks wait for other blocks only for the counts and,
  * between nodes, for messages with several segments (batches). A large dispatch has fewer segments than blocks; the
- * other blocks only send. A small one sends no counts: it announces its choices to all ranks (experts/announcement.h),
+ * other blocks only send. A small dispatch sends no counts: it announces its choices to all ranks
+ * (experts/announcement.h),
  * and every block counts for itself.
  *
  * Every rank has a workspace, with the same layout on all, and the ranks of its node map it. It holds flags (8-byte
@@ -12,8 +13,9 @@
  * each segment its routing, then for each segment its tokens' rows. Between nodes consecutive segments form a batch:
  * their rows lie one after the other from the first segment's place on, and travel as one message.
  *
- * With a row for each rank, these kernels' experts are ranks, and experts_per_rank is 1. A dispatch counts the ranks
- * that a token goes to, each once (experts/choices.h). The token's choice there, a ProxycclExpertChoice, takes the
+ * If a token has a row for each rank, the kernels treat each rank as one expert, and experts_per_rank is 1. A dispatch
+ * counts each rank that a token goes to once (experts/choices.h). The token's choice there, a ProxycclExpertChoice,
+ * takes the
  * place of a slot's weight, so every rank that gets the token's routing has all its choices.
  *
  * - announced [2][…]: packets: the choices and weights of every rank
@@ -81,7 +83,7 @@ typedef struct ProxycclExpertSegment {
   uint32_t tokens;        /* tokens of the whole source */
   uint32_t bad_slot;      /* the first slot with a bad expert id, or 0xffffffff */
   uint32_t wanted_tokens; /* see ProxycclDispatch.wanted_tokens */
-  uint32_t output_buffer; /* the source's output buffer, see ProxycclDispatch */
+  uint32_t output_buffer; /* the number of the source's output buffer, as in ProxycclDispatch.output_buffer */
 } ProxycclExpertSegment;
 
 typedef struct ProxycclExpertSlot {
@@ -102,7 +104,7 @@ typedef struct ProxycclReceivedRows {
                          there was none since the CPU last set it to that */
   uint32_t bad_slot;  /* that rank's first slot with a bad expert id */
   uint32_t bad_index; /* 1 if full_scatter_indices were not a permutation of this rank's rows, or too few */
-  uint32_t most_rows; /* most rows of a rank, or with padded rows of an expert, since the CPU last set this to 0 */
+  uint32_t most_rows; /* the largest number of rows of a rank or, with padded rows, of an expert since the CPU last set this to 0 */
   uint32_t wanted_tokens; /* the greatest ProxycclDispatch.wanted_tokens of all ranks */
 } ProxycclReceivedRows;
 
@@ -111,7 +113,7 @@ typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
   uint64_t routings;             /* dispatches other than redispatches */
   uint32_t
-      next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of those that stay here */
+      next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of the rows that stay on this rank */
   uint32_t blocks_done;
   uint32_t has_failed; /* a dispatch gave up before it wrote its layout, and calls that read layouts must do nothing */
 } ProxycclExpertCounters;
@@ -124,14 +126,14 @@ typedef struct ProxycclExperts {
   const uint32_t* members; /* [nodes][local_size]: ranks */
   uint32_t experts_per_rank, topk, max_tokens;
   uint32_t blocks;                   /* blocks of a kernel, and segments of a combine */
-  uint32_t segments, segment_tokens; /* segments of a dispatch, the most tokens of one; blocks without one only send */
+  uint32_t segments, segment_tokens; /* segments of a dispatch; the most tokens of a segment; blocks without a segment only send */
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;                /* with a row for each rank: experts of each rank; else 0 */
   uint32_t padded_rows;                    /* with padded rows: most rows of an expert; else 0 */
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
   uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint32_t output_buffers, output_rows; /* number of buffers, of which the last is for a combine's rows; rows of each */
-  uint32_t senders;    /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is one */
+  uint32_t senders;    /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is only one block */
   uint32_t kept_calls; /* 2: inbox and returns are double-buffered, so that a call sends before peers have read the
                           previous one; else 1 */
   uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
@@ -157,7 +159,8 @@ typedef struct ProxycclExperts {
   uint32_t* arrivals;
   uint32_t* bases; /* [segments][2][experts]; with output buffers at least [blocks][2][world_size][segments] */
   ProxycclReceivedRows* received_rows;
-  /* In pinned memory: the choices of each of this rank's experts, stored before the ticket. With a row for each rank
+  /* In pinned memory: how many slots chose each of this rank's experts, stored before the ticket. With a row for each
+     rank
    * [chosen_per_rank], with expert_alignment [experts_per_rank]. */
   uint32_t* chosen_rows;
   ProxycclExpertCounters* counters;
@@ -218,10 +221,11 @@ typedef struct ProxycclCombine {
   const float* weights; /* [R], or null */
   /* [tokens][topk], or null: factors of the slots' rows, beside `weights`. On one node, without local_combine. */
   const float* slot_weights;
-  /* [tokens][hidden] each, or null: sums begin with these arrays. The second array needs the first. */
+  /* [tokens][hidden] each, or null: sums begin with these arrays. If there is a second array, there is a first one. */
   const char* added[PROXYCCL_ADDED];
-  /* [tokens][topk] of id_bytes each, or null: the ids that the caller dispatched by. A token's rows, one of each rank,
-   * are then summed in the order of its last slots for the ranks. On one node, with a row or a sum of each rank. */
+  /* [tokens][topk] of id_bytes each, or null: the ids that the caller dispatched by. A token's rows, one from each
+   * rank, are then summed in the order of the token's last slots for these ranks. On one node, with a row or a sum of
+   * each rank. */
   const char* order_ids;
   uint64_t id_bytes;
   char* output; /* [tokens][hidden] */
