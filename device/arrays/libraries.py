@@ -15,7 +15,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 def is_torch(kind: type) -> bool:
-    """Whether a type is torch.Tensor or a subclass. Does not import torch."""
+    """Whether a type is torch.Tensor or a subclass. This check does not import torch."""
     return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__)
 
 

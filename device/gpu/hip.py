@@ -39,7 +39,7 @@ def _version(number: int) -> str:
 
 
 class HipDriver(Driver):
-    """AMD's driver. ROCm also loads kernels lazily, but is not known to block other calls meanwhile.
+    """AMD's driver. ROCm also loads kernels lazily, but is not known to block other calls while it loads one.
 
     Raises:
         RuntimeUnavailableError: the package, ROCm or a device is missing, or the driver is too old.

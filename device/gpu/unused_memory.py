@@ -41,7 +41,7 @@ def remove_hold(hold: Hold) -> None:
 
 
 def is_held() -> bool:
-    """Whether any hold is active. Queries each of them."""
+    """Whether any hold is active. Queries each hold."""
     with _lock:
         holds = list(_holds)
     held = False
@@ -95,7 +95,7 @@ class UnusedMemory:
                 if first < ptr + nbytes and ptr < first + size:
                     try:
                         unused._pins.remove(pin)
-                    except ValueError:  # another thread has taken it
+                    except ValueError:  # another thread has taken the call
                         continue
                     free()
 
@@ -104,7 +104,7 @@ class UnusedMemory:
         self._allocations.append((ptr, free))
 
     def has_allocation(self, ptr: int) -> bool:
-        """Whether the allocation at an address is pending here, or will never be freed."""
+        """Whether the allocation at an address is to be freed by this object, or will never be freed."""
         return any(ptr == unused for unused, _ in (*self._allocations, *self._kept))
 
     def free(self) -> None:

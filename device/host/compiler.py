@@ -50,7 +50,7 @@ def find_compiler() -> list[str]:
 
 @functools.cache
 def compiler_version(command: tuple[str, ...]) -> str:
-    """The first line of the compiler's version."""
+    """Returns the first line of the compiler's version."""
     out = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False, timeout=30)
     return out.stdout.split("\n", 1)[0]
 
@@ -73,8 +73,8 @@ def load_source(
 def load_shipped(
     source: str, name: str, options: tuple[str, ...], load: Callable[[Path], T], *, compiled_only: bool = False
 ) -> T:
-    """`load_source` for a shipped kernel. With `compiled_only`, raises CompileError unless the kernel is in the
-    cache."""
+    """Does what `load_source` does, for a shipped kernel. With `compiled_only`, raises CompileError unless the kernel
+    is in the cache."""
     command = _command((*options, f"-I{KERNEL_DIR}"), ())
     text = text_with_exports(source, ())
 

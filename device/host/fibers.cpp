@@ -306,7 +306,8 @@ bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberSta
       fiber->exchange_result = bits;
     } else {
       const uint32_t source = fiber->exchange_source;
-      // If the source lane does not take part, the result is undefined on a GPU; here it is the reader's own value.
+      // If the source lane does not take part, the result is undefined on a GPU; in this emulator it is the reader's
+      // own value.
       fiber->exchange_result =
           members >> source & 1 ? laneOf(block, warp_index, source)->exchange_value : fiber->exchange_value;
     }

@@ -67,7 +67,7 @@ Mappings& mappings() { return proxyccl::host::Lasting<Mappings>::get(); }
 uintptr_t roundUp(uintptr_t value, uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // Maps a whole file. A file with room for a huge page is mapped at a multiple of the huge page's size, as the kernel
-// uses huge pages only there.
+// uses huge pages only at such addresses.
 void* mapAligned(int descriptor, size_t bytes) {
   constexpr int kProtection = PROT_READ | PROT_WRITE;
   void* mapping = mmap(nullptr, bytes, kProtection, MAP_SHARED, descriptor, 0);

@@ -150,7 +150,7 @@ class HostRuntime(Runtime):
         lib.proxyccl_host_memory_use_huge_pages(ptr, nbytes)
 
     def allocate_pinned(self, nbytes: int) -> SharedMemory:
-        """Allocates zeroed shared memory: device memory and pinned memory are the same here."""
+        """Allocates zeroed shared memory: on this runtime, device memory and pinned memory are the same."""
         return self.allocate(nbytes)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
@@ -207,7 +207,7 @@ class HostRuntime(Runtime):
         return ((ptr, number[0]),)
 
     def free_later(self, ptr: int) -> None:
-        """Frees memory at once: the system keeps it until its last mapping ends."""
+        """Frees memory immediately: the system keeps the memory until its last mapping ends."""
         check_status(lib.proxyccl_host_free(ptr), "free")
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> HostStream:
@@ -300,7 +300,7 @@ class HostRuntime(Runtime):
             for stream in self._all_streams():  # including streams of ranks that are threads
                 try:
                     stream.finish()
-                except KernelError as error:  # raised later: the other streams are waited for first
+                except KernelError as error:  # this error is raised later, after the waits for the other streams
                     failed = failed or error
         if failed is not None:
             try:

@@ -2,8 +2,7 @@
 // each rank reduces all of it.
 //
 // The data crosses a link once, and a rank sends (n-1) times the bytes. Each rank reduces in rank order, so all ranks
-// get the same bits.
-// Slot r holds the data of rank r.
+// get the same bits. Slot r holds the data of rank r.
 #pragma once
 
 #include "instance.h"

@@ -2,12 +2,10 @@
 // launch. The size of a row must be a multiple of 16 bytes.
 //
 // A block handles whole rows or a part of each row, and the same ones on every rank. Rows past the last one are
-// padding, whose packets
-// are sent too. In one shot every rank sends a row's packets to every other rank, and each rank reduces all of them:
-// slot r
-// holds the data of rank r. In two shots a packet has an owner, to which the other ranks send theirs. The owner reduces
-// them and sends the sum to all ranks: slot n + r holds sums of rank r. Owners are dealt out by warps, so all threads
-// of a warp take the same steps.
+// padding, whose packets are sent too. In one shot every rank sends a row's packets to every other rank, and each rank
+// reduces all of them: slot r holds the data of rank r. In two shots a packet has an owner, to which the other ranks
+// send theirs. The owner reduces them and sends the sum to all ranks: slot n + r holds sums of rank r. Owners are dealt
+// out by warps, so all threads of a warp take the same steps.
 //
 // Why packets' places can be used again in two shots (packets.h): a thread has the same packets and so the same owners
 // in every epoch of a kernel. A rank's thread that goes on to epoch e + 2 has the sum of e + 1, which its owner sent
@@ -79,8 +77,7 @@ PROXYCCL_DEVICE void twoShotRows(const ProxycclPacketTeam& team, const Rows<T>& 
 }
 
 // A kernel's name says the form of its packets, the number of blocks of a row if it is more than one, and "_apart" if
-// an array of
-// this rank is not aligned to 16 bytes. The other ranks' arrays may be aligned.
+// an array of this rank is not aligned to 16 bytes. The other ranks' arrays may be aligned.
 #define PROXYCCL_ROWS_KERNEL(suffix, Form, kWhole, kBlocks)                                              \
   template <class T>                                                                                     \
   PROXYCCL_DEVICE void one_shot_rms_norm_##suffix(const ProxycclPacketTeam& team, const Rows<T>& rows) { \

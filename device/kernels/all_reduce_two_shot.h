@@ -1,7 +1,7 @@
 // Two-shot all-reduce where all peers are mapped: each rank reduces one share of the data for all
 // (scattered_reduction.h), and distributes the result. A rank sends 2 (n-1)/n times the bytes, and the data crosses
-// links twice. Results go straight
-// to the peers' outputs if all are reached (outputs.h), otherwise to their scratch memory.
+// links twice. Results go straight to the peers' outputs if all are reached (outputs.h), otherwise to their scratch
+// memory.
 //
 // If the all-reduce is in place, short, and all ranks offer their arrays, ranks load the data from their peers' arrays.
 // Nothing is stored before the loads, so the ranks need no fence when they meet; a fence takes longer than the loads. A
@@ -12,9 +12,9 @@
 //   1. waits for the peers' scattered parts of piece k, and scatters piece k + 1;
 //   2. reduces piece k, and distributes the result;
 //   3. waits for the peers' results of piece k - 1 in its scratch memory, and stores them to its output.
-// Where results go to outputs, part 3 and its posts are skipped. Instead the ranks meet at the end.
-// Each of the two kinds of data has its own PROXYCCL_PIPELINE_DEPTH buffers, used in turn. No flag guards them; the
-// order of the steps does. A rank that is about to
+// Where results go to outputs, part 3 and its posts are skipped. Instead the ranks meet at the end. Each of the two
+// kinds of data has its own PROXYCCL_PIPELINE_DEPTH buffers, used in turn. No flag guards them; the order of the steps
+// does. A rank that is about to
 //   - scatter piece k + 1 has every peer's data of piece k, which the peers posted when they had reduced piece k - 2:
 //     its buffer is free;
 //   - distribute the results of piece k has every peer's data of piece k, which the peers posted when they had finished

@@ -2,8 +2,7 @@
 // and sends the result to all ranks.
 //
 // The data crosses links twice, and a rank sends 2 (n-1)/n times the bytes. A share is reduced by one rank, in rank
-// order, accumulated in
-// the wide type and rounded once. Slot r holds the data of rank r, slot n + r its result.
+// order, accumulated in the wide type and rounded once. Slot r holds the data of rank r, slot n + r its result.
 #pragma once
 
 #include "instance.h"

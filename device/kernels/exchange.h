@@ -65,8 +65,7 @@ class Lane {
         buffers_(buffers),
         offset_(buffers.offset + static_cast<uint64_t>(number_) * slots * buffers.slot_bytes) {
     // For each peer, where its slots begin or, if the proxy sends, where the slots that stage its data begin: these
-    // addresses are in shared memory, because
-    // every piece needs them.
+    // addresses are in shared memory, because every piece needs them.
     const uint32_t peer = threadIdx.x;
     if (peer < team.world_size) {
       char* base = peer < PROXYCCL_MAX_MAPPED_RANKS ? team.remote[peer] : nullptr;

@@ -1,12 +1,11 @@
 // all_gather, all_to_all, broadcast and barrier: they move bytes without interpreting them.
 //
-// `bytes` is the size of what one rank contributes for one rank. In-place calls are those of NCCL: all_gather with
-// in = out + rank * bytes, all_to_all and broadcast with in = out.
+// `bytes` is the size of what one rank contributes for one rank. In-place calls are those of NCCL: all_gather with in =
+// out + rank * bytes, all_to_all and broadcast with in = out.
 //
 // If every output is reached (outputs.h), a rank stores its bytes directly in the outputs. The ranks then meet first,
 // because an output may be written only once its rank's kernel runs, and they meet again at the end. Otherwise lanes
-// send
-// through scratch memory, in pieces that fit their slots, and every rank runs the same number of rounds.
+// send through scratch memory, in pieces that fit their slots, and every rank runs the same number of rounds.
 #pragma once
 
 #include "exchange.h"
@@ -16,8 +15,7 @@
 namespace proxyccl {
 
 // Called by all threads: waits for the other ranks, and returns whether every output is reached. A rank whose own
-// output is
-// not reached knows the answer, and does not wait.
+// output is not reached knows the answer, and does not wait.
 PROXYCCL_DEVICE bool meet(const ProxycclTeam& team, Exchange& exchange, const Outputs& outputs) {
   if (!team.meet) return false;
   outputs.tell();

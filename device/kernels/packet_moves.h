@@ -2,8 +2,7 @@
 // without a signal.
 //
 // `bytes` is the size of what one rank contributes for one rank. In-place calls are those of moves.h. A thread reads
-// and writes the
-// same bytes of every share, so it has sent what it overwrites in place.
+// and writes the same bytes of every share, so it has sent what it overwrites in place.
 #pragma once
 
 #include "instance.h"

@@ -118,8 +118,8 @@ struct PacketForm {
   static PROXYCCL_DEVICE void forEach(uint32_t packets, Body body) {
     proxyccl::forEach(packets, threadIdx.x, blockDim.x, body);
   }
-  // The data of packet p of a share. Shares of `share` payloads each lie one after the other in array[count].
-  // Padding is not loaded or stored: past the share's end lies the next share, which other threads load and store.
+  // The data of packet p of a share. Shares of `share` payloads each lie one after the other in array[count]. Padding
+  // is not loaded or stored: past the share's end lies the next share, which other threads load and store.
   template <class T>
   static PROXYCCL_DEVICE Payload load(const T* array, uint64_t count, uint64_t share, uint32_t number, uint64_t p) {
     return p < share ? loadPayload(array, count, number * share + p).pack() : Payload{};

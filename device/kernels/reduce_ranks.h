@@ -1,4 +1,5 @@
-// The combination of values that each rank has in one place: the bandwidth-bound reductions use it on a round's data.
+// Combines all ranks' values when each rank's values are contiguous in memory: the bandwidth-bound reductions use it on
+// a round's data.
 #pragma once
 
 #include "integers.h"
@@ -100,7 +101,7 @@ PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint32_t divisor, uin
 template <class T>
 using Unit = Pack<T, 16 / sizeof(T)>;
 
-// When the units of a rank are loaded: in the rank's turn, or while the previous rank's units are in flight, which
+// When a rank's units are loaded: after those of the previous rank have arrived, or while these are in flight, which
 // keeps more data in flight and takes more registers.
 enum class Loads { kInTurn, kAhead };
 

@@ -90,9 +90,9 @@ class ScaledNumbers {
       for (uint32_t h = 0; h < kHalves; ++h) parts_[i].halves[h] = exists ? words[part * kHalves + h] : Half{};
     }
   }
-  // By a group: makes the elements. *kept is the greatest magnitude of a block: the lane with number n among a block's
-  // lanes has the magnitude of part n. Returns false to the whole group if there was an infinity or a NaN; then the
-  // elements are invalid.
+  // Called by a group: makes the elements. *kept is the greatest magnitude of a block: the lane with number n among a
+  // block's lanes has the magnitude of part n. Returns false to the whole group if there was an infinity or a NaN; then
+  // the elements are invalid.
   PROXYCCL_DEVICE bool quantize(const Group& group, Elements* elements, float* kept) const {
     uint32_t most[kParts];
 #pragma unroll

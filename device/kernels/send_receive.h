@@ -2,9 +2,9 @@
 // exchanges data with.
 //
 // Each block works on one lane of one transfer. The sender writes a piece into a slot of the receiver's scratch memory
-// and signals; the receiver copies it out and signals back, which is a credit. The sender waits for a credit before
-// each piece except the first PROXYCCL_FLOW_SLOTS of a flow's life. So a slot is written again only after it was read,
-// and where the proxy sends, its staging slot is reused only when the put from it is complete.
+// and signals; the receiver copies the piece out and signals back; this signal is a credit. The sender waits for a
+// credit before each piece except the first PROXYCCL_FLOW_SLOTS of a flow's life. So a slot is written again only after
+// it was read, and where the proxy sends, its staging slot is reused only when the put from it is complete.
 #pragma once
 
 #include "exchange.h"

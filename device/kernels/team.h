@@ -1,8 +1,8 @@
 /* Parameters of the shipped collectives that describe the ranks.
  *
  * Plain C. Links are a table [lanes][world_size]. Where every peer is mapped, each block has its own lane, and blocks
- * never wait for one another inside a collective. Where some are reached through the proxy, there is one lane, on which
- * all blocks work together: copy engines and the proxy's thread are faster with few large pieces.
+ * never wait for one another inside a collective. Where some peers are reached through the proxy, there is one lane, on
+ * which all blocks work together: copy engines and the proxy's thread are faster with few large pieces.
  */
 #pragma once
 
@@ -52,16 +52,17 @@ typedef struct ProxycclTeam {
   ProxycclControl* control;
   ProxycclLink* links;
   ProxycclTeamCounters* counters;
-  uint32_t* epochs; /* one a lane, in device memory, advanced by its block: kernels that used outputs.h */
+  uint32_t* epochs; /* in device memory, one number for each lane, which the lane's block advances: how many kernels
+                       used outputs.h */
   char* scratch;
   char* proxied;           /* the scratch memory for peers that are not mapped: `scratch`, or pinned memory
                               of the host, where CPUs move what the proxy would stage */
   uint64_t exchange_bytes; /* bytes from all peers that a buffer for rounds holds */
   uint64_t pipeline_bytes; /* bytes from all peers that a buffer for pipelines holds */
   uint64_t outputs_offset, staging_offset;
-  uint64_t one_crossing_bytes; /* most bytes for which an all_reduce by proxy takes one crossing */
-  /* The shape of a call in pieces, worked out by the host, because division is slow on a device. In elements: a rank
-   * reduces a share, in pieces. */
+  uint64_t one_crossing_bytes; /* most bytes for which the data of an all_reduce by proxy crosses a link only once */
+  /* How a call is cut into pieces, computed by the host, because division is slow on a device. In elements: the share
+   * that a rank reduces, and the pieces of a share. */
   uint64_t share, piece, pieces;
   uint64_t slot_bytes; /* bytes of a slot for a peer's piece */
   uint32_t meet;   /* whether ranks learn of each other's outputs before they send anything; the same on all ranks */

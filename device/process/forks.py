@@ -1,6 +1,7 @@
 """Ownership by one process: a fork's child has copies of its parent's objects, but not its threads or its role.
 
-In the child, using such an object raises ClosedError, and its finalizer does nothing. The child may make its own.
+In the child, using such an object raises ClosedError, and its finalizer does nothing. The child may make its own
+objects.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Threads of the library. Starting one is bounded, and raises ResourceError if memory or threads have run out. An error
-that ends a thread is logged, and passed to the thread's owner.
+"""Threads of the library. Starting a thread takes a bounded time, and raises ResourceError if memory or threads have
+run out. An error that ends a thread is logged, and passed to the thread's owner.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Started(threading.Event):
 
 
 class Thread(threading.Thread):
-    """A daemon thread: the process's end does not wait for it.
+    """A daemon thread: the process does not wait for it when it ends.
 
     Args:
         run: the thread's function.

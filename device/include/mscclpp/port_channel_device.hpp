@@ -59,7 +59,7 @@ struct BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void flush(int64_t = -1) const { ours().flush(); }
   /// Consumes the peer's next signal if it has arrived.
   PROXYCCL_DEVICE bool poll() const { return ours().poll(); }
-  /// Waits for the peer's next signal and consumes it. Any number of threads may call it at once.
+  /// Waits for the peer's next signal and consumes it. Any number of threads may call it concurrently.
   PROXYCCL_DEVICE void wait(int64_t = -1) const { ours().wait(); }
 
   /// The same channel with ProxyCCL's methods, some of which MSCCL++ lacks: get(), putValue(), signal(value),

@@ -15,7 +15,7 @@ namespace detail {
 
 // The fields of ProxycclSemaphore under MSCCL++'s names.
 struct Semaphore {
-  uint64_t* inboundToken;          // the count of the peer's signals, as they arrive here
+  uint64_t* inboundToken;          // the count of the peer's signals that have arrived
   uint64_t* expectedInboundToken;  // in local memory: the count of signals that were consumed or are waited for
   uint64_t* remoteInboundToken;    // the peer's inboundToken; null for a semaphore that its proxy signals
   uint64_t* outbound_;

@@ -104,8 +104,8 @@ typedef volatile __attribute__((address_space(1))) HipVector4 HipGlobalVector4;
 #define PROXYCCL_HIP_SYSTEM_SCOPE " sc0 sc1"
 #endif
 // The store is written in assembly, because the compiler waits for each volatile store to arrive: packets to seven
-// peers would take seven
-// trips in turn. The s_nop is needed because the hardware reads the second half of the data one instruction later.
+// peers would take seven trips in turn. The s_nop is needed because the hardware reads the second half of the data one
+// instruction later.
 PROXYCCL_DEVICE void storePacket128(uint64_t* p, uint64_t low, uint64_t high) {
   const HipVector2 pair = {low, high};
   asm volatile("global_store_dwordx4 %0, %1, off" PROXYCCL_HIP_SYSTEM_SCOPE "\n\ts_nop 0" ::"v"(p),

@@ -120,7 +120,8 @@ struct Avg {
  private:
   template <class A>
   static PROXYCCL_DEVICE A divide(A a, uint32_t ranks) {
-    return a / static_cast<decltype(a + a)>(ranks);  // the type of a + a is wider than 8 bits, which may not hold the number of ranks
+    return a / static_cast<decltype(a + a)>(
+                   ranks);  // the type of a + a is wider than 8 bits, which may not hold the number of ranks
   }
   // A power of two has an exact reciprocal, so the quotient is the product. On a GPU a division takes some 30
   // instructions, which would slow down a kernel of few blocks.
@@ -158,9 +159,8 @@ PROXYCCL_DEVICE typename Element<T>::Accumulator contribution(T value, uint32_t 
 }
 
 // Returns the result of a reduction from combine()'s result for all ranks' values. A sum or product of two NaNs has the
-// sign
-// and payload of one of them. Which of the two depends on the device and on the order of operands that the compiler
-// chooses, which differs between loops. So a NaN result gets neither sign nor payload.
+// sign and payload of one of them. Which of the two depends on the device and on the order of operands that the
+// compiler chooses, which differs between loops. So a NaN result gets neither sign nor payload.
 template <class T, class Op>
 PROXYCCL_DEVICE typename Element<T>::Accumulator finished(typename Element<T>::Accumulator combined, uint32_t ranks) {
   return withOneNan(Op::template finish<T>(combined, ranks));

@@ -62,7 +62,7 @@ struct SharedSemaphore : ProxycclSemaphore {
   }
 
   /// Waits until the count has reached `value`, and consumes all signals up to it. If the count has reached `value`
-  /// already, it returns true at once. Otherwise it works like wait().
+  /// already, it returns true immediately. Otherwise it works like wait().
   PROXYCCL_DEVICE bool waitUntil(Control* control, uint32_t kind, uint32_t peer, uint32_t channel,
                                  uint64_t value) const {
     if (!await(control, {kind, peer, channel, value}, [](const uint64_t* p) { return loadAcquireSystem(p); }))

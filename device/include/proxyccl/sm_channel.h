@@ -140,8 +140,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
                   [&](size_t i) { payloads[i] = readPacket(&packets[i], flag, control, peer, channel); });
   }
 
-  /// Adds one to the peer's semaphore of this channel. Any number of threads may call it at once, unless the link to
-  /// the peer adds nothing atomically (GPUs joined by PCIe alone): then one thread at a time calls it.
+  /// Adds one to the peer's semaphore of this channel. Any number of threads may call it concurrently, unless the link
+  /// to the peer adds nothing atomically (GPUs joined by PCIe alone): then one thread at a time calls it.
   ///
   /// The peer that waits for the signal sees what this thread wrote before it, and what its block wrote before a
   /// syncThreadsSystem().
@@ -159,8 +159,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// signal() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { semaphoreHandle().relaxedSignal(); }
 
-  /// Waits for the peer's next signal and consumes it. Any number of threads may call it at once: each consumes one
-  /// signal. If one thread calls it for its block, the others continue after a __syncthreads().
+  /// Waits for the peer's next signal and consumes it. Any number of threads may call it concurrently: each consumes
+  /// one signal. If one thread calls it for its block, the others continue after a __syncthreads().
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const { return semaphoreHandle().wait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel); }
 
@@ -176,7 +176,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     return semaphoreHandle().relaxedWait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel);
   }
 
-  /// Consumes the peer's next signal if it has arrived. Any number of threads may call it at once.
+  /// Consumes the peer's next signal if it has arrived. Any number of threads may call it concurrently.
   ///
   /// It never waits, so a loop around it must itself end when the communicator ends:
   /// `while (!channel.poll()) if (aborted(channel.control)) return;`

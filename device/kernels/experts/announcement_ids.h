@@ -22,8 +22,7 @@ class IdAnnouncement : public Announcement {
   }
 
   // Called by the block: waits for all ranks' packets. Threads may read their choices after the next barrier. Returns
-  // false to a
-  // thread whose packets did not arrive.
+  // false to a thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await() const {
     return awaitAllBut(PROXYCCL_NO_PEER, threadIdx.x, blockDim.x,
                        [&](uint32_t source, uint32_t packet, uint64_t payload) {

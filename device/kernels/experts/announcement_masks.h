@@ -1,6 +1,5 @@
 // Announcements where a token has a row for each rank: for each rank a mask of the tokens that go to it. For 128
-// tokens, two words
-// replace 256 packets of ids, and positions are counts of bits.
+// tokens, two words replace 256 packets of ids, and positions are counts of bits.
 //
 // A rank's choices begin with one packet for each block that announces, which holds the first slot of the block's share
 // whose id is out of range, or ~0 if there is none. Then come, for each rank, one packet for every 64 tokens.
@@ -100,9 +99,8 @@ class MaskAnnouncement : public Announcement {
   }
 
   // Called by `threads` threads: waits for all ranks' masks, except this rank's if the block has collected all of them
-  // itself.
-  // The block may read their choices after its next barrier or, if tokens are many, after sumUp() and another barrier.
-  // Returns false to a thread whose packets did not arrive.
+  // itself. The block may read their choices after its next barrier or, if tokens are many, after sumUp() and another
+  // barrier. Returns false to a thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await(bool has_collected, uint32_t thread, uint32_t threads) const {
     const uint32_t known = has_collected && !kShared ? e_.rank : PROXYCCL_NO_PEER;
     return awaitAllBut(known, thread, threads, [&](uint32_t source, uint32_t packet, uint64_t payload) {

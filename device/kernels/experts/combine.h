@@ -3,12 +3,11 @@
 // Within the token's node every slot's row goes to the token's rank. On another node it goes to the counterpart of the
 // token's rank: the rank with the same number within its node. The counterpart sums its node's rows of the token, and
 // only that sum crosses the network. With local_combine each rank sums its own rows of a token first. A sum is made in
-// the order of
-// k or, where a token has one row on each rank, in the order of ranks, in the accumulator's type, and rounded once.
+// the order of k or, where a token has one row on each rank, in the order of ranks, in the accumulator's type, and
+// rounded once.
 //
 // If ranks have output buffers, rows that lie in one of them are not sent: the token's rank loads them from there. Each
-// rank
-// announces with a flag where its rows are, and ends only when the other ranks have loaded them.
+// rank announces with a flag where its rows are, and ends only when the other ranks have loaded them.
 #ifndef PROXYCCL_EXPERT_COMBINE_H
 #define PROXYCCL_EXPERT_COMBINE_H
 
@@ -335,7 +334,8 @@ class Combine {
     int32_t row = PROXYCCL_NO_ROW;
     if (rank == team_->rank) {
       row = rowsOfToken(source, token)[k];
-    } else if (call_.layout.sent_rows != nullptr) {  // null if, for example, the rows are halves, which are in no buffer
+    } else if (call_.layout.sent_rows !=
+               nullptr) {  // null if, for example, the rows are halves, which are in no buffer
       row = call_.layout.sent_rows[token * topk_ + k];
     }
     return {team_.localOf(rank), row};

@@ -69,9 +69,8 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
 }
 
 // There are kernels that announce nothing, ids, the masks of few tokens, and, a share in each block, the masks of many
-// tokens.
-// With uint8_t rows are moved as bytes; with a type of tokens they become float8 where they are stored in output
-// buffers. A layer needs few of these kernels, and each takes long to compile.
+// tokens. With uint8_t rows are moved as bytes; with a type of tokens they become float8 where they are stored in
+// output buffers. A layer needs few of these kernels, and each takes long to compile.
 template <class T>
 PROXYCCL_DEVICE void dispatch(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<void, T>>(experts, call);

@@ -130,8 +130,7 @@ class Dispatch {
   // that node, and raises the routing's flag on every rank of this node.
   PROXYCCL_DEVICE void forwardRouting() const;
   // gather() for dispatches by counts. bases()[expert * ranks + source] is the first row of this block's slots of a
-  // source for an
-  // expert of this rank.
+  // source for an expert of this rank.
   PROXYCCL_DEVICE bool gatherCounts(const Group& group, Gathered* gathered) const;
   // Called by the block: sets the segments of all sources and this rank's range of rows. `rows` is from gatherCounts().
   PROXYCCL_DEVICE void prepareReceive(uint32_t rows) const;
@@ -154,8 +153,7 @@ class Dispatch {
   PROXYCCL_DEVICE void send(const Group& group, uint32_t block, uint32_t blocks, uint32_t* finished) const;
   // Called by a group, when a barrier has followed the block's stores of rows: raises one flag for all these rows on
   // every rank of the node. One release takes less time than a release in each group, and few rows arrive so close
-  // together that
-  // no receiver would have started earlier.
+  // together that no receiver would have started earlier.
   PROXYCCL_DEVICE void publishSent(const Group& group) const {
 #pragma unroll 1
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
@@ -305,10 +303,9 @@ class Dispatch {
   // Called by the block when it knows where the rows of many tokens go: stores them and writes the descriptor's
   // entries. Some blocks store rows at peers; in each of these blocks some groups first call describe(thread, threads),
   // while the rows of the other groups keep the link busy. The other blocks store the rows that stay on this rank,
-  // because a multiprocessor's stores to
-  // its own memory would wait behind stores that a link holds up. Converting rows to float8 takes longer than storing
-  // them, so then all blocks do both. Groups take the next item from a counter, because not all multiprocessors store
-  // equally fast.
+  // because a multiprocessor's stores to its own memory would wait behind stores that a link holds up. Converting rows
+  // to float8 takes longer than storing them, so then all blocks do both. Groups take the next item from a counter,
+  // because not all multiprocessors store equally fast.
   template <class Describe, class Find>
   PROXYCCL_DEVICE void storeInTurns(const Group& group, uint32_t rows, uint32_t n, Describe describe, Find find) const;
   // Whether each block stores both rows that stay and rows for peers.
@@ -319,8 +316,8 @@ class Dispatch {
   // With counts, called by `threads` threads: writes the descriptor's entries.
   PROXYCCL_DEVICE void describeAll(uint32_t thread, uint32_t threads) const;
   // With masks, storeFewRows(), for few tokens: the first blocks write the descriptor's entries, and the other blocks,
-  // if any, store
-  // the rows, because loads wait for stores that a link holds up. storeManyRows() does the same for many tokens.
+  // if any, store the rows, because loads wait for stores that a link holds up. storeManyRows() does the same for many
+  // tokens.
   PROXYCCL_DEVICE void storeFewRows(const Group& group, uint32_t* next_item) const;
   PROXYCCL_DEVICE void storeManyRows(const Group& group) const;
   // Returns how many blocks write the entries of few tokens. There is an entry for each slot of all ranks.
@@ -666,8 +663,7 @@ class Dispatch {
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
   }
   // With a row for each rank, in the block that reports them: how many slots chose each of this rank's experts. The
-  // choices
-  // follow the bases, which are few in that case.
+  // choices follow the bases, which are few in that case.
   PROXYCCL_DEVICE uint32_t* chosen() const { return bases() + 2 * team_.experts(); }
   PROXYCCL_DEVICE uint32_t countersUsed() const { return 2 * team_.experts() + team_->chosen_per_rank; }
   static constexpr uint32_t kStoredPiecesLog2 = 1,
@@ -682,9 +678,8 @@ class Dispatch {
   // The inbox of rank `local` of the node for rows from rank `source_local`. If choices are announced, there are two
   // inboxes, for odd and for even announcements. A rank writes the rows of announcement n + 2 after it has received
   // announcement n + 1 of every rank, which each rank makes after it has read the rows of announcement n;
-  // awaitPreviousReaders() acquires the flag that says so. A repeated dispatch
-  // uses the inbox of the last announcement, and waits until all ranks have read it. If counts are sent, there is an
-  // inbox for each of the `kept_calls`.
+  // awaitPreviousReaders() acquires the flag that says so. A repeated dispatch uses the inbox of the last announcement,
+  // and waits until all ranks have read it. If counts are sent, there is an inbox for each of the `kept_calls`.
   PROXYCCL_DEVICE char* inbox(uint32_t local, uint32_t source_local) const {
     return team_.inbox(inbox_, local, source_local);
   }

@@ -3,8 +3,7 @@
 //
 // A rank says in its routing, or in its announcement, in which of its buffers it wants the rows. The rank names the
 // buffer when its stream has reached this dispatch, so earlier work no longer uses the buffer. Rows are converted to
-// float8 as they are
-// stored, once for each token.
+// float8 as they are stored, once for each token.
 #ifndef PROXYCCL_EXPERT_DISPATCH_STORE_H
 #define PROXYCCL_EXPERT_DISPATCH_STORE_H
 

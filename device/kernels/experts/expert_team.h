@@ -2,9 +2,8 @@
 //
 // A group consists of the threads that move one piece of a row together: a warp on a GPU, a single fiber on a CPU,
 // where one fiber copies faster than many. On every rank, block b handles segment b of every source, so each block has
-// its own flags. What
-// a dispatch sends is cut into parts, one for each sending group if some blocks only send. Each part has a flag that
-// says how many of its items have arrived.
+// its own flags. What a dispatch sends is cut into parts, one for each sending group if some blocks only send. Each
+// part has a flag that says how many of its items have arrived.
 #ifndef PROXYCCL_EXPERT_TEAM_H
 #define PROXYCCL_EXPERT_TEAM_H
 

@@ -5,8 +5,7 @@
  * block b of every rank handles segment b of every source, so blocks wait for other blocks only for the counts and,
  * between nodes, for messages with several segments (batches). A large dispatch has fewer segments than blocks; the
  * other blocks only send. A small dispatch sends no counts: it announces its choices to all ranks
- * (experts/announcement.h),
- * and every block counts for itself.
+ * (experts/announcement.h), and every block counts for itself.
  *
  * Every rank has a workspace, with the same layout on all, and the ranks of its node map it. It holds flags (8-byte
  * words that peers store and this rank polls) and slabs. A slab holds the data of one source for one rank or node: for
@@ -15,8 +14,7 @@
  *
  * If a token has a row for each rank, the kernels treat each rank as one expert, and experts_per_rank is 1. A dispatch
  * counts each rank that a token goes to once (experts/choices.h). The token's choice there, a ProxycclExpertChoice,
- * takes the
- * place of a slot's weight, so every rank that gets the token's routing has all its choices.
+ * takes the place of a slot's weight, so every rank that gets the token's routing has all its choices.
  *
  * - announced [2][…]: packets: the choices and weights of every rank
  * - inbox [local_size], where choices are announced, or with kept_calls, [2][local_size]: data from the ranks of the
@@ -104,7 +102,8 @@ typedef struct ProxycclReceivedRows {
                          there was none since the CPU last set it to that */
   uint32_t bad_slot;  /* that rank's first slot with a bad expert id */
   uint32_t bad_index; /* 1 if full_scatter_indices were not a permutation of this rank's rows, or too few */
-  uint32_t most_rows; /* the largest number of rows of a rank or, with padded rows, of an expert since the CPU last set this to 0 */
+  uint32_t most_rows; /* the largest number of rows of a rank or, with padded rows, of an expert since the CPU last set
+                         this to 0 */
   uint32_t wanted_tokens; /* the greatest ProxycclDispatch.wanted_tokens of all ranks */
 } ProxycclReceivedRows;
 
@@ -112,8 +111,8 @@ typedef struct ProxycclReceivedRows {
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
   uint64_t routings;             /* dispatches other than redispatches */
-  uint32_t
-      next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of the rows that stay on this rank */
+  uint32_t next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of the rows that stay
+                               on this rank */
   uint32_t blocks_done;
   uint32_t has_failed; /* a dispatch gave up before it wrote its layout, and calls that read layouts must do nothing */
 } ProxycclExpertCounters;
@@ -125,20 +124,22 @@ typedef struct ProxycclExperts {
   const uint32_t* places;  /* [world_size]: node << 16 | number within the node */
   const uint32_t* members; /* [nodes][local_size]: ranks */
   uint32_t experts_per_rank, topk, max_tokens;
-  uint32_t blocks;                   /* blocks of a kernel, and segments of a combine */
-  uint32_t segments, segment_tokens; /* segments of a dispatch; the most tokens of a segment; blocks without a segment only send */
+  uint32_t blocks; /* blocks of a kernel, and segments of a combine */
+  uint32_t segments,
+      segment_tokens; /* segments of a dispatch; the most tokens of a segment; blocks without a segment only send */
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;                /* with a row for each rank: experts of each rank; else 0 */
   uint32_t padded_rows;                    /* with padded rows: most rows of an expert; else 0 */
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
   uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint32_t output_buffers, output_rows; /* number of buffers, of which the last is for a combine's rows; rows of each */
-  uint32_t senders;    /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is only one block */
-  uint32_t kept_calls; /* 2: inbox and returns are double-buffered, so that a call sends before peers have read the
-                          previous one; else 1 */
-  uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
-  uint32_t batch_tokens;         /* across nodes: least tokens of a source that make a separate message */
-  uint64_t segment_bytes;        /* most bytes of a segment's rows */
+  uint32_t senders; /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is only one
+                       block */
+  uint32_t kept_calls;    /* 2: inbox and returns are double-buffered, so that a call sends before peers have read the
+                             previous one; else 1 */
+  uint32_t dropping_ids;  /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
+  uint32_t batch_tokens;  /* across nodes: least tokens of a source that make a separate message */
+  uint64_t segment_bytes; /* most bytes of a segment's rows */
   uint64_t return_segment_bytes; /* most bytes of a segment's rows in a combine, with one row per token */
   uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* offsets in a segment's routing */
   uint64_t routing_bytes, slab_bytes; /* bytes of a segment's routing, and bytes of a slab */
