@@ -28,8 +28,7 @@ enum {
   PROXYCCL_HOST_MAX_THREADS_PER_BLOCK = 1024,
   PROXYCCL_HOST_MAX_RESIDENT_BLOCKS = 512,
   PROXYCCL_HOST_MAX_SHARED_BYTES = 160 * 1024,
-  PROXYCCL_HOST_BUFFER_ID =
-      7 /* CU_POINTER_ATTRIBUTE_BUFFER_ID, which gives the number of a mapping; HIP has the same value */
+  PROXYCCL_HOST_BUFFER_ID = 7 /* CU_POINTER_ATTRIBUTE_BUFFER_ID: the number of a mapping; HIP has the same value */
 };
 
 /* The thread that runs a stream's operations, in order and one at a time. */

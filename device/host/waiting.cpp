@@ -79,8 +79,7 @@ std::atomic<pthread_t> looking_thread{};
 std::atomic<void (*)(void*)> look{nullptr};
 thread_local void* running_here = nullptr;  // the stream whose work this thread runs, if this thread looks around
 thread_local bool is_looking = false;
-thread_local Clock::time_point
-    looked;  // when the thread last called lookAround() during this work; 0 before a long wait
+thread_local Clock::time_point looked;  // when this work last called lookAround(); 0 before a long wait
 
 }  // namespace
 

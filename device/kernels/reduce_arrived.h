@@ -279,8 +279,7 @@ PROXYCCL_DEVICE void reduceChunk(const ProxycclArrived& arrived, uint64_t count,
 template <class T, class Op>
 PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in, T* out, uint64_t count) {
   const uint32_t chunks = arrived.pieces * arrived.chunks;
-  uint32_t awaited =
-      0;  // pieces whose transfers this block has seen; the first piece brings the whole shares of some peers
+  uint32_t awaited = 0;  // pieces whose transfers this block has seen; the first brings whole shares of some peers
 #pragma unroll 1
   for (uint32_t taken = takeChunk(arrived); taken < chunks; taken = takeChunk(arrived)) {
     const uint32_t piece = taken / arrived.chunks, chunk = taken % arrived.chunks;

@@ -193,8 +193,7 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
     half = 0x7e00;
   } else if (magnitude >= 0x477ff000) {  // rounds to infinity: 65520 and more
     half = 0x7c00;
-  } else if (magnitude <
-             0x38800000) {  // subnormal: the last bit of a float near 0.5 has the weight of a subnormal half's last bit
+  } else if (magnitude < 0x38800000) {  // subnormal: a float near 0.5 has the same last bit as such a half
     half = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + 0.5f) - 0x3f000000;
   } else {
     half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;

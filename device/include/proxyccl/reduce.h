@@ -120,8 +120,7 @@ struct Avg {
  private:
   template <class A>
   static PROXYCCL_DEVICE A divide(A a, uint32_t ranks) {
-    return a / static_cast<decltype(a + a)>(
-                   ranks);  // the type of a + a is wider than 8 bits, which may not hold the number of ranks
+    return a / static_cast<decltype(a + a)>(ranks);  // wider than A, whose 8 bits may not hold `ranks`
   }
   // A power of two has an exact reciprocal, so the quotient is the product. On a GPU a division takes some 30
   // instructions, which would slow down a kernel of few blocks.

@@ -334,8 +334,7 @@ class Combine {
     int32_t row = PROXYCCL_NO_ROW;
     if (rank == team_->rank) {
       row = rowsOfToken(source, token)[k];
-    } else if (call_.layout.sent_rows !=
-               nullptr) {  // null if, for example, the rows are halves, which are in no buffer
+    } else if (call_.layout.sent_rows != nullptr) {  // null if rows are in no buffer, such as rows of halves
       row = call_.layout.sent_rows[token * topk_ + k];
     }
     return {team_.localOf(rank), row};

@@ -111,8 +111,8 @@ typedef struct ProxycclReceivedRows {
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
   uint64_t routings;             /* dispatches other than redispatches */
-  uint32_t next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of the rows that stay
-                               on this rank */
+  uint32_t next_item[2]
+                    [2]; /* by the parity of the dispatch: next item of the rows for peers, and of those of this rank */
   uint32_t blocks_done;
   uint32_t has_failed; /* a dispatch gave up before it wrote its layout, and calls that read layouts must do nothing */
 } ProxycclExpertCounters;
@@ -126,7 +126,7 @@ typedef struct ProxycclExperts {
   uint32_t experts_per_rank, topk, max_tokens;
   uint32_t blocks; /* blocks of a kernel, and segments of a combine */
   uint32_t segments,
-      segment_tokens; /* segments of a dispatch; the most tokens of a segment; blocks without a segment only send */
+      segment_tokens; /* segments of a dispatch; most tokens of one; blocks without a segment only send */
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;                /* with a row for each rank: experts of each rank; else 0 */
   uint32_t padded_rows;                    /* with padded rows: most rows of an expert; else 0 */
