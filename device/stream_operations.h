@@ -96,7 +96,7 @@ static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, 
 }
 
 /* Issues the steps. Returns the driver's status, or PROXYCCL_OTHER_CONTEXT if it has done nothing because another
-   context is current. */
+ * context is current. */
 static inline int proxyccl_stream_issue(ProxycclStreamOperations* self, uintptr_t stream) {
   if (!proxyccl_is_current(self->current, self->context)) return PROXYCCL_OTHER_CONTEXT;
   return proxyccl_stream_issue_current(self, stream);

@@ -63,7 +63,7 @@ static inline int proxyccl_stream_follow(const ProxycclStreamOrder* self, uintpt
 }
 
 /* Returns the driver's status, which is 0 if the stream has reached the event. The query breaks no capture, neither in
-   this thread nor in another. */
+ * this thread nor in another. */
 static inline int proxyccl_event_query(const ProxycclStreamOrder* self, uintptr_t event) {
   int mode = self->relaxed;
   const int exchanged = self->exchange_capture_mode(&mode);

@@ -21,7 +21,7 @@ typedef struct ProxycclSleepers {
 } ProxycclSleepers;
 
 /* Adds a thread's word. Only one thread may add words at a time; others may wake threads during the call. Returns 0 if
-   there is no room. */
+ * there is no room. */
 static inline int proxyccl_sleepers_add(ProxycclSleepers* self, uint32_t* asleep) {
   if (self->count == PROXYCCL_MOST_SLEEPERS) return 0;
   self->asleep[self->count] = asleep;

@@ -39,8 +39,7 @@ enum {
    * accepts neither launches nor waits. */
   PROXYCCL_HOST_INLINE,
   /* The calling thread, before the call returns, also for launches and waits; other threads' calls on the stream wait
-     until it has returned. As
-   * for a queued stream, query and synchronize report failures. */
+   * until it has returned. As for a queued stream, query and synchronize report failures. */
   PROXYCCL_HOST_IN_CALLER
 };
 int proxyccl_host_stream_create(void** stream, int kind);
@@ -73,8 +72,7 @@ int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStream
 /* Registers a helper. Threads of this process call help(argument, 1) while a kernel or a stream waits, before they
  * yield; help() returns whether it made progress. They call help(argument, 0) when a kernel ends, so that the helper
  * takes the kernel's last triggers. Only one thread at a time runs a helper, possibly on a kernel's stack. If memory is
- * short, the helper is not registered:
- * helpers are optional. */
+ * short, the helper is not registered: helpers are optional. */
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
 void proxyccl_host_remove_helper(void* argument); /* returns when no thread is in the helper */
 

@@ -13,8 +13,7 @@
 //     in that kernel. So y had started that kernel, and had ended the kernel of epoch e.
 //   - e + 1 and e + 2 in one kernel: a thread has the same packets in every epoch. Before the thread sends any packet
 //     of e + 2, it has received the packets of e + 1 from the same thread of y. That thread sent them after it had read
-//     its packets of e; or e
-//     belongs to an earlier kernel, which y has ended.
+//     its packets of e; or e belongs to an earlier kernel, which y has ended.
 //   - e and e + 1 in one kernel, e + 2 in the next one, whose threads may have other packets: all threads of x have
 //     finished e + 1, so all threads of y had finished e. Therefore the last epoch is padded: a thread that has packets
 //     in e must also have packets in e + 1.

@@ -22,10 +22,10 @@ ProxycclPlaces* proxyccl_places_open(uint64_t start, uint64_t bytes, uint32_t co
 /* Sets the places that this thread's allocations come from; NULL for none. */
 void proxyccl_places_choose(ProxycclPlaces* places);
 /* Frees are numbered. Returns the number of the last free of a place that was not renewed since; 0 if there is no such
-   place. */
+ * place. */
 uint64_t proxyccl_places_idle(ProxycclPlaces* places);
 /* Makes the places of all frees up to number `last` available again. The caller must have waited for the device after
-   that free. */
+ * that free. */
 void proxyccl_places_renew(ProxycclPlaces* places, uint64_t last);
 /* Closes the places if the library uses none of them, and returns whether they are closed. No thread may have chosen
  * these places. */

@@ -147,7 +147,8 @@ def connect(token: bytes, timeout: float) -> socket.socket:
     """Connects to the server of a process.
 
     Args:
-        token: the process's token. timeout: seconds for each step.
+        token: the process's token.
+        timeout: seconds for each step.
 
     Raises:
         UnreachableError: the process can't be reached.

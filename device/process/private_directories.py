@@ -105,7 +105,8 @@ def write_private(directory: int, path: Path, data: bytes) -> None:
 
     Args:
         directory: a descriptor of the file's directory.
-        path: the file's path, whose name counts. An existing file is replaced. data: the contents.
+        path: the file's path, whose name counts. An existing file is replaced.
+        data: the contents.
 
     Raises:
         OSError: the file can't be written.

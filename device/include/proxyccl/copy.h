@@ -55,8 +55,8 @@ PROXYCCL_DEVICE Bytes16 bytesFrom(uint32_t first, const Bytes16& word, const Byt
 
 // copyWords() for addresses with different alignment: stores whole words of 16 bytes at the destination, each made of
 // two words of the source. A link carries such stores faster than narrower ones, of which there would be more. A thread
-// has one word in flight:
-// with more, kernels that call this would have to spill registers. All accesses are within the two ranges.
+// has one word in flight: with more, kernels that call this would have to spill registers. All accesses are within the
+// two ranges.
 PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
   const uintptr_t target = reinterpret_cast<uintptr_t>(dst), source = reinterpret_cast<uintptr_t>(src);
   const uint32_t shift = (source - target) % 16;

@@ -10,7 +10,7 @@
 #define PROXYCCL_DEVICE __device__ __forceinline__
 // A kernel whose blocks are one warp each, with 32 registers per thread. A matrix product that fills the GPU (384
 // threads of 168 registers on each multiprocessor of sm_90) leaves that many registers free, so such a kernel starts
-// beside the product at once.
+// beside the product immediately.
 #define PROXYCCL_SMALL_KERNEL extern "C" __global__ void __maxnreg__(32)
 #define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
 // When a kernel begins, the stores of earlier kernels are visible to all devices; and a value that was used has been

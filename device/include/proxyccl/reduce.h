@@ -133,7 +133,7 @@ struct Avg {
   static PROXYCCL_DEVICE bool isPowerOfTwo(uint32_t ranks) { return (ranks & (ranks - 1)) == 0; }
   // Returns the reciprocal of the least power of two that is not below `ranks`.
   static PROXYCCL_DEVICE float inverse(uint32_t ranks) {
-    uint32_t bits = ranks - 1;  // sets all bits below the highest one
+    uint32_t bits = ranks - 1;  // the next lines then set all its lower bits
     for (uint32_t shift = 1; shift < 32; shift *= 2) bits |= bits >> shift;
     return __builtin_bit_cast(float, (127u - countBits(bits)) << 23);
   }

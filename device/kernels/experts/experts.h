@@ -13,7 +13,7 @@
  * their rows lie one after the other from the first segment's place on, and travel as one message.
  *
  * If a token has a row for each rank, the kernels treat each rank as one expert, and experts_per_rank is 1. A dispatch
- * counts each rank that a token goes to once (experts/choices.h). The token's choice there, a ProxycclExpertChoice,
+ * counts once each rank that a token goes to (experts/choices.h). The token's choice there, a ProxycclExpertChoice,
  * takes the place of a slot's weight, so every rank that gets the token's routing has all its choices.
  *
  * - announced [2][…]: packets: the choices and weights of every rank
@@ -102,8 +102,8 @@ typedef struct ProxycclReceivedRows {
                          there was none since the CPU last set it to that */
   uint32_t bad_slot;  /* that rank's first slot with a bad expert id */
   uint32_t bad_index; /* 1 if full_scatter_indices were not a permutation of this rank's rows, or too few */
-  uint32_t most_rows; /* the largest number of rows of a rank or, with padded rows, of an expert since the CPU last set
-                         this to 0 */
+  uint32_t
+      most_rows; /* greatest number of rows of a rank or, with padded rows, an expert, since the CPU last set it to 0 */
   uint32_t wanted_tokens; /* the greatest ProxycclDispatch.wanted_tokens of all ranks */
 } ProxycclReceivedRows;
 
@@ -111,8 +111,8 @@ typedef struct ProxycclReceivedRows {
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
   uint64_t routings;             /* dispatches other than redispatches */
-  uint32_t next_item[2]
-                    [2]; /* by the parity of the dispatch: next item of the rows for peers, and of those of this rank */
+  uint32_t
+      next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of this rank's own rows */
   uint32_t blocks_done;
   uint32_t has_failed; /* a dispatch gave up before it wrote its layout, and calls that read layouts must do nothing */
 } ProxycclExpertCounters;
@@ -124,17 +124,16 @@ typedef struct ProxycclExperts {
   const uint32_t* places;  /* [world_size]: node << 16 | number within the node */
   const uint32_t* members; /* [nodes][local_size]: ranks */
   uint32_t experts_per_rank, topk, max_tokens;
-  uint32_t blocks; /* blocks of a kernel, and segments of a combine */
-  uint32_t segments,
-      segment_tokens; /* segments of a dispatch; most tokens of one; blocks without a segment only send */
+  uint32_t blocks;                   /* blocks of a kernel, and segments of a combine */
+  uint32_t segments, segment_tokens; /* segments of a dispatch, most tokens of one; blocks without any only send */
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;                /* with a row for each rank: experts of each rank; else 0 */
   uint32_t padded_rows;                    /* with padded rows: most rows of an expert; else 0 */
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
   uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint32_t output_buffers, output_rows; /* number of buffers, of which the last is for a combine's rows; rows of each */
-  uint32_t senders; /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is only one
-                       block */
+  uint32_t
+      senders; /* with output buffers: blocks that store a large dispatch's rows at peers; 0 if there is one block */
   uint32_t kept_calls;    /* 2: inbox and returns are double-buffered, so that a call sends before peers have read the
                              previous one; else 1 */
   uint32_t dropping_ids;  /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
@@ -161,8 +160,7 @@ typedef struct ProxycclExperts {
   uint32_t* bases; /* [segments][2][experts]; with output buffers at least [blocks][2][world_size][segments] */
   ProxycclReceivedRows* received_rows;
   /* In pinned memory: how many slots chose each of this rank's experts, stored before the ticket. With a row for each
-     rank
-   * [chosen_per_rank], with expert_alignment [experts_per_rank]. */
+   * rank [chosen_per_rank], with expert_alignment [experts_per_rank]. */
   uint32_t* chosen_rows;
   ProxycclExpertCounters* counters;
 } ProxycclExperts;
