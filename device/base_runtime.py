@@ -298,7 +298,7 @@ class BaseRuntime(Protocol):
         """Allocates zeroed device memory that can be exported. Raises ResourceError if too little is left."""
 
     def share_across_namespaces(self) -> None:
-        """Makes later calls of `allocate` return memory that processes of other PID namespaces can map too.
+        """Makes later calls of `allocate` return memory that processes of other PID namespaces can also map.
 
         Raises RuntimeUnavailableError if the driver does not support such memory.
         """

@@ -32,7 +32,7 @@ LOST_CONTEXT = {
 }
 """The statuses of errors that end the process's context, and their descriptions.
 
-All later calls into that context return an error status too. Other processes' contexts are not affected. Source:
+All later calls into that context also return an error status. Other processes' contexts are not affected. Source:
 cuda.h, on CUresult ("the process ... must be terminated and relaunched").
 """
 
@@ -214,7 +214,7 @@ class Driver(ABC):
 
     @abstractmethod
     def allocate_block(self, nbytes: int) -> int:
-        """Allocates device memory whose handles processes of other PID namespaces can open too.
+        """Allocates device memory whose handles processes of other PID namespaces can also open.
 
         Raises RuntimeUnavailableError if the driver does not support such memory.
         """

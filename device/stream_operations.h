@@ -51,7 +51,7 @@ typedef struct ProxycclStreamOperations {
   ProxycclStreamOperation* words;
   const ProxycclStreamStep* steps;
   uint32_t count;    /* number of steps */
-  uint32_t captured; /* 1: a graph contains the steps, and may repeat them at any time */
+  uint32_t captured; /* 1: a graph contains the steps, so they may run again at any time */
   const ProxycclSleepers* const*
       wakes; /* NULL-terminated list of the sleepers of the proxies that the steps notify; or NULL */
 } ProxycclStreamOperations;

@@ -100,7 +100,7 @@ def _torch_stream(x: Any) -> int | None:
     device = x.get_device()
     if device < 0:  # -1 is the CPU
         return None
-    # torch's compiled code uses this function too. torch.cuda.current_stream() makes objects and takes microseconds.
+    # torch's compiled code also uses this function. torch.cuda.current_stream() makes objects and takes microseconds.
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
     return stream
 

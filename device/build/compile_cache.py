@@ -1,9 +1,9 @@
 """A cache of compiled kernels on disk, keyed by everything that goes into them.
 
-The key covers the source with its includes, the options, the compiler and every shipped header, so a cached file
-is never stale. A file ends with its length and digest: a damaged file is compiled again. A new file is written under a
-temporary name and moved into place. Of threads and processes that need the same source at once, the first compiles it
-and the others wait. Loaded code runs as this user, so neither directory nor file may be another user's.
+The key covers the source with its includes, the options, the compiler and every shipped header, so a cached file is
+never stale. A file ends with its length and digest: a damaged file is compiled again. A new file is written under a
+temporary name and moved into place. Of threads and processes that need the same source at the same time, the first
+compiles it and the others wait. Loaded code runs as this user, so neither directory nor file may be another user's.
 """
 
 from __future__ import annotations

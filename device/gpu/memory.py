@@ -90,7 +90,7 @@ class GpuAllocation(GpuMemory):
 
 
 class GpuPinnedMemory(GpuMemory):
-    """Shared memory of the host that the device reaches too. `ptr` is the device's address."""
+    """Shared memory of the host that the device also reaches. `ptr` is the device's address."""
 
     def __init__(self, ptr: int, shared: SharedMemory, unused: UnusedMemory, release: Callable[[], None]) -> None:
         super().__init__(ptr, shared.nbytes, unused.append, release)

@@ -183,7 +183,7 @@ class GpuRuntime(GpuMemoryRuntime):
     def can_access_peer(self, device_id: str) -> bool:
         """Whether this device's kernels can access the other device's memory.
 
-        Returns True if this process does not see the device: drivers can map such a device's memory too.
+        Returns True if this process does not see the device: drivers can also map such a device's memory.
         """
         if not device_id.startswith(f"{self.name}:"):
             return False

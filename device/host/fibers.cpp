@@ -19,7 +19,7 @@
 #include <new>
 #include <vector>
 
-// Weak: null unless the process runs under ThreadSanitizer.
+// These symbols are weak: they are null unless the process runs under ThreadSanitizer.
 extern "C" {
 void* __tsan_get_current_fiber() __attribute__((weak));
 void* __tsan_create_fiber(unsigned flags) __attribute__((weak));
@@ -151,7 +151,7 @@ struct Block {
 };
 
 // The stacks of one OS thread, reused by its blocks. The stacks that a larger block adds share one mapping, because the
-// system limits a process's mappings (vm.max_map_count), and many threads may run large blocks at once.
+// system limits a process's mappings (vm.max_map_count), and many threads may run large blocks concurrently.
 class StackPool {
  public:
   ~StackPool() {

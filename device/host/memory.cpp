@@ -136,7 +136,8 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes) {
 int proxyccl_host_memory_unmap(void* address, size_t bytes) {
   Mappings& all = mappings();
   {
-    // The entry is removed before the address is unmapped, because another thread may map memory there at once.
+    // The entry is removed before the address is unmapped, because another thread may map memory at that address right
+    // after it is unmapped.
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.by_address.erase(reinterpret_cast<uintptr_t>(address));
   }

@@ -51,8 +51,8 @@ class HostRuntime(Runtime):
         device: any small number, because all devices are this machine's memory.
         async_copies: whether the proxy's copies to each peer run in a separate thread, like a copy engine's. By default
             the proxy's thread makes the copies, which is faster with few cores.
-        cxxflags: options added to every compilation, for example for a sanitizer; shipped kernels are then compiled at
-            run time too.
+        cxxflags: options added to every compilation, for example for a sanitizer; shipped kernels are then also
+            compiled at run time.
         blocks: most blocks of a shipped collective, the same on all ranks. Each block takes a core: several blocks are
             slower unless each rank has that many cores.
     """
@@ -352,7 +352,7 @@ class HostRuntime(Runtime):
         check_status(status, call)
 
     def pointer_device(self, ptr: int) -> int:
-        """Returns this device: every address is the CPU's."""
+        """Returns this device, because every address is the CPU's."""
         return self.device
 
     def _load(self, path: Path, control: int = 0) -> VoidPointer:

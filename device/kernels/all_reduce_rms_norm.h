@@ -2,14 +2,15 @@
 // launch. The size of a row must be a multiple of 16 bytes.
 //
 // A block handles whole rows or a part of each row, and the same ones on every rank. Rows past the last one are
-// padding, whose packets are sent too. In one shot every rank sends a row's packets to every other rank, and each rank
-// reduces all of them: slot r holds the data of rank r. In two shots a packet has an owner, to which the other ranks
-// send theirs. The owner reduces them and sends the sum to all ranks: slot n + r holds sums of rank r. Owners are dealt
-// out by warps, so all threads of a warp take the same steps.
+// padding, but their packets are sent. In one shot every rank sends a row's packets to every other rank, and each rank
+// reduces all of them: slot r holds the data of rank r. In two shots a packet has an owner, which is a rank to which
+// the other ranks send their packets of the same number. The owner reduces these packets and sends the sum to all
+// ranks: slot n + r holds sums of rank r. Owners are assigned warp by warp, so all threads of a warp take the same
+// steps.
 //
 // Why packets' places can be used again in two shots (packets.h): a thread has the same packets and so the same owners
-// in every epoch of a kernel. A rank's thread that goes on to epoch e + 2 has the sum of e + 1, which its owner sent
-// after the same threads of all ranks had sent it their packets of e + 1, so these threads had ended epoch e.
+// in every epoch of a kernel. A rank's thread that goes on to epoch e + 2 has the sum of e + 1, which the owner sent
+// after the same threads of all ranks had sent their packets of e + 1 to the owner. So these threads had ended epoch e.
 #pragma once
 
 #include "instance.h"

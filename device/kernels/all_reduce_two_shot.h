@@ -94,7 +94,8 @@ class TwoShot : ScatteredReduction<T, Op> {
     reduceRuns<T, Op>(team_.world_size, team_.divisor, count * thread() / threads(), count * (thread() + 1) / threads(),
                       array, store);
 #else
-    // A thread loads one unit at a time from several ranks at once: units are few, and each load crosses a link.
+    // A thread handles one unit at a time, but loads it from several ranks concurrently: units are few, and each load
+    // crosses a link.
     constexpr uint32_t kWide = Units<T>::kWide;
     const uint64_t whole = count / kWide * kWide;
 #pragma unroll 1

@@ -1,10 +1,10 @@
-// Rounds in which every rank sends to every other rank. The bandwidth-bound collectives are built on them.
+// Rounds in which every rank sends to every other rank, on which the bandwidth-bound collectives are built.
 //
 // In a round a lane writes to its slot in each peer's scratch memory, signals every peer, waits for every peer's signal
 // and reads the slots in its own scratch memory. Slots are double-buffered by the parity of the round. No flag guards
 // them: a rank starts round r + 2 after it has received every peer's signal of round r + 1, and a peer sends that
-// signal after it has read its slots of round r. The same holds for sources in the staging area. The guarantee also
-// holds between kernels, whatever their grids: a peer that has started a kernel has ended the previous one.
+// signal after it has read its slots of round r. Sources in the staging area are reused in the same way. The guarantee
+// also holds between kernels, whatever their grids: a peer that has started a kernel has ended the previous one.
 #pragma once
 
 #include "integers.h"
@@ -205,7 +205,7 @@ class Exchange {
     lane_.sync();
   }
 
-  // Posts without data, and waits for every peer's post. Called by all threads, outside rounds.
+  // Posts to every peer without data, and waits for every peer's post. Called by all threads, outside rounds.
   PROXYCCL_DEVICE void post() const {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;

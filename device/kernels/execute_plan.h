@@ -4,8 +4,8 @@
 // the steps without waiting for one another, except at steps that say so: steps of single threads, such as waits for
 // several channels, then overlap.
 //
-// A failed wait does not end the kernel: it continues with incomplete data, all its later waits end at once, and the
-// CPU raises the error (wait.h).
+// A failed wait does not end the kernel: it continues with incomplete data, all its later waits end immediately, and
+// the CPU raises the error (wait.h).
 #pragma once
 
 #include "execution.h"

@@ -9,7 +9,7 @@
 #include "team.h"
 
 enum {
-  PROXYCCL_FLOW_SLOTS = 4,          /* slots of a lane: pieces that can be sent before the first is read */
+  PROXYCCL_FLOW_SLOTS = 4, /* slots of a lane: how many pieces can be sent before the receiver has read the first one */
   PROXYCCL_FLOW_HEADER_BYTES = 128, /* before a slot's data: the transfer's size, which the receiver checks */
   PROXYCCL_MAX_TRANSFERS = 64       /* most transfers of one launch, whose blocks must all be resident */
 };
@@ -21,7 +21,7 @@ typedef struct ProxycclTransfer {
   uint64_t bytes;
   uint64_t lane_bytes; /* bytes of each lane; the last may have fewer */
   uint32_t peer;
-  uint32_t lanes; /* blocks that work on the transfer, the same on both sides */
+  uint32_t lanes; /* blocks that work on the transfer; the sender and the receiver have the same number */
 } ProxycclTransfer;
 
 /* A kernel parameter, passed by value. */
@@ -35,7 +35,8 @@ typedef struct ProxycclFlows {
   ProxycclLink* links;
   uint64_t* pieces; /* [lanes][2][world_size], in device memory: pieces that this rank has sent or received */
   /* Scratch memory, the same on each rank: [lanes][world_size][PROXYCCL_FLOW_SLOTS] slots for data from a rank, and
-   * from staging_offset as many for data that the proxy is to send to it; absent if all peers are mapped. */
+   * from staging_offset on as many slots for data that the proxy is to send to that rank; absent if all peers are
+   * mapped. */
   char* scratch;
   uint64_t slot_bytes, staging_offset;
   ProxycclTransfer transfers[PROXYCCL_MAX_TRANSFERS];

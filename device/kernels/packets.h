@@ -37,7 +37,7 @@ struct alignas(8) PayloadOf {
   }
 };
 
-// Whether values [i * kCount, (i + 1) * kCount) of array[count] can be moved at once.
+// Whether values [i * kCount, (i + 1) * kCount) of array[count] can be moved by one access.
 template <class T>
 PROXYCCL_DEVICE bool isWholePayload(const T* array, uint64_t count, uint64_t i) {
   return reinterpret_cast<uintptr_t>(array) % sizeof(PayloadOf<T>) == 0 && (i + 1) * PayloadOf<T>::kCount <= count;
@@ -197,8 +197,8 @@ class Lanes {
   PROXYCCL_DEVICE void sendToAll(uint32_t slot, uint64_t p, const Payload& payload) const {
     for (uint32_t i = 1; i < team_.world_size; ++i) send(peerAt(i), slot, p, payload);
   }
-  // Sends payload(rank) to every other rank. Several payloads are loaded at once: a store between two loads would delay
-  // the second.
+  // Sends payload(rank) to every other rank. Several payloads are loaded before any is sent: a store between two loads
+  // would delay the second.
   template <class PayloadFor>
   PROXYCCL_DEVICE void sendToEach(uint32_t slot, uint64_t p, PayloadFor payload) const {
     for (uint32_t first = 1; first < team_.world_size; first += kAtOnce) {
@@ -223,8 +223,8 @@ class Lanes {
     return Form::payloadOf(words, p);
   }
   // Calls use(rank, payload) for every rank in turn: with `own` for this rank, and with the packet in slot first_slot +
-  // rank for every other. Packets of several ranks are loaded at once, because a load takes longer than the wait for
-  // the data.
+  // rank for every other. Packets of several ranks are loaded concurrently, because a load takes longer than the wait
+  // for the data.
   template <class Use>
   PROXYCCL_DEVICE void receiveFromAll(uint32_t first_slot, uint64_t p, const Payload& own, Use&& use) const {
     for (uint32_t first = 0; first < team_.world_size; first += kAtOnce) {

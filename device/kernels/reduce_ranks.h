@@ -148,7 +148,7 @@ PROXYCCL_DEVICE void combineUnits(uint32_t ranks, uint32_t divisor, Source sourc
 #endif
 
 // Calls store(i, values) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [0, n): on
-// a GPU 16 bytes at once where `aligned`, else value by value; on the host in runs. Called by each of `threads`
+// a GPU 16 bytes at a time where `aligned`, else value by value; on the host in runs. Called by each of `threads`
 // threads. An average divides by `divisor`.
 template <class T, class Op, class Source, class Store>
 PROXYCCL_DEVICE void reduceRanks(uint32_t ranks, uint32_t divisor, uint64_t n, [[maybe_unused]] bool aligned,

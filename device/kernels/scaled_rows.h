@@ -45,8 +45,8 @@ struct ScaledPart {
   }
 };
 
-// Makes blocks [first, last) of a row, whatever its values are. The lane with number n among a block's keeps the
-// greatest magnitude of the n-th block that its lanes hold.
+// Makes blocks [first, last) of a row; its values may be infinities or NaNs. The lane with number n among a block's
+// keeps the greatest magnitude of the n-th block that its lanes hold.
 template <class T, class StoreParts>
 PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t first, uint32_t last, bool aligned,
                                   StoreParts storeParts) {
@@ -68,8 +68,8 @@ PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t fir
 
 #ifdef PROXYCCL_HAS_FLOATS_TO_E4M3
 // The same for 16-bit elements, aligned and all of them numbers, in a third of the instructions: magnitudes are
-// compared as integers, two at a time, and a thread has twice the elements. A group makes kParts parts at once, each
-// step for all of them, because with one part alone a thread would wait for each step.
+// compared as integers, two at a time, and a thread has twice the elements. A group makes kParts parts together, each
+// step for all parts, because with a single part a thread would wait for each step.
 template <class T, uint32_t kParts>
 class ScaledNumbers {
  public:

@@ -87,7 +87,8 @@ class FlowEnd {
     __syncthreads();
   }
 
-  // A different size is an error of the program. After an abort, the slot holds the size of an older transfer.
+  // A different size is an error of the program, except after an abort, when the slot holds the size of an older
+  // transfer.
   PROXYCCL_DEVICE void check(uint64_t sent) const {
     if (sent == transfer_.bytes || aborted(flows_.control)) return;
     const WaitFor what = {PROXYCCL_WAIT_NONE, link_->peer, PROXYCCL_NO_CHANNEL, transfer_.bytes};

@@ -188,7 +188,8 @@ class SharedMemory:
 
     @classmethod
     def adopt(cls, descriptor: int, nbytes: int) -> SharedMemory:
-        """Maps a file that another process handed over. The memory owns the descriptor, which is closed on failure too.
+        """Maps a file that another process handed over. The memory owns the descriptor, which is also closed on
+        failure.
 
         Raises:
             ArgumentError: the file is not shared memory of at least `nbytes`.

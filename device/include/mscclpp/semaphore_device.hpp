@@ -1,6 +1,6 @@
 // The device's side of semaphores between ranks: proxyccl::SharedSemaphore with MSCCL++'s member names.
 //
-// Any number of threads may call each method at once, except where the link to the peer does not add atomically
+// Any number of threads may call each method concurrently, except where the link to the peer does not add atomically
 // (proxyccl::SharedSemaphore::signal()).
 #ifndef MSCCLPP_SEMAPHORE_DEVICE_HPP_
 #define MSCCLPP_SEMAPHORE_DEVICE_HPP_

@@ -91,7 +91,7 @@ PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, ui
   const uintptr_t misaligned = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
   if (misaligned % 16 == 0) return copyWords<Bytes16>(to, from, bytes, thread, threads);
   const uint32_t width = misaligned % 8 == 0 ? 8 : misaligned % 4 == 0 ? 4 : 1;
-  // For fewer bytes, narrower words are faster, because all of a thread's loads are in flight at once.
+  // For fewer bytes, narrower words are faster, because all of a thread's loads are in flight at the same time.
   if (bytes > static_cast<size_t>(4 * width) * threads) return copyShifted(to, from, bytes, thread, threads);
   if (width == 8) return copyWords<uint64_t>(to, from, bytes, thread, threads);
   if (width == 4) return copyWords<uint32_t>(to, from, bytes, thread, threads);

@@ -1,4 +1,4 @@
-// The semaphore of channels: any number of threads and blocks may signal it and wait for it at once.
+// The semaphore of channels: any number of threads and blocks may signal it and wait for it concurrently.
 //
 // A thread takes the number of the signal that it waits for by an atomic add, whose trip to memory overlaps with the
 // first load of the count: for a single thread, the wait takes no longer than with a load and a store.

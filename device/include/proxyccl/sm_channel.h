@@ -44,7 +44,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// without a barrier. copyInTurn() describes the words.
   ///
   /// When the call returns, the thread's part may still be in flight. The peer may read the data after a signal() that
-  /// follows a syncThreadsSystem() of the block; local memory may be written again at once.
+  /// follows a syncThreadsSystem() of the block; local memory may be written again immediately.
   /// @param targetOffset  offset in the peer's memory, in bytes
   /// @param originOffset  offset in local memory, in bytes
   /// @param bytes         number of bytes

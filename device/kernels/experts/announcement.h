@@ -27,7 +27,7 @@ class Announcement {
   PROXYCCL_DEVICE uint32_t outputBuffer(uint32_t source) const { return heads()[source] >> 16 & 0xffff; }
   PROXYCCL_DEVICE uint32_t wantedTokens(uint32_t source) const { return static_cast<uint32_t>(heads()[source] >> 32); }
 
-  // Returns the value that travels with a slot. Waits for its packet.
+  // Waits for the packet of a slot's value, which travels with the slot, and returns the value.
   PROXYCCL_DEVICE uint64_t carried(uint32_t source, uint32_t slot) const {
     const uint32_t each = sizeof(LL16Packet::Payload) / e_.weight_bytes;
     return awaitPacket(source, front() + slot / each) >> slot % each * 8 * e_.weight_bytes;

@@ -12,8 +12,8 @@ class IdAnnouncement : public Announcement {
 
   using Announcement::Announcement;
 
-  // Called by the block: sends its share of this rank's packets. The last threads send first. Sending needs only the
-  // kernel's arguments, so the packets leave at once.
+  // Called by the block: sends its share of this rank's packets, the last threads first. Sending needs only the
+  // kernel's arguments, so the packets leave as soon as the kernel starts.
   PROXYCCL_DEVICE void send(const ProxycclDispatch& call) const {
     const uint32_t all = packetsOfRank(), begin = all * blockIdx.x / e_.blocks;
     const uint32_t end = all * (blockIdx.x + 1) / e_.blocks;

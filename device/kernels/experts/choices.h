@@ -1,5 +1,5 @@
-// The choices of the caller's slots, as a dispatch counts them: experts, or ranks where a token has a row for each
-// rank.
+// The choices of the caller's slots, as a dispatch counts them: expert ids or, where a token has a row for each rank,
+// ranks.
 #ifndef PROXYCCL_EXPERT_CHOICES_H
 #define PROXYCCL_EXPERT_CHOICES_H
 

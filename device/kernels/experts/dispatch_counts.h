@@ -185,7 +185,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitRouting() const {
   const uint32_t segments = team_->segments;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < team_->world_size * segments; i += blockDim.x)
-    if (isNear(i / segments) || i % segments == 0)  // a node's whole routing arrives at once
+    if (isNear(i / segments) || i % segments == 0)  // the routing of another node arrives as a whole
       team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
   __syncthreads();
 }
@@ -310,7 +310,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeCounts(uint32_t rows) const {
   __syncthreads();  // after this barrier, all threads have read the sources
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
-  // The memory of the sources' token counts, which have been read, now holds the rows of each rank.
+  // The memory that held the sources' token counts, which have been read, now holds the number of rows of each rank.
   uint32_t* rows_of = tokensOf();
 #pragma unroll 1
   for (uint32_t s = threadIdx.x; s < ranks; s += blockDim.x) {

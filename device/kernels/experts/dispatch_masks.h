@@ -136,7 +136,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
   const uint32_t describing = describingBlocks(), holding = Group::count() - 1;
   const uint32_t storing = team_->blocks > 1 ? team_->blocks - describing : 1;
   const bool describes = blockIdx.x < describing, stores = !describes || team_->blocks == 1;
-  // Pieces are dealt out to the groups of all blocks that store: tokens go to different numbers of ranks.
+  // Pieces are dealt out to the groups of all blocks that store, because tokens go to different numbers of ranks.
   const uint32_t place = stores ? team_->blocks - 1 - blockIdx.x : 0, first = group.number * storing + place;
   const uint32_t pieces = stores && holdsRows() ? call_.tokens * piecesOfRow() : 0;
   const bool waits = group.number == holding;

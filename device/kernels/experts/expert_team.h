@@ -35,7 +35,7 @@ constexpr uint64_t kHalfOfAll = 1ull << 63;  // for flags that every call raises
 constexpr uint64_t kTwoCalls = 2ull << kItemBits;
 PROXYCCL_DEVICE bool hasReached(uint64_t seen, uint64_t value, uint64_t ahead) { return seen - value < ahead; }
 
-// Where a token's row goes to or comes from.
+// The place where a token's row goes or comes from.
 struct RowEntry {
   char* at;
   int32_t number;
@@ -126,7 +126,7 @@ struct Group {
   }
 
   // Orders the listed entries from `begin` on, at most PROXYCCL_MAX_TOPK, by their numbers, which all differ. The
-  // numbers themselves stay.
+  // numbers themselves do not move.
   PROXYCCL_DEVICE void orderByNumber(uint32_t begin) const {
     GroupSpace& space = this->space();
     constexpr uint32_t kEach = (PROXYCCL_MAX_TOPK + kGroupLanes - 1) / kGroupLanes;  // entries that a thread moves
@@ -254,7 +254,7 @@ class ExpertTeam {
   PROXYCCL_DEVICE char* inbox(uint32_t number, uint32_t local, uint32_t source_local) const {
     return peer(local) + e_.inbox + (number * e_.local_size + source_local) * e_.slab_bytes;
   }
-  // These return offsets in a workspace.
+  // The following functions return offsets in a workspace.
   PROXYCCL_DEVICE uint64_t rail(uint64_t call, uint32_t node) const {
     return e_.rail + (call % 2 * e_.nodes + node) * e_.slab_bytes;
   }
@@ -283,7 +283,7 @@ class ExpertTeam {
     return e_.routed + 8ull * (source * e_.segments + block);
   }
   // Says how many items of a part of a source's dispatch have arrived. For a source on another node, the flag of a
-  // batch's first segment says that the whole batch has.
+  // batch's first segment says that the whole batch has arrived.
   PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t part) const {
     return e_.sent + 8ull * (static_cast<uint64_t>(source) * parts() + part);
   }
@@ -301,11 +301,11 @@ class ExpertTeam {
   }
   // Says that the rows of a rank of the node for a combine are ready, and in which of its output buffers. Indexed by
   // the parity of the combine: a rank raises the flag of combine n + 2 after it has ended n + 1, for which it needed
-  // every rank's flag n + 1, and each rank raised that after it had ended combine n.
+  // every rank's flag n + 1, and each rank raised its flag n + 1 after it had ended combine n.
   PROXYCCL_DEVICE uint64_t loadable(uint64_t call, uint32_t local, uint32_t block) const {
     return e_.loadable + 8ull * ((call % 2 * e_.local_size + local) * e_.blocks + block);
   }
-  // Raised, on this rank alone, when a batch of a combine's sums has come from a node. Indexed by its first block.
+  // Raised only on this rank, when a batch of a combine's sums has come from a node. Indexed by its first block.
   PROXYCCL_DEVICE uint64_t crossed(uint32_t node, uint32_t block) const {
     return e_.crossed + 8ull * (node * e_.blocks + block);
   }
@@ -320,7 +320,7 @@ class ExpertTeam {
   PROXYCCL_DEVICE void await(uint64_t flag, uint64_t value, uint32_t peer, uint64_t ahead = kHalfOfAll) const {
     awaitWord(e_.control, reinterpret_cast<const uint64_t*>(e_.workspace + flag), value, peer, ahead);
   }
-  // Waits until this many items of a part of a source's dispatch have arrived.
+  // Waits until `items` items of a part of a source's dispatch have arrived.
   PROXYCCL_DEVICE void awaitSent(uint32_t source, uint32_t part, uint64_t call, uint64_t items) const {
     await(sent(source, part), flagValue(call, items), source, kTwoCalls);
   }

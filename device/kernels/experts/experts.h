@@ -102,8 +102,7 @@ typedef struct ProxycclReceivedRows {
                          there was none since the CPU last set it to that */
   uint32_t bad_slot;  /* that rank's first slot with a bad expert id */
   uint32_t bad_index; /* 1 if full_scatter_indices were not a permutation of this rank's rows, or too few */
-  uint32_t
-      most_rows; /* greatest number of rows of a rank or, with padded rows, an expert, since the CPU last set it to 0 */
+  uint32_t most_rows; /* most rows of a rank or, with padded rows, of an expert, since the CPU last set this to 0 */
   uint32_t wanted_tokens; /* the greatest ProxycclDispatch.wanted_tokens of all ranks */
 } ProxycclReceivedRows;
 
@@ -132,13 +131,12 @@ typedef struct ProxycclExperts {
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
   uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint32_t output_buffers, output_rows; /* number of buffers, of which the last is for a combine's rows; rows of each */
-  uint32_t
-      senders; /* with output buffers: blocks that store a large dispatch's rows at peers; 0 if there is one block */
-  uint32_t kept_calls;    /* 2: inbox and returns are double-buffered, so that a call sends before peers have read the
-                             previous one; else 1 */
-  uint32_t dropping_ids;  /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
-  uint32_t batch_tokens;  /* across nodes: least tokens of a source that make a separate message */
-  uint64_t segment_bytes; /* most bytes of a segment's rows */
+  uint32_t senders;    /* with output buffers: blocks that store a large dispatch's rows at peers; 0: only one block */
+  uint32_t kept_calls; /* 2: inbox and returns are double-buffered, so that a call sends before peers have read the
+                          previous one; else 1 */
+  uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
+  uint32_t batch_tokens;         /* across nodes: least tokens of a source that make a separate message */
+  uint64_t segment_bytes;        /* most bytes of a segment's rows */
   uint64_t return_segment_bytes; /* most bytes of a segment's rows in a combine, with one row per token */
   uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* offsets in a segment's routing */
   uint64_t routing_bytes, slab_bytes; /* bytes of a segment's routing, and bytes of a slab */
@@ -177,7 +175,7 @@ typedef struct ProxycclExpertLayout {
   int32_t* first_rows; /* [rows]: the first row of the same token on this rank */
   int32_t* token_rows; /* [rows][topk]: if this is its token's first row, the row of each slot of the token */
   int32_t* row_slots;  /* [rows]: each row's slot of its token */
-  int32_t* row_tokens; /* [rows]: the token's number on its rank; or null */
+  int32_t* row_tokens; /* [rows]: the number of the row's token on the token's rank; or null */
   int32_t* row_experts; /* with a row for each rank, [rows][topk] of id_bytes each: the token's experts on this rank, by
                            their number on the rank; -1 for others */
   int32_t* expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert, at most its room */
@@ -189,7 +187,7 @@ typedef struct ProxycclDispatch {
   uint32_t phases;
   uint32_t tokens;        /* tokens of this rank */
   uint32_t capacity;      /* rows of the output */
-  uint32_t redispatch;    /* 1: use an existing layout and count nothing */
+  uint32_t redispatch;    /* 1: the dispatch uses an existing layout and counts nothing */
   uint64_t ticket;        /* see ProxycclReceivedRows */
   uint32_t wanted_tokens; /* tokens, sent to all ranks, for which this rank would have needed a larger layer; or 0 */
   uint32_t scale_bytes;   /* scales at the end of each row, which go to output_scales */
