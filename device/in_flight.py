@@ -62,7 +62,7 @@ def reachable_stream(runtime: BaseRuntime, stream: int | ThreadStream) -> int:
 
 
 class Launcher(Protocol):
-    """An object that launches repeatedly, each launch ordered after the last."""
+    """An object that launches repeatedly, each launch ordered after the previous one."""
 
     @property
     def last_stream(self) -> int | None:
@@ -99,7 +99,7 @@ class InFlight:
             self._release_done()
 
     def _release_done(self) -> None:
-        # Each batch is queried once; incomplete batches go to the back.
+        # Each batch is queried once; incomplete batches go to the end of the queue.
         for _ in range(len(self._batches)):
             waiting = self._batches.popleft()
             if not waiting[0].query():

@@ -69,8 +69,8 @@ def _find_instead(kind: type) -> str | None:
 def require_tensor_memory(x: Any, argument: str) -> None:
     """Raises ArgumentError unless a tensor's elements lie in memory of a CPU or a GPU, contiguous or not.
 
-    DTensors and other tensors that are made of tensors have no memory. The same holds for tensors of FakeTensorMode,
-    those within ``torch.vmap`` and other transformations, and those whose storage was freed by ``resize_(0)``.
+    DTensors and other tensors that are made of tensors have no memory. Nor have tensors of FakeTensorMode, those within
+    ``torch.vmap`` and other transformations, and those whose storage was freed by ``resize_(0)``.
     """
     kind = type(x)
     instead = libraries[kind].instead

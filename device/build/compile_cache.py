@@ -166,7 +166,7 @@ _open: dict[tuple[int, int], int] = {}  # by device and inode
 
 
 def _keep_open(descriptor: int) -> int:
-    """Returns a descriptor of the same directory that stays open, so that paths of loaded objects stay unique."""
+    """Returns a descriptor of the same directory, which stays open, so that paths of loaded objects stay unique."""
     info = os.fstat(descriptor)
     identity = info.st_dev, info.st_ino
     kept = _open.setdefault(identity, descriptor)

@@ -61,7 +61,7 @@ def load_source(
     """Compiles a source into a shared object, unless it is in the cache, and returns the result of `load(path)`.
 
     Raises:
-        CompileError: no compiler, or the source does not compile; carries the compiler's messages.
+        CompileError: there is no compiler, or the source does not compile; the error has the compiler's messages.
     """
     command = _command(options, include_dirs)
     key = text = text_with_exports(for_the_host(source), names)

@@ -267,7 +267,7 @@ class PlanExecutor {
     return reinterpret_cast<DeviceSemaphore*>(block()->semaphores) + step.channel;
   }
 
-  // A part of a put that has no bytes still signals and flushes.
+  // If `bytes` is 0, the step still signals and flushes.
   PROXYCCL_DEVICE void push(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
     const ProxyChannelDeviceHandle channel{block()->port_channels[step.channel]};
     const uint64_t dst = step.dst_offset + offset + (step.dst_alternates ? block().alternate() : 0);

@@ -4,8 +4,8 @@
 // In both forms a thread's part is called a packet.
 //
 // Blocks are independent: each has its own epoch and its own packets on every rank, and exchanges packets only with the
-// peers' blocks with the same number. All ranks launch the same grid, so these blocks advance alike. A block that a
-// call does not use keeps its epoch, on all ranks.
+// peers' blocks with the same number. All ranks launch the same grid, so these blocks advance alike. If a call does not
+// use a block, the block keeps its epoch on all ranks.
 //
 // A packet's place is used again two epochs later, by any rank and any algorithm. No flag guards it; the following
 // argument shows that it is free. Let rank x write in epoch e + 2 where rank y read in epoch e.
@@ -17,7 +17,7 @@
 //   - e and e + 1 in one kernel, e + 2 in the next one, whose threads may have other packets: all threads of x have
 //     finished e + 1, so all threads of y had finished e. Therefore the last epoch is padded: a thread that has packets
 //     in e must also have packets in e + 1.
-// So every algorithm must make a rank need data of every other rank before it finishes an epoch.
+// So in every algorithm a rank must need data of every other rank before it finishes an epoch.
 #pragma once
 
 #include "proxyccl/proxyccl.h"

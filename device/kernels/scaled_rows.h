@@ -27,7 +27,7 @@ struct ScaledPart {
       for (uint32_t i = 0; i < kEach; ++i) given.at[i] = from[i];
     }
   }
-  // Called by a group: makes the elements. Returns the greatest magnitude.
+  // Called by a group: converts its values to float8 elements. Returns the greatest magnitude of the values.
   PROXYCCL_DEVICE float quantize(const Group& group, Elements* elements) const {
     float values[kEach], greatest = 0;
     for (uint32_t i = 0; i < kEach; ++i) {
@@ -45,8 +45,8 @@ struct ScaledPart {
   }
 };
 
-// Makes blocks [first, last) of a row; its values may be infinities or NaNs. The lane with number n among a block's
-// keeps the greatest magnitude of the n-th block that its lanes hold.
+// Makes blocks [first, last) of a row; its values may be infinities or NaNs. Of the lanes that make a block, lane n
+// keeps the greatest magnitude of the n-th block that these lanes make.
 template <class T, class StoreParts>
 PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t first, uint32_t last, bool aligned,
                                   StoreParts storeParts) {
@@ -67,7 +67,7 @@ PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t fir
 }
 
 #ifdef PROXYCCL_HAS_FLOATS_TO_E4M3
-// The same for 16-bit elements, aligned and all of them numbers, in a third of the instructions: magnitudes are
+// Does the same for aligned 16-bit elements without infinities and NaNs, in a third of the instructions: magnitudes are
 // compared as integers, two at a time, and a thread has twice the elements. A group makes kParts parts together, each
 // step for all parts, because with a single part a thread would wait for each step.
 template <class T, uint32_t kParts>

@@ -30,8 +30,8 @@ class LeaseCache(Generic[Key, Value]):
     driver may take long.
 
     Args:
-        discard: undoes a `make`.
-        keep: most values that are kept idle. The least recently used are discarded first.
+        discard: called with a value when it leaves the cache; undoes what `make` did.
+        keep: most values that are kept idle. The least recently used values are discarded first.
         weigh: the weight of a value; without it every value weighs nothing.
         keep_weight: most weight that is kept idle.
     """

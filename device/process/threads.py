@@ -34,8 +34,8 @@ class Thread(threading.Thread):
         run: the thread's function.
         name: the thread's name in debuggers and reports.
         arguments: the arguments of `run`.
-        failed: called in the thread with an exception of `run`, which is also logged; it should end the thread's
-            dependents.
+        failed: called in the thread with an exception of `run`, which is also logged; it should end what depends on the
+            thread.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Thread(threading.Thread):
         self._call: Callable[[], object] | None = functools.partial(run, *arguments)  # until it begins or is abandoned
 
     def start(self) -> None:
-        """Starts the thread, and returns when it has begun.
+        """Starts the thread, and returns when the thread has begun to run.
 
         Raises:
             ResourceError: the thread can't be started, and will not begin later.

@@ -11,7 +11,7 @@
 
 enum ProxycclErrorCode {
   PROXYCCL_OK = 0,
-  PROXYCCL_ERROR_TIMEOUT = 1,        /* a bounded wait ran out */
+  PROXYCCL_ERROR_TIMEOUT = 1,        /* a bounded wait reached its time-out */
   PROXYCCL_ERROR_PEER_LOST = 2,      /* the process of a rank ended */
   PROXYCCL_ERROR_TRANSPORT = 3,      /* a copy or work request failed */
   PROXYCCL_ERROR_BAD_TRIGGER = 4,    /* a trigger names an unregistered id, or its range leaves its memory */

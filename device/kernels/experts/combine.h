@@ -187,7 +187,7 @@ class Combine {
     for (;;) {
       const uint32_t next = group.next(next_item);
       if (next >= most * sources) return;
-      // Sends to ranks in turn. Tokens of other nodes come first, because their sums travel further.
+      // Sends to the ranks in turn. Tokens of other nodes come first, because their sums travel further.
       uint32_t item = next % most, source = team_->rank;
       if (stage == CombineStage::send) {
         item = next / ranks;
@@ -198,7 +198,8 @@ class Combine {
       const Segment& segment = team_.segmentOf(source);
       if (item >= segment.items()) continue;
       const GroupSpace& space = group.space();
-      // A row that is sent unsummed is a sum of one row: the same code copies it, with as many loads in flight.
+      // A row that is sent without summing is treated as a sum of one row, so that the same code copies it with as many
+      // loads in flight.
       const bool alone = stage == CombineStage::send && !team_->local_combine;
       char* to = nullptr;
       if (alone) {
@@ -262,7 +263,7 @@ class Combine {
   }
 
   // Called by a group when there are no more items. The last group of a batch's last block has acquired the sums of all
-  // others and posts them.
+  // other groups, and posts them.
   PROXYCCL_DEVICE void post(const Group& group, uint32_t* finished) const {
     if (team_->nodes == 1 || group.lane != 0) return;
     if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
@@ -363,8 +364,8 @@ class Combine {
     return call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens;
   }
   // Returns the offset, in the workspace of the rank that sums it, of the row of slot k of token i of a source, sent by
-  // rank `from` of the node. There is a place for each slot or, where a token has one row per rank, for each rank of
-  // the node.
+  // rank `from` of the node. A token has a place for each slot or, where it has one row per rank, for each rank of the
+  // node.
   PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k, uint32_t from) const {
     const uint32_t places = by_rank_ ? team_->local_size : topk_;
     const uint64_t segment = places * team_->return_segment_bytes;
@@ -468,7 +469,7 @@ class Combine {
         if (call_.slot_weights != nullptr) entry->weight *= call_.slot_weights[token * topk_ + k];
         return true;
       });
-      // If a token has one row on each rank, entries are ordered by rank, which is the entry's number.
+      // If a token has one row on each rank, entries are ordered by rank; an entry's number is its rank.
       if (team_->chosen_per_rank != 0 && call_.order_ids == nullptr) group.orderByNumber(begun);
     }
     return target;
@@ -484,7 +485,7 @@ class Combine {
     return true;
   }
 
-  // Returns the rank of a slot by the ids that order sums; world_size if the slot has none.
+  // Returns the rank of a slot according to the ids that order sums; world_size if the slot has no rank.
   PROXYCCL_DEVICE uint32_t orderedRank(uint64_t token, uint32_t k) const {
     const uint64_t slot = token * topk_ + k;
     const int64_t id = call_.id_bytes == 8 ? reinterpret_cast<const int64_t*>(call_.order_ids)[slot]

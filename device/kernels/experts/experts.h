@@ -56,8 +56,8 @@ enum {
   /* Phases of a dispatch, in any split over kernels that keeps their order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and send the counts to all ranks */
   PROXYCCL_EXPERT_GATHER = 2,  /* gather everyone's counts, and tell the CPU how many rows come */
-  PROXYCCL_EXPERT_SEND = 4,    /* of a dispatch or a combine: send rows */
-  PROXYCCL_EXPERT_RECEIVE = 8, /* of a dispatch or a combine: receive rows */
+  PROXYCCL_EXPERT_SEND = 4,    /* phase of a dispatch or a combine: send rows */
+  PROXYCCL_EXPERT_RECEIVE = 8, /* phase of a dispatch or a combine: receive rows */
   PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only compute where the rows of a dispatch would go */
   PROXYCCL_EXPERT_TELL = 32,   /* with GATHER and a row for each rank: tell the CPU how many rows chose each expert */
   PROXYCCL_FIRST_CHOICE = 1
@@ -71,7 +71,7 @@ enum {
 };
 #define PROXYCCL_NO_EXPERT 0xffffffffu
 
-/* The head of a segment's routing. After it, at the offsets of ProxycclExperts:
+/* The head of a segment's routing. The following arrays come after it, at the offsets in ProxycclExperts:
  *   uint32 counts[experts]            slots of the segment for each expert
  *   uint32 chosen[ranks * chosen_per_rank]  with a row for each rank: choices of the segment, for each expert
  *   ProxycclExpertSlot slots[segment_tokens * topk]
@@ -190,22 +190,23 @@ typedef struct ProxycclDispatch {
   uint32_t redispatch;    /* 1: the dispatch uses an existing layout and counts nothing */
   uint64_t ticket;        /* see ProxycclReceivedRows */
   uint32_t wanted_tokens; /* tokens, sent to all ranks, for which this rank would have needed a larger layer; or 0 */
-  uint32_t scale_bytes;   /* scales at the end of each row, which go to output_scales */
+  uint32_t scale_bytes;   /* bytes of scales at the end of each row, which go to output_scales */
   uint32_t scale_column;  /* with padded rows: words of a column of an expert's scales, one column for each scale of a
                              row; 0: each row's scales lie together */
-  uint32_t id_bytes;      /* 4 or 8; also of row_experts, unless this is a repeated dispatch */
+  uint32_t id_bytes;      /* size of an expert id: 4 or 8; also in row_experts, unless the dispatch is repeated */
   uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's buffer; else 0 */
   uint32_t padded_rows;   /* with padded rows: most rows of an expert in this call */
   uint64_t row_bytes;
-  const char* input;       /* [tokens][row_bytes] */
-  const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
-  const char* weights;     /* [tokens][topk], or null; float32 with a row for each rank */
-  const int32_t* scatter;  /* [scatter_tokens][topk], or null */
-  uint64_t scatter_tokens; /* tokens of all ranks, as the caller passed them: a stopped rank's data may claim more */
-  char* output;            /* [capacity][row_bytes - scale_bytes] */
-  char* output_scales;     /* [capacity][scale_bytes] */
-  char* output_weights;    /* [capacity], or null; with a row for each rank [capacity][topk] */
-  int32_t* received;       /* output: the number of received rows; or null */
+  const char* input;      /* [tokens][row_bytes] */
+  const char* expert_ids; /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
+  const char* weights;    /* [tokens][topk], or null; float32 with a row for each rank */
+  const int32_t* scatter; /* [scatter_tokens][topk], or null */
+  uint64_t
+      scatter_tokens; /* tokens of all ranks, as the caller passed them: data of a stopped rank may claim more tokens */
+  char* output;       /* [capacity][row_bytes - scale_bytes] */
+  char* output_scales;  /* [capacity][scale_bytes] */
+  char* output_weights; /* [capacity], or null; with a row for each rank [capacity][topk] */
+  int32_t* received;    /* output: the number of received rows; or null */
   ProxycclExpertLayout layout;
 } ProxycclDispatch;
 
@@ -216,13 +217,14 @@ typedef struct ProxycclCombine {
   uint32_t rows_buffer; /* 1 + the number of the output buffer in which `rows` lies; 0 if peers can't load them */
   const char* rows;     /* [R][hidden] */
   const float* weights; /* [R], or null */
-  /* [tokens][topk], or null: factors of the slots' rows, beside `weights`. On one node, without local_combine. */
+  /* [tokens][topk], or null: factors of the slots' rows, beside `weights`. Used only on one node and without
+     local_combine. */
   const float* slot_weights;
   /* [tokens][hidden] each, or null: sums begin with these arrays. If there is a second array, there is a first one. */
   const char* added[PROXYCCL_ADDED];
   /* [tokens][topk] of id_bytes each, or null: the ids that the caller dispatched by. A token's rows, one from each
-   * rank, are then summed in the order of the token's last slots for these ranks. On one node, with a row or a sum of
-   * each rank. */
+   * rank, are then summed in the order of the token's last slots for these ranks. Used only on one node, where each
+   * rank sends one row or one sum per token. */
   const char* order_ids;
   uint64_t id_bytes;
   char* output; /* [tokens][hidden] */
@@ -235,8 +237,8 @@ typedef struct ProxycclWeighing {
   char* values;         /* [rows][hidden] */
   const float* weights; /* [rows]: the factor of each row; or null for 1 */
   const char* others;   /* [rows][hidden], or null */
-  float* products; /* [rows]: scalar product of each row, before weighing, with its row of `others`; zero for unfilled
-                      rows. Or null */
+  float* products; /* [rows]: scalar product of each row, before it is weighed, with the same row of `others`; zero for
+                      unfilled rows; or null */
   const int32_t* received;  /* number of filled rows; null if all rows are filled */
   const int32_t* row_slots; /* [rows]: negative for unfilled rows; or null */
 } ProxycclWeighing;
