@@ -197,16 +197,15 @@ typedef struct ProxycclDispatch {
   uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's buffer; else 0 */
   uint32_t padded_rows;   /* with padded rows: most rows of an expert in this call */
   uint64_t row_bytes;
-  const char* input;      /* [tokens][row_bytes] */
-  const char* expert_ids; /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
-  const char* weights;    /* [tokens][topk], or null; float32 with a row for each rank */
-  const int32_t* scatter; /* [scatter_tokens][topk], or null */
-  uint64_t
-      scatter_tokens; /* tokens of all ranks, as the caller passed them: data of a stopped rank may claim more tokens */
-  char* output;       /* [capacity][row_bytes - scale_bytes] */
-  char* output_scales;  /* [capacity][scale_bytes] */
-  char* output_weights; /* [capacity], or null; with a row for each rank [capacity][topk] */
-  int32_t* received;    /* output: the number of received rows; or null */
+  const char* input;       /* [tokens][row_bytes] */
+  const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
+  const char* weights;     /* [tokens][topk], or null; float32 with a row for each rank */
+  const int32_t* scatter;  /* [scatter_tokens][topk], or null */
+  uint64_t scatter_tokens; /* tokens of all ranks, as the caller passed them; a stopped rank's data may claim more */
+  char* output;            /* [capacity][row_bytes - scale_bytes] */
+  char* output_scales;     /* [capacity][scale_bytes] */
+  char* output_weights;    /* [capacity], or null; with a row for each rank [capacity][topk] */
+  int32_t* received;       /* output: the number of received rows; or null */
   ProxycclExpertLayout layout;
 } ProxycclDispatch;
 
