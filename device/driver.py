@@ -50,8 +50,8 @@ class DeviceInfo(Struct, frozen=True):
     Attributes:
         name: the vendor's name for the device.
         device_id: the name of the physical device, the same in every process of the machine.
-        architecture: the compiler's name of the architecture: "sm_90", "gfx942".
-        multiprocessors: SMs, or compute units.
+        architecture: the compiler's name of the architecture, such as "sm_90" or "gfx942".
+        multiprocessors: the number of SMs or compute units.
         memory_bytes: size of the device's memory.
         pci_address: the PCI address in the form of sysfs: "0000:3b:00.0".
         orders_rdma_writes: whether kernels that see a word written by RDMA, in any memory, also see earlier RDMA writes

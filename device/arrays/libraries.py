@@ -116,8 +116,8 @@ def _nothing(_: Any) -> None:
 
 
 class _Library(Struct, frozen=True):
-    """The properties of a type of arrays: its current stream, whether torch owns it, and the advice if it has no
-    memory.
+    """What this module knows about an array type: the function that returns the array's current stream, whether the
+    type is torch's, and the advice in the error for an array without memory.
     """
 
     stream: Callable[[Any], StreamLike]

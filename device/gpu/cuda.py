@@ -104,7 +104,7 @@ class CudaDriver(Driver):
     def device_count(self) -> int:
         return int(self.call("DeviceGetCount"))
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (one object a process)
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (one object per process)
     def device(self, ordinal: int) -> DeviceInfo:
         handle = self.call("DeviceGet", ordinal)
 

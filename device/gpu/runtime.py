@@ -63,7 +63,7 @@ class _LoadedModule:
 
     Attributes:
         handle: the driver's handle.
-        symbols: see `symbols_in_namespace`.
+        symbols: what `symbols_in_namespace` returns for the image.
     """
 
     def __init__(self, context: DeviceContext, image: bytes, unused: UnusedMemory) -> None:

@@ -84,7 +84,7 @@ def load_shipped(
             raise CompileError(f"kernel {name} was not compiled beforehand{how}; run: proxyccl compile")
         return _compiled(command, text, name)
 
-    # The cache's key covers shipped headers. Only options may include other headers.
+    # The cache's key covers shipped headers. Only options can make a shipped kernel include other headers.
     key = _run([*command, "-E"], text, "preprocess") if _may_include(options) else text
     return _loaded(key, command, build, load)
 

@@ -63,7 +63,7 @@ proxyccl_host_switch:
   ret
 .size proxyccl_host_switch,.-proxyccl_host_switch
 )");
-constexpr uint64_t kSwitchFrame = 7 * 8;  // six registers and the return address
+constexpr uint64_t kSwitchFrame = 7 * 8;  // the six saved registers and the return address
 constexpr uint64_t kReturnAddress = 6 * 8;
 #elif defined(__aarch64__)
 asm(R"(

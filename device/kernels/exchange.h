@@ -159,7 +159,7 @@ class Lane {
   uint64_t offset_;
 };
 
-// Rounds in which every rank exchanges data with every other.
+// Rounds in which every rank exchanges data with every other rank.
 class Exchange {
  public:
   PROXYCCL_DEVICE explicit Exchange(const ProxycclTeam& team)

@@ -1,8 +1,8 @@
 // execute_plan: the interpreter of execution plans. A block executes the steps of one threadblock of the plan.
 //
 // Blocks wait for each other (barriers, semaphores, signals), so all must be resident. Threads of a block go through
-// the steps without waiting for one another, except at steps that say so: steps of single threads, such as waits for
-// several channels, then overlap.
+// the steps without waiting for one another, except at steps whose description says so. So steps of single threads,
+// such as waits for several channels, overlap.
 //
 // A failed wait does not end the kernel: it continues with incomplete data, all its later waits end immediately, and
 // the CPU raises the error (wait.h).
@@ -178,7 +178,7 @@ template <class T>
 class PlanExecutor {
  public:
   PROXYCCL_DEVICE void run() const {
-    // Few numbers are kept from step to step, because they would be in local memory (see PlanBlock).
+    // The loop keeps few numbers from step to step, because they would be in local memory (see PlanBlock).
     uint32_t i = 0, loop = kNoLoop, turn = 0;
     for (;;) {
       const ProxycclStep& step = block().step(i);

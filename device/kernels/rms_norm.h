@@ -302,7 +302,7 @@ class NormedRow {
   }
 
   const Rows<T>& rows_;
-  uint64_t row_ = 0, first_ = 0;  // the row, and its first element
+  uint64_t row_ = 0, first_ = 0;  // the number of the row, and the index of its first element
   uint32_t parity_ = 0;
 };
 

@@ -17,7 +17,7 @@ typedef struct ProxycclLink {
   ProxycclProxyChannel proxy;  /* used if the peer is reached through the proxy */
   char* remote;                /* the peer's scratch memory, mapped */
   uint32_t proxied;
-  uint32_t peer; /* the peer's rank in the communicator, which errors name */
+  uint32_t peer; /* the peer's rank in the communicator, which errors give */
 } ProxycclLink;
 
 /* Scratch memory, the same on each rank, in this order:
@@ -26,13 +26,13 @@ typedef struct ProxycclLink {
  *   all_reduce_two_shot.h and its twin by proxy);
  * - outputs [lanes][world_size]: where peers' outputs lie (outputs.h);
  * - from staging_offset on, the same buffers for data that the proxy is to send; absent if all peers are mapped.
- * Peers that are not mapped use these places in `proxied`.
+ * Data of peers that are not mapped uses the same offsets in `proxied`.
  */
 enum {
   PROXYCCL_ROUND_BUFFERS = 2, /* by the parity of `round` */
   PROXYCCL_PIPELINE_DEPTH = 3,
   PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* the pipeline has two phases */
-  PROXYCCL_MAX_MAPPED_RANKS = 72                           /* most members of a team whose members are all mapped */
+  PROXYCCL_MAX_MAPPED_RANKS = 72 /* greatest number of members in a team whose members are all mapped */
 };
 
 /* Counters in device memory. Only the last block of each kernel advances them, so that a captured graph can be

@@ -66,7 +66,7 @@ def send_with_descriptors(connection: socket.socket, data: bytes, descriptors: S
 def receive_with_descriptors(
     connection: socket.socket, longest: int, most: int, flags: int = 0
 ) -> tuple[bytes, list[int], int]:
-    """Receives a message. Returns its bytes, its descriptors, which the caller closes, and its flags.
+    """Receives a message. Returns the message's bytes, its descriptors, which the caller must close, and its flags.
 
     Child processes do not inherit the descriptors.
 

@@ -53,9 +53,9 @@ def _release(runtime: BaseRuntime, number: int) -> None:
 
 
 class MemoryPool:
-    """The segments of a runtime's device. The library's allocations fail until a pool was made.
+    """The segments of a runtime's device. The library's allocations on the device fail until a pool was made for it.
 
-    Objects of the same device are the same pool.
+    All `MemoryPool` objects of a device stand for the same pool.
 
     Args:
         runtime: the source of the segments' memory.

@@ -72,7 +72,7 @@ def read_private(
 
     Args:
         directory: a descriptor of the file's directory.
-        path: the file's path, whose name counts.
+        path: the file's path, of which only the name is used.
         limit: the most bytes to read; None for all.
         argument: its name in the error.
         secret: whether other users must also be unable to read it.
@@ -105,7 +105,7 @@ def write_private(directory: int, path: Path, data: bytes) -> None:
 
     Args:
         directory: a descriptor of the file's directory.
-        path: the file's path, whose name counts. An existing file is replaced.
+        path: the file's path, of which only the name is used. An existing file is replaced.
         data: the contents.
 
     Raises:

@@ -225,7 +225,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   ///
   /// poll() never waits, so a loop around it must itself end when the communicator ends:
   /// `while (!channel.poll()) if (aborted(channel.control)) return;`
-  /// @return whether there was one; if so, the data that the peer put before it may be read
+  /// @return whether there was a signal; if so, the data that the peer put before it may be read
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
 
  private:

@@ -73,7 +73,7 @@ struct SharedSemaphore : ProxycclSemaphore {
 
   /// Consumes a signal if one has arrived that no thread waits for. A loop around it must itself end when the
   /// communicator ends: `while (!poll()) if (aborted(control)) return;`
-  /// @return whether there was one
+  /// @return whether there was such a signal
   PROXYCCL_DEVICE bool poll() const {
     const uint64_t taken = loadRelaxedDevice(expected);
     if (loadAcquireSystem(inbound) > taken && compareExchangeDevice(expected, taken, taken + 1)) return true;

@@ -180,7 +180,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   ///
   /// It never waits, so a loop around it must itself end when the communicator ends:
   /// `while (!channel.poll()) if (aborted(channel.control)) return;`
-  /// @return whether there was one; if so, the peer's earlier writes may be read
+  /// @return whether there was a signal; if so, the peer's earlier writes may be read
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
 
  private:

@@ -286,7 +286,7 @@ class MaskAnnouncement : public Announcement {
   PROXYCCL_DEVICE uint32_t words() const { return 2 * pairs(); }
   PROXYCCL_DEVICE uint32_t sums() const { return (words() + PROXYCCL_SUMMED_WORDS - 1) / PROXYCCL_SUMMED_WORDS; }
   PROXYCCL_DEVICE uint32_t* badSlots() const { return reinterpret_cast<uint32_t*>(behindHeads()); }
-  PROXYCCL_DEVICE uint32_t* counts() const { return badSlots() + e_.world_size; }  // two counts in a word
+  PROXYCCL_DEVICE uint32_t* counts() const { return badSlots() + e_.world_size; }  // a word holds two counts
   PROXYCCL_DEVICE uint32_t countWords() const { return (e_.world_size * e_.world_size + 1) / 2; }
   // The words of a mask. Masks are numbered: first the tokens that leave for each rank, then those that come from each
   // source.

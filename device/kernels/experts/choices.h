@@ -85,7 +85,7 @@ class Choices {
     return __builtin_bit_cast(uint64_t, ProxycclExpertChoice{chosen ? static_cast<int32_t>(expert) : -1, weight(slot)});
   }
 
-  // A slot of a token, with a row for each rank.
+  // A slot of a token that has a row for each rank.
   struct Slot {
     uint32_t k;
     int64_t id;

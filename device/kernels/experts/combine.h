@@ -545,7 +545,7 @@ class Combine {
   const ProxycclCombine& call_;
   const uint64_t number_;
   const uint32_t block_, topk_;
-  const bool by_rank_;                 // whether `returns` has a place for each rank
+  const bool by_rank_;                 // whether `returns` has a place for each rank, instead of one for each slot
   const uint64_t row_bytes_, stride_;  // bytes of a row; the stride includes the pieces' weights
   const Segment own_;
 };

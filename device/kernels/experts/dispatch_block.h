@@ -385,7 +385,8 @@ class Dispatch {
   }
   PROXYCCL_DEVICE void listPiece(const Group& group, uint32_t piece) const;
   PROXYCCL_DEVICE void storePiece(const Group& group, uint32_t piece, const Bytes16* words) const;
-  // Returns the row, on its rank, of a slot of this rank's tokens, if the rows of the slot's segment begin at `first`.
+  // Returns the number that a slot's row has on the slot's rank. The slot is one of this rank's tokens, and the rows of
+  // its segment begin at `first`.
   PROXYCCL_DEVICE int32_t rowAtRank(const ProxycclExpertSlot& slot, uint32_t first) const {
     return slot.expert == PROXYCCL_NO_EXPERT ? static_cast<int32_t>(PROXYCCL_NO_ROW) : inBuffer(first + slot.position);
   }

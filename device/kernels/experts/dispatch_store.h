@@ -178,7 +178,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
       inGlobal(reinterpret_cast<float*>(scales))[block] = scale;
     }
   };
-  // Parts past a piece's end cost as much as others: half a row of 7168 elements has seven, a piece of few tokens less.
+  // Parts past a piece's end cost as much as other parts: half a row of 7168 elements has seven parts, a piece of few
+  // tokens has fewer.
   constexpr uint32_t kParts = kFewMasks ? 4 : 7;
   if (targets > 0 && end - first <= kGroupLanes * kParts / 8) {
     scaleBlocks<kParts>(group, row, first, end, aligned, storeParts, storeScale);

@@ -235,7 +235,7 @@ class ExpertTeam {
   static PROXYCCL_DEVICE char* const* peers() { return lookup().peers; }
   // This block's segment of each source's tokens. The caller stores it here.
   static PROXYCCL_DEVICE Segment& segmentOf(uint32_t source) { return lookup().segments[source]; }
-  // Returns the most items that any source has for this block.
+  // Returns the largest number of items that any source has for this block.
   PROXYCCL_DEVICE uint32_t mostItems() const {
     uint32_t most = 0;
     for (uint32_t s = 0; s < e_.world_size; ++s) {
@@ -271,7 +271,7 @@ class ExpertTeam {
     return (e_.segments < e_.blocks ? e_.blocks - e_.segments : e_.blocks) * Group::count();
   }
 
-  // The first row of a rank's output buffer. Buffers count from 1 here; 0 stands for none.
+  // Returns the address of the first row in a rank's output buffer. `buffer` is 1 for the first buffer.
   PROXYCCL_DEVICE char* outputOf(uint32_t local, uint32_t buffer) const {
     return peer(local) + e_.outputs + (buffer - 1) * e_.output_bytes;
   }
@@ -282,8 +282,8 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t routed(uint32_t source, uint32_t block) const {
     return e_.routed + 8ull * (source * e_.segments + block);
   }
-  // Says how many items of a part of a source's dispatch have arrived. For a source on another node, the flag of a
-  // batch's first segment says that the whole batch has arrived.
+  // The flag says how many items of a part of a source's dispatch have arrived. For a source on another node, the flag
+  // of a batch's first segment says that the whole batch has arrived.
   PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t part) const {
     return e_.sent + 8ull * (static_cast<uint64_t>(source) * parts() + part);
   }
@@ -299,13 +299,14 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t summed(uint32_t local, uint32_t block) const {
     return e_.summed + 8ull * (local * e_.blocks + block);
   }
-  // Says that the rows of a rank of the node for a combine are ready, and in which of its output buffers. Indexed by
+  // Says that the rows of a rank of the node for a combine are ready, and in which of its output buffers. The index is
   // the parity of the combine: a rank raises the flag of combine n + 2 after it has ended n + 1, for which it needed
   // every rank's flag n + 1, and each rank raised its flag n + 1 after it had ended combine n.
   PROXYCCL_DEVICE uint64_t loadable(uint64_t call, uint32_t local, uint32_t block) const {
     return e_.loadable + 8ull * ((call % 2 * e_.local_size + local) * e_.blocks + block);
   }
-  // Raised only on this rank, when a batch of a combine's sums has come from a node. Indexed by its first block.
+  // Raised only on this rank, when a batch of a combine's sums has come from a node. The index is the batch's first
+  // block.
   PROXYCCL_DEVICE uint64_t crossed(uint32_t node, uint32_t block) const {
     return e_.crossed + 8ull * (node * e_.blocks + block);
   }
@@ -325,7 +326,7 @@ class ExpertTeam {
     await(sent(source, part), flagValue(call, items), source, kTwoCalls);
   }
 
-  // -- transfers to other nodes; each block has a segment then ---
+  // -- transfers to other nodes; a layer that makes them has a segment for each block ---
   // The batch of this block's segment of a source. The caller stores the result of batchOf() here.
   static PROXYCCL_DEVICE Batch& batchFrom(uint32_t source) {
     __shared__ Batch batches[PROXYCCL_MAX_EXPERT_RANKS];

@@ -7,10 +7,10 @@
  * other blocks only send. A small dispatch sends no counts: it announces its choices to all ranks
  * (experts/announcement.h), and every block counts for itself.
  *
- * Every rank has a workspace, with the same layout on all, and the ranks of its node map it. It holds flags (8-byte
- * words that peers store and this rank polls) and slabs. A slab holds the data of one source for one rank or node: for
- * each segment its routing, then for each segment its tokens' rows. Between nodes consecutive segments form a batch:
- * their rows lie one after the other from the first segment's place on, and travel as one message.
+ * Every rank has a workspace, which has the same layout on all ranks and is mapped by the ranks of its node. It holds
+ * flags (8-byte words that peers store and this rank polls) and slabs. A slab holds the data of one source for one rank
+ * or node: for each segment its routing, then for each segment its tokens' rows. Between nodes consecutive segments
+ * form a batch: their rows lie one after the other from the first segment's place on, and travel as one message.
  *
  * If a token has a row for each rank, the kernels treat each rank as one expert, and experts_per_rank is 1. A dispatch
  * counts once each rank that a token goes to (experts/choices.h). The token's choice there, a ProxycclExpertChoice,
@@ -35,8 +35,8 @@
 
 enum {
   PROXYCCL_MAX_TOPK = 16,
-  PROXYCCL_ADDED = 2,            /* most arrays that a combine adds to its sums */
-  PROXYCCL_EXPERT_THREADS = 512, /* threads of a block on a GPU, and the most elsewhere */
+  PROXYCCL_ADDED = 2,            /* greatest number of arrays that a combine adds to its sums */
+  PROXYCCL_EXPERT_THREADS = 512, /* threads of a block on a GPU; on other targets, most threads of a block */
   PROXYCCL_MAX_EXPERT_RANKS = 256,
   PROXYCCL_SCALED_ELEMENTS = 128, /* elements that share a scale, if rows are sent in float8 */
   /* Limits of announcements, as a block keeps them: slots of all ranks, slots of the block's segments, slots of one
@@ -109,7 +109,7 @@ typedef struct ProxycclReceivedRows {
 /* In device memory. Only the last block of a kernel advances these counters, so a captured graph can be replayed. */
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
-  uint64_t routings;             /* dispatches other than redispatches */
+  uint64_t routings;             /* number of dispatches, without repeated ones */
   uint32_t
       next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of this rank's own rows */
   uint32_t blocks_done;
@@ -140,7 +140,7 @@ typedef struct ProxycclExperts {
   uint64_t return_segment_bytes; /* most bytes of a segment's rows in a combine, with one row per token */
   uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* offsets in a segment's routing */
   uint64_t routing_bytes, slab_bytes; /* bytes of a segment's routing, and bytes of a slab */
-  uint64_t least_message;             /* across nodes: bytes to which shorter messages are lengthened */
+  uint64_t least_message;             /* across nodes: shorter messages are lengthened to this many bytes */
   /* Offsets in a workspace. */
   uint64_t announced, inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
   uint64_t outputs, output_bytes, output_scales; /* the last two: bytes of a buffer; offset of the scales in a buffer */
