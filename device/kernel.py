@@ -106,7 +106,7 @@ class Launch:
         self._values[index][:] = raw
 
     def copy(self) -> Launch:
-        """Returns the same launch with its own copy of the arguments, as first packed."""
+        """Returns a copy of this launch, whose arguments are packed anew from the original values."""
         prepared = self.prepared
         return Launch(self._kernel, tuple(prepared.grid), tuple(prepared.block), self._arguments, prepared.shared_bytes)
 

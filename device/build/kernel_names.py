@@ -20,7 +20,7 @@ _OWN_HEADER = re.compile(
     r'[ \t]*(?:"{0}"|<{0}>)[ \t]*'.format(
         r"(?:proxyccl/\w+\.h|mscclpp/\w+\.hpp|cuda_(?:fp16|bf16|fp8)\.h|assert\.h|c(?:assert|stdint|stddef)|stdint\.h)"
     )
-)  # and headers that certainly contain no kernels
+)  # also matches other headers that certainly contain no kernels
 _TOKEN = re.compile(r"\w+|[(){};<>]|\[\[|\]\]")
 _NOT_A_FUNCTION = {"alignas", "decltype", "noexcept", "sizeof"}
 

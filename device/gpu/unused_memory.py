@@ -21,7 +21,7 @@ class Hold(Protocol):
     """A condition that may keep this process's allocations from being freed."""
 
     def holds(self) -> bool:
-        """Whether kernels that this process can't wait for may use its memory now. Any thread may ask."""
+        """Whether kernels that this process can't wait for may use its memory now. Any thread may call this method."""
 
 
 _lock = threading.RLock()  # reentrant: garbage collection may free memory anywhere
@@ -51,7 +51,7 @@ def is_held() -> bool:
 
 
 class UnusedMemory:
-    """The pending calls that free one device's unreferenced memory. Objects for the same device share them."""
+    """The pending calls that free one device's unreferenced memory. A device has one such object."""
 
     _on: ClassVar[dict[tuple[str, int], UnusedMemory]] = {}
     _kept: ClassVar[list[tuple[int, Free]]] = []

@@ -90,7 +90,8 @@ def load_shipped(
 
 
 def _may_include(options: tuple[str, ...]) -> bool:
-    """Whether options may include other projects' headers. Levels, such as -O1 and -g, and sanitizers do not."""
+    """Whether options may include other projects' headers. Options for levels, such as -O1 and -g, and for sanitizers
+    do not."""
     return not all(re.fullmatch(r"-(O|g)\w?|-fsanitize=\w+", option) for option in options)
 
 

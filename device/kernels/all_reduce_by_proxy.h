@@ -13,10 +13,10 @@
 //     reduced that piece, and its buffer is free;
 //   - distribute the results of piece k has every peer's data of piece k, which the peers scattered after they had
 //     finished step k - 2: they have stored the results of piece k - 3, and its buffer is free.
-// Data for the proxy to send is staged in buffers that are reused in the same way: data that has arrived has been read.
-// Across kernels: a rank that starts a kernel has seen all results of the previous one, so all peers have reduced all
-// their data. It distributes results only once it has every peer's first data of this kernel, which peers send after
-// they have ended the previous one.
+// Data for the proxy to send is staged in buffers that are reused in the same way: when it has arrived at the peer, the
+// proxy has read its buffer. The same holds across kernels: a rank that starts a kernel has seen all results of the
+// previous one, so all peers have reduced all their data. The rank distributes results only once it has every peer's
+// first data of this kernel, which peers send after they have ended the previous one.
 #pragma once
 
 #include "exchange.h"

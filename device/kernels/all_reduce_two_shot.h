@@ -19,12 +19,11 @@
 //     its buffer is free;
 //   - distribute the results of piece k has every peer's data of piece k, which the peers posted when they had finished
 //     step k - 2: they have stored the results of piece k - 3, and its buffer is free.
-// An output is written when its rank's data of the same piece has arrived: its kernel runs, so earlier work no longer
-// uses the array, and the kernel has read the data that an in-place result replaces.
-// Across kernels, whatever their grids: a rank that starts a kernel has seen the end of all peers' steps of the
-// previous one, by their results or in the last meeting, so all peers have reduced all their data. It distributes
-// results only once it has every peer's first data of this kernel, which peers send after they have ended the previous
-// one.
+// A rank's output is written when the rank's data of the same piece has arrived: then its kernel runs, so earlier work
+// no longer uses the array, and the kernel has read the data that an in-place result replaces. The same holds across
+// kernels, whatever their grids: a rank that starts a kernel has seen the end of all peers' steps of the previous one,
+// by their results or in the last meeting, so all peers have reduced all their data. The rank distributes results only
+// once it has every peer's first data of this kernel, which peers send after they have ended the previous one.
 #pragma once
 
 #include "outputs.h"

@@ -25,6 +25,6 @@ typedef struct ProxycclArrived {
   uint32_t* here;        /* for each piece, 1 once its transfers are complete, for blocks that do not read `stages` */
   uint32_t* taken;       /* number of chunks that blocks have taken */
   uint32_t* blocks_done; /* number of blocks that have ended */
-  uint32_t* opened;      /* number of pieces before the last for which the gate is open */
+  uint32_t* opened;      /* the gate is open for this number of pieces, of those before the last one */
   ProxycclControl* control;
 } ProxycclArrived;

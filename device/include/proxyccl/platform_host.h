@@ -82,7 +82,7 @@ PROXYCCL_DEVICE T fromBits(uint64_t bits) {
 
 template <size_t... I>
 struct Indices {};
-// The sequence 0 to N - 1. It is written out, because g++ and clang++ have different builtins for it.
+// The sequence 0 to N - 1. The sequence is written out, because g++ and clang++ have different builtins for it.
 template <size_t N, size_t... I>
 struct IndicesBelow : IndicesBelow<N - 1, N - 1, I...> {};
 template <size_t... I>

@@ -278,7 +278,7 @@ class Dispatch {
     __syncthreads();
     return !is_aborted;
   }
-  // Called by the block, before counts are added to the memory that it clears.
+  // Called by the block before counts are added to outgoing(), which it clears.
   PROXYCCL_DEVICE void clearOutgoing() const {
 #pragma unroll 1
     for (uint32_t rank = threadIdx.x; rank < team_->world_size; rank += blockDim.x)
@@ -354,7 +354,8 @@ class Dispatch {
   template <class Find>
   PROXYCCL_DEVICE void storeQuantized(const Group& group, uint64_t token, const Segment& segment, uint32_t item,
                                       uint32_t n, Find find) const;
-  // Finds where candidate i < world_size for a row of a token of this rank is: another rank's first, this rank's last.
+  // Finds the rank that is candidate i < world_size for a row of one of this rank's tokens, and the row's number on
+  // that rank. Returns false if that rank has no row of the token. This rank is the last candidate.
   PROXYCCL_DEVICE bool findMasked(uint32_t token, uint32_t i, uint32_t* rank, int32_t* row) const;
   // The words of the block's rows that a thread holds before it knows where they go: loads take about as long as
   // announcements. A group holds half a row of 14 KiB, so that of 128 such rows no group has two pieces.
@@ -444,12 +445,12 @@ class Dispatch {
   PROXYCCL_DEVICE int32_t within(uint64_t row) const {
     return row < call_.capacity ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
-  // Whether the CPU wants the choices of experts: only if it also waits for the number of rows, and launches another
-  // kernel to move the rows.
+  // Whether the CPU wants to know how many slots chose each expert. It does only if it also waits for the number of
+  // rows, and launches another kernel to move the rows.
   PROXYCCL_DEVICE bool tellsChosen() const {
     return team_->chosen_per_rank != 0 && call_.phases & PROXYCCL_EXPERT_TELL;
   }
-  // Called by a group of each block: writeCounts() from the announcements.
+  // Called by a group of each block: does what writeCounts() does, from the announcements.
   PROXYCCL_DEVICE void writeAnnouncedCounts(const Group& group, uint32_t rows) const {
     awaitPreviousReaders(group);
     if constexpr (kMasks) {
@@ -458,7 +459,7 @@ class Dispatch {
       writeIdCounts(group, rows);
     }
   }
-  // Block b counts for the sources b, b + segments, …; the last block also adds up all sources.
+  // Block b counts the choices of the sources b, b + segments, …; the last block also counts those of all sources.
   PROXYCCL_DEVICE void writeIdCounts(const Group& group, uint32_t rows) const;
   // Called by one group of the grid.
   PROXYCCL_DEVICE void writeMaskCounts(const Group& group, uint32_t rows) const;

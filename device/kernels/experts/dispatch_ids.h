@@ -62,7 +62,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::numberOwnSlots() const {
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::writeIdCounts(const Group& group, uint32_t rows) const {
   const uint32_t experts = team_.experts(), ranks = team_->world_size, segments = team_->segments;
-  uint32_t* counts = bases() + experts;  // awaitIds() no longer needs these
+  uint32_t* counts = bases() + experts;  // awaitIds() no longer needs these counters
   auto count = [&](uint32_t first, uint32_t sources) {
 #pragma unroll 1
     for (uint32_t e = group.lane; e < experts; e += kGroupLanes) counts[e] = 0;

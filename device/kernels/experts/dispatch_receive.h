@@ -111,7 +111,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receiveItem(const Group& group, uint32_t it
         from = slab + (isNear(source) ? rowAt(place) : batchRowAt(team_.batchFrom(source), place));
       }
       const Piece piece(call_.row_bytes, segment, item);
-      const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // where the scales begin in the row
+      const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // offset of the scales in the row
       const uint64_t end = piece.end < scales ? piece.end : scales;
       if (piece.begin < end)
         copyToEach(space.at, space.count, piece.begin, from + piece.begin, end - piece.begin, group.lane);

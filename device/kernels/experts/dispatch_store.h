@@ -116,7 +116,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeRow(const Group& group, uint64_t token
   if constexpr (kQuantizes) return storeQuantized(group, token, segment, item, n, find);
   const Piece piece(call_.row_bytes, segment, item);
   const char* from = call_.input + token * call_.row_bytes;
-  const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // where the scales begin in the row
+  const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // offset of the scales in the row
   const uint64_t end = piece.end < scales ? piece.end : scales;
   const GroupSpace& space = group.space();
   auto listParts = [&](uint64_t offset, uint64_t bytes) {  // parts of the rows' elements, or of their scales
