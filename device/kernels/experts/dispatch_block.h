@@ -476,10 +476,10 @@ class Dispatch {
   PROXYCCL_DEVICE void awaitItem(const Group& group, uint32_t item, uint32_t source, uint64_t* arrived) const;
   // Called by a group: copies an item of a source to the token's rows on this rank, if there are any.
   PROXYCCL_DEVICE void receiveItem(const Group& group, uint32_t item, uint32_t source, uint64_t* arrived) const;
-  // Called by a group: stores in space.row this rank's row of each slot of token i of a source's segment. Also writes
-  // the rows to the descriptor if `describe`.
+  // Called by a group: for each slot of token i of a source's segment, stores in space.row the slot's row on this rank.
+  // Also writes the rows to the descriptor if `describe`.
   PROXYCCL_DEVICE void findTokenRows(const Group& group, uint32_t source, uint32_t i, bool describe) const;
-  // Returns this rank's row of a token's slot.
+  // Returns the row that a token's slot has on this rank, or PROXYCCL_NO_ROW or PROXYCCL_PAST_END.
   PROXYCCL_DEVICE int32_t rowOf(const ProxycclExpertSlot& slot, uint32_t source, uint64_t token, uint32_t k) const;
   // Called by a group: copies bytes [begin, end) of a row, which are scales, to the scales of each row that the group
   // has listed.
