@@ -56,7 +56,7 @@ class Shared(Protocol):
     """An owner of memory that peers' kernels or proxies reach."""
 
     def close(self) -> None:
-        """Frees the memory. Frees the memory. All ranks must have stopped using it."""
+        """Frees the memory. All ranks must have stopped using it."""
 
 
 class StreamWaits(Protocol):

@@ -43,7 +43,7 @@ def load_kernel(runtime: Runtime) -> Kernel:
 
 
 class Transfer(Struct, frozen=True):
-    """Data that goes to a peer, or comes from it.
+    """The data that one transfer sends to a peer or receives from it.
 
     Attributes:
         peer: the other rank; this rank itself where `source` is copied to `target`.
@@ -142,7 +142,7 @@ class Flows:
         )
 
     def _take_stream(self) -> Stream:
-        """Returns a stream for one call alone, because other streams may depend on other calls."""
+        """Returns a stream that only one call uses, because work on any other stream may depend on other calls."""
         try:
             return self._idle_streams.pop()
         except IndexError:
@@ -164,7 +164,7 @@ class Flows:
         self._failure.check()
 
     def _refuse(self, status: int) -> None:
-        """Raises the error that belongs to a call's nonzero status."""
+        """Raises the exception for a call that returned a nonzero status."""
         if status == engine_lib.PROXYCCL_CALL_ABORTED:
             raise self._failure.exception()
         self._launch.check(status)
@@ -172,8 +172,8 @@ class Flows:
     def run(self, transfers: Sequence[Transfer], stream: StreamLike, owners: tuple[object, ...]) -> None:
         """Issues transfers that were checked.
 
-        Without a stream the call waits on the host runtime. `owners` are kept alive until the stream has passed the
-        launches.
+        Without a stream, the call waits for the transfers on the host runtime. `owners` are kept alive until the stream
+        has passed the launches.
         """
         self.calls.run([transfer.addresses for transfer in transfers], stream, owners)
 

@@ -1,4 +1,6 @@
-"""The callers' request for a collective's algorithm, which is the same on all ranks: the call log compares it."""
+"""The callers' request for a collective's algorithm. All ranks make the same request, because the call log compares
+it.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class Standing(Message, frozen=True):
 
     Attributes:
         cta_policy: the policy of calls that name neither a policy nor an algorithm; None if the program named none.
-        invariant: whether a reduction's bits must depend only on the ranks' values of an element.
+        invariant: whether the bits of each reduced element must depend only on the ranks' values of that element.
     """
 
     cta_policy: CtaPolicy | None = None
@@ -120,7 +122,9 @@ def request_of(
 
 
 def _with_policy(request: Request, policy: CtaPolicy) -> Request:
-    """Returns the request limited to few multiprocessors, if the policy asks for that: any algorithm works with few."""
+    """Returns the request with its kernels limited to few multiprocessors if the policy is "efficiency"; every
+    algorithm works with few multiprocessors.
+    """
     return request._replace(name=_efficient(request.name), cta_policy=policy) if policy == "efficiency" else request
 
 

@@ -123,7 +123,9 @@ def _prepare(
     reached: bool,
     logged: bool,
 ) -> Form:
-    """Checks a call, compares it with the other ranks', and prepares its form. For C: see `Calls` (_calls.pyi)."""
+    """Checks a call, compares it with the other ranks' calls, and prepares its form. C calls this: see `Calls`
+    (_calls.pyi).
+    """
     group, options = collectives.group, Options(*given)
     if collective.reduces:
         require_op(options.op)
@@ -181,8 +183,8 @@ def _prepare_barrier(
         if inside:
             teams: Sequence[Team] = collectives.levels()[:1]
         elif group.topology.has_levels():
-            # The ranks on other nodes that a rank waits for next know that all ranks of their nodes have arrived. So a
-            # rank signals only one rank of each other node.
+            # After the barrier of each node, every rank knows that all ranks of its node have arrived. So a rank needs
+            # to exchange signals with only one rank of each other node.
             teams = collectives.levels()
         else:
             teams = (collectives.team(),)

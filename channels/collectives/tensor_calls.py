@@ -1,5 +1,5 @@
-"""Collectives of torch's tensors on a GPU, for torch's backend, which ignores the shapes and types of arrays that only
-move.
+"""Collectives of torch's tensors on a GPU, for torch's backend. The calls ignore the shapes and types of arrays that
+are moved but not reduced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TensorCalls:
     """The calls that torch's backend makes on one communicator.
 
     Attributes:
-        call_kept: makes a call whose form exists: see `Calls` (_calls.pyi). Raises the collective's errors.
+        call_kept: makes a call that was prepared before: see `Calls` (_calls.pyi). Raises the collective's errors.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -81,7 +81,7 @@ class TensorCalls:
         Args:
             collective: its name.
             nbytes: size of the larger of a rank's input and output.
-            beside: whether this rank's program is expected to compute during the call.
+            beside: whether this rank's program is expected to run other kernels during the call.
             output: tells where the output lies.
         """
         log = self._collectives.group.launches.log
@@ -89,7 +89,7 @@ class TensorCalls:
         if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
             wish = "zero"
         chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
-        # All ranks make the parts of schedules together, so no rank has made them yet.
+        # All ranks make the parts of schedules together, so at this point no rank has made them.
         if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:
             self._collectives.by_proxy()  # lets peers' proxies map the next output
             return "efficiency"

@@ -29,7 +29,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class Machine(Message, frozen=True):
-    """The properties that a measurement depends on, as rank 0 sees them. Machines of one kind are equal.
+    """The properties that a measurement depends on, as rank 0 sees them. Two machines of the same kind compare equal.
 
     Attributes:
         cpu: the CPU's name.
@@ -71,7 +71,7 @@ class Machine(Message, frozen=True):
 
 
 class NamedTable(Message, frozen=True):
-    """A `SizeTable` of the library's own algorithms."""
+    """A `SizeTable` without execution plans, in the form that files hold."""
 
     limits: tuple[tuple[Uint64, str], ...]
     beyond: str
@@ -174,7 +174,7 @@ def _opened(where: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def read(path: Path) -> Tuned:
-    """The contents of a file, if this version can use it.
+    """Returns the contents of a file.
 
     Raises:
         OSError: the file can't be read.
@@ -196,9 +196,9 @@ def read(path: Path) -> Tuned:
 
 
 def load(group: Group) -> Selector | None:
-    """The tables that were measured on this kind of machine, or None; called by rank 0.
+    """Returns the tables that were measured on this kind of machine, or None if there are none. Rank 0 calls this.
 
-    Warns of a file that this version can't use.
+    Warns if this version can't use the file.
     """
     try:
         if not files():  # avoids the queries of `Machine.of`

@@ -95,12 +95,12 @@ class _Arrays:
             register(group, array, symmetric=True)  # waits until all peers have mapped it
 
     def part(self, number: int, count: int, dtype: str, *, symmetric: bool) -> Array:
-        """Returns the first elements of the input (0) or the output (1)."""
+        """Returns the first elements of the input (`number` 0) or of the output (1)."""
         memory = self._pairs[symmetric][number].memory
         return Array(self._group.runtime, memory, (count,), as_dtype(dtype))
 
     def close(self) -> None:
-        """Frees the arrays. Not collective; no queued work of any rank may use the arrays."""
+        """Frees the arrays. Ranks need not call this together; no queued work of any rank may still use the arrays."""
         for array in self._pairs[True]:
             deregister(self._group, array)
         for pair in self._pairs.values():
@@ -119,7 +119,7 @@ def measure(
 
     Args:
         collectives: the group's collectives. The plans in its tables are measured too, for the cases that have plans.
-        sizes: bytes of the larger of a rank's input and output, in rising order.
+        sizes: the sizes to measure, in rising order; each is in bytes, of the larger of a rank's input and output.
         iterations: calls of each algorithm at each size.
         seconds: approximate limit of the total time.
     """
@@ -146,12 +146,14 @@ def measure(
 def _take_turns(
     collectives: Collectives, trials: Sequence[_Trial], iterations: int, ends: float, *, at_least: int
 ) -> bool:
-    """Times each trial `iterations` times, in turn. Returns whether the time sufficed, by the clock of rank 0.
+    """Times each trial `iterations` times, one trial after the other in each iteration. Returns whether rank 0's clock
+    had not passed `ends` before the iterations were complete.
 
     Args:
         collectives, iterations: as for `measure`.
-        trials: the calls to time. ends: the time at which measuring stops. at_least: iterations that are made even
-            after that time.
+        trials: the calls to time.
+        ends: the time at which measuring stops.
+        at_least: iterations that are made even after that time.
     """
     for iteration in range(iterations + 1):
         for trial in trials:
@@ -191,7 +193,7 @@ def _trials(collectives: Collectives, arrays: _Arrays, size: int) -> Iterator[_T
 
 
 def _in_and_out(arrays: _Arrays, case: Case, share: int, ranks: int) -> tuple[Array, Array]:
-    """Returns input and output of a call with this many elements a share."""
+    """Returns the input and the output of a call with this many elements per share."""
     shares = {"all_gather": (1, ranks), "reduce_scatter": (ranks, 1)}.get(case.collective, (ranks, ranks))
     x, out = (
         arrays.part(number, count * share, _dtype(case).name, symmetric=case.symmetric)
@@ -236,7 +238,8 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
     sizes.
 
     Args:
-        times: the measurements. beyond: the table for sizes above the largest one measured; None to continue with the
+        times: the measurements.
+        beyond: the table for sizes above the largest one measured; None to continue with the
             fastest for that size.
     """
     sizes = sorted(times)
