@@ -1,11 +1,11 @@
-/* A form: a call without the addresses of its arrays, and the function that issues it. */
+/* A form: a prepared call without the addresses of its arrays, and the function that issues the call. */
 #ifndef PROXYCCL_FORM_H
 #define PROXYCCL_FORM_H
 
 #include "arrays.h"
 #include "reach.h"
 
-/* proxyccl_calls_issue, proxyccl_calls_ring (calls.h), or a function like them. */
+/* The type of functions that issue a call, such as proxyccl_calls_issue and proxyccl_calls_ring (calls.h). */
 typedef int (*Issue)(void* callers, void* call, void* launch, uintptr_t stream);
 
 typedef struct PreparedCall {
@@ -35,7 +35,7 @@ typedef struct CallForm {
   size_t ranks, rank;
   AddressRange* ranges; /* the form is dropped when the memory in these ranges changes */
   size_t range_count;
-  Py_ssize_t lent;  /* number of the array that peers should reach if the program uses it often; -1 for none */
+  Py_ssize_t lent;  /* index of the array that peers should reach if the program uses it often; -1 for none */
   int names_memory; /* 1: the launch names memory by proxies' ids, so the form is bound to one address */
 } CallForm;
 

@@ -195,7 +195,7 @@ class ExecutionPlan:
         }
 
     def peers(self, rank: int, kind: ChannelType) -> tuple[int, ...]:
-        """Returns the ranks to which a rank has channels of a type, or which have channels to that rank."""
+        """Returns the ranks to or from which a rank has channels of a type."""
         return self._peers[kind][rank]
 
     def operations(self, rank: int) -> Iterator[tuple[Operation, tuple[int, int]]]:
@@ -237,7 +237,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def reached(self) -> set[BufferName]:
-        """Which of inputs ("i") and outputs ("o") must be memory that peers or proxies reach."""
+        """The buffers among input ("i") and output ("o") that must be memory which peers or proxies reach."""
         return {
             each.buffer
             for rank in range(self.world_size)

@@ -36,7 +36,9 @@ BUFFERS: dict[BufferName, str] = {"i": "input", "o": "output", "s": "scratch mem
 
 
 class Place(Struct, frozen=True):
-    """The place of an operation. A pipeline's number precedes the numbers of the operations inside."""
+    """The place of an operation in a plan, for error messages. A pipeline has a number before those of the operations
+    inside it.
+    """
 
     rank: int
     threadblock: int

@@ -444,7 +444,8 @@ class EPAll2AllLayer:
             weights: float32 [R]: the factor of each row in the sum, such as the weights that the dispatch returned;
                 None for 1. Either all ranks pass weights, or none.
             topk_weights: float32 [T, topk], instead of `weights`: the factor of each slot of this rank's tokens,
-                which this rank applies when it sums. Only if all ranks reach each other's memory, and without enable_local_combine.
+                which this rank applies when it sums. Only if all ranks reach each other's memory, and without
+                enable_local_combine.
             added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. These arrays get no gradients.
             order_ids: the expert ids of the dispatch. The rows that a token has on several ranks are then added in the
                 order of the token's last slot on each rank. Only on one node, with layout="rank" or
