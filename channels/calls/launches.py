@@ -159,8 +159,8 @@ class Launches:
     def issue(self, call: Any, launch: Launchable, stream: StreamLike, owners: tuple[object, ...] = ()) -> None:
         """Compares and launches a call whose fields are encoded (`encode_fields`), as `agree` and `launch` do.
 
-        One call into C does both, and waits for the call's end if the call is synchronous. NULL fields mean that the ranks already agreed on the
-        call.
+        One call into C does both, and waits for the call's end if the call is synchronous. NULL fields
+        mean that the ranks already agreed on the call.
         """
         issue = self.log.issue if isinstance(launch, Launch) else self.log.ring
         with self._lock:

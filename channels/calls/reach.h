@@ -15,8 +15,7 @@ typedef struct ReachedRange {
   long number; /* identifies the range when its owner changes or removes it */
   uintptr_t start, end;
   unsigned reached;
-  uintptr_t*
-      bases; /* by rank, the address of `start` for that rank's kernels; NULL unless all ranks' kernels reach it */
+  uintptr_t* bases; /* by rank, the address of `start` for that rank's kernels; NULL unless all ranks reach it */
   int (*holds)(const void*, uint64_t start,
                uint64_t end); /* holds(guard, …): whether the range still lies in the allocations that were announced */
   const void* guard;          /* NULL if the memory is not freed while it is announced */
