@@ -246,7 +246,7 @@ class Communicator(CollectiveCalls):
 
         A rank remains unless its process has ended, it has closed this communicator, or it is excluded. A rank that
         does not arrive within the time-out is excluded too, and this communicator has then failed. The ranks agree on
-        the remaining ones even if some of them fail meanwhile, and keep their order.
+        the remaining ranks even if some of these fail during the call, and the remaining ranks keep their order.
 
         The call waits for the work that the ranks have queued on their devices. If this communicator has failed, the
         call closes it; otherwise this communicator stays usable, and its end does not end the new one. The device,

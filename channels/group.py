@@ -49,7 +49,7 @@ _CIRCLE_SECONDS = 0.1
 """A peer that waits this long for the end of another communicator may be waiting for this rank."""
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.25
-"""Seconds between checks of the watcher whether this rank has lost its context."""
+"""Seconds between the watcher's checks whether this rank's GPU context has been destroyed."""
 
 
 class Shared(Protocol):
@@ -647,7 +647,7 @@ class Group:
 
 _logger = logging.getLogger("proxyccl")
 _abandoned: list[Group] = []
-"""Groups that could not be ended; their resources are kept until the process ends."""
+"""Groups that could not be released; their resources are kept until the process ends."""
 open_groups: list[Group] = []
 """The groups that this process has open."""
 releasing: list[tuple[Thread, float]] = []

@@ -26,7 +26,7 @@ _SHARE = 16  # lent memory is at most 1/16 of the device's memory
 _MOST_RANGES = 64
 _WINDOW_SECONDS = 1.0
 _OFTEN, _MOST_OFTEN = 16, 256
-"""The number of uses within the window after which an array is lent, and the maximum of that number, The number doubles
+"""The number of uses within a window after which an array is lent, and the maximum of that number. The number doubles
 each time that the array can't be lent, or that lent memory at its address is freed.
 """
 _MOST_DOUBLED = 1024

@@ -31,9 +31,9 @@ from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.trigger import MAX_MEMORIES
 
 MOST_BYTES = 1 << 47
-"""The largest array: as much as a process can address."""
+"""The most bytes of an array: as many as a process can address."""
 _SCHEDULE_IDS = MAX_MEMORIES * 3 // 4
-"""The most memory ids of a proxy that peers' ranges take for schedules; the rest is for channels."""
+"""The most memory ids of a proxy that peers' ranges take for schedules; the other ids are for channels."""
 
 
 class _Offer(Message, frozen=True):

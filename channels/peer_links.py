@@ -190,7 +190,7 @@ class PeerLinks:
 
     def _host_cores(self, of_host: Sequence[RankInfo]) -> set[int]:
         """Returns the cores that any of the host's ranks may run on; for ranks in other PID namespaces, the cores that
-        they named when the ranks met.
+        they reported when they joined.
         """
         return set().union(
             *(cores_of(info.pid) if info.process.is_visible else decode_cores(info.cores) for info in of_host)

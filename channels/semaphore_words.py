@@ -19,7 +19,7 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
 _BLOCK = 64 << 10
-"""Bytes of an allocation, unless a single user needs more."""
+"""The bytes of an allocation; if one object needs more words, its allocation is larger."""
 
 
 class WordsOffer(Message, frozen=True):

@@ -57,7 +57,7 @@ class Announced(Struct):
         lent: whether the library announced the range without a request of the program (lent_memory.py); calls by proxy
             then do not wait for the peers' replies.
         known: how peers reach the range, as last passed to `Calls`.
-        heirs: the announcements of the same range to other groups, until it is withdrawn here.
+        heirs: the announcements of the same range to other groups, until this group withdraws the range.
     """
 
     entry: int
@@ -111,7 +111,7 @@ class _Handled(Struct):
         handle: the handle of the mapped memory; no bytes if nothing is mapped.
         mapped: the mapped memory.
         memory: the memory's first id in this rank's proxy; None before it has an id.
-        told: whether this rank has replied to the peer with the id, or that no id is available.
+        told: whether this rank has sent the peer the id, or the message that no id is available.
     """
 
     version: int = 0
@@ -516,7 +516,8 @@ class SymmetricMemory:
         segments of the pool that `follow` named.
 
         Args:
-            wait: whether to wait for another thread that is updating; if False, returns at once in that case.
+            wait: whether to wait for another thread that is updating; if False and another thread is updating, the call
+                returns immediately.
         """
         self.withdraw_ended()
         if self._withdrawn:

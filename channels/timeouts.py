@@ -9,7 +9,7 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError
 
 LONGEST_TIME = 1e9
-"""The longest time in seconds; it fits in 64 bits of nanoseconds, in which kernels count."""
+"""The longest time in seconds that callers may pass. In nanoseconds, in which kernels count, it fits in 64 bits."""
 
 DEFAULT_TIMEOUT = 30.0
 

@@ -26,7 +26,7 @@ from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperat
 
 _WORD = 8
 _RELEASED = (1 << 63) - 1
-"""Written to a word to release its waiters: more than any number of signals."""
+"""The value that releases the streams that wait for a word: more than any number of signals."""
 
 
 class Window:

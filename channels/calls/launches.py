@@ -91,7 +91,7 @@ class Launches:
 
     def stream_for(self, stream: StreamLike, x: Any, *others: Any) -> StreamLike:
         """Resolves `stream=None`: on a GPU to the current stream of the library that owns `x`. Returns a
-        `CurrentStream` if the call's other arrays are torch's too.
+        `CurrentStream` if all of the call's arrays are torch's.
         """
         if stream is not None or self._on_host:
             return stream

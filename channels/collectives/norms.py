@@ -31,7 +31,9 @@ _MOST_EPSILON = 3e38
 _MOST_WIDTH = 1 << 18
 """The longest row: a block's shared memory has four numbers for each group of a row's packets."""
 _NORMS_AT_ONCE = 4
-"""Most blocks of the kernel that norms rows after another launch has reduced them, as a multiple of a collective's."""
+"""The most blocks of the kernel that normalizes rows after another launch has reduced them, as a multiple of the blocks
+of a collective.
+"""
 
 
 class NormedRows(NamedTuple):

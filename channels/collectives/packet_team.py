@@ -19,8 +19,8 @@ from proxyccl.device.base_runtime import LaunchDefaults
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""
 SLOT_PACKETS = 2048
-"""Most packets that a block takes from a rank in one epoch: 16 KiB of data. A block takes fewer if SCRATCH_BYTES are
-not enough.
+"""Most packets that a block takes from a rank in one epoch: 16 KiB of data. If SCRATCH_BYTES are not enough for that
+many, a block takes fewer.
 """
 SCRATCH_BYTES = 32 * 1024 * 1024
 """Size of the scratch memory of packets, and of the scratch memory of lines."""

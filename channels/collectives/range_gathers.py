@@ -1,6 +1,4 @@
-"""Gathers of several ranges of an array at once, in place: one schedule, in which ranks synchronize once for all
-ranges.
-"""
+"""Gathers several ranges of an array in place by one schedule, in which ranks synchronize once for all ranges."""
 
 from __future__ import annotations
 
@@ -19,7 +17,9 @@ from proxyccl.device.stream_operations import StreamOperations
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 
 Range = tuple[int, int]
-"""A range's offset in the array, and the size of one rank's part of the range. Rank r's part is the r-th."""
+"""The offset of a range in the array, and the size of one rank's part of the range. The parts are in the order of
+ranks.
+"""
 
 
 class RangeGathers:

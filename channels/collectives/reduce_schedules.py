@@ -34,7 +34,7 @@ _LONGEST_CHUNK = 8
 short. Chunks of more ranks are shorter, because each block fetches its chunk of all ranks into the device's cache.
 """
 _MOST_PER_BLOCK = 32
-"""Data of all ranks for one block, as a multiple of the shortest chunk, up to which a kernel has few blocks, because a
+"""If one block's data of all ranks is at most this multiple of the shortest chunk, the kernel has few blocks, because a
 busy GPU has room for few.
 """
 _SHORTEST_PIECE = 2 << 20

@@ -39,7 +39,8 @@ from proxyccl.proxy.schedule import Schedule
 
 _BetweenStep = TypeVar("_BetweenStep")
 _MOST_SCHEDULED_RANKS = 128
-"""Schedules need channels to all ranks and ids for all ranks' memory; a proxy has enough of these for some 170 ranks.
+"""The most ranks for which schedules are used: they need channels to all ranks and ids for all ranks' memory, and a
+proxy has enough of these for about 170 ranks.
 """
 
 

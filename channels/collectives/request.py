@@ -15,8 +15,9 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Message
 
 CtaPolicy = Literal["default", "efficiency", "zero"]
-"""How many multiprocessors (of NCCL's blocks, the CTAs) a collective may occupy: the number that is fastest; few, with
-which the collective takes little longer; or none. These are NCCL_CTA_POLICY_DEFAULT, _EFFICIENCY and _ZERO.
+"""How many multiprocessors a collective's blocks (CTAs) may occupy. "default": the number that is fastest.
+"efficiency": few, with which the collective takes little longer. "zero": none. The names are those of
+NCCL_CTA_POLICY_DEFAULT, _EFFICIENCY and _ZERO.
 """
 CTA_POLICIES: tuple[CtaPolicy, ...] = ("default", "efficiency", "zero")
 

@@ -29,8 +29,8 @@ _SHORTEST_PROXIED_PIECE = 512 * 1024
 much during the next two driver calls.
 """
 _ONE_CROSSING_BYTES = 32 * 1024
-"""An all_reduce by proxy takes one crossing up to at most this many bytes. Two ranks that are not mapped always take
-one crossing, because two crossings would send as much.
+"""An all_reduce by proxy of at most this many bytes crosses the links once instead of twice. Two ranks that are not
+mapped always take one crossing, because two crossings would send as much.
 """
 _NO_LIMIT = (1 << 64) - 1
 _REACHED_AT: int = ffi.offsetof("ProxycclTeam", "reached_at")

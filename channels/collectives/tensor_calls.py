@@ -16,7 +16,7 @@ from proxyccl.channels.collectives.run import issue, options_of_barrier, prepari
 
 CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
 """call(x, out, options, stream) makes a call on a stream, named by its handle, without Python. The call returns False,
-with nothing done, if Python must make the call. The caller keeps the tensors until the stream has passed the call.
+without any effect, if Python must make the call. The caller keeps the tensors until the stream has passed the call.
 """
 
 _LONG_BYTES = 16 << 20

@@ -35,13 +35,13 @@ from proxyccl.proxy.codec import Codec
 _TIMES = Codec[list[list[float]]](list[list[float]], 1 << 24, name="times")
 _GOES_ON = Codec(bool, 16, "flag")
 _LARGEST_BY_PACKETS = 4 << 20
-"""Most bytes for which packet algorithms, which send twice the data, are tried."""
+"""The most bytes for which packet algorithms are measured, because packets double the bytes that are sent."""
 _COLLECTIVES = {each.name: each for each in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST)}
 _SMALLEST = 10  # the exponent of two
 _LARGEST = {"host": 22, "cuda": 26, "hip": 26}
 
 Times = Mapping[int, Mapping[Algorithm, float]]
-"""Seconds by size in bytes and algorithm."""
+"""Times in seconds, by size in bytes and by algorithm."""
 
 
 def default_sizes(runtime: str) -> tuple[int, ...]:
@@ -257,8 +257,8 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
 def selector_from(collectives: Collectives, measured: Mapping[Case, Times]) -> Selector:
     """Returns the tables for the ranks, from measurements.
 
-    If the largest measured size is the largest of `default_sizes`, the fastest algorithm of that size serves larger
-    sizes too. Otherwise the defaults serve larger sizes.
+    If the largest measured size is the largest of `default_sizes`, the fastest algorithm of that size also serves
+    larger sizes. Otherwise the defaults serve larger sizes.
     """
     defaults = collectives.defaults
     if not measured:

@@ -85,10 +85,10 @@ MOVING: dict[str, Moving] = {
     "recpkt": Moving((_OWN, _OWNS_PACKETS), (_OWN, _OWN_PACKETS)),
     "recspkt": Moving((_OWN, _OWNS_PACKETS), (_OWN, _OWN_PACKETS, _PEERS_PACKETS), _MEMORY),
 }
-"""The operations that move data, by MSCCL++'s name."""
+"""The operations that move data, by their names in MSCCL++."""
 
 MOVING_PACKETS_BY_PORT = Moving((_OWNS_PACKETS,), (_PEERS_PACKETS,), _PORT, pairs=True)
-"""`ppkt` on a port channel: its source holds packets already."""
+"""The operation `ppkt` on a port channel, whose source already holds packets."""
 
 CHANNELLED: dict[str, tuple[ChannelType, ...]] = {
     "signal": _ANY,

@@ -21,7 +21,9 @@ from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError, ProtocolError
 
 _Times = Counter[tuple[int, int]]
-"""Counts of repetitions, by the chunks and the unit of the enclosing pipeline; (0, 0) outside of pipelines."""
+"""How often something happens, counted by the chunks and the unit of the enclosing pipeline; the key is (0, 0) outside
+of pipelines.
+"""
 
 PACKET_PAYLOAD = 8
 """Bytes of data in a packet."""

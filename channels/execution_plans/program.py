@@ -1,7 +1,7 @@
 """The programs of a plan's threadblocks, checked, with every name resolved: channels to peers, buffers to ranks.
 
-An invalid operation is refused here, by an error that names its place. Each rank reads the whole plan, so all ranks
-refuse it.
+This module refuses an invalid operation by an error that names the operation's place. Each rank reads the whole plan,
+so all ranks refuse it.
 """
 
 from __future__ import annotations

@@ -240,8 +240,8 @@ class Dispatch(CallForm):
 
     def _take(self, _x: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer:
         """Returns the output buffer of a whole call on a stream. A layer with output buffers needs a buffer for each
-        call, because peers store the call's rows there. Raises ArgumentError if the call must wait and its stream is
-        being captured. `given` is the caller's stream, or None.
+        call, because peers store the call's rows in that buffer. Raises ArgumentError if the call must wait and its
+        stream is being captured. `given` is the caller's stream, or None.
         """
         self._parts.refuse_capture(stream)
         if self._buffers is None:

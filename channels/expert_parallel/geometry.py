@@ -9,7 +9,9 @@ from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.device._native import ffi, lib
 
 ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
-"""The most slots of all ranks for which ranks announce their choices to every block, instead of sending counts."""
+"""If all ranks together have at most this many slots, ranks announce their choices to every block, instead of sending
+counts.
+"""
 DISPATCH_KERNELS: dict[str, str] = {
     "counts": "dispatch",
     "ids": "dispatch_ids",
@@ -26,7 +28,9 @@ FEW_TOKENS = 32
 only send.
 """
 MESSAGE_BYTES = 2 << 20
-"""Between nodes, the least bytes of rows that travel as a separate message, whose parts keep all wires busy."""
+"""The least bytes of rows that are sent to another node as a separate message; a message of this size is long enough to
+keep all network links busy.
+"""
 BATCH_TOKENS = 1024
 """The most tokens of a batch, limited because each segment of a batch scans the tokens before its own."""
 _TOKENS_PER_BLOCK = 4

@@ -105,7 +105,7 @@ class EPAll2AllLayer:
             ranks, including the lost ones. A slot that chooses an expert of a lost rank is dropped, and
             `desc.lost_slots` marks the dropped slots.
         expert_alignment: with layout="expert", each expert's rows begin at a multiple of this number, so outputs have
-            gaps, whose rows are not written; `desc.row_slots` is -1 there. In the exact mode
+            gaps, whose rows are not written; `desc.row_slots` is -1 for rows in gaps. In the exact mode
             `desc.num_tokens_per_expert` then returns the rows of each expert. None for rows without gaps.
         output_buffers: with layout="rank": the number of outputs for which the layer has memory. On one node whose
             ranks reach each other's memory, senders then store rows directly where the caller reads them. With n output
@@ -300,7 +300,7 @@ class EPAll2AllLayer:
             input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype
                 also a pair of rows in float8 and their scales, float32 [T, scales of a row].
             exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
-                is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost drop the slot too.
+                is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost also drop the slot.
                 With layout="rank" ids may also be int64, and -1 also drops a slot. See also minus_one_drops. With
                 layout="padded" a token that chooses an expert twice takes two of the expert's rows.
             weight: [T, topk] of `weight_dtype`, to send with the tokens; or None. All ranks or none pass weights.

@@ -79,7 +79,7 @@ class OutputBuffers:
 
 
 KEPT_OUTPUTS = 2
-"""Outputs that callers typically hold at once: the two halves of a batch overlap."""
+"""The number of outputs that callers typically hold at the same time, because the two halves of a batch overlap."""
 
 
 def _lease_of(nbytes: int) -> Any:

@@ -198,7 +198,7 @@ class ScheduleMemories:
         return span
 
     def close(self) -> None:
-        """Frees the memory made here. No schedule of any rank may still use it."""
+        """Frees the memory that this object allocated. No schedule of any rank may still use it."""
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()
