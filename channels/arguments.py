@@ -1,4 +1,4 @@
-"""The arrays of a collective call: their memory, and whether they fit each other."""
+"""Checks the arrays of a collective call: their memory, and whether their shapes and types match."""
 
 from __future__ import annotations
 

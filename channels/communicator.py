@@ -85,10 +85,10 @@ class Communicator(CollectiveCalls):
         timeout: bound of every wait, in seconds; None for ``PROXYCCL_TIMEOUT``, else 30.
         local_world_size: count this many consecutive ranks as a node; the same on all ranks. None for
             ``PROXYCCL_LOCAL_WORLD_SIZE``, else real hosts.
-        fifos: rings of this rank's proxy, or "peer" for one for each peer, up to 64. A channel whose peer is slow holds
-            back the channels of its ring.
-        proxy_threads: threads that drain the rings.
-        fifo_size: slots in each ring, a power of two.
+        fifos: the number of rings of this rank's proxy; or "peer" for one ring for each peer, up to 64. A channel whose
+            peer is slow holds back the channels of its ring.
+        proxy_threads: the number of threads that take triggers from the rings.
+        fifo_size: the number of slots in each ring, a power of two.
         idle: the policy of an idle proxy, wherever the proxy runs; a thread that serves several proxies uses the most
             aggressive of their policies. None to choose by the free cores, or, in a node daemon, to use the daemon's
             policy.
@@ -115,8 +115,8 @@ class Communicator(CollectiveCalls):
             same on all ranks. None for ``PROXYCCL_CTA_POLICY``, else "default".
         invariant: whether the bits of each element that `all_reduce`, `reduce` or `reduce_scatter` returns depend only
             on the ranks' values of this element and on the group, and not on the array's size, the element's place in
-            it, or the algorithm. The library then chooses among algorithms that add in one order, and refuses others.
-            The same on all ranks. None for ``PROXYCCL_INVARIANT``, else False.
+            it, or the algorithm. The library then uses only algorithms that add in the same order, and refuses the
+            others. The same on all ranks. None for ``PROXYCCL_INVARIANT``, else False.
         linger: seconds that the process waits at its end, silently, for ranks that have not closed the
             communicator; None for `timeout`, after which a report names the missing ranks.
 
@@ -363,8 +363,8 @@ class Communicator(CollectiveCalls):
     def calls(self) -> CallCounts:
         """The numbers of this communicator's collective calls and of experts' layers' calls, including barriers.
 
-        A call is prepared when it is the first with its options, element types and shapes. Later such calls, even with
-        new arrays, reuse the prepared form. For experts' calls, the numbers of tokens do not matter.
+        A call is prepared if it is the first call with its options, element types and shapes. Later such calls, even
+        with new arrays, reuse the prepared form. For experts' calls, the numbers of tokens do not matter.
         """
         calls = self._group.launches.calls
         return CallCounts(calls.made, calls.prepared)
@@ -454,12 +454,13 @@ class Communicator(CollectiveCalls):
         slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`. Otherwise
         collectives copy the array through scratch memory.
 
-        All peers can reach memory that `empty` returns. On the host runtime other arrays are private to their process:
-        they can be the source of a put, and a peer that tries to reach one gets an error that names the reason.
+        All peers can reach memory that `empty` returns. On the host runtime all other arrays are private to their
+        process: they can be the source of a put, but a peer that tries to reach such an array gets an error that names
+        the reason.
 
         The array is kept alive until `deregister`. Do not free its memory before that by other means, such as
         hipFree or a tensor's ``untyped_storage().resize_(0)``. Collectives detect a freed array, and do not confuse a
-        new array at its address with the registered one. Channels do not detect this.
+        new array at its address with the registered one. Channels do not detect a freed array.
 
         Raises:
             ArgumentError: the argument is not an array, has no memory, or is on another device; or it is a result of
@@ -595,8 +596,8 @@ class Communicator(CollectiveCalls):
             *args, stream=None)``.
 
         Raises:
-            CompileError: compilation failed, with the compiler's messages; or there is no compiler, with what to
-                install.
+            CompileError: compilation failed, with the compiler's messages; or no compiler was found, with the name of
+                what to install.
         """
         self._group.failure.require_usable()
         module: Module = self.runtime.compile(
@@ -667,7 +668,7 @@ class Communicator(CollectiveCalls):
     # -- end ---
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the communicator. Calling it twice does nothing.
+        """Ends the communicator. Further calls do nothing.
 
         All ranks call this. The call waits for work in flight; after a failure it does not wait for other ranks. Ranks
         may close several communicators in different orders.

@@ -415,7 +415,7 @@ class Group:
                 self._end_pins()
 
     def close(self, *, reason: str = "", wait: bool = True) -> None:
-        """Ends the group, and the groups that were split from it. Calling it twice does nothing.
+        """Ends the group, and the groups that were split from it. Further calls do nothing.
 
         Memory that peers reach is freed once the peers have closed the communicator. The call waits for them; but if a
         peer waits for the end of another communicator, a thread waits instead. So ranks may close communicators in

@@ -16,7 +16,7 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.device.sleepers import Sleepers
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import CData  # only the stub has this name; cffi lacks it
+    from proxyccl.device._native import CData  # the name exists only in the type stub, not in cffi's module
 
 
 class DeviceHandle:

@@ -146,7 +146,7 @@ class RemoteLinks:
             self._meeting.options.transports,
             range(first, first + self._control.semaphores_bytes),
             near=process_numa_node() if near is None else near,
-            # Nodes rehearsed on one host may share devices.
+            # If several nodes are simulated on one host, they may share network devices.
             local_rank=sum(self._meeting.topology.same_host(rank) for rank in lower),
             core_share=self._core_share,
         )

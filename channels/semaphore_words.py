@@ -23,7 +23,7 @@ _BLOCK = 64 << 10
 
 
 class WordsOffer(Message, frozen=True):
-    """A rank's words for the object that all ranks are making together.
+    """A rank's description of its words for an object, such as a set of channels, that all ranks are making together.
 
     Attributes:
         handle: handle of the memory that holds the words.

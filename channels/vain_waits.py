@@ -42,8 +42,8 @@ class VainWaits:
         self._leaving, self._work_ends_by = False, math.inf
 
     def bound_transfers(self, now: float) -> None:
-        """Bounds the wait for transfers. Called when the program has ended, because a transfer may wait for a peer that
-        also waits at its end.
+        """Limits the remaining wait for transfers to `linger` seconds. This is called when the program has ended,
+        because a transfer may wait for a peer that also waits at its program's end.
         """
         if self.makes_transfers and self._linger is not None:
             self._work_ends_by = now + self._linger

@@ -40,7 +40,8 @@ void proxyccl_clear_array_types(ArrayTypes* self) { OF_TYPES(PROXYCCL_CLEAR) }
 
 static PyObject* call(PyObject* x, int name) { return PyObject_CallMethodObjArgs(x, names[name], NULL); }
 
-/* Converts a number, and drops its reference. Returns -1 with an exception if `found` is NULL. */
+/* Converts a Python number to a C number, and drops the reference to it. Returns -1 with an exception if `found` is
+ * NULL. */
 static Py_ssize_t number(PyObject* found) {
   const Py_ssize_t value = found == NULL ? -1 : PyLong_AsSsize_t(found);
   Py_XDECREF(found);

@@ -32,7 +32,7 @@ typedef struct Moves {
   Move few[FEW_MOVES];
 } Moves;
 
-/* The latest launch of a flow. */
+/* Describes the latest launch of a flow. */
 typedef struct LastOfFlow {
   uint32_t event;   /* number, from 1, of the event after the launch; 0 if there was no launch */
   uintptr_t stream; /* the stream of the launch, or NO_STREAM */
@@ -429,7 +429,8 @@ static int pair_own(Reading* reading) {
   return 1;
 }
 
-/* Adds the rows of an array by rank: `rows` for each rank, or as the list says. Returns 1, 0 or -1 as `add_side`. */
+/* Adds a move for each rank's rows of an array: an equal number of rows for each rank, or the numbers in the list
+ * `ranks`. Returns 1, 0 or -1 as `add_side`. */
 static int add_rows(const FlowCalls* self, const Side* side, Reading* reading) {
   const size_t ranks = self->flows->world_size;
   const GivenArray* array = &side->array;

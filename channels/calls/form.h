@@ -10,7 +10,7 @@ typedef int (*Issue)(void* callers, void* call, void* launch, uintptr_t stream);
 
 typedef struct PreparedCall {
   Issue issue;
-  void *callers, *call, *launch; /* the arguments of the Issue function */
+  void *callers, *call, *launch; /* the arguments that are passed to the Issue function */
   PyObject* kept;                /* objects that must live as long as these arguments; see Form in _calls.pyi */
 } PreparedCall;
 
@@ -46,8 +46,8 @@ int proxyccl_is_form(PyObject* object);
 /* Adds the type Form to the module. Returns 0, or -1 with an exception. */
 int proxyccl_add_form(PyObject* module);
 
-/* Calls a function without arguments that releases a lock. An exception that is set stays set. Returns `result`, or -1
- * with an exception. */
+/* Calls a Python function without arguments that releases a lock. If an exception is set before, it stays set. Returns
+ * `result`, or -1 with an exception. */
 int proxyccl_leave_lock(PyObject* release, int result);
 /* Enters the context that a function returns. Returns the context for `proxyccl_leave_context`, or NULL with an
  * exception. */

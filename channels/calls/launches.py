@@ -298,7 +298,9 @@ class Launches:
         return self._failure.file_mismatch(peer, cause, field)
 
     def _object_of(self, fields: tuple[int, ...]) -> str:
-        """Describes the object of a call, as text that follows the call's name; "" for calls of the communicator."""
+        """Returns a text that describes the object of a call, to follow the call's name; "" for calls of the
+        communicator.
+        """
         number = fields[OBJECT_FIELD]
         return f" of {self._objects[number - 1]}" if 0 < number <= len(self._objects) else ""
 

@@ -86,7 +86,8 @@ static int issue(const PreparedCall* prepared, int logged, uintptr_t stream) {
   return status;
 }
 
-/* Does `issue` with the device's context current. Returns -1 with an exception, or 0 with the status stored. */
+/* Calls `issue`; if the device's context is not current, makes it current and calls `issue` again. Returns -1 with an
+ * exception, or 0 with the status stored. */
 static int issue_in_context(Calls* self, const PreparedCall* prepared, int logged, uintptr_t stream, int* status) {
   *status = issue(prepared, logged, stream);
   if (*status != PROXYCCL_OTHER_CONTEXT) return 0;
@@ -136,7 +137,7 @@ static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
  * Returns 0, or -1 with an exception. */
 static int prepare(Calls* self, Making* call, int reached) {
   const size_t count = call->signature.count;
-  const uint64_t changes = self->changes; /* read first, because the preparation may miss later changes */
+  const uint64_t changes = self->changes; /* read before the preparation, which may miss changes made while it runs */
   PyObject* made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(call->options, 0), call->x, call->out, call->options,
                                                 reached ? Py_True : Py_False, call->logged ? Py_True : Py_False, NULL);
   if (made == NULL) return -1;

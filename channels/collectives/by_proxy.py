@@ -1,5 +1,5 @@
-"""Collectives that the proxies run directly on the arrays when a stream rings a schedule. See
-channels/schedules/DESIGN.md.
+"""Collectives that the proxies carry out directly on the caller's arrays. A stream starts them by ringing a schedule.
+See channels/schedules/DESIGN.md.
 
 An array that peers' proxies can't reach is staged: the stream copies to and from memory that they reach. Each rank
 decides by itself whether to stage, because peers send to the address that the rank posts.

@@ -26,7 +26,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 class Options(NamedTuple):
-    """The options by which `Calls` (_calls.pyi) tells calls apart, in addition to their arrays.
+    """The options of a call. `Calls` (_calls.pyi) tells calls apart by their options and their arrays.
 
     Attributes:
         prepare: prepares a form of the collective.
@@ -77,7 +77,8 @@ class Call(Struct, frozen=True):
 
 
 class Collective(ABC):
-    """A collective. A new collective needs a name, `shape`, `launch`, and a row in `table.py`.
+    """The base class of collectives. To add a collective, derive a class with a name, `shape` and `launch`, and add a
+    row in `table.py`.
 
     Attributes:
         name: the name that the call log shows.

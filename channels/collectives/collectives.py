@@ -85,7 +85,7 @@ class Collectives:
         self._levels: tuple[Team, Team] | None = None
         self.made_by_proxy: ByProxy | None = None
         self.made_flows: Flows | None = None
-        self._scratch: list[Memory] = []  # the last is in use
+        self._scratch: list[Memory] = []  # only the last one is in use
         self._wide_parts: Memory | None = None
         self._all_mapped = self._whole_lines = False
         self.defaults = default_selector(group)
@@ -301,7 +301,7 @@ class Collectives:
             self.execution_plans.require_executable(plan)
             self.refuse_plan_that_adds(plan, "selector")
         self._selector = selector
-        self._calls.clear()  # calls that were prepared before hold the old choice
+        self._calls.clear()  # calls that were prepared before use the old choice
 
     def close(self) -> None:
         """Frees the kernels' memory. Kernels of all ranks must have ended."""

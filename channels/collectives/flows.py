@@ -78,7 +78,7 @@ class Flows:
     """The state of transfers between pairs of ranks. All ranks construct a `Flows` together.
 
     Attributes:
-        calls: issues the transfers.
+        calls: the object that issues the transfers.
     """
 
     def __init__(self, group: Group) -> None:

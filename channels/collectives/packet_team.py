@@ -66,16 +66,16 @@ class PacketLaunch(Struct, frozen=True):
 
 
 class RowShape(Struct, frozen=True):
-    """How a row lies in packets, for kernels whose blocks have rows (rms_norm.h).
+    """How a row is divided among packets and blocks, for kernels whose blocks handle rows (rms_norm.h).
 
     Attributes:
         lines: whether the packets are lines.
         blocks: blocks that share a row.
         threads: threads of a block.
-        share: chunks of a row: payloads of packets, or units of lines.
-        row_packets: packets of a row.
-        packets: packets that a block handles in one epoch.
-        epochs: epochs that a block needs for its part of a row.
+        share: the number of a row's chunks, which are payloads of packets, or units of lines.
+        row_packets: the number of packets of a row.
+        packets: the number of packets that a block handles in one epoch.
+        epochs: the number of epochs that a block needs for its part of a row.
         keeps: which data the kernel's blocks keep in shared memory: 0 none, 1 sums, 2 sums and weights.
         shared_bytes: size of a block's dynamic shared memory.
     """

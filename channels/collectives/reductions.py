@@ -177,7 +177,7 @@ def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
 
 class _Levels(Struct, Generic[_BetweenStep], frozen=True):
     """The levels of a hierarchy. Each share is reduced inside the node, then between the ranks with the same number on
-    all nodes, then gathered inside the node, so a node's data crosses to the other nodes once.
+    all nodes, then gathered inside the node, so the data of a node crosses to the other nodes only once.
 
     Data that fits one round is reduced whole by every rank, inside the node and then between nodes. That saves a
     crossing, which would take longer than such short data. Elements that are left over when the data is divided evenly

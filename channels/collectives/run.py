@@ -156,7 +156,7 @@ def _prepare(
 
 def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bool = False) -> None:
     """See `Communicator.barrier`. With `intra_node_only` only ranks of the same node wait for one another. A barrier
-    has no arrays, so this does not use `run`.
+    has no arrays, so this function does not use `run`.
     """
     group = collectives.group
     inside = as_flag(intra_node_only, "intra_node_only") and group.topology.node_count > 1

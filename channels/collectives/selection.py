@@ -89,7 +89,7 @@ CASES: tuple[Case, ...] = tuple(
 
 @dataclass(frozen=True)
 class SizeTable:
-    """Algorithms by message size: each limit is the most bytes for which its algorithm is used.
+    """A table of algorithms by message size. Each limit is the most bytes for which its algorithm is used.
 
     Args:
         limits: bytes of the larger of a rank's input and output, each with an algorithm: its name, or an
@@ -287,8 +287,8 @@ def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None)
 
 
 def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
-    """Returns the limits for all_reduce within a node whose long packets are lines; the same for all types, because no
-    partial sums travel. The limits come from measurements on 2, 3 and 4 H200 (benchmarks/results).
+    """Returns the limits for all_reduce within a node whose long packets are lines; the same for all types, because
+    these algorithms send no partial sums. The limits come from measurements on 2, 3 and 4 H200 (benchmarks/results).
 
     Args:
         symmetric: whether the callers promise symmetric arrays.

@@ -110,8 +110,8 @@ class Team:
     Raises ResourceError for more members than a block of the shipped kernels has threads.
 
     Args:
-        members: the ranks of this rank's team, including this rank; None for all. The kernels' ranks are indices into
-            this list.
+        members: the ranks of this rank's team, including this rank; None for all. In kernels, a rank is identified by
+            its index in this list.
         whole_lines: whether all ranks' links carry lines of 128 bytes in one piece (lines.h).
 
     Attributes:
@@ -169,7 +169,7 @@ class Team:
         team.proxied = ffi.cast("char *", proxied.ptr)
         team.exchange_bytes, team.pipeline_bytes = exchange_bytes, pipeline_bytes
         most = min(_ONE_CROSSING_BYTES, exchange_bytes // ranks // 128 * 128)
-        if self.pinned:  # a rank sends this many bytes to each peer
+        if self.pinned:  # the bytes that a rank sends to each peer
             most = min(most, defaults.pinned_kernel_bytes // max(1, ranks - 1))
         team.one_crossing_bytes = most if self.all_mapped or ranks > 2 else _NO_LIMIT
         team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes

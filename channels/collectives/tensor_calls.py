@@ -70,8 +70,8 @@ class TensorCalls:
         return self._collectives.standing.cta_policy is None and group.topology.node_count == 1 < group.world_size
 
     def choose_policy(self, collective: str, nbytes: int, *, beside: bool, output: Callable[[], int]) -> CtaPolicy:
-        """Returns the policy of the next call, the same on all ranks: the first rank to reach the call decides. If
-        `chooses`, all ranks ask for the policies of the same calls.
+        """Returns the policy of the next call, the same on all ranks: the first rank to reach the call decides. All
+        ranks call this for the same calls, if `chooses`.
 
         The choice may differ from run to run. It does not change results: under all policies the reductions add in the
         order of ranks. Kernels on all multiprocessors leave no room for another communicator's kernels, and ranks may
@@ -96,9 +96,9 @@ class TensorCalls:
         return chosen
 
     def _may_go_by_proxy(self, collective: str, output: Callable[[], int], nbytes: int) -> bool:
-        """Whether a call goes by proxy if the program computes during the call: not while the proxies' process starts,
-        nor if tables were measured or set. A gather goes by proxy only if peers' proxies can access its output, because
-        a copy of all results would cost more than the proxy saves.
+        """Whether a call may go by proxy if the program computes during the call. This is false while the proxies'
+        process starts, and if the algorithms' tables were measured or set. A gather goes by proxy only if peers'
+        proxies can access its output, because a copy of all results would cost more than the proxy saves.
         """
         collectives = self._collectives
         if collectives.selector is not collectives.defaults or not collectives.group.links.proxy_is_ready:
@@ -109,8 +109,8 @@ class TensorCalls:
         return collective == "all_reduce"
 
     def exchange(self, x: Any, out: Any, options: tuple[str, Any, Any]) -> bool:
-        """Makes transfers on torch's current stream, unless Python must check the tensors. Returns whether it made the
-        transfers. Raises as `Communicator.transfers`.
+        """Makes transfers on torch's current stream. Returns False, without any effect, if Python must check the
+        tensors first. Raises as `Communicator.transfers`.
 
         Args:
             x, out, options: as for `FlowCalls.call` (_calls.pyi).
@@ -119,7 +119,9 @@ class TensorCalls:
 
     @property
     def call_transfers(self) -> CallInC | None:
-        """Makes calls of transfers: `FlowCalls.call_borrowed`. None until the ranks have set up transfers."""
+        """The function that makes calls of transfers, `FlowCalls.call_borrowed`; None until the ranks have set up
+        transfers.
+        """
         flows = self._collectives.made_flows
         if flows is None:
             return None

@@ -50,7 +50,7 @@ class Machine(Message, frozen=True):
 
     @classmethod
     def of(cls, group: Group) -> Machine:
-        """Returns the machine of a group; called by the group's rank 0."""
+        """Returns the kind of machine that a group runs on. Only the group's rank 0 calls this."""
         topology, runtime = group.topology, group.runtime
         transports = topology.transports()
         links = Counter("mapped" if topology.accessible[peer] else name for peer, name in transports.items())

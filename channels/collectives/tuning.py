@@ -37,7 +37,7 @@ _GOES_ON = Codec(bool, 16, "flag")
 _LARGEST_BY_PACKETS = 4 << 20
 """The most bytes for which packet algorithms are measured, because packets double the bytes that are sent."""
 _COLLECTIVES = {each.name: each for each in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST)}
-_SMALLEST = 10  # the exponent of two
+_SMALLEST = 10  # the smallest size's exponent of two
 _LARGEST = {"host": 22, "cuda": 26, "hip": 26}
 
 Times = Mapping[int, Mapping[Algorithm, float]]
@@ -92,7 +92,7 @@ class _Arrays:
             for symmetric in (True, False)
         }
         for array in self._pairs[True]:
-            register(group, array, symmetric=True)  # waits until all peers have mapped it
+            register(group, array, symmetric=True)  # waits until all peers have mapped the array
 
     def part(self, number: int, count: int, dtype: str, *, symmetric: bool) -> Array:
         """Returns the first elements of the input (`number` 0) or of the output (1)."""
@@ -221,8 +221,8 @@ def _run(collectives: Collectives, case: Case, x: Array, out: Array, algorithm: 
 def _execution(
     collectives: Collectives, arrays: _Arrays, case: Case, plan: ExecutionPlan, size: int
 ) -> Callable[[], object] | None:
-    """Returns a plan's call, at the largest size up to `size` that the plan's chunks divide; None if the plan can't
-    execute the call.
+    """Returns a plan's call, with the largest array of at most `size` bytes that the plan's chunks divide; None if the
+    plan can't execute the call.
     """
     ranks, dtype = collectives.group.world_size, _dtype(case)
     unit = plan.document.buffer_alignment * plan.document.gpus[0].input_chunks * ranks

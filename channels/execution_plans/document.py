@@ -1,7 +1,7 @@
 """The JSON of an execution plan, as MSCCL++'s language has written it since 2025. This module reads the fields, and
 other modules interpret them.
 
-An unknown field is refused: it might change the plan's meaning.
+A plan with an unknown field is refused, because the field might change the plan's meaning.
 """
 
 from __future__ import annotations

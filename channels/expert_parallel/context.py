@@ -44,7 +44,7 @@ RECEIVE: int = lib.PROXYCCL_EXPERT_RECEIVE
 LAYOUT: int = lib.PROXYCCL_EXPERT_LAYOUT
 TELL: int = lib.PROXYCCL_EXPERT_TELL
 
-_SPINS = 2000  # polls of the count between checks for failed ranks; on a GPU a count takes about 20 us
+_SPINS = 2000  # polls of the count between checks for failed ranks; on a GPU the count arrives after about 20 us
 _HOST_THREADS = 16
 
 
@@ -191,7 +191,7 @@ class DispatchCombineContext:
         return self.members.owned
 
     def finalize(self) -> None:
-        """Releases the buffers. All ranks call it together; calling it twice does nothing."""
+        """Releases the buffers. All ranks call this together; further calls do nothing."""
         if self.closed:
             return
         self.closed = True

@@ -172,7 +172,7 @@ class DispatchCombine:
     def dispatch(
         self, x: Any = None, *, weighted: bool = False, out: Any = None, stream: StreamLike = None
     ) -> tuple[Any, NDArray[np.int64]]:
-        """Sends each token's row to its experts: one row for each slot that is not dropped.
+        """Sends each token's row to the token's experts: one row for each slot that is not dropped.
 
         Args:
             x: [T, hidden] of `dtype`, to send with the prepared routing; None for the prepared tokens.

@@ -36,7 +36,7 @@ BATCH_TOKENS = 1024
 _TOKENS_PER_BLOCK = 4
 _TOKENS_PER_PACKET = 64  # each token has a bit of a mask's packet
 _LINE = 128
-_LEAST_COPY = 64 << 10  # bytes; another process's shorter copies take turns with kernels
+_LEAST_COPY = 64 << 10  # bytes; shorter copies of another process take turns with kernels
 _PIECES = 4  # kMaxPieces of experts/expert_team.h: the weights that follow a combine's row
 
 
@@ -111,7 +111,7 @@ class WorkspaceShape:
 
 
 class Geometry:
-    """The geometry of a workspace, the same on all ranks. Computing it needs neither a device nor a peer.
+    """The geometry of a workspace, the same on all ranks. The geometry is computed without a device and without peers.
 
     Args:
         nodes, local_size: the number of the kernels' nodes, and of the ranks of each.

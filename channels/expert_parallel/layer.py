@@ -235,7 +235,7 @@ class EPAll2AllLayer:
         )
 
     def finalize(self) -> None:
-        """Releases the layer's memory. All ranks call it together; calling it twice does nothing."""
+        """Releases the layer's memory. All ranks call this together; further calls do nothing."""
         self.ctx.finalize()
 
     def shrink(self, communicator: Communicator | None = None) -> EPAll2AllLayer:
@@ -397,7 +397,7 @@ class EPAll2AllLayer:
         return received
 
     def redispatch(self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None) -> Any:
-        """Sends other values of the same tokens with the routing of an earlier dispatch. The call does not count the
+        """Sends other values for the same tokens, with the routing of an earlier dispatch. The call does not count the
         rows again.
 
         `redispatch` is the adjoint of `combine`.

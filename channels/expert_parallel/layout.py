@@ -35,8 +35,8 @@ class EPAllToAllLayoutDesc(Descriptor):
     The tables lie on the device, in arrays of the tokens' library. Three tables are only for inspection
     (`token_dst_scatter_idx`, `topk_indices_tensor`, `send_reqs_recv_tensor`) and are made on first access, which waits
     for the dispatch, or raises ArgumentError if it was not received yet. The other tables are undefined until the
-    dispatch has ended. Row numbers count the rows of one rank's output. A *counterpart* is the rank of another node
-    with this rank's number within its node.
+    dispatch has ended. A row number is an index into the output of one rank. A *counterpart* is the rank of another
+    node with this rank's number within its node.
 
     Attributes:
         owner: the DispatchCombineContext that made the dispatch.

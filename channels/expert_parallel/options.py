@@ -1,4 +1,6 @@
-"""The options of an expert-parallel layer, checked, and the values derived from them. Needs no device and no peer."""
+"""The options of an expert-parallel layer, checked, and the values derived from them. This module needs no device and
+no peers.
+"""
 
 from __future__ import annotations
 

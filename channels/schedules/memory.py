@@ -108,8 +108,8 @@ class ScheduleMemories:
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
         own_box = group.world_size > 1 and not self.staged_together  # on one host all ranks have the same driver
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
-        # The next rank's box is opened now, because its first use may be in a capture. The previous rank uses this
-        # rank's box.
+        # The next rank's box is mapped now, because a captured graph may be the first to use it. The previous rank uses
+        # this rank's box.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}

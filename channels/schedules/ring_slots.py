@@ -1,4 +1,5 @@
-"""Sends between neighbours in the ring of ranks. A send waits for no receive while the neighbour has a free slot.
+"""Sends between neighbours in the ring of ranks. As long as the neighbour has a free slot, a send does not wait for a
+receive.
 
 Each rank has send slots and receive slots for each neighbour, and fills them in turn. A send copies the array to a slot
 of this rank, on the caller's stream, and the proxy moves the data to the neighbour's slot. A receive copies the data
@@ -162,9 +163,7 @@ class RingSlots:
         return [Schedule(sends=(send,), receives=(freed,)), *self._turn(), *rings.end([0], gated=True)]
 
     def _turn(self) -> tuple[WaitValue, WriteValue]:
-        """Returns a stream's operations within a schedule: the stream waits for the receive, works, and opens the
-        gate.
-        """
+        """Returns two operations of a stream: it waits for the schedule's receive, and opens the schedule's gate."""
         words = self._rings.words
         return WaitValue(words.stages[0], 1), WriteValue(words.gate, 1)
 
