@@ -364,7 +364,8 @@ class Communicator(CollectiveCalls):
         """The numbers of this communicator's collective calls and of experts' layers' calls, including barriers.
 
         A call is prepared if it is the first call with its options, element types and shapes. Later such calls, even
-        with new arrays, reuse the prepared form. For experts' calls, the numbers of tokens do not matter.
+        with new arrays, reuse the prepared form. For experts' calls, shapes that differ only in the number of tokens
+        count as equal.
         """
         calls = self._group.launches.calls
         return CallCounts(calls.made, calls.prepared)
@@ -391,7 +392,7 @@ class Communicator(CollectiveCalls):
 
     @property
     def local_world_size(self) -> int:
-        """Number of ranks of this node."""
+        """The number of ranks of this node."""
         return self._group.topology.local_world_size
 
     @property
@@ -474,9 +475,10 @@ class Communicator(CollectiveCalls):
     def deregister(self, array: Any) -> None:
         """Ends the registration of an array, or of a result of `register`. Not collective.
 
-        Neither queued work nor graphs that will be replayed may still use the array as registered memory. The array may
-        be freed afterwards. If ranks reach one another by a remote transport, all ranks must deregister between the
-        same two collectives, because the call also removes the peers' arrays from this rank's proxy.
+        When this is called, neither queued work nor graphs that will be replayed may still use the array as registered
+        memory. The array may be freed afterwards. If ranks reach one another by a remote transport, all ranks must
+        deregister between the same two collectives, because the call also removes the peers' arrays from this rank's
+        proxy.
 
         Raises:
             ArgumentError: the array is not registered.
@@ -643,7 +645,7 @@ class Communicator(CollectiveCalls):
             purpose: what the exchange is for, in words; the same on all ranks.
 
         Raises:
-            ArgumentError: `data` is not bytes, or `purpose` not a text.
+            ArgumentError: `data` is not bytes, or `purpose` is not a string.
             WaitTimeoutError: not all ranks arrived within the time-out.
             MismatchError: a rank passed a different purpose, or has closed the communicator.
         """

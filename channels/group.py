@@ -1,4 +1,6 @@
-"""The group: one rank's view of the ranks of a communicator, and the base of everything in this room."""
+"""The group: one rank's view of the ranks of a communicator, and the base of all modules in this directory that need
+ranks.
+"""
 
 from __future__ import annotations
 

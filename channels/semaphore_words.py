@@ -85,8 +85,8 @@ class SemaphoreWords:
     def make(self, nbytes: int, user: object) -> tuple[int, list[WordsOffer]]:
         """Returns the address of zeroed words of this rank, and the offers of all ranks, which make this call together.
 
-        This rank uses its words and its peers' words until `user` is garbage. By then, kernels that were launched with
-        `user` must have ended. Raises as `Exchange.all_gather`.
+        This rank uses its words and its peers' words until `user` is garbage-collected. Kernels that were launched with
+        `user` must have ended before that. Raises as `Exchange.all_gather`.
         """
         with self._lock:
             part = self._take(nbytes)

@@ -1,8 +1,8 @@
 """Symmetric memory: arrays that the kernels of all peers reach, so that collectives use them in place.
 
-A rank announces an array. Each peer maps it, and replies with the address at which its kernels reach it. An array is
-symmetric once all peers have replied. No rank waits for the replies: the kernels of a collective tell each other
-whether and at which addresses peers reach their outputs, so all ranks decide on the same data (team.h).
+A rank announces an array. Each peer maps the array, and replies with the address at which the peer's kernels reach it.
+An array is symmetric once all peers have replied. No rank waits for the replies: the kernels of a collective tell each
+other whether and at which addresses peers reach their outputs, so all ranks decide on the same data (team.h).
 
 Memory that this module keeps alive is freed only after its withdrawal. Memory of other allocators may be freed at any
 time, and a new allocation may get its address. So the peers' replies are used only while the address belongs to the

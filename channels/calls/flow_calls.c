@@ -189,8 +189,8 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
 /* Makes a stream wait for the latest launch of each of the flows, if that launch was on another stream. Returns the
  * driver's status.
  *
- * A stream that is being captured into a graph can't wait for a stream that is not; the program must order the graph's
- * own launches. */
+ * A stream that is being captured into a graph can't wait for a stream that is not being captured; the program must
+ * order the launches of its graphs itself. */
 static int follow_earlier(const FlowCalls* self, const Moves* moves, uintptr_t stream, int captured) {
   uint32_t waited = 0;
   for (size_t i = 0; i < moves->count; ++i) {

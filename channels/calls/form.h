@@ -36,7 +36,7 @@ typedef struct CallForm {
   AddressRange* ranges; /* the form is dropped when the memory in these ranges changes */
   size_t range_count;
   Py_ssize_t lent;  /* index of the array that peers should reach if the program uses it often; -1 for none */
-  int names_memory; /* 1: the launch names memory by proxies' ids, so the form is bound to one address */
+  int names_memory; /* 1: the launch names memory by proxies' ids, so the form fits only the same addresses */
 } CallForm;
 
 /* Fills in the addresses of a call's arrays, with the lock of its group held. `output` is the range in which kernels of

@@ -16,12 +16,12 @@ typedef struct FormList {
   PyObject ob_base;
   PyObject* calls; /* the group's Calls */
   PyObject *widths, *view, *prepare;
-  Py_ssize_t further; /* arguments after the arrays */
+  Py_ssize_t further; /* number of arguments after the arrays */
   Py_ssize_t count;
   Listed listed[MOST_FORMS]; /* the oldest first */
 } FormList;
 
-/* Drops the references of an entry that was removed from the list. This may run Python. */
+/* Drops the references of an entry that was removed from the list. Dropping references may run Python code. */
 static void release(Listed listed) {
   for (int i = 0; i < PROXYCCL_MOST_GIVEN; ++i) proxyccl_drop_kind(&listed.kinds[i]);
   Py_XDECREF(listed.form);

@@ -135,7 +135,7 @@ class Collectives:
 
     def levels(self) -> tuple[Team, Team]:
         """Two teams of this rank: the ranks of its node, and the ranks with its local number on every node. All ranks
-        make them together on first use.
+        make these teams together on first use.
         """
         if self._levels is None:
             topology = self.group.topology

@@ -96,7 +96,7 @@ class Flows:
         self._scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8")
         memory = register(group, self._scratch)
         self._kept = memory
-        ends = 2 * lanes  # links to each peer: two flows for each lane
+        ends = 2 * lanes  # the number of links to each peer: each lane has two flows
         self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
         counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
         self._memory = self._links.on_device(runtime, counters_bytes)

@@ -285,7 +285,7 @@ class _Slots:
         arrived.rank, arrived.world_size = self._members.index(group.rank), len(self._members)
         arrived.divisor = self._divisor
         piece, shortest = pieces[0][1], -(-defaults.small_bytes // self._dtype.itemsize)
-        ranks = len(self._members)  # the number of blocks grows with the data read
+        ranks = len(self._members)  # the number of blocks grows with the bytes that are read
         few = min(_FEW_BLOCKS * min(ranks, _MOST_RANKS), -(-piece // shortest))
         many = -(-piece * ranks // (_MOST_PER_BLOCK * shortest))
         blocks = min(defaults.small_blocks, max(few, many))

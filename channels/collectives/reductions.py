@@ -259,7 +259,7 @@ class _Reduce(_AllReduce):
     rooted = True
 
     def lent(self, launchable: Launchable) -> int:
-        return -1  # the ranks that drop the result have no output
+        return -1  # ranks that drop the result have no output array
 
     def check(self, collectives: Collectives, x: Any, out: Any, options: Options, request: Request) -> Call:
         if not isinstance(out, tuple):

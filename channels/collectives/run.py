@@ -46,7 +46,7 @@ def run(
         algorithm, cta_policy, symmetric, stream: as for `Communicator.all_reduce`.
 
     Returns:
-        The array that holds the result.
+        The array that holds the call's result.
 
     Raises the errors of `Communicator.all_reduce`.
     """

@@ -107,7 +107,7 @@ class Team:
     """The scratch memory and links of a team. All ranks construct a `Team` together: one team of all ranks, or disjoint
     teams of which each rank joins one.
 
-    Raises ResourceError for more members than a block of the shipped kernels has threads.
+    Raises ResourceError if the team has more members than a block of the shipped kernels has threads.
 
     Args:
         members: the ranks of this rank's team, including this rank; None for all. In kernels, a rank is identified by
@@ -225,7 +225,7 @@ class Team:
         team.offers = self._writes_outputs and reached and loadable and count * itemsize <= self._offered_bytes
         aligned = 16 // itemsize  # shares and pieces are aligned to 16 bytes if the array is
         most = share = round_up(-(-count // team.world_size), aligned)
-        if not self.all_mapped:  # a message that fits in one piece is cut too, so that its transfers overlap
+        if not self.all_mapped:  # even a message that fits in one piece is cut, so that its transfers overlap
             most = max(round_up(-(-share // _PROXIED_PARTS), aligned), _SHORTEST_PROXIED_PIECE // itemsize)
         self._cut(team, share, itemsize, most)
         return self.grid(count * itemsize, policy), self._struct(team, reached=reached)

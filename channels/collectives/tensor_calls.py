@@ -73,10 +73,10 @@ class TensorCalls:
         """Returns the policy of the next call, the same on all ranks: the first rank to reach the call decides. All
         ranks call this for the same calls, if `chooses`.
 
-        The choice may differ from run to run. It does not change results: under all policies the reductions add in the
-        order of ranks. Kernels on all multiprocessors leave no room for another communicator's kernels, and ranks may
-        reach two communicators' calls in different orders. So such kernels are chosen only if no rank has another
-        communicator on its device.
+        The choice may differ from run to run. The choice does not change results: under all policies the reductions add
+        in the order of ranks. Kernels on all multiprocessors leave no room for another communicator's kernels, and
+        ranks may reach two communicators' calls in different orders. So such kernels are chosen only if no rank has
+        another communicator on its device.
 
         Args:
             collective: its name.
@@ -98,7 +98,8 @@ class TensorCalls:
     def _may_go_by_proxy(self, collective: str, output: Callable[[], int], nbytes: int) -> bool:
         """Whether a call may go by proxy if the program computes during the call. This is false while the proxies'
         process starts, and if the algorithms' tables were measured or set. A gather goes by proxy only if peers'
-        proxies can access its output, because a copy of all results would cost more than the proxy saves.
+        proxies can access its output, because otherwise all results would be copied, which costs more than the proxy
+        saves.
         """
         collectives = self._collectives
         if collectives.selector is not collectives.defaults or not collectives.group.links.proxy_is_ready:

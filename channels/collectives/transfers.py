@@ -37,8 +37,8 @@ class Transfers:
     same peer: the n-th send from a rank to a peer is matched with the n-th receive of that peer from that rank. An
     array that is received must not
     overlap another array of the block, except if this rank sends itself an array in place. If arrays overlap, the end
-        of the block raises ArgumentError, and issues nothing. An exception in the block also issues nothing. Made by
-        `Communicator.transfers`.
+        of the block raises ArgumentError, and issues nothing. If the block raises an exception, nothing is issued. Made
+        by `Communicator.transfers`.
     """
 
     def __init__(self, collectives: Collectives, stream: StreamLike) -> None:

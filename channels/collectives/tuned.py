@@ -110,7 +110,7 @@ _CODEC = Codec(Tuned, 1 << 20, "tuning file")
 
 
 def rows_of(selector: Selector) -> tuple[TableOfCase, ...]:
-    """Returns a selector's tables as rows.
+    """Converts a selector's tables to rows.
 
     Raises:
         ArgumentError: the selector holds execution plans, which belong to the program that loads them.
@@ -124,7 +124,7 @@ def rows_of(selector: Selector) -> tuple[TableOfCase, ...]:
 
 
 def selector_of(rows: tuple[TableOfCase, ...]) -> Selector:
-    """Returns the selector of rows, the inverse of `rows_of`. Raises ArgumentError as `Selector` does."""
+    """Converts rows to a selector; this is the inverse of `rows_of`. Raises ArgumentError as `Selector` does."""
     return Selector({row.case: row.table.table() for row in rows})
 
 

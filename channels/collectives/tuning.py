@@ -52,7 +52,7 @@ def default_sizes(runtime: str) -> tuple[int, ...]:
 
 
 def checked_arguments(sizes: Any, iterations: Any, seconds: Any) -> tuple[tuple[int, ...], int, float]:
-    """Returns the arguments of `tune`, checked. Raises ArgumentError for invalid arguments."""
+    """Checks the arguments of `tune`, and returns them. Raises ArgumentError for invalid arguments."""
     expected = "must be positive numbers of bytes in rising order"
     given = find_items(sizes)
     if given is None:
@@ -81,8 +81,8 @@ class _Trial(Struct):
 
 
 class _Arrays:
-    """Input and output for all cases: a symmetric pair, and a pair that is not symmetric. All ranks construct an
-    `_Arrays` together.
+    """The arrays that are measured: an input and an output in symmetric memory, and an input and an output that are not
+    symmetric. All ranks construct an `_Arrays` together.
     """
 
     def __init__(self, collectives: Collectives, nbytes: int) -> None:
@@ -118,7 +118,7 @@ def measure(
     measures nothing, because all its algorithms are copies.
 
     Args:
-        collectives: the group's collectives. The plans in its tables are measured too, for the cases that have plans.
+        collectives: the group's collectives. The plans in its tables are also measured, for the cases that have plans.
         sizes: the sizes to measure, in rising order; each is in bytes, of the larger of a rank's input and output.
         iterations: calls of each algorithm at each size.
         seconds: approximate limit of the total time.
@@ -255,10 +255,10 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
 
 
 def selector_from(collectives: Collectives, measured: Mapping[Case, Times]) -> Selector:
-    """Returns the tables for the ranks, from measurements.
+    """Returns the tables that follow from measurements.
 
     If the largest measured size is the largest of `default_sizes`, the fastest algorithm of that size also serves
-    larger sizes. Otherwise the defaults serve larger sizes.
+    larger sizes. Otherwise the default algorithms serve larger sizes.
     """
     defaults = collectives.defaults
     if not measured:

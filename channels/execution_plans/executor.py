@@ -305,7 +305,7 @@ class _Resources:
                 whole = source.ptr if source.ptr + out_share == target.ptr else self._private(source.nbytes)
             own_in, own_out = whole + in_share, whole + out_share
         before = [] if own_in == source.ptr else [CopyBytes(own_in, source.ptr, source.nbytes)]
-        # If the output is staged too, the copy of the input serves as the output.
+        # If the output is also staged, the copy of the input serves as the output.
         of_larger = self._plan.in_place and source.nbytes >= target.nbytes
         if own_out != target.ptr and not of_larger and not self._plan.writes_whole_outputs:
             before.insert(0, CopyBytes(own_out, target.ptr, target.nbytes))

@@ -190,7 +190,7 @@ class ExecutionPlan:
 
     @property
     def most_channels(self) -> dict[ChannelType, int]:
-        """Returns, by channel type, the most channels that a rank has to one peer."""
+        """For each channel type, the greatest number of channels that any rank has to one peer."""
         return {
             kind: max((end.number + 1 for ends in self._ends for end in ends[kind]), default=0)
             for kind in ("memory", "port")

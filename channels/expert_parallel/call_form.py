@@ -102,8 +102,8 @@ class LayerParts:
             )
 
     def learn_counts(self, desc: EPAllToAllLayoutDesc) -> ProxyCCLError | None:
-        """Reads how many rows chose each expert; `await_rows` must have returned. If all ranks refuse the call, returns
-        the error that they raise.
+        """Reads the number of rows that chose each expert; `await_rows` must have returned before. If all ranks refuse
+        the call, returns the error that they raise.
         """
         ctx, options = self.ctx, self.options
         if options.by_rank or options.expert_alignment:

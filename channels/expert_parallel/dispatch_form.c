@@ -236,7 +236,7 @@ static PyObject* begin_counted(Form* self, Descriptor* desc, const CallArrays* a
   return result;
 }
 
-/* Makes a call by the routing of an earlier dispatch. */
+/* Makes a call with the routing of an earlier dispatch. */
 static PyObject* call_again(Form* self, const ListedArray* given, PyObject* const* further) {
   PyObject *const desc = further[0], *const of_caller = further[1], *const out = further[2];
   if (!fill_tokens(self, given, ((Descriptor*)desc)->tokens)) return NULL;

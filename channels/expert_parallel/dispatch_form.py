@@ -368,7 +368,7 @@ class Redispatch(CallForm):
         )
 
     def _send(self, desc: EPAllToAllLayoutDesc, stream: StreamLike, out: Any, owners: tuple[Any, ...]) -> Any:
-        """Sends the tokens. `owners` begins with the array of their values. Returns the rows, in `out` if given."""
+        """Sends the tokens. The first of `owners` is the array of the values. Returns the rows, in `out` if given."""
         if out is None:
             rows, _, addresses = self._outputs.make(desc.rows)
         else:

@@ -201,8 +201,8 @@ class EPAll2AllLayer:
         layout="padded" its outputs have room for that number of tokens from each rank.
 
         The narrowed layer shares this layer's memory, and ends with this layer. One dispatch and one combine can be in
-        flight in this layer and its narrowed layers together. A descriptor is used with the layer that made it. The
-        layers of the latest few numbers are cached.
+        flight in this layer and its narrowed layers together. A descriptor can be used only with the layer that made
+        it. The layers of the latest few numbers are cached.
 
         Args:
             max_tokens: from 1 to this layer's max_tokens.

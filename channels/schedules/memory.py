@@ -260,7 +260,7 @@ class ScheduleMemories:
                         operation="map for schedules",
                     )
                 )
-            symmetric.update()  # sends this rank's replies, for which peers may be waiting
+            symmetric.update()  # this update sends this rank's replies, for which peers may be waiting
             time.sleep(_POLL_SECONDS)
         return found
 
