@@ -6,7 +6,7 @@
 
 enum { PROXYCCL_MOST_DIMENSIONS = 8, PROXYCCL_LONGEST_FORMAT = 8 };
 
-/* The types that `proxyccl_read_array` takes besides those with buffers. */
+/* The types that `proxyccl_read_array` takes, in addition to types that support the buffer protocol. */
 typedef struct ArrayTypes {
   PyTypeObject *array, *view; /* Array and ArrayView (device/arrays) */
   PyObject* place;            /* the `device` of views */
@@ -14,7 +14,7 @@ typedef struct ArrayTypes {
   Py_ssize_t device;          /* the GPU of tensors; -1: the CPU */
 } ArrayTypes;
 
-/* The properties of an array on which a form depends. No padding, because kinds are compared by memcmp. */
+/* The properties of an array on which a form depends. Without padding, because kinds are compared by memcmp. */
 typedef struct ArrayKind {
   PyTypeObject* type;
   PyObject* element; /* the dtype of an Array, an ArrayView or a tensor of small integers; or NULL */
@@ -23,7 +23,7 @@ typedef struct ArrayKind {
   uint32_t alignment; /* the address modulo 16 */
   uint16_t readonly;
   uint16_t reach;                       /* how peers reach the array (reach.h) */
-  char format[PROXYCCL_LONGEST_FORMAT]; /* without `element`: a buffer's format or DLPack's type, and zeros */
+  char format[PROXYCCL_LONGEST_FORMAT]; /* without `element`: a buffer's format or DLPack's type, then zeros */
 } ArrayKind;
 
 typedef struct GivenArray {

@@ -1,9 +1,10 @@
-/* A call's arrays and options give *moves*, which are checked against one another. Under the lock they are put in the
- * order of launches, and each launch is filled in and issued. Only the event after a call outlives it.
+/* A call's arrays and options are turned into *moves*, and the moves are compared with one another. Under the lock, the
+ * moves are put in the order of launches, and each launch is filled in and issued. After the call, only an event
+ * remains.
  *
  A flow is one direction between a pair of ranks. A launch follows the last launch of each of its flows, by an event
- after that launch. A wait for the whole stream could deadlock, because later work of the stream may wait for the peer.
- */
+ after that launch. It does not wait for all work of the earlier launch's stream: that could deadlock, because later
+ work of that stream may wait for the peer. */
 #include "flow_calls.h"
 
 #include <stdlib.h>
@@ -15,7 +16,7 @@
 #include "stream_order.h"
 
 enum { FEW_MOVES = 32 };
-static const uintptr_t NO_STREAM = UINTPTR_MAX; /* a stream whose handle may later mean another stream */
+static const uintptr_t NO_STREAM = UINTPTR_MAX; /* for a stream whose handle may later belong to another stream */
 
 /* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
 typedef struct Move {
@@ -31,7 +32,7 @@ typedef struct Moves {
   Move few[FEW_MOVES];
 } Moves;
 
-/* The latest launch of a flow. */
+/* Describes the latest launch of a flow. */
 typedef struct LastOfFlow {
   uint32_t event;   /* number, from 1, of the event after the launch; 0 if there was no launch */
   uintptr_t stream; /* the stream of the launch, or NO_STREAM */
@@ -40,7 +41,7 @@ typedef struct LastOfFlow {
 
 typedef struct Event {
   uintptr_t handle;
-  uint32_t flows; /* how many flows' latest launch the event follows; 0: the event can be reused */
+  uint32_t flows; /* the number of flows whose latest launch this event follows; 0: the event can be reused */
 } Event;
 
 typedef struct FlowCalls {
@@ -55,10 +56,10 @@ typedef struct FlowCalls {
   uint64_t bytes_per_lane;
   const ProxycclStreamOrder* streams;
   const ProxycclControl* control;
-  uintptr_t thread_stream; /* the handle that means another stream in each thread; NO_STREAM without such a handle */
+  uintptr_t thread_stream; /* the handle that names a different stream in each thread; NO_STREAM if there is none */
   LastOfFlow* last;        /* by flow: index 2 * peer if this rank receives, 2 * peer + 1 if this rank sends */
-  uint32_t* turns;         /* by flow, the number of moves so far while moves are ordered */
-  Event* events;           /* as many events as flows, and one more, suffice */
+  uint32_t* turns;         /* for each flow, the number of its moves so far; used while moves are ordered */
+  Event* events;           /* one event for each flow, and one more, suffice */
   uint32_t event_count;
 } FlowCalls;
 
@@ -125,7 +126,7 @@ static int are_apart(const Moves* moves) {
     if (move->target != 0) used[count++] = (Used){move->target, move->target + move->bytes, 1};
   }
   qsort(used, count, sizeof *used, compare_used);
-  uintptr_t sent_to = 0, received_to = 0; /* ends of the ranges so far */
+  uintptr_t sent_to = 0, received_to = 0; /* ends of the sent and the received ranges so far */
   int apart = 1;
   for (size_t i = 0; i < count && apart; ++i) {
     apart = used[i].begin >= received_to && (!used[i].received || used[i].begin >= sent_to);
@@ -141,8 +142,9 @@ static int compare_moves(const void* a, const void* b) {
   return (first > second) - (first < second);
 }
 
-/* Sorts moves into the order of launches, with the lock held: the first move of each flow, then the second moves, and
- * so on, each time nearest ranks first. So the launches of all ranks of a collective match each other. */
+/* Sorts moves into the order of launches, with the lock held: first the first move of each flow, then the second move
+ * of each flow, and so on; among these, moves to and from the nearest ranks come first. So the launches of a collective
+ * on different ranks match. */
 static void order_moves(FlowCalls* self, Moves* moves) {
   const uint32_t rank = self->flows->rank, ranks = self->flows->world_size;
   int in_order = 1;
@@ -184,10 +186,11 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
   return filled;
 }
 
-/* Makes a stream wait for earlier launches of the flows on other streams. Returns the driver's status.
+/* Makes a stream wait for the latest launch of each of the flows, if that launch was on another stream. Returns the
+ * driver's status.
  *
- * A stream that is being captured into a graph can't wait for a stream that is not; the program must order the graph's
- * own launches. */
+ * A stream that is being captured into a graph can't wait for a stream that is not being captured; the program must
+ * order the launches of its graphs itself. */
 static int follow_earlier(const FlowCalls* self, const Moves* moves, uintptr_t stream, int captured) {
   uint32_t waited = 0;
   for (size_t i = 0; i < moves->count; ++i) {
@@ -211,8 +214,8 @@ static void note_launch(FlowCalls* self, const Moves* moves, uint32_t event, uin
   }
 }
 
-/* Issues ordered moves, and records an event after them. `named`: the handle is good as long as the program names the
- * stream. Returns the driver's status, PROXYCCL_OTHER_CONTEXT with nothing done, or PROXYCCL_CALL_ABORTED. */
+/* Issues ordered moves, and records an event after them. `named`: whether the program named the stream, so that its
+ * handle stays valid. Returns the driver's status, PROXYCCL_OTHER_CONTEXT without effect, or PROXYCCL_CALL_ABORTED. */
 static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t stream, int named) {
   if (!proxyccl_order_is_current(self->streams)) return PROXYCCL_OTHER_CONTEXT;
   const int captured = proxyccl_stream_captures(self->streams, stream);
@@ -289,7 +292,7 @@ static int issue_locked(FlowCalls* self, Moves* moves, uintptr_t stream, int nam
   return proxyccl_leave_lock(self->release, issued);
 }
 
-/* Issues moves on a separate stream and waits for them. Returns 0, or -1 with an exception. */
+/* Issues moves on a separate stream, and waits until they are complete. Returns 0, or -1 with an exception. */
 static int issue_and_wait(FlowCalls* self, Moves* moves) {
   PyObject* stream = PyObject_CallNoArgs(self->take_stream);
   PyObject* handle = stream == NULL ? NULL : PyObject_GetAttrString(stream, "handle");
@@ -305,8 +308,8 @@ static int issue_and_wait(FlowCalls* self, Moves* moves) {
   return issued;
 }
 
-/* Stores a stream's handle. An invalid number from the program may be refused; `own`: the program did not choose the
- * stream. Returns 0, or -1 with an exception. */
+/* Stores a stream's handle. `own`: whether the library chose the stream. A stream that the program chose may be refused
+ * if it is invalid. Returns 0, or -1 with an exception. */
 static int find_handle(const FlowCalls* self, PyObject* stream, int own, uintptr_t* handle) {
   PyObject* found = (own && PyLong_Check(stream)) || Py_TYPE(stream) == self->current_stream
                         ? Py_NewRef(stream)
@@ -344,7 +347,7 @@ typedef struct Side {
   PyObject* ranks;  /* see FlowCalls.call in _calls.pyi */
   int receives;
   GivenArray array; /* set for a single array; released except for a reference to its element type */
-  int is_split;     /* 1: the array's rows go to all ranks, or come from all ranks */
+  int is_split;     /* 1: the array's rows are sent to all ranks, or received from all ranks */
 } Side;
 
 static int is_sequence(PyObject* object) { return PyTuple_Check(object) || PyList_Check(object); }
@@ -426,7 +429,8 @@ static int pair_own(Reading* reading) {
   return 1;
 }
 
-/* Adds the rows of an array by rank: `rows` for each rank, or as the list says. Returns 1, 0 or -1 as `add_side`. */
+/* Adds a move for each rank's rows of an array: an equal number of rows for each rank, or the numbers in the list
+ * `ranks`. Returns 1, 0 or -1 as `add_side`. */
 static int add_rows(const FlowCalls* self, const Side* side, Reading* reading) {
   const size_t ranks = self->flows->world_size;
   const GivenArray* array = &side->array;
@@ -501,8 +505,8 @@ static int overlap(const GivenArray* a, const GivenArray* b) {
 
 static int is_empty_list(PyObject* arrays) { return is_sequence(arrays) && size_of(arrays) == 0; }
 
-/* Whether the two sides match: if rows are split, both have rows of one shape and type; an array that goes to all ranks
- * is received in arrays of its type. */
+/* Whether the two sides match. If rows are split, both sides must have rows of the same shape and type; an array that
+ * is sent to all ranks must be received in arrays of the same type. */
 static int sides_fit(const Side* x, const Side* out) {
   const ArrayKind *sent = &x->array.kind, *received = &out->array.kind;
   if (sent->type == NULL || received->type == NULL) /* a side is a list of arrays */

@@ -1,7 +1,7 @@
 """Orders a group's launches: collectives run one after the other, on any streams.
 
-Collectives of a group share scratch memory, so they never run at once: a launch on a different stream than the last
-launch waits for the last launch. The fields that must agree between ranks are compared through the call log before the
+Collectives of a group share scratch memory, so they never run at the same time: a launch waits for the last launch if
+that was on a different stream. The fields that must agree between ranks are compared through the call log before the
 launch.
 """
 
@@ -91,7 +91,7 @@ class Launches:
 
     def stream_for(self, stream: StreamLike, x: Any, *others: Any) -> StreamLike:
         """Resolves `stream=None`: on a GPU to the current stream of the library that owns `x`. Returns a
-        `CurrentStream` if the call's other arrays are torch's too.
+        `CurrentStream` if all of the call's arrays are torch's.
         """
         if stream is not None or self._on_host:
             return stream
@@ -102,7 +102,7 @@ class Launches:
 
     def number_object(self, name: str) -> int:
         """Returns the number of an object that all ranks make together, in the same order. The call log compares the
-        object's calls apart from others (`CollectiveCall.of`).
+        calls of this object separately from other calls (`CollectiveCall.of`).
 
         Args:
             name: the object's name in mismatches, before "#" and the number.
@@ -114,8 +114,8 @@ class Launches:
     def agree(self, call: CollectiveCall) -> tuple[int, ...]:
         """Logs a call and compares it with the peers' calls. Returns the call's encoded fields.
 
-        The rank that makes its call later sees a difference. No collective can complete before that, because each needs
-        every rank.
+        If the calls differ, the rank that makes its call later notices it. No collective can complete before the ranks'
+        calls have been compared, because each collective needs every rank.
 
         Raises:
             MismatchError: a peer made a different call.
@@ -157,10 +157,10 @@ class Launches:
             self._runtime.in_flight.add(owners, stream, handle)
 
     def issue(self, call: Any, launch: Launchable, stream: StreamLike, owners: tuple[object, ...] = ()) -> None:
-        """Does `agree` and `launch` for a call whose fields are encoded (`encode_fields`).
+        """Compares and launches a call whose fields are encoded (`encode_fields`), as `agree` and `launch` do.
 
-        One call into C does all of this, including the wait. NULL fields mean that the ranks already agreed on the
-        call.
+        One call into C does both, and waits for the call's end if the call is synchronous. NULL fields
+        mean that the ranks already agreed on the call.
         """
         issue = self.log.issue if isinstance(launch, Launch) else self.log.ring
         with self._lock:
@@ -191,7 +191,7 @@ class Launches:
             launch: the launchable, for these arrays; None if the call launches nothing.
             views: the call's arrays. Later calls may use other arrays with the same signature.
             ranges: start and end of further memory, besides the arrays' memory, whose withdrawal ends the form.
-            lent: the number of the array that peers should reach if the program uses it often; -1 for none.
+            lent: the index of the array that peers should reach if the program uses it often; -1 for none.
         """
         call = encode_fields(fields)
         operations = isinstance(launch, StreamOperations)
@@ -217,7 +217,7 @@ class Launches:
 
     @property
     def last_stream(self) -> int | None:
-        """Handle of a stream that is ordered after the latest launch; None before the first launch.
+        """The handle of a stream that is ordered after the latest launch; None before the first launch.
 
         A program that passes a stream by number must keep the stream until the next call.
         """
@@ -234,8 +234,8 @@ class Launches:
         return [(number, describe_call(fields)) for number, fields in self.log.recent(count)]
 
     def wait_for_launchers(self) -> None:
-        """Returns when no thread is about to launch. If the group has failed or is closed, no thread launches after
-        this.
+        """Waits until no thread is between its check of the group and its launch. So if the group has failed or is
+        closed, no thread launches after this call.
         """
         for lock in self.locks:
             with lock:
@@ -298,7 +298,9 @@ class Launches:
         return self._failure.file_mismatch(peer, cause, field)
 
     def _object_of(self, fields: tuple[int, ...]) -> str:
-        """Describes the object of a call, as text that follows the call's name; "" for calls of the communicator."""
+        """Returns a text that describes the object of a call, to follow the call's name; "" for calls of the
+        communicator.
+        """
         number = fields[OBJECT_FIELD]
         return f" of {self._objects[number - 1]}" if 0 < number <= len(self._objects) else ""
 
@@ -336,9 +338,10 @@ class Launches:
             self._last, self._last_stream_owner = named, stream
         elif type(stream) is not int or not isinstance(self._last_stream_owner, OwnedStream):
             self._last_stream_owner = stream
-        # A program keeps a stream that it names by number. A stream object might be closed, and its handle reused.
+        # A program that names a stream by number keeps the stream open. A stream object might be closed, and another
+        # stream might get its handle.
         is_number = not self._on_host and isinstance(self._last_stream_owner, int) and named == handle
         self.calls.set_stream(handle if on_default or is_number else None)
-        if self._failure.closed:  # closed after this call's check
+        if self._failure.closed:  # the group was closed after this call's check
             self.recheck_next_call()
         return handle

@@ -1,5 +1,5 @@
 /* The ranges of this rank's memory that its peers reach, with the ranges' addresses for the peers. Each call looks up
- * its arrays here, with the GIL held. */
+ * its arrays in this table, with the GIL held. */
 #ifndef PROXYCCL_REACH_H
 #define PROXYCCL_REACH_H
 
@@ -12,13 +12,13 @@ enum {
 };
 
 typedef struct ReachedRange {
-  long number; /* the owner changes or removes the range by this number */
+  long number; /* identifies the range when its owner changes or removes it */
   uintptr_t start, end;
   unsigned reached;
-  uintptr_t* bases; /* by rank, the address of `start` for its kernels; NULL unless all kernels reach it */
+  uintptr_t* bases; /* by rank, the address of `start` for that rank's kernels; NULL unless all ranks reach it */
   int (*holds)(const void*, uint64_t start,
-               uint64_t end); /* holds(guard, …): whether the range is in the announced allocations */
-  const void* guard;          /* NULL if the owner keeps the memory */
+               uint64_t end); /* holds(guard, …): whether the range still lies in the allocations that were announced */
+  const void* guard;          /* NULL if the memory is not freed while it is announced */
   PyObject* kept;             /* an object that must live as long as the guard */
 } ReachedRange;
 

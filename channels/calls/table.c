@@ -14,7 +14,7 @@
 enum { LEAST_LENT_BYTES = 1 << 20, MOST_NOTES = 256, MOST_WANTED = 16 };
 enum { MOST_OPTIONS = 10 };
 
-/* An array of a call that peers do not reach, although the call would access it directly. */
+/* Records an array that peers do not reach, although the call would access it directly if they did. */
 typedef struct Note {
   uintptr_t at;
   size_t bytes;
@@ -29,13 +29,13 @@ typedef struct Calls {
   int direct;       /* 1: a call on `stream` needs no `turn` */
   uintptr_t stream; /* the stream of the latest call */
   int on_host;
-  const ProxycclStreamOrder* order; /* how to order streams; NULL: `turn` orders streams */
+  const ProxycclStreamOrder* order; /* the functions that order streams; NULL: `turn` orders streams */
   uintptr_t event, thread_stream;
   Reach reach;
   KeptForms forms;
-  uint64_t changes; /* counts changes of state on which forms depend */
+  uint64_t changes; /* counts the changes of state on which forms depend */
   unsigned long long made, prepared;
-  Note notes[MOST_NOTES]; /* notes since the last take_notes; further notes are dropped */
+  Note notes[MOST_NOTES]; /* notes since the last take_notes; when full, new notes are dropped */
   size_t note_count;
   Note wanted[MOST_WANTED]; /* arrays that are passed to `lend` in their next call */
   size_t wanted_count;
@@ -51,8 +51,8 @@ static int call_turn(Calls* self, PyObject* stream, uintptr_t* handle) {
   return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-/* With the lock held: orders a call's stream after the latest call, and stores its handle. Returns 0, or -1 with an
- * exception. */
+/* Orders a call's stream after the latest call, and stores the stream's handle; the lock is held. Returns 0, or -1 with
+ * an exception. */
 static int turn_to(Calls* self, PyObject* stream, uintptr_t* handle) {
   if (stream == Py_None && self->on_host && self->direct) {
     *handle = self->stream;
@@ -86,7 +86,8 @@ static int issue(const PreparedCall* prepared, int logged, uintptr_t stream) {
   return status;
 }
 
-/* Does `issue` with the device's context current. Returns -1 with an exception, or 0 with the status stored. */
+/* Calls `issue`; if the device's context is not current, makes it current and calls `issue` again. Returns -1 with an
+ * exception, or 0 with the status stored. */
 static int issue_in_context(Calls* self, const PreparedCall* prepared, int logged, uintptr_t stream, int* status) {
   *status = issue(prepared, logged, stream);
   if (*status != PROXYCCL_OTHER_CONTEXT) return 0;
@@ -110,7 +111,7 @@ static int take_lock(Calls* self) {
   return -1;
 }
 
-/* A call while it is made. */
+/* The state of a call while it is being made. */
 typedef struct Making {
   PyObject *x, *out, *options, *stream;
   GivenArray arrays[PROXYCCL_MOST_ARRAYS];
@@ -120,8 +121,8 @@ typedef struct Making {
   int kept_alone, logged;
 } Making;
 
-/* Stores how peers reach the arrays, also in the signature. Returns the range of the output that all kernels reach, or
- * NULL if there is none. */
+/* Stores how peers reach the arrays, in the call and in its signature. Returns the range of the output that all kernels
+ * reach, or NULL if there is none. */
 static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
   const ReachedRange* last = NULL;
   for (size_t i = 0; i < call->signature.count; ++i) {
@@ -136,7 +137,7 @@ static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
  * Returns 0, or -1 with an exception. */
 static int prepare(Calls* self, Making* call, int reached) {
   const size_t count = call->signature.count;
-  const uint64_t changes = self->changes; /* read first, because the preparation may miss later changes */
+  const uint64_t changes = self->changes; /* read before the preparation, which may miss changes made while it runs */
   PyObject* made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(call->options, 0), call->x, call->out, call->options,
                                                 reached ? Py_True : Py_False, call->logged ? Py_True : Py_False, NULL);
   if (made == NULL) return -1;
@@ -155,7 +156,8 @@ static int prepare(Calls* self, Making* call, int reached) {
   return changes == self->changes ? proxyccl_keep_form(&self->forms, &call->signature, call->form) : 0;
 }
 
-/* Whether a form that was prepared without the lock is still valid, although its assumptions may have changed. */
+/* Whether a form that was prepared without the lock can still be used: how peers reach the arrays may have changed
+ * since. */
 static int still_fits(const Making* call, const ArrayKind* before, const ReachedRange* output) {
   for (size_t i = 0; i < call->signature.count; ++i)
     if (before[i].reach & ~call->arrays[i].kind.reach) return 0;
@@ -173,7 +175,7 @@ static int note_lent(Calls* self, const Making* call) {
   for (size_t i = 0; i < self->wanted_count; ++i) {
     if (self->wanted[i].at != array->at || self->wanted[i].bytes != array->bytes) continue;
     self->wanted[i] = self->wanted[--self->wanted_count];
-    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend meanwhile */
+    PyObject* lend = Py_NewRef(self->lend); /* during the call, `want` may replace self->lend */
     PyObject* lent = PyObject_CallFunction(lend, "KK", (unsigned long long)array->at, (unsigned long long)array->bytes);
     Py_DECREF(lend);
     Py_XDECREF(lent);
@@ -383,7 +385,7 @@ static PyObject* want(PyObject* object, PyObject* arguments) {
   PyObject* before = self->lend;
   self->lend = Py_NewRef(lend);
   Py_XDECREF(before);
-  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* none was used for long: forgets all */
+  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* no entry was used for long: forgets all */
   self->wanted[self->wanted_count++] = (Note){(uintptr_t)at, (size_t)bytes};
   Py_RETURN_NONE;
 }
@@ -502,7 +504,7 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-static PyTypeObject* calls_type; /* made once for the process */
+static PyTypeObject* calls_type; /* the type is made once per process */
 
 int proxyccl_require_calls(PyObject* object) {
   if (PyObject_TypeCheck(object, calls_type)) return 1;

@@ -1,6 +1,7 @@
-"""The JSON of an execution plan, as MSCCL++'s language writes it since 2025: the fields without their meaning.
+"""The JSON of an execution plan, as MSCCL++'s language has written it since 2025. This module reads the fields, and
+other modules interpret them.
 
-An unknown field is refused: it might change the plan's meaning.
+A plan with an unknown field is refused, because the field might change the plan's meaning.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Document(Message, frozen=True):
         collective: "allreduce", "allgather", …, as its author names it.
         protocol: "LL" if scratch memory holds packets.
         inplace: whether input and output are one array.
-        reuse_resources: MSCCL++'s choice of scratch memory, which ProxyCCL ignores.
+        reuse_resources: an option of MSCCL++ for scratch memory, which ProxyCCL ignores.
         use_double_scratch_buffer: executions use the halves of the scratch memory in turn.
         buffer_alignment: bytes to which parts of chunks are aligned.
         min_message_size, max_message_size: the range of message sizes in bytes that the plan is meant for.

@@ -1,7 +1,8 @@
 """Executes plans: makes a plan's resources on this rank, and its launches.
 
 All ranks make a plan's channels, barriers and counters together at its first execution, and its scratch memory when a
-larger size comes. All ranks make them in the same call, because the call log has compared plan and size before.
+larger size comes. All ranks make these resources in the same call, because the call log has compared the plan and the
+size before.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class ExecutionPlans:
     """The plans that one group has executed.
 
     Args:
-        forget: called when memory of a plan has moved. Results of earlier `prepare` calls must not be launched after
-            that.
+        forget: called when a plan's memory has moved; it must discard the results of earlier `prepare` calls, which
+            must no longer be launched.
     """
 
     def __init__(self, group: Group, forget: Callable[[], None]) -> None:
@@ -56,8 +57,8 @@ class ExecutionPlans:
         group.keep(self)
 
     def require_executable(self, plan: ExecutionPlan) -> None:
-        """Raises ArgumentError for a plan of another number of ranks, or a plan whose kernels access memory out of
-        their reach: on another node, or of a device that is not a peer.
+        """Raises ArgumentError for a plan that is for another number of ranks, or whose kernels access memory that they
+        can't reach: on another node, or of a device that is not a peer.
         """
         if plan.digest in self._resources:
             return
@@ -80,7 +81,7 @@ class ExecutionPlans:
             given: the registered arrays that peers reach in place, the same on all ranks.
 
         Raises:
-            ArgumentError: the plan is not executable here.
+            ArgumentError: these ranks can't execute the plan.
         """
         resources = self._resources.get(plan.digest)
         if resources is None:
@@ -95,7 +96,7 @@ class ExecutionPlans:
 
 
 class _Buffer:
-    """A growing buffer of this rank and its peers: "i", "o" or "s"."""
+    """A buffer of this rank and its peers that can grow: the input ("i"), the output ("o") or scratch memory ("s")."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -138,7 +139,7 @@ class _Resources:
             self._buffers["i"] = self._buffers["o"] = next(b for name, b in self._buffers.items() if name != "s")
         self._buffers["s"].reserve(1)
         self._sizes: dict[_Key, _Sized] = {}
-        self._retired: list[_Sized] = []  # graphs may still use them
+        self._retired: list[_Sized] = []  # captured graphs may still use the old tables
         self._privates: list[Memory] = []
         self._kept: list[object] = []
         self._semaphores: dict[ChannelEnd, Any] = {}
@@ -184,7 +185,9 @@ class _Resources:
         return self._upload(b"".join(raw))
 
     def _start_words(self) -> tuple[Memory, int, int]:
-        """Returns the initial counters, barriers and semaphores, and where the barriers and the semaphores begin."""
+        """Returns the initial contents of counters, barriers and semaphores, and the offsets at which the barriers and
+        the semaphores begin.
+        """
         counters = ffi.sizeof("ProxycclExecutionCounters")
         numbers = [
             operation.numbers[0]
@@ -278,7 +281,7 @@ class _Resources:
             self._ports.__getitem__,
             self._semaphores.__getitem__,
         )
-        program = plan.programs[own] or ((),)  # a rank without threadblocks counts executions too
+        program = plan.programs[own] or ((),)  # a rank without threadblocks also counts executions
         raw, tables = writer.tables(program)
         return self._upload(raw), tables
 
@@ -286,7 +289,7 @@ class _Resources:
         self, source: ArrayView, target: ArrayView, reached: Reached
     ) -> tuple[list[CopyBytes], int, int, list[CopyBytes]]:
         """Returns the copies before the kernel, the places of input and output for the kernel, and the copies after it.
-        Parts of an output that the plan does not write keep their contents.
+        The copies preserve those parts of an output that the plan does not write.
         """
         rank = self._group.rank
         if not self._plan.in_place:
@@ -302,7 +305,7 @@ class _Resources:
                 whole = source.ptr if source.ptr + out_share == target.ptr else self._private(source.nbytes)
             own_in, own_out = whole + in_share, whole + out_share
         before = [] if own_in == source.ptr else [CopyBytes(own_in, source.ptr, source.nbytes)]
-        # If the output is staged too, the copy of the input serves as the output.
+        # If the output is also staged, the copy of the input serves as the output.
         of_larger = self._plan.in_place and source.nbytes >= target.nbytes
         if own_out != target.ptr and not of_larger and not self._plan.writes_whole_outputs:
             before.insert(0, CopyBytes(own_out, target.ptr, target.nbytes))

@@ -21,7 +21,9 @@ from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError, ProtocolError
 
 _Times = Counter[tuple[int, int]]
-"""Counts of repetitions, by the chunks and the unit of the enclosing pipeline; (0, 0) outside of pipelines."""
+"""How often something happens, counted by the chunks and the unit of the enclosing pipeline; the key is (0, 0) outside
+of pipelines.
+"""
 
 PACKET_PAYLOAD = 8
 """Bytes of data in a packet."""
@@ -188,14 +190,14 @@ class ExecutionPlan:
 
     @property
     def most_channels(self) -> dict[ChannelType, int]:
-        """Returns, by channel type, the most channels that a rank has to one peer."""
+        """For each channel type, the greatest number of channels that any rank has to one peer."""
         return {
             kind: max((end.number + 1 for ends in self._ends for end in ends[kind]), default=0)
             for kind in ("memory", "port")
         }
 
     def peers(self, rank: int, kind: ChannelType) -> tuple[int, ...]:
-        """Returns the ranks to which a rank has channels of a type, or which have channels to that rank."""
+        """Returns the ranks to or from which a rank has channels of a type."""
         return self._peers[kind][rank]
 
     def operations(self, rank: int) -> Iterator[tuple[Operation, tuple[int, int]]]:
@@ -237,7 +239,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def reached(self) -> set[BufferName]:
-        """Which of inputs ("i") and outputs ("o") must be memory that peers or proxies reach."""
+        """The buffers among input ("i") and output ("o") that must be memory which peers or proxies reach."""
         return {
             each.buffer
             for rank in range(self.world_size)

@@ -1,7 +1,7 @@
 """The programs of a plan's threadblocks, checked, with every name resolved: channels to peers, buffers to ranks.
 
-An invalid operation is refused here, by an error that names its place. Each rank reads the whole plan, so all ranks
-refuse it.
+This module refuses an invalid operation by an error that names the operation's place. Each rank reads the whole plan,
+so all ranks refuse it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ BUFFERS: dict[BufferName, str] = {"i": "input", "o": "output", "s": "scratch mem
 
 
 class Place(Struct, frozen=True):
-    """The place of an operation. A pipeline's number precedes the numbers of the operations inside."""
+    """The place of an operation in a plan, for error messages. A pipeline has a number before those of the operations
+    inside it.
+    """
 
     rank: int
     threadblock: int

@@ -27,8 +27,9 @@ _ONE_THREAD = {
 
 
 class Tables(Struct, frozen=True):
-    """How the kernel's tables lie in memory: the ProxycclStep structs, `block_steps` for each block, and from
-    `operands_at` on the ProxycclOperand structs, `block_operands` for each block.
+    """The layout of the kernel's tables in memory. First come the ProxycclStep structs: an array of `block_steps` of
+    them for each block. At offset `operands_at` the ProxycclOperand structs begin: an array of `block_operands` of them
+    for each block.
     """
 
     blocks: int
@@ -40,7 +41,7 @@ class Tables(Struct, frozen=True):
 class _Block(Struct):
     steps: list[ProxycclStepPointer] = field(default_factory=list)
     operands: list[bytes] = field(default_factory=list)
-    by_all: bool | None = None  # the threads (all, or one) whose last step was not followed by a barrier of the block
+    by_all: bool | None = None  # whether all threads or one made the last step; None after a barrier
 
 
 def _filled(found: list[bytes], count: int, empty: bytes) -> bytes:
@@ -152,7 +153,7 @@ class Writer(Struct, frozen=True):
         begin = len(block.steps)
         for inner in operation.body:
             self._operation(block, inner)
-        if block.by_all is not None:  # the next iteration may begin with other threads
+        if block.by_all is not None:  # the next iteration's first step may be of other threads
             self._sync(block, operation)
         loop.option, loop.unit, loop.iterations = len(block.steps) - begin, operation.unit, iterations
 
@@ -200,7 +201,7 @@ class Writer(Struct, frozen=True):
             block.operands.append(bytes(ffi.buffer(operand)))
 
     def _put(self, block: _Block, operation: Operation) -> None:
-        """Adds puts by the proxy, after the packets if the operation must wait for packets."""
+        """Adds puts by the proxy; if the operation must wait for packets, the puts come after the packets."""
         moving = operation.moving
         assert moving is not None
         sources = operation.sources

@@ -1,5 +1,6 @@
-/* Combines of one form, whole or in two halves. A combine is one kernel. If peers are to load rows that they can't
- * reach, a copy to an output buffer precedes the kernel. */
+/* A form of combines (a combine prepared for certain kinds of arrays), whose calls are whole or in two halves. A
+ * combine is one kernel. If peers are to load rows that they can't reach, a copy to an output buffer precedes the
+ * kernel. */
 #include <string.h>
 
 #include "layer_form.h"
@@ -11,9 +12,9 @@ enum { ROWS, WEIGHTS, SLOT_WEIGHTS, ORDER, ADDED, MOST_ADDED = 2, ARRAYS = ADDED
 typedef struct {
   LayerForm form;                                     /* `element` and `format`: the element type of rows and results */
   char format[PROXYCCL_LONGEST_FORMAT];               /* the string that `form.format` points to */
-  PreparedCall after_copy;                            /* launches a whole call, after a copy of its rows */
+  PreparedCall after_copy;                            /* launches a whole call that first copies its rows to a buffer */
   Py_ssize_t hidden, row_bytes, experts, padded_rows; /* experts and padded_rows are 0 unless rows are padded */
-  int spare_rows;                                     /* whether a call ignores rows after the last received one */
+  int spare_rows;                                     /* whether a call ignores rows after the last received row */
   int halves;
   ProxycclCombine* call;
   ProxycclStreamStep* copy;
@@ -192,6 +193,6 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
 }
 
 int proxyccl_add_combine_form(PyObject* module) {
-  static PyTypeObject* type; /* made once for the process */
+  static PyTypeObject* type; /* the type is made once per process */
   return proxyccl_add_layer_form(module, &type, "proxyccl.channels.calls._calls.CombineForm", sizeof(Form), make, NULL);
 }

@@ -21,8 +21,8 @@ class Combine(CallForm):
     reach. C makes the calls (combine_form.c).
 
     Args:
-        call: "combine"; or "collect" for rows with an element for each slot, of any type, which are neither padded nor
-            loaded.
+        call: "combine"; or "collect" if each row has one element of any type for each slot, and rows are neither padded
+            nor loaded by peers.
         halves: whether calls are made in two halves.
         x, weights, topk_weights, order_ids, added, desc: the arguments of the first call of the form, which are
             checked.
@@ -98,7 +98,9 @@ def _check_combine(
     shape: tuple[int, ...],
     dtype: str,
 ) -> int:
-    """Checks a call's arrays against the shape and type of its rows. Returns the bytes of an id; 0 without ids."""
+    """Checks a call's arrays against the shape and type of its rows. Returns the size of an id in bytes; 0 without
+    ids.
+    """
     group, names, tokens = parts.ctx.group, parts.arguments, desc.num_dispatch_token_cur_rank
     slots = (tokens, parts.options.config.topk)
     view = input_array(group, x, names.rows, (-1, *shape[1:]) if names.spare_rows else shape, dtype)

@@ -29,7 +29,7 @@ _MAX_TOKENS = 2**24  # kernels multiply the number of tokens by the number of bl
 _MAX_HIDDEN = 2**28  # kernels count a row's 16-byte words in 32 bits
 MAX_EXPERTS = 2**20  # tables have an entry for each rank, or segment, and expert
 _MAX_BYTES = 2**44  # the limit for all rows of a layer keeps every size of its workspace far below 2**64
-_COLUMN_ALIGNMENT = 4  # in scales, not bytes
+_COLUMN_ALIGNMENT = 4  # the unit is scales, not bytes
 
 
 def column_of(rows: int) -> int:
@@ -39,7 +39,7 @@ def column_of(rows: int) -> int:
 
 @dataclass(frozen=True)
 class EPConfig:
-    """Sizes and types of an expert-parallel layer.
+    """The sizes and element types of an expert-parallel layer.
 
     Attributes:
         max_tokens: the most tokens of one rank in one dispatch.
@@ -114,7 +114,7 @@ class EPConfig:
             )
 
     def describe(self) -> str:
-        """Returns the sizes in words, for errors."""
+        """Returns a description of the sizes for error messages."""
         return (
             f"max_tokens {self.max_tokens}, hidden {self.hidden}, topk {self.topk}, {self.num_experts} experts, "
             f"{self.token}"

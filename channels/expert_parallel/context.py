@@ -44,7 +44,7 @@ RECEIVE: int = lib.PROXYCCL_EXPERT_RECEIVE
 LAYOUT: int = lib.PROXYCCL_EXPERT_LAYOUT
 TELL: int = lib.PROXYCCL_EXPERT_TELL
 
-_SPINS = 2000  # polls of the count between checks for failed ranks; on a GPU a count takes about 20 us
+_SPINS = 2000  # polls of the count between checks for failed ranks; on a GPU the count arrives after about 20 us
 _HOST_THREADS = 16
 
 
@@ -84,7 +84,7 @@ class DispatchCombineContext:
     Attributes:
         ep_config: sizes and types.
         members: the ranks.
-        number: the layer's number, by which the ranks compare its calls.
+        number: the layer's number, which ranks compare in the layer's calls.
         group: the same ranks, for the library's own modules.
         arrays: makes the arrays of results.
         nodes: the placement of the ranks on nodes.
@@ -104,7 +104,7 @@ class DispatchCombineContext:
 
     def __init__(self, members: Members, options: LayerOptions, number: int) -> None:
         config, self.layout = options.config, options.output_layout
-        if options.by_rank:  # the kernels' experts are the ranks
+        if options.by_rank:  # for the kernels, each rank is one expert
             config = replace(config, num_experts=config.world_size)
         self.ep_config, self.number, self.members = config, number, members
         self.group = group = members.group
@@ -115,7 +115,7 @@ class DispatchCombineContext:
         self.blocks = min(runtime.launch_defaults.blocks, blocks_for(config.max_tokens, options.num_sm))
         self.grid = (self.blocks, threads)
         shipped = functools.partial(runtime.shipped, compiled_only=options.use_aot)
-        if options.use_aot:  # also load the kernels that only later calls, or some layers, use
+        if options.use_aot:  # also loads the kernels that only later calls, or only some layers, use
             for name in (*DISPATCH_KERNELS.values(), STORE_KERNEL):
                 shipped("experts/dispatch.h", name, AS_BYTES)
             shipped("experts/spread.h", "expert_spread")
@@ -191,7 +191,7 @@ class DispatchCombineContext:
         return self.members.owned
 
     def finalize(self) -> None:
-        """Releases the buffers. All ranks call it together; calling it twice does nothing."""
+        """Releases the buffers. All ranks call this together; further calls do nothing."""
         if self.closed:
             return
         self.closed = True
@@ -242,7 +242,8 @@ class DispatchCombineContext:
     # -- counts of dispatches ---
 
     def await_rows(self, desc: EPAllToAllLayoutDesc) -> int:
-        """Waits on the CPU, but not for the stream, until this dispatch's number of rows is known. Returns the number.
+        """Waits on the CPU until the number of rows of this dispatch is known; does not wait for the end of the
+        stream's work. Returns the number.
 
         Raises:
             CommunicatorError: a peer failed.
@@ -293,13 +294,14 @@ class DispatchCombineContext:
             weights: float32 [R]; None for 1.
             stream: where to queue the kernel.
             desc: the rows' dispatch, to set rows to zero that the dispatch did not fill; None to leave all rows.
-            others: [R, hidden] of the tokens' type.
-            products: float32 [R]: each row's scalar product with the row of `others`, before the row is multiplied.
+            others: [R, hidden] of the tokens' type, for `products`; None without products.
+            products: float32 [R]: receives each row's scalar product with the same row of `others`, computed before
+                the row is multiplied.
         """
         slots = desc.pointer("row_slots") if desc is not None and desc.has_gaps else 0
         received = desc.pointer(RECEIVED) if desc is not None and desc.counts_rows and not slots else 0
         if weights is None and others is None and not slots and not received:
-            return  # all rows are filled, and stay as they are
+            return  # all rows are filled, so none is set to zero
         call = self._weighing
         call.rows, call.hidden = values.shape[0], values.shape[1]
         call.values = ffi.cast("char *", values.ptr)
@@ -313,8 +315,8 @@ class DispatchCombineContext:
         self.queue(ffi.NULL, self._weigh, stream, desc, kept)
 
     def collected_type(self, values: ArrayView) -> str:
-        """The type in which `collect` takes values: the values' own type if tokens or weights have it, else the
-        weights' type.
+        """Returns the type in which `collect` takes values: the values' own type if it is the type of tokens or of
+        weights, else the type of weights.
         """
         name = values.dtype.name
         return name if name in self.combines else self.ep_config.weight.name

@@ -1,4 +1,4 @@
-"""The standalone flow of MoE dispatch and combine: prepare, dispatch, the caller's experts, combine."""
+"""`DispatchCombine`: MoE dispatch and combine in four steps: prepare, dispatch, the caller's experts, combine."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class DispatchCombine:
     def prepare(
         self, tokens: Any, expert_ids: Any, weights: Any = None, *, stream: StreamLike = None
     ) -> NDArray[np.int64]:
-        """Exchanges the routing. Returns when the number of rows of every rank is known.
+        """Exchanges the routing. Returns when the numbers of rows of all ranks are known.
 
         `dispatch` reads the tokens again: leave the tokens unchanged until then.
 
@@ -146,8 +146,8 @@ class DispatchCombine:
             tokens: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks.
             expert_ids: int32 [T, topk]: the experts of each token. The id `num_experts` drops the slot: nothing is
                 sent for it, and it adds zero.
-            weights: float32 [T, topk]: the weight of each expert's result; None for 1. Either all ranks pass it, or
-                none.
+            weights: float32 [T, topk]: the weight of each expert's result; None for 1. Either all ranks pass weights,
+                or none.
             stream: where to queue the work; None for the default stream.
 
         Returns:
@@ -172,14 +172,14 @@ class DispatchCombine:
     def dispatch(
         self, x: Any = None, *, weighted: bool = False, out: Any = None, stream: StreamLike = None
     ) -> tuple[Any, NDArray[np.int64]]:
-        """Sends each token's row to its experts: one row for each slot that is not dropped.
+        """Sends each token's row to the token's experts: one row for each slot that is not dropped.
 
         Args:
             x: [T, hidden] of `dtype`, to send with the prepared routing; None for the prepared tokens.
             weighted: multiply each row by its slot's weight, rounded once to `dtype`.
             out: at least R rows of `hidden`, of which the first R are written; None for a new array of R rows.
-            stream: where to queue the call. With None the call waits on the host runtime, and uses the default stream
-                on a GPU.
+            stream: where to queue the call. With None, the call waits for its end on the host runtime, and uses the
+                default stream on a GPU.
 
         Returns:
             The rows, ordered by local expert, then source rank, then token and k; and the number of rows of each
@@ -202,8 +202,8 @@ class DispatchCombine:
     def combine(self, rows: Any, *, weighted: bool = True, out: Any = None, stream: StreamLike = None) -> Any:
         """Sends the experts' rows back, and sums the rows of each token.
 
-        The sum is made in the order of k, in float32 (float64 for float64), and rounded once. Across nodes each node's
-        partial sum is rounded too.
+        The rows of a token are added in the order of k, in float32 (in float64 for float64), and the sum is rounded
+        once. Between nodes, each node's partial sum is also rounded.
 
         Args:
             rows: [R, hidden] of `dtype`, in the order of `dispatch`; further rows are ignored.
@@ -220,7 +220,7 @@ class DispatchCombine:
         return self._forms.combines.call(rows, factors, None, None, (), prepared.desc, out, stream)
 
     def collect(self, values: Any, *, stream: StreamLike = None) -> Any:
-        """Brings each row's value back to the row's slot.
+        """Sends each row's value back to the row's slot on the token's rank.
 
         Args:
             values: [R] of float32 or `dtype`: a value for each row, in the order of `dispatch`.

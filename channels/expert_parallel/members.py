@@ -1,4 +1,6 @@
-"""The communicator that a layer's user passes, and the nodes of its ranks. All other modules here take a `Group`."""
+"""The communicator that a layer's user passes, and the nodes of its ranks. All other modules of this directory take a
+`Group`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from proxyccl.channels.segment.error_record import raised
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
 
-# The names by which ranks compare the making of a layer, the exchange of their numbers of tokens before that, and its
-# end. Ranks may finalize several layers in different orders.
+# The names by which ranks compare three calls: making a layer, the exchange of numbers of tokens before that, and
+# finalizing a layer. Ranks may finalize several layers in different orders.
 NEW_LAYER, LAYER_SIZE, FINALIZE = "new_layer", "layer_size", "finalize"
 register_names(NEW_LAYER, LAYER_SIZE, FINALIZE)
 
@@ -58,7 +60,7 @@ class Members:
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """A context that, if its body raises, closes a communicator that was made for the layer."""
+        """Returns a context that closes a communicator that was made for the layer if the body raises an exception."""
         try:
             yield
         except BaseException as error:
@@ -69,7 +71,7 @@ class Members:
     def agree_on(self, arguments: Mapping[str, Any], name: str) -> int:
         """Checks that a new layer's arguments are the same on all ranks, which call this together. All ranks raise the
         same ArgumentError, which names the argument. `name` is the layer's name in mismatch errors. Returns the layer's
-        number, by which its calls are compared.
+        number, which ranks compare in the layer's calls.
         """
         number = self.group.launches.number_object(name)
         self.group.launches.agree(CollectiveCall(NEW_LAYER, of=number))
@@ -89,8 +91,9 @@ class Members:
 
 
 def node_size(group: Group) -> int:
-    """Returns the ranks per node, the same on all ranks. 1 if nodes differ in size: every rank then counts as a
-    node."""
+    """Returns the number of ranks per node, which is the same on all ranks; 1 if nodes differ in size, because every
+    rank then counts as a node.
+    """
     sizes = {len(members) for members in group.topology.node_members()}
     return sizes.pop() if len(sizes) == 1 else 1
 

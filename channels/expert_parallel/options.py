@@ -1,4 +1,6 @@
-"""The options of an expert-parallel layer, checked, and the values derived from them. Needs no device and no peer."""
+"""The options of an expert-parallel layer, checked, and the values derived from them. This module needs no device and
+no peers.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,13 @@ _MAY_DIFFER = {"rank", "use_aot", "capacity", "config"}  # these options may dif
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """The arguments of an `EPAll2AllLayer` except its group; its docstring describes them.
+    """The arguments of an `EPAll2AllLayer` except its group; the docstring of `EPAll2AllLayer` describes them.
 
     Attributes:
         proxied: whether all rows go through the proxies.
         call_tokens: the most tokens of one rank in a call; None for max_tokens.
-        config: sizes and types, for the remaining ranks. Its experts are the experts that tokens choose.
+        config: sizes and types, for the remaining ranks. The configuration's experts are the experts that tokens
+            choose.
     """
 
     max_tokens: int
@@ -241,7 +244,7 @@ class LayerOptions:
 
     @cached_property
     def scales(self) -> int:
-        """Scales of a row in float8, of 4 bytes each; 0 if rows are in another type."""
+        """The number of scales, of 4 bytes each, of a row in float8; 0 if rows are of another type."""
         if not self.quantized:
             return 0
         return self.num_scales or -(-self.config.hidden // self.scale_elements)

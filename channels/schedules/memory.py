@@ -1,8 +1,8 @@
 """Memory that schedules name: its addresses, and its ids in this rank's proxy and in the peers' proxies.
 
 On one host schedules use the memory that the rank has announced (symmetric.py): peers' proxies map it when the rank
-first receives there. Between hosts they use memory that all ranks registered together, because only registration tells
-peers addresses and keys.
+first receives data in it. Between hosts they use memory that all ranks registered together, because only registration
+tells peers addresses and keys.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ arrays with one word for each stage.
 
 class ScheduleMemory(Protocol):
     def source_id(self, peer: int) -> int:
-        """The memory's first id in this rank's proxy, for sends to a peer."""
+        """Returns the memory's first id in this rank's proxy, for sends to a peer."""
         ...
 
     def id_at(self, peer: int) -> int:
-        """The memory's first id in a peer's proxy, for posts to that peer."""
+        """Returns the memory's first id in a peer's proxy, for posts to that peer."""
         ...
 
 
@@ -74,8 +74,7 @@ class _AnnouncedMemory(Struct, frozen=True):
 
 class _PinnedBoxes:
     """Pinned memory of each rank through which its schedules send and receive short data, which the proxies' CPUs copy.
-    One box is to send from and one box to receive in, since only one side of a schedule receives. All ranks make the
-    boxes together.
+    Schedules send from one box and receive in the other. All ranks make the boxes together.
     """
 
     def __init__(self, group: Group) -> None:
@@ -90,8 +89,8 @@ class _PinnedBoxes:
 
 
 class ScheduleMemories:
-    """Finds memory that schedules can name for arrays, and stages the other arrays. All ranks construct a
-    `ScheduleMemories` together.
+    """Finds the memory by which schedules can name an array, or gives staging memory for the array. All ranks construct
+    a `ScheduleMemories` together.
 
     Attributes:
         staged_together: whether all ranks make staging memory together, including ranks that need none.
@@ -107,10 +106,10 @@ class ScheduleMemories:
         defaults = group.runtime.launch_defaults
         staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
-        own_box = group.world_size > 1 and not self.staged_together  # on one host all have one driver
+        own_box = group.world_size > 1 and not self.staged_together  # on one host all ranks have the same driver
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
-        # The next rank's box is opened now, because its first use may be in a capture. The rank before uses this rank's
-        # box.
+        # The next rank's box is mapped now, because a captured graph may be the first to use it. The previous rank uses
+        # this rank's box.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
@@ -141,11 +140,12 @@ class ScheduleMemories:
         return None if announced is None else self._received(announced, ptr)
 
     def pinned(self, side: Side, nbytes: int) -> ScheduleSpan | None:
-        """Returns pinned memory for data so short that the CPU moves it sooner than the driver; None for longer data.
+        """Returns pinned memory if the data is so short that CPUs move it faster than the driver; None for longer data.
 
         Args:
             side: the memory's purpose.
-            nbytes: the longest side of any rank, so that either all ranks find pinned memory or no rank does.
+            nbytes: size of the longest input or output of any rank, so that either all ranks find pinned memory or no
+                rank does.
         """
         if self._boxes is None or nbytes > min(self.pinned_bytes, _BOX_BYTES):
             return None
@@ -163,8 +163,8 @@ class ScheduleMemories:
     def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
         """Returns the span that `source` or `target` found, else memory to stage this many bytes in.
 
-        Where `staged_together`, all ranks call this together, each with the span that it has found. Raises the errors
-        of `stage`.
+        If `staged_together`, all ranks call this together, each with the span that it has found. Raises the errors of
+        `stage`.
         """
         if found is not None and not self.staged_together:
             return found
@@ -172,9 +172,9 @@ class ScheduleMemories:
         return found or stage
 
     def stage(self, side: Side, nbytes: int) -> ScheduleSpan:
-        """Returns device memory of at least this many bytes that peers' proxies reach, the same memory at each call.
+        """Returns device memory of at least this many bytes that peers' proxies reach; all calls share it.
 
-        Where `staged_together`, all ranks call this together with the same arguments.
+        If `staged_together`, all ranks call this together with the same arguments.
 
         Raises:
             ResourceError: the device has no room, or a proxy has no ids left for memory.
@@ -198,7 +198,7 @@ class ScheduleMemories:
         return span
 
     def close(self) -> None:
-        """Frees the memory made here. No schedule of any rank may still use it."""
+        """Frees the memory that this object allocated. No schedule of any rank may still use it."""
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()
@@ -229,7 +229,7 @@ class ScheduleMemories:
         return announced if may else None
 
     def _received(self, announced: Announced, ptr: int) -> ScheduleSpan | None:
-        if announced.lent:  # the program did not register it, so the call must not wait: peers may reply much later
+        if announced.lent:  # the program did not register the array; the call must not wait, as peers may reply late
             found = self._group.symmetric.memories_at_peers(announced) if announced.for_proxies else None
         else:
             found = self._memories_at_peers(announced)
@@ -245,8 +245,8 @@ class ScheduleMemories:
         return ScheduleSpan(_AnnouncedMemory(own, at_peers), ptr - announced.start, ptr)
 
     def _memories_at_peers(self, announced: Announced) -> dict[int, int]:
-        """Waits for the peers' watchers, or for the calls that peers are in, but not for anything that peers wait
-        for.
+        """Waits until peers' proxies have the memory. The reply comes from the peers' watchers or from calls that peers
+        are making, so the wait can't deadlock with a wait of the peers.
         """
         symmetric, failure = self._group.symmetric, self._group.failure
         deadline = time.monotonic() + self._group.timeout
@@ -260,13 +260,13 @@ class ScheduleMemories:
                         operation="map for schedules",
                     )
                 )
-            symmetric.update()  # sends this rank's replies, for which peers may be waiting
+            symmetric.update()  # this update sends this rank's replies, for which peers may be waiting
             time.sleep(_POLL_SECONDS)
         return found
 
 
 def _at_next(group: Group, box: Array | None) -> int | None:
-    """The address of the next rank's box, which this rank alone uses; None if this rank can't reach that box."""
+    """The address of the next rank's box, which only this rank uses; None if this rank can't reach that box."""
     if box is None:
         return None
     memory, following = register(group, box), (group.rank + 1) % group.world_size

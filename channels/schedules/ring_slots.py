@@ -1,4 +1,5 @@
-"""Sends between neighbours in the ring of ranks. A send waits for no receive while the neighbour has a free slot.
+"""Sends between neighbours in the ring of ranks. As long as the neighbour has a free slot, a send does not wait for a
+receive.
 
 Each rank has send slots and receive slots for each neighbour, and fills them in turn. A send copies the array to a slot
 of this rank, on the caller's stream, and the proxy moves the data to the neighbour's slot. A receive copies the data
@@ -20,14 +21,14 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations, WaitV
 from proxyccl.proxy.schedule import Schedule, ScheduleReceive, ScheduleSend
 
 _MOST_PREPARED = 1024
-_COPY = 1  # index of the copy among a receive's steps: words, the copy, words
+_COPY = 1  # index of the copy among a receive's steps: operations on words, the copy, operations on words
 
 
 class _Flow:
     """The data that goes from one rank to a neighbour.
 
     Attributes:
-        channel: carries the data one way, and the signals for free slots the other way.
+        channel: carries the data in one direction, and the signals that free slots in the other direction.
         count: the number of sends, or of receives, that this rank has made.
         begin: offset of the flow's slots in this rank's memory.
         sent: by slot, the event at the end of the slot's latest send; only on GPUs.
@@ -44,10 +45,10 @@ class RingSlots:
     same numbers.
 
     Sends and receives of one rank run one after the other, whatever their streams, in the order of the calls. A send
-    holds up its stream only until its data are copied to a slot of this rank.
+    delays its stream only until its data is copied to a slot of this rank.
 
     Args:
-        group: at least two ranks, and used for nothing else. The slots live until the group ends.
+        group: at least two ranks; the group must not be used for anything else. The slots live until the group ends.
         slot_bytes: most bytes of a send.
         slots: how many sends of a rank to a neighbour may have no receive yet. The next send waits for a receive.
 
@@ -62,7 +63,7 @@ class RingSlots:
     def __init__(self, group: Group, slot_bytes: int, slots: int) -> None:
         self._group, self._slot_bytes, self._slots = group, slot_bytes, slots
         self.neighbours = _neighbours(group.rank, group.world_size)
-        up, down = schedule_channels(group, self.neighbours, 2)  # to higher ranks, and to lower ranks
+        up, down = schedule_channels(group, self.neighbours, 2)  # `up` for data to higher ranks, `down` to lower
         self._array = allocate(group, 2 * len(self.neighbours) * slots * slot_bytes, "uint8", symmetric=True)
         self._memory = register(group, self._array)
         self._rings = ScheduleRings(group)
@@ -76,7 +77,7 @@ class RingSlots:
             self._receives[peer] = _Flow(back[peer], self._begin(number))
             self._sends[peer] = _Flow(to[peer], self._begin(len(self.neighbours) + number))
             self._memory.source_id(peer)
-            self._memory.peer_id(peer)  # maps it before any stream waits for a peer
+            self._memory.peer_id(peer)  # maps the peer's memory before any stream waits for a peer
         group.keep(self)
         group.exchange.barrier("slots: all ranks have made their slots")
 
@@ -86,7 +87,7 @@ class RingSlots:
         Args:
             view: at most `slot_bytes`.
             peer: a neighbour.
-            stream: None on the host runtime: then the call returns when the array is in the neighbour's slot.
+            stream: None on the host runtime; the call then returns when the array is in the neighbour's slot.
 
         Raises:
             CommunicatorError: the group has failed.
@@ -162,9 +163,7 @@ class RingSlots:
         return [Schedule(sends=(send,), receives=(freed,)), *self._turn(), *rings.end([0], gated=True)]
 
     def _turn(self) -> tuple[WaitValue, WriteValue]:
-        """Returns a stream's operations within a schedule: the stream waits for the receive, works, and opens the
-        gate.
-        """
+        """Returns two operations of a stream: it waits for the schedule's receive, and opens the schedule's gate."""
         words = self._rings.words
         return WaitValue(words.stages[0], 1), WriteValue(words.gate, 1)
 

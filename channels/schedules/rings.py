@@ -1,4 +1,6 @@
-"""Schedules as streams ring them: a stream's operations for one call, the schedules' numbers, and their removal."""
+"""How streams start schedules: the operations of a stream for one call, and the adding and removing of numbered
+schedules.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class ScheduleRings:
         stream wrote.
 
         Args:
-            stages: numbers of the stages that no kernel resets. Each such stage costs a write by the stream, which
+            stages: numbers of the stages that no kernel resets. For each such stage the stream makes a write, which
                 takes time.
             gated: whether the schedule's gate was used.
         """
@@ -50,7 +52,8 @@ class ScheduleRings:
         return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:
-        """Returns the operations of a stream, with schedules' numbers in place of the schedules.
+        """Adds the schedules among these operations to the proxy, and returns the operations with the schedules'
+        numbers in place of the schedules.
 
         Raises:
             ResourceError: no numbers are left.
@@ -76,7 +79,7 @@ class ScheduleRings:
         if len(self._dropped) < _MOST_DROPPED or last is None or self._group.runtime.is_capturing(last):
             return
         dropped = self._dropped[:_MOST_DROPPED]
-        del self._dropped[:_MOST_DROPPED]  # further schedules may be dropped meanwhile
+        del self._dropped[:_MOST_DROPPED]  # other threads may add schedules to the list during this call
         event: Event = self._group.runtime.create_event()
         event.record(last)
         event.synchronize()
