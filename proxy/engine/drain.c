@@ -32,9 +32,8 @@ static uint32_t value_bytes(ProxycclTrigger trigger) {
  * and sizes, so the ids in word 1 are looked up only when they change. The contents of the table entries are still read
  * for each trigger. */
 typedef struct {
-  uint64_t
-      names;   /* the bits of word 1 above the destination's offset, with the put-or-get bit in place of the parity */
-  uint32_t op; /* the trigger's operations, PROXYCCL_OP_GET included */
+  uint64_t names; /* the bits of word 1 above the destination's offset; the put-or-get bit replaces the parity bit */
+  uint32_t op;    /* the trigger's operations, PROXYCCL_OP_GET included */
   Channel *channel;
   const ProxycclMemory *dst, *src;
   int (*transfer)(ProxycclConnection *connection, const ProxycclMemory *dst, uint64_t dst_offset,
@@ -217,8 +216,7 @@ static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared,
     ++ring.next;
     if (++taken % RING_RELEASE_BATCH == 0) ring_release(&ring);
   }
-  end_run(&route, taken,
-          ring.next); /* the counts are published before the store to the tail, after which sync() may return */
+  end_run(&route, taken, ring.next); /* publishes counts before the store to the tail, which lets sync() return */
   ring_release(&ring);
   *shared = ring;
   *progress += taken;
@@ -250,8 +248,7 @@ static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *wo
     now = end;
     if (result != CONTINUE || taken < limit || taken == left) break;
   }
-  if (trace->next == begin + 1)
-    trace->next = begin; /* no trigger was taken: drops the mark, which the next visit records again */
+  if (trace->next == begin + 1) trace->next = begin; /* no trigger was taken: drops the mark of this visit */
   trace_publish(trace, worker->stats);
   return result;
 }

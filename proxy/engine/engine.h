@@ -54,20 +54,18 @@ typedef struct ProxycclExitInfo {
   ProxycclWorker *worker;
   ProxycclTrigger trigger;
   uint32_t channel;
-  uint32_t code;      /* ProxycclErrorCode */
-  int32_t status;     /* status of the transport or the driver */
-  const char *reason; /* static text: why a trigger is refused, or what failed */
-  ProxycclConnection
-      *connection;    /* the failed connection, or the trigger's; NULL if the error concerns no connection */
-  uint32_t schedule;  /* number of the schedule that failed; 0 if the error concerns no schedule */
-  uint32_t wait;      /* after a time-out: the ProxycclWaitKind */
-  uint32_t of_source; /* 1 if the trigger is refused for its source, 0 for its destination */
+  uint32_t code;                  /* ProxycclErrorCode */
+  int32_t status;                 /* status of the transport or the driver */
+  const char *reason;             /* static text: why a trigger is refused, or what failed */
+  ProxycclConnection *connection; /* the failed connection, or the trigger's; NULL if the error concerns none */
+  uint32_t schedule;              /* number of the schedule that failed; 0 if the error concerns no schedule */
+  uint32_t wait;                  /* after a time-out: the ProxycclWaitKind */
+  uint32_t of_source;             /* 1 if the trigger is refused for its source, 0 for its destination */
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {
-  uint64_t
-      spin_ns; /* poll without sleeping for this long after the last trigger of any worker; at first without yielding */
-  uint64_t yield_ns;     /* after that, yield the core between polls for this long */
+  uint64_t spin_ns;  /* poll for this long after the last trigger of any worker, at first without yielding the core */
+  uint64_t yield_ns; /* after that, yield the core between polls for this long */
   uint64_t max_sleep_ns; /* after that, sleep between polls, for a 32nd of the idle time, at most this long */
 } ProxycclIdlePolicy;
 
