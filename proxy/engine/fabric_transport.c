@@ -216,12 +216,9 @@ static int retire(FabricConnection *self) {
   for (uint64_t number = self->retired + 1; number <= self->posted; ++number) {
     const FabricRequest *request = request_of(self, number);
     const uint32_t state = request_state(request);
-    if (state != 0 && state != DELIVERED)
-      return failed((int)state); /* even requests without a completion report errors
-                                  */
-    if (!request->awaited)
-      continue; /* complete once the next awaited request is
-                   complete */
+    /* Even requests without a completion report errors. */
+    if (state != 0 && state != DELIVERED) return failed((int)state);
+    if (!request->awaited) continue; /* complete once the next awaited request is complete */
     if (state == 0) break;
     self->retired = number;
   }
@@ -231,9 +228,7 @@ static int retire(FabricConnection *self) {
 
 static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
   FabricConnection *self = self_of(base);
-  if (flushed != &base->progress.completed)
-    self->hurried = 1; /* no thread waits for the flush that only reports
-                          progress */
+  if (flushed != &base->progress.completed) self->hurried = 1; /* no thread waits for a flush that reports progress */
   return queued_flush(base, flushed, value);
 }
 
@@ -258,9 +253,8 @@ static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   const int posted = end_run(self); /* posts before it polls, because a poll takes system calls */
   const int ended = is_to_look(self) ? fabric_drain(self->completions, take_end, self, progress) : 0;
   int status = ended == 0 ? retire(self) : failed(ended);
-  if (status == 0 && posted != WAITS)
-    status = posted; /* an error in the queue comes first: it may be the cause of a
-                        failed post */
+  /* If the queue reported an error, it may be the cause of a failed post, so it comes first. */
+  if (status == 0 && posted != WAITS) status = posted;
   if (status == 0) status = issue(base);
   if (status == 0) status = end_run(self);
   if (status == 0) status = ask(self);

@@ -25,9 +25,7 @@ typedef struct ProxycclChannelPlace {
   uint16_t ring;
 } ProxycclChannelPlace;
 
-#define PROXYCCL_PLACE_HANDLER                                                             \
-  0xffffffffu /* a ProxycclChannelPlace's `connection` if the channel has a Python handler \
-               */
+#define PROXYCCL_PLACE_HANDLER 0xffffffffu /* the `connection` of a channel with a Python handler */
 
 typedef struct ProxycclConnectionStats {
   uint64_t issued;    /* triggers, and sends of schedules, that were issued */
@@ -50,11 +48,8 @@ typedef struct ProxycclTraceRecord {
   uint64_t word0, word1;
 } __attribute__((aligned(16))) ProxycclTraceRecord;
 
-enum {
-  PROXYCCL_MARK_SHIFT = 60,
-  PROXYCCL_MARK_BITS = 3
-}; /* place of the ProxycclTraceMark in word 1, above the number
-      and below the parity */
+/* The place of the ProxycclTraceMark in word 1, above the number and below the parity. */
+enum { PROXYCCL_MARK_SHIFT = 60, PROXYCCL_MARK_BITS = 3 };
 
 typedef enum ProxycclTraceMark {
   PROXYCCL_MARK_SEEN = 0,      /* the triggers after the mark come from ring (number >> 48), beginning with ticket
@@ -66,8 +61,7 @@ typedef enum ProxycclTraceMark {
                                   the mark */
   PROXYCCL_MARK_SCHEDULE = 4,  /* the triggers after the mark come from no ring: they are sends of the schedule with
                                   this number */
-  PROXYCCL_MARK_STEP = 5       /* an event of a schedule: the number is a ProxycclTracedStep above a number of 32 bits
-                                */
+  PROXYCCL_MARK_STEP = 5       /* an event of a schedule; the number is a ProxycclTracedStep above 32 bits */
 } ProxycclTraceMark;
 
 #define PROXYCCL_TRACED_STEP_SHIFT 32

@@ -477,8 +477,8 @@ static void hide_schedule_waits(ProxycclWorker *worker) {
 
 /* -- the trace --- */
 
-/* Returns the trigger that would do the same as a send. If the send is longer than the longest trigger, the trigger has
- * the greatest size. */
+/* Returns the trigger that would do the same as a send. A send whose size does
+ * not fit a trigger gets the greatest size. */
 static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *step) {
   const ProxycclScheduleSend *send = &step->send;
   const Place place = destination(step);
