@@ -251,7 +251,7 @@ def _read_gids(port: Path, link_layer: str, used: Iterable[tuple[int, str]]) -> 
 
 
 def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
-    """Yields the index and the text of each GID in a table's directory that is not empty, as most are."""
+    """Yields the index and the text of each GID in a table's directory. Skips empty entries, which most are."""
     if not table.is_dir():
         return
     directory = os.open(table, os.O_RDONLY | os.O_DIRECTORY)
