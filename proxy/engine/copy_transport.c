@@ -21,8 +21,8 @@ typedef struct {
   void *stream;
   void *event;
   const char *shorts;
-  int issued;   /* work was issued after `event` was last recorded */
-  int recorded; /* `event` is recorded, and no query has found it complete yet */
+  int issued;   /* whether work was issued after `event` was last recorded */
+  int recorded; /* whether `event` is recorded and no query has found it complete yet */
 } CopyConnection;
 
 static CopyConnection *self_of(ProxycclConnection *base) { return (CopyConnection *)base; }

@@ -13,7 +13,7 @@ enum { PROXYCCL_CPU_COPY_BYTES = 65536 };
 typedef struct ProxycclCopyOptions {
   void *stream;
   void *event;
-  const char *shorts; /* in the device's memory, all values of 16 bits in order; NULL if no value is put */
+  const char *shorts; /* table of all 16-bit values in order, in the device's memory; NULL if no value is ever put */
 } ProxycclCopyOptions;
 
 #endif

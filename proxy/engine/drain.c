@@ -18,7 +18,7 @@ static __attribute__((noinline)) ProxycclOutcome refuse_transfer(const ProxycclM
       info, info->of_source ? "the transfer leaves the source memory" : "the transfer leaves the destination memory");
 }
 
-/* Bytes of the value that a trigger carries; 0 if its source is a memory. */
+/* Returns the number of bytes of the value that a trigger carries; 0 if the trigger's source is a memory. */
 static uint32_t value_bytes(ProxycclTrigger trigger) {
   const uint32_t id = trigger_field(trigger.word1, PROXYCCL_SRC_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS);
   return id < PROXYCCL_MAX_MEMORIES ? 0 : 1u << (id - PROXYCCL_MAX_MEMORIES);
@@ -40,7 +40,7 @@ typedef struct {
                   const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes); /* the transport's put or get */
   ProxycclCounters *counters;
   uint64_t triggers, bytes; /* added to `counters` later: a sum in a register is cheaper than one in memory */
-  uint32_t first;           /* triggers that the visit had taken when the run began */
+  uint32_t first;           /* number of triggers that the visit had taken when the run began */
 } Route;
 
 static ALWAYS_INLINE void publish_counts(Route *route) {
@@ -81,7 +81,7 @@ static uint64_t names_of(ProxycclTrigger trigger) {
   return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1) | (trigger.word0 & 1ull << PROXYCCL_GET_SHIFT);
 }
 
-/* Sets the route for a trigger. Returns CONTINUE, or why the thread must return to Python. */
+/* Sets the route for a trigger. Returns CONTINUE, or the reason why the thread must return to Python. */
 static ALWAYS_INLINE ProxycclOutcome find_route(ProxycclService *service, ProxycclTrigger trigger, Route *route,
                                                 ProxycclExitInfo *info) {
   const uint32_t id = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
@@ -124,7 +124,8 @@ static __attribute__((noinline)) ProxycclOutcome put_value(ProxycclConnection *c
   return status == 0 ? CONTINUE : exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "put of a value");
 }
 
-/* Checks one trigger, then issues its operations. Returns CONTINUE, or why the thread must return to Python. */
+/* Checks one trigger, then issues its operations. Returns CONTINUE, or the reason why the thread must return to
+ * Python. */
 static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *route, uint64_t ticket,
                                              ProxycclTrigger trigger, ProxycclExitInfo *info) {
   Channel *channel = route->channel;

@@ -22,8 +22,8 @@ typedef struct ProxycclService ProxycclService;
 typedef struct ProxycclWorker ProxycclWorker;
 typedef struct ProxycclThread ProxycclThread;
 
-/* Counters of one channel. Only the channel's worker writes; any process may read at any time. The counters that most
- * triggers touch share a cache line. */
+/* Counters of one channel. Only the channel's worker writes the counters; any process may read them at any time. The
+ * counters that most triggers touch share a cache line. */
 typedef struct ProxycclCounters {
   uint64_t triggers;
   uint64_t puts;
@@ -42,13 +42,14 @@ typedef struct ProxycclCounters {
 typedef struct ProxycclSharedWords {
   ProxycclCounters counters[PROXYCCL_MAX_CHANNELS];
   uint64_t flushed[PROXYCCL_MAX_CHANNELS];       /* one more than the ticket of the last completed flush */
-  uint64_t completed[PROXYCCL_MAX_CHANNELS];     /* one more than the ticket up to which all triggers are complete */
+  uint64_t completed[PROXYCCL_MAX_CHANNELS];     /* one more than the ticket up to which all triggers of the channel are
+                                                    complete */
   uint64_t memory_limits[PROXYCCL_MAX_MEMORIES]; /* bytes from the id's first byte to the end of its memory; 0 if the id
                                                     is not in use */
   ProxycclScheduleWords schedule;
 } ProxycclSharedWords;
 
-enum { PROXYCCL_MAX_RINGS = 64 }; /* rings of one worker */
+enum { PROXYCCL_MAX_RINGS = 64 }; /* most rings of one worker */
 
 typedef struct ProxycclExitInfo {
   ProxycclWorker *worker;
@@ -56,11 +57,12 @@ typedef struct ProxycclExitInfo {
   uint32_t channel;
   uint32_t code;                  /* ProxycclErrorCode */
   int32_t status;                 /* status of the transport or the driver */
-  const char *reason;             /* static text: why a trigger is refused, or what failed */
+  const char *reason;             /* static text: why a trigger was refused, or what failed */
   ProxycclConnection *connection; /* the failed connection, or the trigger's; NULL if the error concerns none */
   uint32_t schedule;              /* number of the schedule that failed; 0 if the error concerns no schedule */
   uint32_t wait;                  /* after a time-out: the ProxycclWaitKind */
-  uint32_t of_source;             /* 1 if the trigger is refused for its source, 0 for its destination */
+  uint32_t of_source;             /* 1 if a transfer was refused because of its source, 0 if because of its destination
+                                   */
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {
@@ -84,8 +86,8 @@ int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t
 /* Reads, with acquire order, a word that a peer's proxy signals: data that was put before the signal is visible. */
 uint64_t proxyccl_word_acquire(const uint64_t *word);
 
-/* Before workers run: lets streams start schedules. `semaphores`: this rank's words that peers signal, by channel id.
- * */
+/* Lets streams start schedules. Call it before workers run. `semaphores`: this rank's words that peers signal, indexed
+ * by channel id. */
 void proxyccl_service_set_schedule_words(ProxycclService *service, ProxycclScheduleWords *words,
                                          const uint64_t *semaphores);
 /* Ends the waits of streams for schedules after a failure. `words` may be NULL. */
@@ -93,7 +95,7 @@ void proxyccl_schedule_words_end_waits(ProxycclScheduleWords *words);
 /* Adds a schedule; workers may run. Returns 0, EINVAL for an id that is out of range, EEXIST if the number is in use,
  * or ENOMEM. */
 int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, const ProxycclScheduleSteps *steps);
-/* Removes a schedule that streams no longer start. Returns 0, or EBUSY while the schedule runs. */
+/* Removes a schedule, which no stream may start any longer. Returns 0, or EBUSY while the schedule runs. */
 int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 
 /* Creates a worker. `stats` must be zeroed, and stay valid until the worker has ended. All workers of a service are

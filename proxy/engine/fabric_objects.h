@@ -28,7 +28,7 @@ typedef struct ProxycclFabricOffer {
   uint32_t virtual_keys;  /* peers name registered memory by its addresses; if 0, by offsets from its start */
   uint32_t provider_keys; /* the provider chooses keys; if 0, the caller does */
   uint32_t key_bytes;
-  uint32_t depth; /* writes that may be outstanding */
+  uint32_t depth; /* most writes that may be outstanding */
   uint64_t max_message;
   uint64_t bits_per_second; /* the link's rate; 0 if not known */
 } ProxycclFabricOffer;

@@ -58,12 +58,12 @@ struct FabricConnection {
   struct fid_ep *endpoint;
   struct fid_cq *completions;
   uint32_t run;   /* most successive requests without a completion */
-  uint32_t quiet; /* requests since the last request with a completion */
+  uint32_t quiet; /* number of requests since the last one with a completion */
   uint64_t made, posted, retired;
-  uint64_t quiet_since; /* when the last request without a completion was posted */
-  int hurried;          /* an awaited flush, or a read, follows requests without a completion */
+  uint64_t quiet_since; /* time when the last request without a completion was posted */
+  int hurried;          /* whether an awaited flush, or a read, follows requests without a completion */
   int reading;          /* whether the outstanding and prepared requests are reads; otherwise writes */
-  uint64_t looks;       /* the shared count of queue polls at this connection's last poll */
+  uint64_t looks;       /* the value of options.looks at this connection's last poll */
   FabricMemory parts;   /* the parts of the request that is prepared but not posted, if any */
   char text[PROXYCCL_FABRIC_ERROR_TEXT];
 };
@@ -211,7 +211,7 @@ static int is_to_look(FabricConnection *self) {
   return is_due;
 }
 
-/* Retires all requests before the first incomplete one. */
+/* Retires requests in order up to the first one that is not known to be complete. */
 static int retire(FabricConnection *self) {
   for (uint64_t number = self->retired + 1; number <= self->posted; ++number) {
     const FabricRequest *request = request_of(self, number);
@@ -278,7 +278,7 @@ const char *proxyccl_fabric_error_text(const ProxycclConnection *connection) {
   return ((const FabricConnection *)connection)->text;
 }
 
-/* Returns the name of an option that is out of range, or NULL. */
+/* Returns the name of an option that is out of range, or NULL if there is none. */
 static const char *fabric_refused(const ProxycclFabricOptions *options) {
   if (options->endpoint == 0) return "endpoint";
   if (options->queue == 0) return "queue";
@@ -310,7 +310,8 @@ static ProxycclConnection *fabric_create(const void *given, const ProxycclRuntim
 
 const ProxycclTransport proxyccl_fabric_transport = {
     .name = "fabric",
-    .copies = PROXYCCL_COPIES_OWN, /* providers over sockets reach local memory by its address, without a key */
+    .copies = PROXYCCL_COPIES_OWN, /* local memory is accessed by its address: providers over sockets use no key for it
+                                    */
     .create = fabric_create,
     .ready = queued_ready,
     .put = queued_put,

@@ -14,7 +14,7 @@ enum { PROXYCCL_FABRIC_FAILED = 1 << 20, PROXYCCL_FABRIC_NO_READS = (2 << 20) - 
 enum {
   PROXYCCL_FABRIC_REQUEST_BYTES = 128, /* bytes of a request's place in the memory of requests */
   PROXYCCL_FABRIC_MOST_DEPTH = 4096,   /* most requests that a connection may have outstanding */
-  PROXYCCL_FABRIC_LOCAL_KEYS = 4096,   /* local keys of a rank */
+  PROXYCCL_FABRIC_LOCAL_KEYS = 4096,   /* number of local keys of a rank */
   PROXYCCL_FABRIC_PARTS = 2,           /* most parts of a write: data, and the signal that has joined it */
   PROXYCCL_FABRIC_ERROR_TEXT = 128     /* bytes of a provider's error message */
 };
@@ -29,10 +29,11 @@ typedef struct ProxycclFabricOptions {
   uint32_t joined;    /* 1 if the bytes of one write also arrive in order, so that a signal may be the second part of a
                          write */
   uint32_t reads;     /* 1 if the endpoint supports reads */
-  uint64_t max_message; /* bytes that one request may carry */
-  uint64_t signal_key;  /* key of the memory with the peer's semaphore words */
-  uintptr_t requests; /* `depth` times REQUEST_BYTES, aligned to 8, registered, and kept until the endpoint is closed */
-  uint32_t requests_key;       /* local key of that memory */
+  uint64_t max_message;  /* bytes that one request may carry */
+  uint64_t signal_key;   /* key of the memory with the peer's semaphore words */
+  uintptr_t requests;    /* memory of `depth` times REQUEST_BYTES, aligned to 8, registered, kept until the endpoint is
+                            closed */
+  uint32_t requests_key; /* local key of the requests' memory */
   const uint64_t *descriptors; /* descriptors of registered memory, indexed by local key; PROXYCCL_FABRIC_LOCAL_KEYS of
                                   them */
   uint64_t *looks;             /* number of polls of the queue, counted by all connections that share it */

@@ -12,9 +12,10 @@
 #include "proxyccl/trigger.h"
 
 enum {
-  PROXYCCL_OBSERVE_FORMAT = 5, /* version of this layout: observers built for another version do not read */
+  PROXYCCL_OBSERVE_FORMAT = 5, /* version of this layout; observers that were built for another version refuse to read
+                                  it */
   PROXYCCL_MAX_CONNECTIONS = 1024,
-  PROXYCCL_TRACE_RECORDS = 1 << 16, /* records kept of one worker */
+  PROXYCCL_TRACE_RECORDS = 1 << 16, /* number of records that are kept of one worker */
   PROXYCCL_TRACE_UNPUBLISHED = 2048 /* most records that a worker writes between two stores to `traced` */
 };
 
@@ -76,11 +77,11 @@ typedef enum ProxycclTracedStep {
 
 typedef struct ProxycclWorkerStats {
   /* Written by the worker. */
-  uint64_t looks;      /* polls of the worker's rings and connections */
+  uint64_t looks;      /* number of polls of the worker's rings and connections */
   uint64_t idle_ns;    /* time in which none of the thread's workers had anything to do */
   uint64_t sleeps;     /* number of the thread's sleeps */
   uint64_t slept_ns;   /* time asleep */
-  uint64_t wakes;      /* sleeps that a launch ended */
+  uint64_t wakes;      /* number of sleeps that a launch ended */
   uint64_t started_ns; /* start time by CLOCK_MONOTONIC; 0 once the worker has ended */
   /* Written by the thread's owner. */
   uint64_t thread;                               /* the system's id of the thread, in the worker's process */
@@ -93,7 +94,7 @@ typedef struct ProxycclWorkerStats {
   ProxycclTraceRecord records[PROXYCCL_TRACE_RECORDS] __attribute__((aligned(4096)));
 } ProxycclWorkerStats;
 
-/* The observed memory of one service. Pages that no worker has touched take no memory. */
+/* The observed memory of one service. Pages to which no worker has written take no memory. */
 typedef struct ProxycclObserved {
   ProxycclChannelPlace channels[PROXYCCL_MAX_CHANNELS];
   ProxycclWorkerStats workers[] __attribute__((aligned(4096)));

@@ -14,7 +14,8 @@ struct Schedule;
 
 /* -- counters and statistics: each has one writer, and readers in other processes ---
  *
- * Relaxed: they order nothing. Atomic: no reader may see half of a value. */
+ * The accesses are relaxed, because counters order nothing. They are atomic, because no reader may see half of a
+ * value. */
 
 static inline void counter_add(uint64_t *counter, uint64_t amount) {
   __atomic_store_n(counter, __atomic_load_n(counter, __ATOMIC_RELAXED) + amount, __ATOMIC_RELAXED);
@@ -26,7 +27,7 @@ static inline void counter_set(uint64_t *counter, uint64_t value) {
 
 /* -- words that somebody waits for: a peer's semaphore, a flush word, a staged connection's counts --- */
 
-/* Pairings signal, flush, bell, post, ticket and staged-signal, release, where the CPU stores the word.
+/* Pairings signal, flush, bell, post, ticket and staged-signal, release, for words that the CPU stores.
  * Semaphore::wait, waitFlushed, waitComplete, a waiting stream or a peer's worker acquires the word. Everything that
  * was complete before the store is then visible to the thread that waited. */
 static inline void word_store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
@@ -115,7 +116,8 @@ static inline uint32_t request_answered(const Request *request) {
   return __atomic_load_n(&request->answered, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing request, for the request that a worker end, which has flags instead of a number. Flags are never cleared. */
+/* Pairing request, release and acquire, for requests to end a worker, which are flags instead of numbers. Flags are
+ * never cleared. */
 static inline void flags_set(int *flags, int flag) { __atomic_fetch_or(flags, flag, __ATOMIC_RELEASE); }
 static inline int flags_load(const int *flags) { return __atomic_load_n(flags, __ATOMIC_ACQUIRE); }
 

@@ -41,8 +41,8 @@ static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
 
 /* Gives the slots before `next` back to the producers.
  *
- * Pairing tail, release; producers acquire the tail in refreshTail() and sync(). So a slot is read before it is
- * overwritten, and a trigger is issued before sync() returns. */
+ * Pairing tail, release; producers acquire the tail in refreshTail() and sync(). So a slot is read before a producer
+ * overwrites it, and a trigger's operations are issued before sync() returns. */
 static inline void ring_release(Ring *ring) {
   if (ring->released == ring->next) return;
   __atomic_store_n(ring->tail, ring->next, __ATOMIC_RELEASE);

@@ -2,8 +2,8 @@
  *
  * The functions have the signatures of the driver API, which are the same in CUDA and HIP, so addresses from
  * cuda-bindings, hip-python and the host runtime are used unchanged. The engine includes no header of a driver and
- * links no driver. Each returns 0 for success; event_query returns NOT_READY while work is outstanding (600 in CUDA and
- * HIP). None of them waits for the device.
+ * links no driver. Each function returns 0 for success; event_query returns NOT_READY while work is outstanding (600 in
+ * CUDA and HIP). No function waits for the device.
  */
 #ifndef PROXYCCL_RUNTIME_TABLE_H
 #define PROXYCCL_RUNTIME_TABLE_H
@@ -26,9 +26,9 @@ enum { PROXYCCL_SOURCES_IN_STREAM_ORDER = 1, PROXYCCL_COPIES_BESIDE_KERNELS = 1 
 typedef struct ProxycclRuntimeTable {
   /* cuMemcpyAsync, hipMemcpyDtoDAsync */
   int (*copy)(void *dst, const void *src, size_t bytes, void *stream);
-  /* cuStreamWriteValue64, hipStreamWriteValue64: after all earlier work of the stream */
+  /* cuStreamWriteValue64, hipStreamWriteValue64: stores the value after all earlier work of the stream */
   int (*write64)(void *stream, uint64_t *address, uint64_t value, unsigned flags);
-  /* cuStreamWriteValue32, hipStreamWriteValue32: after all earlier work of the stream */
+  /* cuStreamWriteValue32, hipStreamWriteValue32: stores the value after all earlier work of the stream */
   int (*write32)(void *stream, uint32_t *address, uint32_t value, unsigned flags);
   /* cuEventRecord, hipEventRecord */
   int (*event_record)(void *event, void *stream);

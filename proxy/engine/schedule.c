@@ -1,4 +1,4 @@
-/* The workers' part of schedules: each worker advances the steps of its own connections. See schedule.h. */
+/* Runs schedules: each worker advances the steps of its own connections. See schedule.h. */
 #include "schedule.h"
 
 #include <errno.h>
@@ -23,7 +23,8 @@ typedef struct Step {
   StepKind kind;
   StepState state;
   uint32_t channel;
-  const Channel *bundle; /* the channel whose flush word reports the issued send's bundle; NULL without a bundle */
+  const Channel *bundle; /* the channel whose flush word reports the bundle of this issued send; NULL if the send is not
+                            bundled */
   uint64_t flushed;      /* the flush word's value once the bundle is complete */
   uint64_t value;        /* a complete meeting's post; for other steps, the value of the step's word that shows
                             completion */
@@ -31,7 +32,7 @@ typedef struct Step {
     ProxycclSchedulePost post;
     struct {
       ProxycclScheduleSend send;
-      const struct Step *meeting; /* the meeting that the step waits for, or NULL */
+      const struct Step *meeting; /* the meeting that the send waits for; NULL if none */
       const struct Step *before;  /* the previous send on the same channel, or NULL */
     };
     ProxycclScheduleReceive receive;
@@ -184,7 +185,8 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
   return NULL;
 }
 
-/* Issues a post without waiting for the stream's copies, because the peer's schedule does not depend on them. */
+/* Issues a post. A post does not wait for copies of the connection's stream, because the peer's schedule does not
+ * depend on them. */
 static ProxycclOutcome issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
   const uint64_t previous = channel->outbound, value = channel->outbound = next_post(previous, &step->post);
@@ -367,7 +369,7 @@ static ProxycclOutcome start_send(ProxycclService *service, Bundle *bundle, Step
   return CONTINUE;
 }
 
-/* Advances a step as far as possible, and adds its progress to *progress. */
+/* Advances a step as far as possible, and increments *progress if the step's state has changed. */
 static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step *step, uint32_t joined,
                                  uint32_t *progress, ProxycclExitInfo *info) {
   Channel *channel = &service->channels[step->channel];
@@ -422,7 +424,7 @@ enum {
   PHASE_SENDS,
   PHASE_STAGES, /* receives that a stage counts; each stage is a phase */
   PHASE_GATE = PHASE_STAGES + PROXYCCL_SCHEDULE_STAGES,
-  PHASE_RECEIVES /* receives without a stage, which peers may send after their own gates */
+  PHASE_RECEIVES /* receives without a stage; a peer may make the send only after its own gate opens */
 };
 
 static uint32_t phase_of(const ProxycclService *service, const Step *step) {

@@ -16,7 +16,7 @@
 #define PROXYCCL_NO_ID 0xffffffffu
 
 enum {
-  PROXYCCL_MAX_SCHEDULES = 65536, /* numbers from 1 to one less than this */
+  PROXYCCL_MAX_SCHEDULES = 65536, /* schedules have numbers from 1 to one less than this */
   PROXYCCL_SCHEDULE_STAGES = 16,
   PROXYCCL_MAX_WORKERS = 64 /* most workers of a service that has schedules */
 };
@@ -35,7 +35,7 @@ typedef struct ProxycclTurns {
 typedef struct ProxycclScheduleWords {
   _Alignas(128) uint64_t bell;    /* a stream writes the number of a schedule, worker 0 resets it */
   _Alignas(128) uint64_t running; /* the number of the running schedule, or 0 */
-  _Alignas(128) uint64_t done;    /* 1: the schedule is complete */
+  _Alignas(128) uint64_t done;    /* 1 if the schedule is complete */
   _Alignas(128) uint64_t gate;    /* streams increase this count; a gated send may start once the count has reached the
                                      send's `gate` */
   _Alignas(128) uint64_t stages[PROXYCCL_SCHEDULE_STAGES]; /* for each stage, its number of completed receives and
@@ -49,7 +49,7 @@ typedef struct ProxycclScheduleWords {
 typedef struct ProxycclSchedulePost {
   uint32_t channel; /* a channel that is used only for posts; its remote word holds the post */
   uint32_t memory;  /* first id of the memory to write to, in the peer's service */
-  uint64_t offset;  /* in that memory, in bytes */
+  uint64_t offset;  /* offset in that memory, in bytes */
 } ProxycclSchedulePost;
 
 /* Copies data to a peer, then signals. */
@@ -57,12 +57,13 @@ typedef struct ProxycclScheduleSend {
   uint32_t channel;      /* a channel that is used only for schedules; its remote word counts sends */
   uint32_t post_channel; /* the channel of the receiver's posts; PROXYCCL_NO_ID if the send waits for no post */
   uint32_t src_memory;
-  uint32_t dst_memory; /* the memory to write to; PROXYCCL_NO_ID: the place that the receiver posted */
+  uint32_t dst_memory; /* the memory to write to; PROXYCCL_NO_ID for the place that the receiver posted */
   uint64_t src_offset;
   uint64_t dst_offset; /* offset from the posted place, or in `dst_memory` */
   uint64_t bytes;      /* may be 0 */
   uint64_t gate;       /* the count that the send's gate must reach; 0 without a gate */
-  uint32_t gate_stage; /* index of the word in `stages` that is the gate; PROXYCCL_NO_ID: the gate is the word `gate` */
+  uint32_t gate_stage; /* index of the word in `stages` that is the send's gate; PROXYCCL_NO_ID if it is the word `gate`
+                        */
   uint32_t stage;      /* index of the word in `stages` that counts the complete send, or PROXYCCL_NO_ID */
 } ProxycclScheduleSend;
 

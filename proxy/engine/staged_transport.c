@@ -59,7 +59,8 @@ typedef struct {
   uint64_t word;    /* address of a semaphore word in the receiver's process; 0 without a signal */
   uint64_t value;
   uint64_t asked;   /* requested bytes; 0 if the message is not a request */
-  uint64_t answers; /* 1 if the data answers the oldest unanswered request; 0 if it goes to `address` */
+  uint64_t answers; /* 1 if the data answers the receiver's oldest unanswered request; 0 if the data goes to `address`
+                     */
   uint64_t flags;   /* any of the flags below */
 } Header;
 
@@ -89,13 +90,13 @@ _Static_assert(sizeof(Words) == PROXYCCL_STAGED_WORDS_BYTES, "the rings begin af
 
 /* A get of this side, some of whose data has not arrived or is not placed. */
 typedef struct {
-  uint64_t destination, bytes; /* range of the data that has not arrived */
-  uint64_t last;               /* number of the peer's message with the last data */
+  uint64_t destination, bytes; /* destination range of the data that has not arrived yet */
+  uint64_t last;               /* number of the peer's messages up to the last one with data of the get */
 } Asked;
 
 /* A get that the peer has requested. */
 typedef struct {
-  uint64_t source, bytes; /* range of the data that is in no message yet */
+  uint64_t source, bytes; /* source range of the data that is in no message yet */
   uint64_t behind;        /* number of messages that must be placed before the answer: all up to the request's */
 } Answer;
 
@@ -111,7 +112,8 @@ enum {
   HELD_NS = 50000,        /* longest time for which a credit is held back */
   SERVED_NS = 50000,      /* for this time after a poll by a thread that is awake, the worker leaves the wire to that
                              thread */
-  LONG_PART = 1024,       /* a message is long if its data exceeds 1/1024 of the ring, or SHORTEST_PIECE */
+  LONG_PART = 1024,       /* a message is long if its data exceeds 1/1024 of the ring or has at least SHORTEST_PIECE
+                             bytes */
   SHORTEST_PIECE = 65536, /* bytes of the shortest part into which a put is cut to use several wires */
   RESTED_NS = 500000,     /* if the last long put began this long ago, the wires' threads may be asleep */
   MOST_PARTS = 8,         /* most parts into which a put is cut to use several wires */
@@ -152,12 +154,12 @@ struct StagedConnection {
   Words *words;
   char *sending, *receiving;                       /* the rings */
   ProxycclMemory device_sending, device_receiving; /* the rings as memory for copies */
-  /* Sending. Positions count bytes from the first message. */
+  /* Sending. Positions are byte offsets from the first message, and never wrap around. */
   uint64_t head, tail;   /* positions after the last made message, and after the last freed message */
   uint64_t made, marked; /* number of made messages; the last value that the stream was told to store to `copied` */
   uint64_t freed;
   uint64_t credited;            /* the highest credit that was read */
-  uint64_t positions[MESSAGES]; /* positions of messages that are not freed, by number */
+  uint64_t positions[MESSAGES]; /* start positions of messages that are not freed, by message number */
   uint8_t wire_of[MESSAGES];    /* the wires of these messages */
   uint64_t freed_by[PROXYCCL_STAGED_WIRES];
   uint32_t next_wire; /* wire of the next message */
@@ -170,15 +172,15 @@ struct StagedConnection {
   uint64_t received;                       /* position after the last message that was taken */
   uint64_t arrived[PROXYCCL_STAGED_WIRES]; /* the highest counts that were read */
   uint64_t taken_by[PROXYCCL_STAGED_WIRES];
-  uint32_t from_wire; /* the wire that brings the next message */
+  uint32_t from_wire; /* the wire by which the next message arrives */
   uint64_t taken, taken_marked;
-  uint64_t ends[MESSAGES]; /* positions after taken messages, by number */
+  uint64_t ends[MESSAGES]; /* end positions of taken messages, by message number */
   uint64_t wanted;         /* number of messages up to the last one whose credit the peer waits for */
   uint64_t signals_taken, signals_stored;
   Signal signals[MESSAGES]; /* signals that are not stored, by message number */
   uint64_t waiting;         /* one more than the number of the first message whose signal is not stored; UINT64_MAX if
                                all are */
-  /* Credits, in the first wire's turns. */
+  /* Credits, which are used only in turns of the first wire. */
   uint64_t returned;     /* number of returned credits */
   uint64_t returned_end; /* position after the last credited message */
   uint64_t held_since;   /* when the oldest credit that is held back was first held; 0 if none is held back */
@@ -488,7 +490,7 @@ static void turn_give(Wire *wire) { __atomic_store_n(&wire->thread->turn, 0, __A
 static void shown_store(int *shown, int value) { __atomic_store_n(shown, value, __ATOMIC_RELEASE); }
 static int shown_load(const int *shown) { return __atomic_load_n(shown, __ATOMIC_ACQUIRE); }
 
-/* Addresses in the peer's area, as a wire names them; never dereferenced. */
+/* Addresses in the peer's area by which a wire names its words and ring. This process never dereferences them. */
 typedef struct {
   Words *words;
   char *receiving;
@@ -715,7 +717,9 @@ static int take(StagedConnection *self, uint32_t *progress) {
     const uint64_t bytes = header.bytes;
     int status;
     if (bytes > self->options.ring_bytes - data) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_LENGTH;
-    if (header.flags & FILLS) header.bytes = 0; /* a message that fills the ring has no data, but may carry a signal */
+    if (header.flags & FILLS)
+      header.bytes = 0; /* a message that only fills the ring has no data, but it may carry a
+                           signal */
     status = place(self, &header, data);
     if (status != 0) return status;
     self->received += message_bytes(bytes);
@@ -851,7 +855,7 @@ static int make_wire(StagedConnection *self, uint32_t number, const ProxycclTran
   wire->number = number;
   wire->resting = 1;
   wire->link = transport->create(self->options.wires[number].options, runtime, refused);
-  self->options.wires[number].options = NULL; /* valid only during this call */
+  self->options.wires[number].options = NULL; /* the caller's struct is valid only during this call */
   return wire->link != NULL;
 }
 
@@ -863,7 +867,7 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
   StagedConnection *self = calloc(1, sizeof *self);
   if (self == NULL) return NULL;
   self->queue.base.transport = transport;
-  self->queue.issue = issue; /* signals have no key, because the peer checks their addresses */
+  self->queue.issue = issue; /* no key for signals is set, because the peer checks the addresses of signals */
   self->options = *options;
   self->waiting = UINT64_MAX;
   self->words = (Words *)options->area;

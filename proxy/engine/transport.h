@@ -40,8 +40,8 @@ typedef struct ProxycclTransport {
   const char *name;
   uint32_t copies; /* PROXYCCL_COPIES_ flags: for which memory the engine refuses `remote_only` */
   /* Makes a connection. `options` is the transport's options struct; objects that it names must outlive the connection.
-   * Returns NULL on failure: sets *refused to the name of an option that is out of range; or sets errno to ENOMEM, or
-   * to ENOSYS in a build without the transport. */
+   * On failure, returns NULL, and either sets *refused to the name of an option that is out of range, or sets errno to
+   * ENOMEM, or to ENOSYS in a build without the transport. */
   ProxycclConnection *(*create)(const void *options, const ProxycclRuntimeTable *runtime, const char **refused);
   /* Returns the number of triggers, each with a put, a signal and a flush, for which the connection has room now. The
    * engine issues at most that many. If there is no room, the engine leaves triggers in their ring and asks again after
@@ -67,7 +67,8 @@ typedef struct ProxycclTransport {
   /* Stores `value` to this rank's word `released` when earlier puts no longer read their sources. NULL if puts read
    * their sources until they are complete; use `flush` then. */
   int (*release)(ProxycclConnection *self, uint64_t *released, uint64_t value);
-  /* Makes progress and finds failures. Adds the number of completions to *progress. */
+  /* Advances outstanding operations and returns the status of a failed one. Adds the number of completions to
+   * *progress. */
   int (*poll)(ProxycclConnection *self, uint32_t *progress);
   /* Returns 1 if nothing is outstanding. */
   int (*idle)(const ProxycclConnection *self);

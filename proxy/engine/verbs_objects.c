@@ -1,5 +1,5 @@
-/* A pointer is accepted if the memory there looks like the expected queue pair: its number, context, domain and
- * completion queues match. */
+/* An ibv_qp * is accepted if the memory to which it points looks like the expected queue pair: the number is the
+ * expected one, and the domain and completion queues have the queue pair's context. */
 #define _GNU_SOURCE
 #include "verbs_objects.h"
 

@@ -31,7 +31,7 @@ typedef struct {
   uint32_t chain_limit;   /* most requests in a chain */
   uint32_t chained;       /* number of requests that are made but not posted yet */
   uint64_t chained_bytes; /* bytes of the puts and gets in the chain */
-  int reading;            /* the last request was a read */
+  int reading;            /* whether the last request was a read */
   uint64_t made, retired;
   struct ibv_send_wr requests[CHAIN]; /* linked in order */
   struct ibv_sge parts[CHAIN];

@@ -39,7 +39,7 @@ typedef struct ProxycclVerbsOptions {
   uint32_t send_depth;   /* work requests that the queue pair's send queue can hold */
   uint32_t cq_depth;     /* completions that the queue pair's send completion queue can hold */
   uint32_t max_message;  /* bytes that one request may carry */
-  uint32_t reads;        /* most RDMA reads that the queue pair may have outstanding; 0: it supports no reads */
+  uint32_t reads;        /* most RDMA reads that the queue pair may have outstanding; 0 if it supports no reads */
   uint32_t signal;       /* ProxycclVerbsSignal */
   uint32_t signal_rkey;  /* rkey of the memory with the peer's semaphore words */
   uint32_t scratch_lkey; /* for FETCH_ADD: lkey of `scratch` */

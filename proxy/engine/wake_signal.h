@@ -6,8 +6,8 @@
 #ifndef PROXYCCL_WAKE_SIGNAL_H
 #define PROXYCCL_WAKE_SIGNAL_H
 
-/* Makes `signal` add one to the eventfd and then call the previous handler, if any: MPI libraries install handlers.
- * Call it once in a process. Returns 0 or an errno. */
+/* Makes `signal` add one to the eventfd and then call the previous handler, if any, because MPI libraries install
+ * handlers. Call this function only once in a process. Returns 0 or an errno. */
 int proxyccl_wake_signal_install(int signal, int eventfd);
 /* Restores the previous handler, unless the handler of this file was replaced in the meantime. */
 void proxyccl_wake_signal_remove(int signal);

@@ -10,7 +10,7 @@
 
 /* A point in a channel's progress, as a count of its connection's triggers and as a ticket of the channel. */
 typedef struct {
-  uint64_t triggers; /* triggers of the channel's connection, as ProxycclProgress counts them */
+  uint64_t triggers; /* number of triggers of the channel's connection, as ProxycclProgress counts them */
   uint64_t end;      /* one more than the ticket of the channel's last trigger among these */
 } Extent;
 
@@ -61,8 +61,8 @@ typedef struct {
 typedef struct {
   Schedule *schedule;          /* NULL if no schedule runs */
   ProxycclConnection *carrier; /* the connection whose stream copies all bundles; NULL without bundles */
-  uint32_t left;               /* steps that are not complete */
-  uint32_t idle_polls;         /* polls since the last progress */
+  uint32_t left;               /* number of steps that are not complete */
+  uint32_t idle_polls;         /* number of polls since the last progress */
   uint64_t idle_since;         /* when the part was first seen without progress; 0 if the clock was not read since the
                                   last progress */
   int shown;                   /* whether the waits are published for observers */
@@ -91,8 +91,8 @@ struct ProxycclWorker {
   int handling;  /* whether a Python handler is handling the current ring's next trigger */
   int handled;   /* whether a handler has returned and connections were not polled since */
   int stop;      /* STOP_… flags, pairing request */
-  Request drain; /* a request to report when nothing is left to do */
-  Request pause; /* odd numbers pause, even numbers resume */
+  Request drain; /* requests to report when nothing is left to do */
+  Request pause; /* requests with odd numbers pause the worker, those with even numbers resume it */
 };
 
 enum {
@@ -111,8 +111,8 @@ static inline int copies_remote_only(const ProxycclTransport *transport, const P
          (peer->remote_only && transport->copies & PROXYCCL_COPIES_PEER);
 }
 
-/* Fills in the error with which the thread returns. The thread has cleared `info`; the caller adds the channel,
- * connection or schedule. */
+/* Fills in the error with which proxyccl_thread_run returns. `info` was cleared before; the caller of this function
+ * adds the channel, connection or schedule. */
 static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t code, int status, const char *reason) {
   info->code = code;
   info->status = status;
@@ -121,13 +121,14 @@ static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t c
 }
 
 /* Acts on up to POLL_INTERVAL triggers of a ring, and adds their number to *progress. If a trigger's connection has no
- * room, the trigger and all after it stay in the ring, and *held is set. Returns CONTINUE, or why the thread must
- * return. */
+ * room, the trigger and all after it stay in the ring, and *held is set. Returns CONTINUE, or the reason why the thread
+ * must return. */
 ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info,
                                            uint32_t *progress, int *held);
 
-/* Reads the bell if no schedule runs, then advances the running schedule as far as possible. Adds progress to
- * *progress, and sets *running if a schedule is still running. Returns CONTINUE, or why the thread must return. */
+/* Reads the bell if no schedule runs, then advances the running schedule as far as possible. Adds the number of steps
+ * that advanced to *progress, and sets *running if a schedule is still running. Returns CONTINUE, or the reason why the
+ * thread must return. */
 ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                              int *running);
 
@@ -136,7 +137,7 @@ void proxyccl_worker_show_schedule_waits(ProxycclWorker *worker);
 
 /* Polls every connection, or one of them in turn while a schedule runs, and publishes the progress of each polled
  * connection for observers. Adds the number of completions to *progress, and sets *outstanding to whether work is
- * outstanding. Returns CONTINUE, or why the thread must return. */
+ * outstanding. Returns CONTINUE, or the reason why the thread must return. */
 ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                      int *outstanding);
 

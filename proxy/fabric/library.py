@@ -98,7 +98,7 @@ class Library:
         return str(self._strerror(error).decode())
 
     def check(self, call: str, subject: str, error: int) -> None:
-        """Raises an error for a nonzero error number: ResourceError if a resource ran out, otherwise
+        """Raises an exception if an error number is not 0: ResourceError if memory or descriptors ran out, otherwise
         RuntimeUnavailableError.
         """
         if error:
@@ -203,8 +203,9 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
 
 
 def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
-    """Merges answers to successively weaker requests. Each offer is taken from the first answer that has it. The offers
-    have the order of the last answer, because libfabric may prefer a provider with fewer capabilities.
+    """Merges libfabric's answers to successively weaker requests. Each offer is taken from the first answer that
+    contains it. The result has the order of the last answer, because libfabric may prefer a provider with fewer
+    capabilities.
     """
     best: dict[tuple[str, str, object, int], FabricOffer] = {}
     for answer in reversed(answers):

@@ -23,8 +23,8 @@ enum {
 #define PROXYCCL_NO_MEMORY 0xfffffffeu
 
 typedef struct ProxycclAnnouncement {
-  uint32_t version;      /* incremented twice for each change; odd while the handle is being written; 0: never used */
-  uint32_t handle_bytes; /* 0: the memory was withdrawn */
+  uint32_t version;      /* incremented twice for each change; odd while the handle is being written; 0 if never used */
+  uint32_t handle_bytes; /* 0 if the memory was withdrawn */
   uint32_t for_proxies;  /* the version of the memory that proxies are to register */
   char handle[PROXYCCL_ANNOUNCED_HANDLE_BYTES];
 } ProxycclAnnouncement;
@@ -32,7 +32,8 @@ typedef struct ProxycclAnnouncement {
 typedef struct ProxycclAnnouncementReply {
   uint64_t version; /* version of the announcement that the reply answers */
   uint64_t address;
-  uint64_t memory; /* the version in the upper half, the id plus one in the lower half; 0: no reply */
+  uint64_t memory; /* the version in the upper half, and the memory's id plus one in the lower half; 0 without a reply
+                    */
 } ProxycclAnnouncementReply;
 
 typedef struct ProxycclAnnouncements {

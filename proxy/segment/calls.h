@@ -29,7 +29,7 @@ enum { PROXYCCL_CALL_KINDS = 64 };
 enum { PROXYCCL_CALL_CHOICES = 1024 };
 enum { PROXYCCL_CALL_WAYS = 4 }; /* alternative ways of making a call, of which all ranks must choose the same */
 
-/* The fields of a call, which must be equal on all ranks, as channels/segment/calls.py names them. */
+/* The fields of a call, which must be equal on all ranks. channels/segment/calls.py names them. */
 typedef struct ProxycclCall {
   uint64_t fields[PROXYCCL_CALL_FIELDS];
 } ProxycclCall;

@@ -63,7 +63,7 @@ class _Endpoint:
         return self._device.endpoint.connect(theirs.endpoint, theirs.rkey)
 
     def close(self) -> None:
-        """Does nothing, because the device owns the endpoint."""
+        """Does nothing, because the device owns and closes the endpoint."""
 
 
 def _open(setup: RemoteSetup, options: TransportOptions) -> FabricContext:

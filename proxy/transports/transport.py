@@ -89,7 +89,8 @@ def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: A
     Args:
         engine: the runtime whose driver issues the connection's copies.
         transport: the transport's name.
-        native_options: the transport's options struct, which may point to `parts`.
+        native_options: the transport's options struct.
+        parts: structs to which `native_options` points; a refused option may be in one of them.
         needs: the build requirements of the transport, and how to install them.
 
     Raises:

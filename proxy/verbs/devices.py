@@ -67,8 +67,8 @@ class RdmaPort:
 
     @property
     def best_gid(self) -> RdmaGid | None:
-        """The GID to use by default: RoCE v2 with an IPv4 address, otherwise RoCE v2, otherwise the first; None if the
-        port has none.
+        """The GID to use by default: one of RoCE v2 with an IPv4 address, otherwise another one of RoCE v2, otherwise
+        the first; None if the port has no GID.
         """
         return min(self.gids, key=_gid_preference, default=None)
 
@@ -309,7 +309,7 @@ def choose_device(
         root: the directory where sysfs is mounted, from which the distances between NUMA nodes are read.
 
     Raises:
-        ArgumentError: an option names something that does not exist, or is not active; the message lists what exists.
+        ArgumentError: an option names something that does not exist or is not active; the message lists what exists.
         RuntimeUnavailableError: no device has an active port.
     """
     if options.device is not None:
@@ -383,7 +383,9 @@ def _gid_preference(gid: RdmaGid) -> tuple[int, int]:
 
 
 def _distances(near: int | None, root: Path) -> dict[int, int]:
-    """Distances of NUMA nodes from the node `near`, as the firmware reports; 10 is the distance to `near` itself."""
+    """Returns the distance of each NUMA node from the node `near`, as the firmware reports it; that of `near` itself is
+    10.
+    """
     if near is None:
         return {}
     told = _read(root / f"devices/system/node/node{near}/distance").split()

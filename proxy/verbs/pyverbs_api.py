@@ -100,7 +100,9 @@ class Pyverbs:
         return kind(f"{call} of {subject}: {words}")
 
     def open(self, device: str) -> Any:
-        """Opens a device by name. Returns a pyverbs Context. Raises RuntimeUnavailableError, with the reason."""
+        """Opens the device with this name. Returns a pyverbs Context. Raises RuntimeUnavailableError if that fails; the
+        message says why.
+        """
         try:
             return self.Context(name=device)
         except self.PyverbsError as cause:
