@@ -61,8 +61,7 @@ typedef struct ProxycclExitInfo {
   ProxycclConnection *connection; /* the failed connection, or the trigger's; NULL if the error concerns none */
   uint32_t schedule;              /* number of the schedule that failed; 0 if the error concerns no schedule */
   uint32_t wait;                  /* after a time-out: the ProxycclWaitKind */
-  uint32_t of_source;             /* 1 if a transfer was refused because of its source, 0 if because of its destination
-                                   */
+  uint32_t of_source;             /* 1 if a transfer was refused for its source, 0 if for its destination */
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {

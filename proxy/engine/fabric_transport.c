@@ -310,8 +310,7 @@ static ProxycclConnection *fabric_create(const void *given, const ProxycclRuntim
 
 const ProxycclTransport proxyccl_fabric_transport = {
     .name = "fabric",
-    .copies = PROXYCCL_COPIES_OWN, /* local memory is accessed by its address: providers over sockets use no key for it
-                                    */
+    .copies = PROXYCCL_COPIES_OWN, /* by its address: providers over sockets use no key for local memory */
     .create = fabric_create,
     .ready = queued_ready,
     .put = queued_put,

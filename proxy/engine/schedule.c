@@ -279,8 +279,7 @@ typedef struct {
   Step *steps[PROXYCCL_MOST_PUTS];
   uint32_t count;
   int awaited;   /* 1 if further sends could join the bundle, but their peers have not posted yet */
-  uint64_t gate; /* the gate's value at the start of the turn, so that sends for which it opens together share a bundle
-                  */
+  uint64_t gate; /* the gate's value at the start of the turn, so that sends that it opens together share a bundle */
 } Bundle;
 
 static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {

@@ -62,8 +62,7 @@ typedef struct ProxycclScheduleSend {
   uint64_t dst_offset; /* offset from the posted place, or in `dst_memory` */
   uint64_t bytes;      /* may be 0 */
   uint64_t gate;       /* the count that the send's gate must reach; 0 without a gate */
-  uint32_t gate_stage; /* index of the word in `stages` that is the send's gate; PROXYCCL_NO_ID if it is the word `gate`
-                        */
+  uint32_t gate_stage; /* index of the word in `stages` that is the send's gate; PROXYCCL_NO_ID for the word `gate` */
   uint32_t stage;      /* index of the word in `stages` that counts the complete send, or PROXYCCL_NO_ID */
 } ProxycclScheduleSend;
 

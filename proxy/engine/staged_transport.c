@@ -59,8 +59,7 @@ typedef struct {
   uint64_t word;    /* address of a semaphore word in the receiver's process; 0 without a signal */
   uint64_t value;
   uint64_t asked;   /* requested bytes; 0 if the message is not a request */
-  uint64_t answers; /* 1 if the data answers the receiver's oldest unanswered request; 0 if the data goes to `address`
-                     */
+  uint64_t answers; /* 1 if the data answers the receiver's oldest unanswered request; 0 if it goes to `address` */
   uint64_t flags;   /* any of the flags below */
 } Header;
 
@@ -81,9 +80,8 @@ typedef struct {
 typedef struct {
   Count arrived[PROXYCCL_STAGED_WIRES]; /* written by the peer: for each wire, the number of messages that arrived */
   Count credited;                       /* written by the peer: number of this side's messages that are credited */
-  Count copied;                         /* written by the stream that copies into the area: number of copied messages */
-  Count placed;                         /* written by the stream that copies out of the area: number of placed messages
-                                         */
+  Count copied;                         /* written by the stream that copies into the area: copied messages */
+  Count placed;                         /* written by the stream that copies out of the area: placed messages */
 } Words;
 
 _Static_assert(sizeof(Words) == PROXYCCL_STAGED_WORDS_BYTES, "the rings begin after the words");
@@ -138,11 +136,9 @@ typedef struct {
   uint64_t made;              /* pairing wire-message: number of messages assigned to this wire */
   uint64_t numbers[MESSAGES]; /* pairing wire-message: for the wire's message number i, its number in the connection is
                                  at i % MESSAGES */
-  uint64_t posted;            /* number of this wire's posted messages; atomic, because threads without the turn read it
-                               */
+  uint64_t posted;            /* number of this wire's posted messages; atomic: threads without the turn read it */
   uint64_t sent;              /* number of this wire's messages whose requests are complete */
-  uint64_t seen;              /* number of messages that had arrived by this wire when the other thread last polled it
-                               */
+  uint64_t seen;              /* messages that had arrived by this wire when the other thread last polled it */
   uint64_t looked_ns;         /* relaxed: time of the other thread's last poll of this wire; 0 before the first */
 } Wire;
 
@@ -185,8 +181,7 @@ struct StagedConnection {
   uint64_t returned_end; /* position after the last credited message */
   uint64_t held_since;   /* when the oldest credit that is held back was first held; 0 if none is held back */
   /* Gets, by number. */
-  uint64_t asked, arriving, got; /* number of requested gets; the get whose data arrives next; number of complete gets
-                                  */
+  uint64_t asked, arriving, got; /* gets requested so far; the get whose data arrives next; gets completed so far */
   uint64_t noted, answered;      /* number of the peer's requests; number of requests whose answers are made */
   Asked gets[GETS];
   Answer answers[GETS];
@@ -717,9 +712,7 @@ static int take(StagedConnection *self, uint32_t *progress) {
     const uint64_t bytes = header.bytes;
     int status;
     if (bytes > self->options.ring_bytes - data) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_LENGTH;
-    if (header.flags & FILLS)
-      header.bytes = 0; /* a message that only fills the ring has no data, but it may carry a
-                           signal */
+    if (header.flags & FILLS) header.bytes = 0; /* a message that only fills has no data, but may carry a signal */
     status = place(self, &header, data);
     if (status != 0) return status;
     self->received += message_bytes(bytes);

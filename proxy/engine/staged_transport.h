@@ -24,8 +24,7 @@ typedef enum ProxycclStagedRefusal {
   PROXYCCL_STAGED_BAD_LENGTH = 1,  /* a message does not fit the ring */
   PROXYCCL_STAGED_BAD_RANGE = 2,   /* a put or get leaves the offered memory */
   PROXYCCL_STAGED_BAD_WORD = 3,    /* a signal's address is not a semaphore word */
-  PROXYCCL_STAGED_BAD_REQUEST = 4, /* a get's request comes while PROXYCCL_STAGED_GETS are outstanding, or carries data
-                                    */
+  PROXYCCL_STAGED_BAD_REQUEST = 4, /* a request exceeds PROXYCCL_STAGED_GETS, or carries data */
   PROXYCCL_STAGED_BAD_ANSWER = 5   /* an answer to a get carries more data than was requested */
 } ProxycclStagedRefusal;
 
@@ -67,8 +66,7 @@ typedef struct ProxycclStagedOptions {
   uint64_t ring_bytes;   /* bytes of a ring, the same on both sides; a multiple of PROXYCCL_STAGED_ALIGN */
   uint64_t chunk_bytes;  /* most bytes of a put in one message */
   const ProxycclRemoteWriteTarget *write_targets; /* PROXYCCL_STAGED_WRITE_TARGETS of them */
-  uint64_t signals, signals_bytes;                /* the range of local memory with the words that the peer may signal
-                                                   */
+  uint64_t signals, signals_bytes;                /* local memory with the words that the peer may signal */
   ProxycclCopyOptions copy_out, copy_in;          /* the streams for copies from sources into this side's area, and from
                                                      the area to destinations */
 } ProxycclStagedOptions;

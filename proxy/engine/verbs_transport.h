@@ -34,8 +34,7 @@ enum {
  * other.
  */
 typedef struct ProxycclVerbsOptions {
-  uintptr_t qp;          /* ibv_qp *, ready to send. Nothing else may use the queue pair or its send completion queue.
-                          */
+  uintptr_t qp;          /* ibv_qp *, ready to send. Nothing else may use it or its send completion queue. */
   uint32_t send_depth;   /* work requests that the queue pair's send queue can hold */
   uint32_t cq_depth;     /* completions that the queue pair's send completion queue can hold */
   uint32_t max_message;  /* bytes that one request may carry */

@@ -124,7 +124,7 @@ class FabricEndpoint(RegistrationCache):
                 f"{self.offer} of format {self.offer.address_format}; choose with the options provider and interface",
             )
         known = ffi.new("uint64_t *")
-        whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read as many bytes as an address of this format has
+        whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read the longest length of the format
         self._check("fi_av_insert", lib.proxyccl_fabric_insert(self._endpoint, whole, known))
         return known[0], theirs
 

@@ -32,8 +32,7 @@ typedef struct ProxycclAnnouncement {
 typedef struct ProxycclAnnouncementReply {
   uint64_t version; /* version of the announcement that the reply answers */
   uint64_t address;
-  uint64_t memory; /* the version in the upper half, and the memory's id plus one in the lower half; 0 without a reply
-                    */
+  uint64_t memory; /* the version in the upper half, the memory's id plus one in the lower half; 0 without a reply */
 } ProxycclAnnouncementReply;
 
 typedef struct ProxycclAnnouncements {

@@ -44,7 +44,8 @@ def remote_functions(name: str) -> RemoteFunctions:
 def missing_transports() -> dict[str, str]:
     """Returns, for each remote transport, the requirements that this machine lacks, in words; "" if it lacks none."""
     remote = {name: each.remote.missing for name, each in TRANSPORTS.items() if each.remote is not None}
-    answers = {missing: missing() for missing in remote.values()}  # asked once, because all transports of a device have the same function
+    # The transports of one device have the same function, which is called once.
+    answers = {missing: missing() for missing in remote.values()}
     return {name: answers[missing] for name, missing in remote.items()}
 
 
