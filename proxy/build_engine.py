@@ -25,7 +25,7 @@ HEADERS = [
 
 
 def files(pattern: str) -> list[str]:
-    """The extension's files that match `pattern`, as paths relative to the project, which setuptools needs."""
+    """Returns the extension's files that match `pattern`. Setuptools needs paths relative to the project."""
     return sorted(
         str(path.relative_to(ROOT)) for room in ("engine", "segment") for path in ROOT.glob(f"proxy/{room}/{pattern}")
     )
