@@ -161,9 +161,9 @@ class FabricOptions(_FromEnvironment):
             or whole names to exclude. None for any interface but the loopback.
         depth: the most outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
         signal: when a signal is written. With "ordered" it is written right after its data, which needs a provider that
-            keeps the order of writes; if the provider stores each message in order, the signal is part of the data's
-            message. With "delivered" it is written once its data has been delivered. "auto" chooses "ordered" if the
-            provider supports that, else "delivered".
+            keeps the order of writes. With "delivered" it is written once its data has been delivered. "auto" chooses
+            "ordered" if the provider supports that, else "delivered"; with "auto" the signal is even part of the data's
+            message if the provider stores each message in order.
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
             in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged_fabric".
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;

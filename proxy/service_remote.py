@@ -1,5 +1,4 @@
-"""Manages one rank's remote links for a service in this process: devices, endpoints, and the memory that peers reach.
-"""
+"""Manages a rank's remote links for a service in this process: devices, endpoints, and memory that peers reach."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Workers:
         service: a ProxycclService.
         observed: the segment in which the workers publish their activity, with room for every worker.
         threads: the threads to create, or one existing thread for each worker.
-        idle: the policy that the workers need of existing threads; None for the threads' own.
+        idle: the idle policy that the workers need if the threads exist already; None for the threads' own policy.
     """
 
     def __init__(
