@@ -228,7 +228,7 @@ struct ProxycclLink {
   int writable;    /* whether the thread waits until the socket can be written */
   int helped;      /* whether a caller has polled the socket since the thread last checked */
   int resting;     /* whether the thread leaves the socket to polling callers */
-  Buffer messages; /* whole frames without data, to send before the next frame with data */
+  Buffer messages; /* whole frames (HELLO, ADDRESS, MESSAGE), to send before the next answer or request */
   Sending out;
   Receiving in;
   Queue requests; /* requests with frames to send, which take turns */
@@ -450,9 +450,8 @@ void transfer_answered(Request *request);
  * transfer's `fault` to one that has ended, and returns 0.
  */
 int transfer_stands(ProxycclTransfer *transfer);
-void transfer_end_deregistered(
-    ProxycclTransfer *transfer);                 /* ends a transfer after one of its registrations has ended */
-void transfer_watch(ProxycclTransfer *transfer); /* makes the thread poll the transfer */
+void transfer_end_deregistered(ProxycclTransfer *transfer);           /* ends a transfer with an ended registration */
+void transfer_watch(ProxycclTransfer *transfer);                      /* makes the thread poll the transfer */
 int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns); /* see proxyccl_transfer_cancel */
 void transfers_look(ProxycclAgent *agent);                            /* polls all transfers in `looked_at` */
 uint64_t transfers_pause(const ProxycclAgent *agent);                 /* ns until the next poll */

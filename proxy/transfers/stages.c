@@ -1,6 +1,7 @@
-/* Stages: pinned memory through which an agent serves requests for a device's memory. See transfers.h and parts.h.
+/* The functions for stages: pinned buffers through which an agent serves requests for a device's memory. See
+ * transfers.h and parts.h.
  *
- * The agent's thread queues the copies of one frame and polls for their end, so the device copies one frame while the
+ * The agent's thread queues a frame's copies and later polls for their end, so the device copies one frame while the
  * socket carries another.
  */
 #include "clock.h"

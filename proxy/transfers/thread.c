@@ -14,18 +14,18 @@
 
 enum { EVENTS = 32, REST_MS = 1, SLACK_NS = 1000 };
 
-/* Accepts one link. The number of links without a greeting is limited, because each holds a descriptor: one more closes
- * the oldest of them. */
+/* Accepts one link. The number of links that have sent no greeting is limited, because each of them holds a descriptor:
+ * when there are too many, the oldest is closed. */
 static void accept_link(ProxycclAgent *agent, int listener) {
   int socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* refuses the link, which would wake the thread again */
+  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* refuses the link, or it would wake the thread again */
     close(agent->spare);
     socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
     if (socket >= 0) close(socket);
     agent->spare = eventfd(0, EFD_CLOEXEC);
     return;
   }
-  if (socket < 0) return; /* the connection has gone */
+  if (socket < 0) return; /* the peer has already closed the connection */
   uint32_t ungreeted = 0;
   ProxycclLink *oldest = NULL; /* the list begins with the newest link */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
@@ -83,8 +83,8 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
   }
 }
 
-/* Copies one piece of the next transfer that can begin a piece, and moves this transfer to the queue's end. Returns 0
- * if no transfer can begin a piece before a caller returns a stage, or starts or cancels a transfer. */
+/* Copies one piece of the next transfer of which a piece can be begun, and moves this transfer to the queue's end.
+ * Returns 0 if there is no such transfer; a caller wakes the thread when it starts a transfer or returns a stage. */
 static int copy_next(ProxycclAgent *agent) {
   agent->waits_for_stage = 0;
   for (Node *each = agent->copies.first; each != NULL; each = each->next) {
@@ -136,8 +136,8 @@ static void *run(void *argument) {
   return NULL;
 }
 
-/* Starts the thread with all signals but faults blocked, because signals' handlers belong to the program's threads.
- * Returns 0 or an errno. */
+/* Starts the thread with all signals except faults blocked, so that the program's signal handlers run in the program's
+ * threads. Returns 0 or an errno. */
 static int start_thread(ProxycclAgent *agent) {
   sigset_t all, before;
   sigfillset(&all);
@@ -226,7 +226,7 @@ void proxyccl_agent_release(ProxycclAgent *agent) {
 }
 
 void proxyccl_agent_forget(ProxycclAgent *agent) {
-  /* Runs without the lock, which a thread may have held at the fork. So this function only closes descriptors. */
+  /* Runs without the lock, which a thread may have held at the fork. For this reason it only closes descriptors. */
   close(agent->epoll);
   close(agent->wake);
   close(agent->spare);

@@ -102,8 +102,7 @@ typedef struct ProxycclStaging {
   const ProxycclCopier *copier;
   uint64_t memory[PROXYCCL_STAGES]; /* the stages' addresses; the stages are consecutive */
   int32_t by_fabric;                /* 1 if the stages are registered with the agent's libfabric endpoint */
-  uint64_t descriptor, key,
-      base; /* for libfabric: the local descriptor, the key, and the address by which requests name the first byte */
+  uint64_t descriptor, key, base;   /* for libfabric: descriptor, key, and first byte's address for requests */
   uint64_t streams[PROXYCCL_STAGES + 1], events[PROXYCCL_STAGES + 1];
 } ProxycclStaging;
 
