@@ -370,7 +370,7 @@ class DaemonClient(ProxyWords):
         return channel
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """See `ProxyService.drain`. The wait also ends if the daemon is lost."""
+        """See `ProxyService.drain`. An abort, or the loss of the daemon, also ends the wait."""
         if not self._daemon.is_open or given_up():
             return False
         if self._own is not None and not self._own.drain(timeout, given_up):
