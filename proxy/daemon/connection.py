@@ -266,8 +266,7 @@ class DaemonConnection:
                 self._news.wait(left if turns is None else min(left, _LOOK_SECONDS))
 
     def _arrive(self, answer: AnyReply) -> None:
-        """Stores an answer for the thread that awaits it. Discards answers to requests that were interrupted (Ctrl-C).
-        """
+        """Stores an answer for the thread that waits for it. Discards answers to interrupted requests (Ctrl-C)."""
         with self._news:
             known = (*self._answers, answer)
             self._answers = [each for each in known if each.request is None or each.request in self._awaited]
