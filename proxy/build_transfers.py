@@ -1,6 +1,6 @@
 """Declares the extension `proxyccl.proxy._transfers`: the C engine of transfers between agents.
 
-Run by setuptools at build time.
+Setuptools runs this file at build time.
 """
 
 import runpy

@@ -31,7 +31,7 @@ Uint64 = Annotated[int, Meta(ge=0)]
 _SHOWN = 100  # errors show at most this many characters of a wrong value
 _LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-_LONG_NUMBER = re.compile(rb"-[0-9]{19}|[0-9]{20}")  # every integer of more than 64 bits is at least this long
+_LONG_NUMBER = re.compile(rb"-[0-9]{19}|[0-9]{20}")  # no shorter number has more than 64 bits
 _INTEGERS = range(-(2**63), 2**64)
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Codec(Generic[T]):
         self.name = name or getattr(kind, "__name__", str(kind))
 
     @functools.cached_property
-    def _decoder(self) -> msgspec.json.Decoder[T]:  # created on first use: most processes decode few types
+    def _decoder(self) -> msgspec.json.Decoder[T]:  # created on first use, because most processes decode few types
         _require_strict(self._kind)
         return msgspec.json.Decoder(self._kind)
 
@@ -187,7 +187,7 @@ def _explain(text: str, kind: Any, data: bytes | bytearray | memoryview) -> str:
     """
     try:
         whole = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # of data inside the wrong field
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # raised by data inside the wrong field
         return _no_json(data, error)
     match = _LOCATED.fullmatch(text)
     assert match is not None  # any text matches
@@ -212,7 +212,7 @@ def _describe(what: str, value: Any, expected: inspect.Type, last: list[str], *,
 
 
 def _follow(steps: list[str], value: Any, expected: inspect.Type) -> tuple[Any, inspect.Type]:
-    """Returns the value at a path, and the type expected there.
+    """Returns the value at a path, and the type that is expected for it.
 
     If the value is in an entry of a dict, returns the dict and its type, because msgspec does not name the entry. At
     the tag of a union, returns the tag's value and the union's type.

@@ -17,7 +17,7 @@ _STAGGER_SECONDS = 0.25
 
 
 class NoAddressError(OSError):
-    """No connection to any address of a host could be made.
+    """Raised if a host could not be reached at any of its addresses.
 
     Attributes:
         failures: the error for each numeric address (or unresolved name) and port; TimeoutError if no answer came.

@@ -21,7 +21,7 @@ _SIOCGIFADDR = 0x8915
 _IPV6 = Path("/proc/net/if_inet6")
 
 
-@functools.cache  # cached, so that a process without free descriptors still knows the id
+@functools.cache  # cached, so that the id is known even when descriptors have run out
 def boot_id() -> str:
     """Returns the machine's boot id, which all containers of the machine share; "" if the system has none."""
     found = Path("/proc/sys/kernel/random/boot_id")
@@ -34,7 +34,7 @@ def host_name() -> str:
     different names count as different hosts.
 
     Raises:
-        ArgumentError: the variable has another value than "machine" or "name".
+        ArgumentError: ``PROXYCCL_HOSTS`` has another value than "machine" or "name".
     """
     name, chosen = platform.node(), os.environ.get("PROXYCCL_HOSTS") or "machine"
     if chosen not in ("machine", "name"):
@@ -49,7 +49,7 @@ def told_apart_by(host: str) -> str:
 
 
 def same_host(one: str, other: str) -> bool:
-    """Whether two results of `host_name` denote one host, whatever its containers' names."""
+    """Whether two results of `host_name` denote the same host. Only their unique texts are compared."""
     return one.partition("/")[2] == other.partition("/")[2]
 
 

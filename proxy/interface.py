@@ -100,7 +100,7 @@ class ProxyFailure(Message, frozen=True):
 
 
 class EndpointWire(Message, frozen=True):
-    """A further link of a staged connection that spreads its data over several links.
+    """A further link of a staged connection, which may spread its data over several links.
 
     Attributes:
         endpoint, rkey, area: see `EndpointInfo`.

@@ -76,7 +76,7 @@ def _status(pid: int, name: str) -> str:
 
 
 def parse_cores(text: str, near: int | None = None) -> list[int]:
-    """Parses a list of cores. Returns their numbers.
+    """Parses a list of cores. Returns the cores' numbers in ascending order.
 
     Args:
         text: numbers and ranges, such as ``0-3,8``; ``node:1`` for the cores of a NUMA node; ``near`` for the cores of

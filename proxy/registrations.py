@@ -2,8 +2,8 @@
 writes.
 
 A signal is a word in the receiver's control segment, which is host memory. The network adapter writes the data first
-and then the word. But the two writes take different paths, and a kernel that has read the word may still read old data,
-unless the GPU orders both writes. For a GPU that does not order them, the staged transports move the data through
+and then the word. But the two writes take different paths. So a kernel that has read the new word may still read old
+data, unless the GPU orders both writes. For a GPU that does not order them, the staged transports move the data through
 pinned memory.
 """
 
@@ -114,8 +114,8 @@ class RegistrationCache:
         raise NotImplementedError
 
     def unsupported_reason(self, runtime: Runtime, gpu_writes: str) -> str:
-        """Registers a few bytes of a runtime's device memory and releases them. Returns the reason for a failure as in
-        `register_of`; "" on success. Raises ResourceError.
+        """Registers a few bytes of a runtime's device memory and releases them. Returns the text of the
+        RuntimeUnavailableError that `register_of` raises; "" on success. Raises ResourceError.
         """
         memory = runtime.allocate(_PROBE_BYTES)
         try:
@@ -149,7 +149,7 @@ class RemoteWriteTargets:
     A peer names a range by its key. The engine refuses a key that has been removed.
 
     Attributes:
-        table: the table for the engine, which lives as long as this object.
+        table: the ranges as an array for the engine. The array lives as long as this object.
     """
 
     def __init__(self) -> None:

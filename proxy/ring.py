@@ -19,7 +19,7 @@ from proxyccl.proxy.codec import Message
 from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger, full_parity, operation_name
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclFifo  # exists only in the stub
+    from proxyccl.device._native import ProxycclFifo  # the type exists only in the stub file
 
 _LINE_BYTES = 128
 """Distance in bytes between words with different writers: two cache lines, because some processors fetch lines in
@@ -57,7 +57,7 @@ class RingTrigger(Message, frozen=True):
 
 
 class RingContents(Message, frozen=True):
-    """A ring at one moment.
+    """A ring's contents at one moment.
 
     Attributes:
         size: number of slots.
@@ -75,7 +75,8 @@ class RingContents(Message, frozen=True):
 
 
 class Ring:
-    """The part of a ring that a worker uses: the slots, followed by the tail. Another process may have created it.
+    """The part of a ring that a worker uses: the slots, followed by the tail. Another process may have created the
+    ring.
 
     Args:
         memory: zeroed memory of at least `ring_bytes(size)` bytes, which must stay mapped while the ring is read.

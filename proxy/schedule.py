@@ -16,7 +16,7 @@ STAGES: int = lib.PROXYCCL_SCHEDULE_STAGES
 
 
 class SchedulePost(Message, frozen=True):
-    """Lets a peer write to memory of this rank. A send of the peer's schedule answers the post.
+    """A step that lets a peer write to memory of this rank. The peer answers the post by a send of its schedule.
 
     Attributes:
         channel: a channel to the peer that is used only for posts.
@@ -30,7 +30,7 @@ class SchedulePost(Message, frozen=True):
 
 
 class ScheduleSend(Message, frozen=True):
-    """Copies data to a peer, then signals the peer.
+    """A step that copies data to a peer, then signals the peer.
 
     Attributes:
         channel: a channel to the peer that is used only for sends.
@@ -61,7 +61,7 @@ class ScheduleSend(Message, frozen=True):
 
 
 class ScheduleReceive(Message, frozen=True):
-    """Waits until a peer's sends have arrived.
+    """A step that waits until a peer's sends have arrived.
 
     Attributes:
         channel: the channel to the peer that is used only for sends.
@@ -100,7 +100,7 @@ class SchedulePointers(Struct, frozen=True):
 
     Attributes:
         bell: the number of the schedule to start.
-        done: 1 when the schedule is complete, and after a failure.
+        done: 1 once the schedule is complete or has failed.
         gate: the count that gated sends wait for.
         stages: for each stage, the number of completed receives, or of peers that have joined.
     """

@@ -295,7 +295,7 @@ class ProxyService(ProxyWords):
             core_share: cores that the rank's threads may keep busy.
 
         Raises:
-            ArgumentError: `signals` leaves the control segment.
+            ArgumentError: `signals` is not within the control segment.
         """
         setup = RemoteSetup(self.runtime, self.words.memory, signals, near, local_rank, core_share)
         return ServiceRemote(self.connect, setup, options)
@@ -356,7 +356,9 @@ class ProxyService(ProxyWords):
             self._channels.set_connection(channel, connection, pointer, remote_semaphore)
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
-        """Frees channel ids of a connection. All their triggers must be drained, and peers must no longer signal."""
+        """Frees channel ids of a connection. All triggers of these channels must be drained, and peers must no longer
+        signal on them.
+        """
         with self._lock:
             if not self._closed and self._process.is_here:
                 self._channels.free(channels)
@@ -587,7 +589,7 @@ class ProxyService(ProxyWords):
             given_up: a function that is polled during the wait; the wait ends when it returns True.
 
         Returns:
-            False if the wait ended early.
+            False if the wait ended before the rings were drained.
         """
         self._process.require("the proxy service")
         with self._lock:
@@ -606,7 +608,7 @@ class ProxyService(ProxyWords):
         Returns:
             False if a worker did not end in time. The service's memory is then kept, and another call waits again.
         """
-        if not self._process.is_here:  # in a fork's child: the workers and their memory belong to the parent
+        if not self._process.is_here:  # this is a fork's child, and the workers belong to the parent
             return True
         with self._lock:
             if self._freed:

@@ -37,7 +37,7 @@ class ServiceRemote:
     Args:
         connect: makes the service's connections (`ProxyService.connect`).
         setup: describes the rank for which devices are opened.
-        options: the devices and their settings.
+        options: the network devices to use, and the devices' settings.
 
     Raises:
         ArgumentError: the range `setup.signals` is not within the control segment.
@@ -125,8 +125,8 @@ class ServiceRemote:
             ptr: the memory's address in the caller's process.
             nbytes: the memory's size.
             transport: name of the transport.
-            handle: handle by which another process opens the memory, which also identifies the memory's allocation;
-                empty if the memory has no handle.
+            handle: handle by which another process opens the memory. The handle also identifies the memory's
+                allocation. Empty if the memory has no handle.
 
         Raises:
             ArgumentError: the proxy can't reach the memory.

@@ -23,7 +23,8 @@ was stopped does not count against the workers.
 
 
 class SharedWords:
-    """A ProxycclSharedWords in pinned memory: `BYTES` zeroed bytes from `offset` on.
+    """A ProxycclSharedWords in pinned memory, which occupies `BYTES` bytes from `offset` on. These bytes must be
+    zeroed.
 
     Attributes:
         memory: the memory.

@@ -54,7 +54,8 @@ class ChannelTable:
 
     def reserve(self, worker: int, channel: int | None = None, *, connection: int | None = None) -> int:
         """Reserves a channel id for a worker, or takes an id that another service reserved. `connection` is the number
-        of the channel's connection; None for a handler, or for a channel of another service. Raises ResourceError.
+        of the channel's connection; None for a handler's channel, or for a channel of another service. Raises
+        ResourceError if no ids are free.
         """
         if channel is not None:
             turn = self._given
@@ -130,9 +131,9 @@ class MemoryTable:
         host: int | None = None,
         first: int | None = None,
     ) -> int:
-        """Registers memory under free ids, or from id `first` on, which another service chose. Returns the first id.
-        Raises ResourceError. No copy may use the address of `remote_only` memory. `host` is the CPU's address of the
-        memory, or None.
+        """Registers memory under free ids, or under the ids from `first` on, which another service chose. Returns the
+        first id. Raises ResourceError if no ids are free. The engine refuses copies from and to `remote_only` memory.
+        `host` is the CPU's address of the memory; None if the CPU has none.
         """
         windows = windows_of(nbytes)
         if first is None:

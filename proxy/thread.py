@@ -34,7 +34,7 @@ call.
 
 @dataclass(frozen=True)
 class IdlePolicy:
-    """The policy of a thread when the rings of all its workers are empty.
+    """How a thread waits while the rings of all its workers are empty.
 
     The thread first spins, then yields, then sleeps for a 32nd of the time for which it has been idle, so waking late
     adds at most a 32nd to a pause. While transfers are under way, it yields for 1.6 ms before it sleeps, because a
@@ -67,7 +67,7 @@ class IdlePolicy:
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= LONGEST_US:
                 raise ArgumentError(name, f"must be a number from 0 to {LONGEST_US:.0e} µs, not {value!r}")
-            object.__setattr__(self, name, float(value))  # messages to a daemon encode only Python's own numbers
+            object.__setattr__(self, name, float(value))  # because messages can't encode NumPy's numbers
 
     @classmethod
     def always_awake(cls) -> IdlePolicy:
@@ -316,5 +316,5 @@ class ProxyThread:
             return False
         pointer = vars(self).pop("_pointer", None)  # removed, so that a later call fails in Python and not in C
         if pointer is not None:
-            lib.proxyccl_thread_destroy(pointer)  # not in __del__: the thread may still use it
+            lib.proxyccl_thread_destroy(pointer)  # not done in __del__, when the thread may still use the pointer
         return True

@@ -58,7 +58,7 @@ def full_parity(ticket: Any, size_log2: int) -> Any:
     """Returns the parity bit of a slot that holds the trigger with this ticket, in a ring of 2**size_log2 slots
     (trigger.h).
 
-    `ticket` is a number or an array.
+    `ticket` is a number or an array of numbers.
     """
     return ~(ticket >> size_log2) & 1
 

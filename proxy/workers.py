@@ -45,8 +45,8 @@ def require_rings(fifos: object, threads: object) -> tuple[int, int]:
 
 
 class OwnThreads(Struct, frozen=True):
-    """Options of the threads to create for a service's workers, one thread for each worker: the threads' number, idle
-    policy and cores (None for any), and the prefix of their names.
+    """Options of the threads that are created for a service's workers, one thread for each worker: the number of
+    threads, their idle policy, the cores that they may run on (None for any), and the prefix of their names.
     """
 
     count: int
@@ -217,7 +217,8 @@ class Workers:
         Returns False if a worker or thread has not ended.
         """
         ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]
-        # If a worker has not ended in time, its thread can't end either, so this does not wait for it again.
+        # A worker that has not ended in time keeps its thread from ending. So this line does not wait for such a thread
+        # again.
         closed = [thread.close(timeout if ended[i] else 0) for i, thread in enumerate(self._own_threads)]
         return all(ended) and all(closed)
 

@@ -58,7 +58,7 @@ def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> i
 
 def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[], None]) -> None:
     """Serves a job's ranks until they have ended. Handles signals as `run` does. `listener` is the descriptor of the
-    listening socket, `options` an encoded `JobOptions`, `starter` the process of the rank that starts the daemon.
+    listening socket, `options` an encoded `JobOptions`, `starter` the process id of the rank that starts the daemon.
     `on_ready` is called before the daemon serves. Raises ArgumentError if an option is wrong.
     """
     _log_to_stderr(logging.WARNING)

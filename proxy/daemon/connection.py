@@ -82,7 +82,7 @@ class NodeDaemon(DaemonAddress):
                 f"no node daemon answers at {self} ({error}); start one with: proxyccl daemon --socket {self}"
             ) from None
         process, _ = peer_credentials(connection)
-        if process != answer.pid:  # the kernel reports the process id in this namespace, or 0
+        if process != answer.pid:  # the daemon is in another PID namespace: the kernel reports its id in this one, or 0
             try:
                 offer(self._path, timeout)
             except ProxyCCLError:
@@ -198,7 +198,7 @@ class DaemonConnection:
         """Calls a method of the daemon (`proxyccl.proxy.daemon.protocol.method`). Returns the method's result.
 
         Raises:
-            ClosedError: this end has closed the connection, or this process is a fork of the connection's owner.
+            ClosedError: this end has closed the connection, or this process is a fork of the process that opened it.
             ProxyLostError: the daemon is lost or violates the protocol.
             ProxyCCLError: the daemon's error.
         """
@@ -219,7 +219,7 @@ class DaemonConnection:
             if self._closed:
                 raise ClosedError("the proxy service is closed")
             answer = self._exchange(method, request, descriptors) if not self._lost else None
-            if answer is None and self._closed:  # closed by a signal's handler
+            if answer is None and self._closed:  # a signal handler has closed the connection
                 raise ClosedError("the proxy service is closed")
         if isinstance(answer, Refused):
             raise answer.exception()
@@ -237,7 +237,7 @@ class DaemonConnection:
         takes = method.timeouts * getattr(request, "timeout", 0.0) + (self._timeout() if method.opens else 0.0)
         turns = self._watch_turns() if method.needs_turns else None
         number = next(self._numbers)
-        self._awaited.add(number)  # before the send, because a signal's handler may make a request at any time
+        self._awaited.add(number)  # added before the send, because a signal handler may interrupt it with a request
         try:
             send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
             return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns)

@@ -56,7 +56,7 @@ class DaemonAddress:
         return ""
 
     def close(self) -> None:
-        """Ends the use of the address."""
+        """Frees what the address holds, such as descriptors."""
 
 
 def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]:

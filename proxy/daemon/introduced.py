@@ -1,4 +1,4 @@
-"""The client's side of the node daemon's introductions (introductions.py), for processes that share no other socket."""
+"""Connects processes that share no other socket, through the node daemon: the client's side of introductions.py."""
 
 from __future__ import annotations
 

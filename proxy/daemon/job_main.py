@@ -31,7 +31,7 @@ def main(listener: int, options: str, starter: int) -> None:
     try:
         run_for_job(listener, options, starter, on_ready)
     except ProxyCCLError as error:
-        sys.exit(str(error))  # on stderr, which the rank reads
+        sys.exit(str(error))  # writes the error to stderr, which the rank reads
 
 
 def _leave_out_public_names() -> None:

@@ -187,8 +187,8 @@ class Method(Struct, frozen=True, kw_only=True):
             argument.
         opens: whether the method may open a device or register memory, which may take one more time-out of the client.
         needs_turns: whether the client stops waiting if the client's workers take no turns during a time-out.
-        releases: whether the method only frees objects that the daemon holds for the client. The objects end with the
-            daemon and the connection, after which the client's call does nothing.
+        releases: whether the method only frees objects that the daemon holds for the client. These objects are freed
+            when the daemon or the connection ends, so after that the client's call does nothing.
         answered: whether the daemon answers the request.
     """
 
@@ -252,7 +252,7 @@ def method(**properties: Any) -> Callable[[F], F]:
 def send(
     connection: socket.socket, codec: Codec[T], message: T, descriptors: Sequence[int] = (), flags: int = 0
 ) -> None:
-    """Sends a frame. Raises ProtocolError if the message is too long for a frame, and the socket's OSError."""
+    """Sends a frame. Raises ProtocolError if the message is too long for a frame, and the errors of the socket."""
     send_with_descriptors(connection, codec.encode(message), descriptors, flags)
 
 

@@ -290,7 +290,7 @@ class Daemon:
         try:
             session.run()
         finally:
-            with self._lock:  # held for the wake too: `close` closes the wake's pipe once no session is listed
+            with self._lock:  # also held for the wake, because `close` closes its pipe once no session is listed
                 del self._sessions[session]
                 if not self._stopping:
                     self._wake()

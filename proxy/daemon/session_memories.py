@@ -41,7 +41,8 @@ class SessionMemories:
         try:
             memory = self._mappings.acquire(handle)
         except ArgumentError:
-            # A driver may refuse a handle whose memory reuses the address of freed memory that is still mapped here.
+            # A driver may refuse a handle if its memory reuses the address of freed memory that this process still
+            # maps.
             if not self._retired or not self._proxy.drain(REST_SECONDS):
                 raise
             self.unmap_retired()

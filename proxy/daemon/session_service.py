@@ -1,4 +1,6 @@
-"""The proxy service that the daemon runs for one client, over the client's rings, and the service's methods."""
+"""The proxy service that the daemon runs for one client, with the client's rings, and the methods by which the client
+uses the service.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ class SessionService:
         options: the client's options.
         descriptors: descriptors of the control segment and the rings, which the caller closes.
         runtime, threads, idle, on_failure: see `ProxyService`.
-        has_left: whether the client has hung up.
+        has_left: returns whether the client has hung up.
 
     Attributes:
         proxy: the service.
@@ -348,7 +350,7 @@ class SessionService:
         if exposed is None:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
         if remote_functions(exposed.transport).stages:
-            self._opened.withdraw(exposed)  # refuses further data of peers, and waits for data in flight
+            self._opened.withdraw(exposed)  # now refuses peers' data, and waits for data in flight
         self.memories.retire("exposed", number)
 
     # -- the end ---

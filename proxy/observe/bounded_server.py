@@ -101,8 +101,8 @@ class BoundedServer(ThreadingTCPServer):
 
 
 def _hang_up(request: Any) -> None:
-    with contextlib.suppress(OSError):  # the connection has just ended
-        request.shutdown(socket.SHUT_RDWR)  # the connection's thread reads the end, and closes the socket
+    with contextlib.suppress(OSError):  # suppresses the error if the connection has just ended
+        request.shutdown(socket.SHUT_RDWR)  # the connection's thread then reads the end, and closes the socket
 
 
 def split_address(text: str, port: int, argument: str) -> tuple[str, int]:

@@ -170,7 +170,7 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
     ring = view.rings[new.ring]
     connection = view.connection_of(new)
     old = old or ChannelView(id=new.id, ring=new.ring, worker=new.worker, connection=new.connection)
-    sends = 0 if new.triggers else new.signals - old.signals  # a channel serves kernels or schedules
+    sends = 0 if new.triggers else new.signals - old.signals  # a channel serves either kernels or schedules
     flushes = new.timed_flushes - old.timed_flushes
     counted = ("triggers", "puts", "gets", "bytes")
     return ChannelRates(

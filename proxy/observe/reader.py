@@ -196,7 +196,7 @@ class Observer:
         for number in range(self.publication.workers):
             stats = self.worker_stats(number)
             age = max(0, now - stats.started_ns) if stats.started_ns else 0  # the age is 0 once the worker has ended
-            idle = min(stats.idle_ns, age)  # the last step of idle_ns may end after `now`
+            idle = min(stats.idle_ns, age)  # idle_ns may have grown since `now` was read
             slept = min(stats.slept_ns, idle)
             cpu = cpu_time_of(self.publication.pid, stats.thread)
             times = (stats.spin_ns / 1e3, stats.yield_ns / 1e3, stats.max_sleep_ns / 1e3)

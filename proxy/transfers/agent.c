@@ -123,7 +123,7 @@ int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *stagi
 static int hold(const Ranges *ranges, const struct iovec *block) {
   const uint64_t *starts = ranges->bounds, *ends = starts + ranges->count;
   const uint64_t address = (uintptr_t)block->iov_base;
-  uint64_t low = 0, high = ranges->count; /* number of ranges that start at or before the block */
+  uint64_t low = 0, high = ranges->count; /* `low` ends as the number of ranges that start at or before the block */
   while (low < high) {
     const uint64_t middle = (low + high) / 2;
     if (starts[middle] <= address) {

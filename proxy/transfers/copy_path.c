@@ -9,7 +9,7 @@ typedef struct CopyTransfer {
   ProxycclTransfer base;
   uint64_t faulted;               /* bytes that were left to copy when the piece of the recorded fault began */
   pid_t pid;                      /* the process that the kernel copies from and to; 0 if the CPU copies */
-  const ProxycclStaging *staging; /* NULL if pieces are copied without stages */
+  const ProxycclStaging *staging; /* NULL if pieces are not copied through stages */
   int staged[PROXYCCL_STAGES];    /* for each stage, whether a thread uses it */
 } CopyTransfer;
 

@@ -1,7 +1,7 @@
 /* Transfers that a device copies. The copies are queued on a stream, and after them the write of a word that shows
  * their end. See transfers.h.
  *
- * A caller that waits or polls reads the word itself. Otherwise the agent's thread reads the word from time to time.
+ * A caller that waits or polls reads the word itself. The agent's thread also reads the word from time to time.
  */
 #include <time.h>
 
@@ -19,7 +19,7 @@ typedef struct DeviceTransfer {
   uint64_t checked; /* time of the last check for a failure of the device */
 } DeviceTransfer;
 
-/* Whether the stream has written the transfer's word, which it does after the copies. */
+/* Whether the copies have ended, after which the stream writes the transfer's word. */
 static int is_over(const DeviceTransfer *self) {
   return __atomic_load_n((const uint64_t *)(uintptr_t)self->copies.word, __ATOMIC_ACQUIRE) == self->turn;
 }

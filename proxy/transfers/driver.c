@@ -1,4 +1,4 @@
-/* Driver calls for a device that copies, and copies between the device's memory and stages. See parts.h. */
+/* The driver calls for a device that copies, and the copies between the device's memory and stages. See parts.h. */
 #include "clock.h"
 #include "parts.h"
 

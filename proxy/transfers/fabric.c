@@ -163,8 +163,8 @@ void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes) {
   rdma->error = 0;
   rdma->fault = 0;
   queue_push(&fabric->waiting, rdma);
-  fabric_poll(agent);                             /* this call may end and free the Rdma */
-  if (fabric->outstanding > 0) agent_wake(agent); /* the thread may sleep without watching the queue */
+  fabric_poll(agent);                             /* fabric_poll may end and free the Rdma */
+  if (fabric->outstanding > 0) agent_wake(agent); /* the thread may be in a sleep that the queue does not end */
 }
 
 void rdma_drop(ProxycclAgent *agent, Rdma *rdma) { drop_rest(agent->fabric, rdma); }
@@ -224,7 +224,8 @@ void fabric_stop(ProxycclAgent *agent) {
     nanosleep(&pause, NULL);
     pthread_mutex_lock(&agent->lock);
   }
-  for (uint32_t i = 0; i < fabric->port.depth; ++i) { /* the endpoint is closed before the requests' memory is reused */
+  for (uint32_t i = 0; i < fabric->port.depth;
+       ++i) { /* safe, because the requests' memory is not reused before the endpoint is closed */
     Rdma *rdma = fabric->posted[i].rdma;
     fabric->posted[i].rdma = NULL;
     if (rdma == NULL) continue;

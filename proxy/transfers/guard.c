@@ -18,7 +18,7 @@ enum {
   NEAR = 1 << 16 /* a signal may report the page instead of the byte; pages are at most this large */
 };
 
-/* The guarded copy that a thread is making. */
+/* A thread's running guarded copy: where the handler jumps back to, and the blocks. */
 typedef struct GuardedCopy {
   sigjmp_buf back;
   const struct iovec *to, *from;

@@ -116,7 +116,7 @@ static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
   return (int64_t)(frame->count * sizeof(struct iovec) + (by_fabric ? sizeof(Origin) : 0));
 }
 
-/* Queues an answer. Returns NULL if out of memory. */
+/* Queues an answer, and returns it. Returns NULL if out of memory. */
 static Answer *answer(ProxycclLink *link, uint32_t error, uint64_t bytes, const struct iovec *blocks, uint64_t count) {
   Answer *made = malloc(sizeof *made + count * sizeof *blocks);
   if (made == NULL) return NULL;

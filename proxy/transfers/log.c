@@ -1,4 +1,4 @@
-/* Records of transfers that have ended, for `proxyccl trace`. See transfers.h. */
+/* Writes and reads the records of ended transfers, for `proxyccl trace`. See transfers.h. */
 #include "parts.h"
 
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label) { transfer->label = label; }

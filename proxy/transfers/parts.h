@@ -25,14 +25,14 @@ enum {
   WINDOW = 16,               /* most unanswered frames of one link */
   VERSION = 2,               /* version of the frames */
   TURN_BYTES = 2 << 20,      /* most bytes that a link sends or receives in its turn */
-  PIECE_BYTES = 1 << 20,     /* most bytes that a thread copies at once */
+  PIECE_BYTES = 1 << 20,     /* most bytes of one piece of a copy */
   SHORT_BYTES = 64 << 10,    /* a caller waits for the end of a device's copy of at most this length */
-  SHORT_NS = 20000,          /* … and for at most this time, which is less than waking a thread takes */
+  SHORT_NS = 20000,          /* it waits at most this long, which is less than waking a thread takes */
   SHORTEST_PAUSE_NS = 20000, /* the agent's thread pauses at least this long between two polls */
-  ROW = 6,                   /* words of a request to libfabric: see proxyccl_transfer_create_by_fabric */
+  ROW = 6,                   /* words that describe a libfabric request: see proxyccl_transfer_create_by_fabric */
   LONGEST_CANCEL_S = 30,     /* a device or a network adapter that takes longer is assumed to hang */
   FED = 2,                   /* most answers of one link that use stages at the same time */
-  LONGEST_ADDRESS = 512,     /* bytes of a libfabric endpoint's address */
+  LONGEST_ADDRESS = 512,     /* most bytes of a libfabric endpoint's address */
   AHEAD_BYTES = 64 << 10,    /* most bytes that are read ahead from a socket */
   UNGREETED = 64             /* most accepted links that have not sent their greeting */
 };
@@ -62,10 +62,10 @@ typedef struct Rdma {
   uint64_t peer;                    /* an fi_addr_t */
   Position at;                      /* start of the data that is not posted */
   uint64_t left;                    /* bytes of that data */
-  uint64_t unanswered;              /* posted requests without a completion */
+  uint64_t unanswered;              /* number of posted requests without a completion */
   int error;                        /* the error of the first request that failed */
   uint64_t fault;                   /* that request's address in the peer's process */
-  int canceled;                     /* the agent stopped before the requests were complete */
+  int canceled;                     /* whether the agent stopped before the requests were complete */
   void (*ended)(struct Rdma *self); /* called after the last request; may free `self` */
 } Rdma;
 
@@ -77,11 +77,11 @@ typedef struct Stage {
   struct Device *device;
   uint32_t number; /* PROXYCCL_STAGES for pageable memory */
   char *memory;
-  int copying;        /* a device or a libfabric request uses the stage */
-  int status;         /* 0, the driver's status of a failed copy, or -1 */
+  int copying;        /* whether a device's copy or a libfabric request uses the stage */
+  int status;         /* 0; the driver's status of a failed copy; -1 if a libfabric request failed */
   Rdma rdma;          /* the libfabric request of the stage */
   uint64_t row[ROW];  /* the row of that request */
-  uint64_t turn;      /* number of the stage's copy */
+  uint64_t turn;      /* number of the stage's last copy by the device, which counts the agent's copies */
   ProxycclLink *link; /* NULL if the link is lost */
 } Stage;
 
@@ -141,10 +141,10 @@ typedef struct Request {
   uint64_t count;
   Position at;          /* start of the data whose move has not begun */
   uint64_t left;        /* bytes of that data */
-  uint32_t unanswered;  /* unanswered frames */
+  uint32_t unanswered;  /* number of unanswered frames */
   uint32_t refusal;     /* the first nonzero errno of an answer */
   int asks;             /* whether the request sends a CHECK of the memory at `fault`, after a failed copy */
-  ProxycclFault fault;  /* the fault that the refusal names */
+  ProxycclFault fault;  /* the fault that the refusal reports */
   const Origin *origin; /* where the peer reads or writes by libfabric; NULL if frames carry the data */
   void (*ended)(struct Request *self); /* called after the last answer, or when the link is lost */
 } Request;
@@ -214,7 +214,7 @@ typedef struct Receiving {
 struct ProxycclLink {
   ProxycclLink *next; /* in the agent's list of links */
   ProxycclAgent *agent;
-  int socket, process; /* descriptors; -1 if closed or missing */
+  int socket, process; /* the link's socket and the peer's pidfd; -1 if closed or missing */
   int serves;          /* whether the peer opened the link */
   int greeted;         /* whether the greeting of a link that the peer opened has arrived */
   int asked;           /* whether a PERMIT has arrived, after which the peer sends nothing */
@@ -222,8 +222,8 @@ struct ProxycclLink {
   uint64_t address;    /* that address, as an fi_addr_t */
   const char *lost;    /* atomic: why the link ended; NULL while it works */
   uint32_t references; /* number of references: from the handle, transfers, and stages that libfabric reads or writes */
-  pid_t pid;           /* the peer's process; 0 if all data moves through the socket */
-  char *name;          /* the peer's name, on a serving link */
+  pid_t pid;           /* the peer's process id; 0 if all data moves through the socket */
+  char *name;          /* the peer's name, on a link that the peer opened */
   uint32_t name_bytes;
   int writable;    /* whether the thread waits until the socket can be written */
   int helped;      /* whether a caller has polled the socket since the thread last checked */
@@ -315,7 +315,7 @@ struct ProxycclAgent {
   int copied; /* whether peers may copy from and to this process */
   int losses; /* an eventfd to signal when links are lost */
   ProxycclLink *links;
-  Queue copies;    /* transfers whose pieces threads copy, in turn */
+  Queue copies;    /* transfers that threads copy piece by piece, in turn */
   Queue looked_at; /* transfers to poll in turn, which a device advances or a stream starts */
   Buffer inbox;
   size_t read;              /* number of leading bytes of the inbox that have been read */
@@ -399,10 +399,10 @@ Stage *stage_take(ProxycclLink *link, Device *device); /* NULL if out of memory 
 Stage *stage_take_pinned(ProxycclLink *link, Device *device);
 void stage_give(Stage *stage); /* releases a stage that its link no longer needs */
 void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks during the call */
-/* Reads the stage's data from a peer's memory, or writes it there, by libfabric. */
+/* Copies by libfabric: from the stage to a peer's memory if `writes`, else from the peer's memory to the stage. */
 void stage_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin);
 void stages_look(ProxycclAgent *agent);   /* unlocks during the call; sets `feeds` if copies have ended */
-void stages_finish(ProxycclAgent *agent); /* waits for all copies; the thread has ended */
+void stages_finish(ProxycclAgent *agent); /* waits for all copies; called after the thread has ended */
 
 /* link.c */
 ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves);
@@ -424,7 +424,7 @@ void link_send(ProxycclLink *link); /* sends until nothing is left to send or th
 void link_start(ProxycclLink *link, Request *request, uint64_t bytes, const ProxycclFault *asked);
 void link_forget(ProxycclLink *link, Request *request); /* afterwards nothing accesses the request's local memory */
 void links_feed(ProxycclAgent *agent);                  /* advances links' answers; called by the thread */
-/* Stops a request whose local memory can't be read or written. The request ends with its last answer. */
+/* Stops a request whose local memory can't be read or written. The request ends when its last answer arrives. */
 void request_refuse(ProxycclLink *link, Request *request, uint64_t block, const char *address);
 
 /* link_receive.c */
@@ -444,7 +444,7 @@ ProxycclTransfer *transfer_of_blocks(ProxycclAgent *agent, ProxycclLink *link, s
 /* Ends a transfer: as canceled if it is abandoned, as lost if its link is lost. Frees the transfer if it is orphaned.
  */
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
-/* Ends a transfer with the result that the answers to the frames or the CHECK of its request report. */
+/* Ends a transfer with the result that the answers to its request's frames, or to its CHECK, report. */
 void transfer_answered(Request *request);
 /* Returns 1 if all registrations of a transfer's blocks are valid, as far as this process can tell. Otherwise sets the
  * transfer's `fault` to one that has ended, and returns 0.
@@ -454,7 +454,7 @@ void transfer_end_deregistered(ProxycclTransfer *transfer);           /* ends a 
 void transfer_watch(ProxycclTransfer *transfer);                      /* makes the thread poll the transfer */
 int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns); /* see proxyccl_transfer_cancel */
 void transfers_look(ProxycclAgent *agent);                            /* polls all transfers in `looked_at` */
-uint64_t transfers_pause(const ProxycclAgent *agent);                 /* ns until the next poll */
+uint64_t transfers_pause(const ProxycclAgent *agent);                 /* returns the ns until the next poll */
 
 /* Below transfer.c are the paths (copy_path.c, socket_path.c, fabric_path.c, device_path.c, staged_path.c) and
  * thread.c, which share no functions. */

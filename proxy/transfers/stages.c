@@ -94,7 +94,7 @@ void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_
   const uint64_t deadline = now_ns() + SHORT_NS;
   while (bytes <= SHORT_BYTES && now_ns() < deadline &&
          staging_reached(staging, stage->number) == PROXYCCL_RUNTIME_NOT_READY) {}
-  if (stage->number == PROXYCCL_STAGES) { /* the shared event serves one copy of pageable memory at a time */
+  if (stage->number == PROXYCCL_STAGES) { /* waits here, because copies of pageable memory share one event */
     const int ended = staging_await(staging, stage->number);
     if (stage->status == 0) stage->status = ended;
   }
@@ -125,7 +125,8 @@ void stages_look(ProxycclAgent *agent) {
 }
 
 void stages_finish(ProxycclAgent *agent) {
-  for (Stage *stage; (stage = queue_pop(&agent->stages)) != NULL; free_stage(stage)) { /* stages of lost links */
+  for (Stage *stage; (stage = queue_pop(&agent->stages)) != NULL;
+       free_stage(stage)) { /* only stages of lost links are left */
     if (stage->number < PROXYCCL_STAGES) staging_await(stage->device->staging, stage->number);
   }
 }

@@ -119,7 +119,7 @@ static void *run(void *argument) {
     uint64_t pause = !copied && looks ? transfers_pause(agent) : 0;
     if (!copied && rest != UINT64_MAX && (!looks || rest < pause)) pause = rest;
     pthread_mutex_unlock(&agent->lock);
-    if (pause > 0) { /* epoll_wait counts in milliseconds */
+    if (pause > 0) { /* ppoll, because the time-outs of epoll_wait are in milliseconds */
       struct pollfd any = {.fd = agent->epoll, .events = POLLIN};
       ppoll(&any, 1, &(struct timespec){0, (long)pause}, NULL);
     }

@@ -108,8 +108,9 @@ typedef struct ProxycclStaging {
 
 /* Creates an agent and its thread. Takes ownership of the listening sockets, even if it fails. `secret`: the bytes that
  * a peer must send first. `copied`: whether peers of this host may ask for permission to copy from and to this process
- * (see proxyccl_ask_to_copy). `losses`: an eventfd to signal when a link that the agent opened is lost; it outlives the
- * links. `log`: records the transfers until the agent is stopped. Returns NULL on failure and sets errno. */
+ * (see proxyccl_ask_to_copy). `losses`: an eventfd that is signaled when a link that the agent opened is lost, and that
+ * outlives the links. `log`: records the transfers until the agent is stopped. Returns NULL on failure and sets
+ * errno. */
 ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int copied, const int *listeners,
                                      uint32_t count, int losses, ProxycclTransferLog *log);
 /* Ends the agent's thread, links and transfers. All functions may still be called afterwards; all but the release
@@ -120,12 +121,13 @@ void proxyccl_agent_release(ProxycclAgent *agent);
 /* For a fork's child: closes the child's copies of the agent's descriptors, so that peers notice when the parent
  * ends. */
 void proxyccl_agent_forget(ProxycclAgent *agent);
-/* Copies at most `room` records, from number `next` on, that are not overwritten. Sets `next` to the number after the
- * last copied record, and `lost` to the number of records that were overwritten before they could be copied. Returns
- * the number of copied records. */
+/* Copies at most `room` records, from number `next` on. Skips records that are overwritten. Sets `next` to the number
+ * after the last copied record, and `lost` to the number of records that were overwritten before they could be copied.
+ * Returns the number of copied records. */
 uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *next, ProxycclTransferRecord *records,
                                     uint32_t room, uint64_t *lost);
-/* The address of the agent's secret, which a peer of this host reads to check that it can read this process. */
+/* Returns the address of the agent's secret. A peer of this host reads the secret to check that it can read this
+ * process. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: the first addresses of `count` ranges, in
  * ascending order, and then for each range the highest end of this range and all ranges before it. `staging`: the
@@ -134,8 +136,8 @@ uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
  * accesses these ranges. Returns 0 or ENOMEM. */
 int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
                               uint64_t count);
-/* The bytes in the inbox. A message consists of the lengths of the sender's name and of the text (8 bytes each), the
- * name, and the text.
+/* Returns the number of unread bytes in the inbox. A message consists of the lengths of the sender's name and of the
+ * text (8 bytes each), the name, and the text.
  */
 uint64_t proxyccl_agent_unread(const ProxycclAgent *agent);
 /* Moves as many whole messages to `to` as fit into `room` bytes. Returns the bytes of these messages. */
@@ -230,7 +232,7 @@ ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, Proxy
  * has ended, the transfer does not begin, and copies that the CPU or the kernel has begun stop. */
 void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
                              uint64_t count);
-/* Sets the number by which records name the transfer's peer and path. */
+/* Sets the number that the transfer's records contain, by which Python finds the transfer's peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
 /* Cancels the transfer if it is active, and frees it. Returns 0, or after 30 s EBUSY (see proxyccl_transfer_cancel):
  * the transfer's stages must then stay allocated. */
