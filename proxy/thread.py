@@ -314,7 +314,7 @@ class ProxyThread:
             self._thread.join(timeout)
         if self._thread.is_alive():
             return False
-        pointer = vars(self).pop("_pointer", None)  # removed, so that a later call fails in Python and not in C
+        pointer = vars(self).pop("_pointer", None)  # removed, so that a later call fails in Python, not in C
         if pointer is not None:
             lib.proxyccl_thread_destroy(pointer)  # not done in __del__, when the thread may still use the pointer
         return True

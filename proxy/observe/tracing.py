@@ -243,7 +243,7 @@ class _Records:
         self._stats.trace_until = moment_ns
 
     def note_pause(self) -> None:
-        """Counts one record as lost if the worker has stopped recording, because this process was stopped for too long."""
+        """Counts one record as lost if the worker stopped recording while this process was stopped for too long."""
         if self._stats.trace_until == 0:
             self._add(1, np.empty((0, 2), np.uint64))
 

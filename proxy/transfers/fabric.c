@@ -224,8 +224,7 @@ void fabric_stop(ProxycclAgent *agent) {
     nanosleep(&pause, NULL);
     pthread_mutex_lock(&agent->lock);
   }
-  for (uint32_t i = 0; i < fabric->port.depth;
-       ++i) { /* safe, because the requests' memory is not reused before the endpoint is closed */
+  for (uint32_t i = 0; i < fabric->port.depth; ++i) { /* the endpoint is closed before the requests' memory is reused */
     Rdma *rdma = fabric->posted[i].rdma;
     fabric->posted[i].rdma = NULL;
     if (rdma == NULL) continue;

@@ -125,8 +125,7 @@ void stages_look(ProxycclAgent *agent) {
 }
 
 void stages_finish(ProxycclAgent *agent) {
-  for (Stage *stage; (stage = queue_pop(&agent->stages)) != NULL;
-       free_stage(stage)) { /* only stages of lost links are left */
+  for (Stage *stage; (stage = queue_pop(&agent->stages)) != NULL; free_stage(stage)) { /* stages of lost links */
     if (stage->number < PROXYCCL_STAGES) staging_await(stage->device->staging, stage->number);
   }
 }

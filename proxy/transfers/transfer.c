@@ -55,8 +55,7 @@ void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed) {
     if (freed || before != ~number) return;
     __atomic_store_n(word, 0, __ATOMIC_RELEASE);
   }
-  __atomic_add_fetch(&ledger[0], 1,
-                     __ATOMIC_RELEASE); /* release: a reader of the new count also sees the change of `word` */
+  __atomic_add_fetch(&ledger[0], 1, __ATOMIC_RELEASE); /* release: a reader of the count also sees the word above */
 }
 
 uint64_t proxyccl_ledger_count(const uint64_t *ledger) { return __atomic_load_n(&ledger[0], __ATOMIC_ACQUIRE); }
