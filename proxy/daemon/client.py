@@ -362,7 +362,7 @@ class DaemonClient(ProxyWords):
             self._spare_channels += freed
 
     def add_handler(self, handler: Handler) -> int:
-        """Makes a channel whose triggers go to a function in this process, through rings and threads of this process."""
+        """Makes a channel whose triggers go to a function in this process, through this process's rings and threads."""
         require_callable(handler)
         channel = self._reserve_own()
         self._own_service().add_handler(handler, channel)

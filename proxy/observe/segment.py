@@ -91,7 +91,7 @@ class ObservedSegment:
         return int(stats.issued - completed)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """Returns the waits of schedules that make no progress or were stopped: at most one wait for each connection."""
+        """Returns the waits of schedules that make no progress or were stopped: at most one for each connection."""
         found = []
         for worker in range(self._workers):
             for stats in itertools.takewhile(lambda stats: stats.in_use, self.worker(worker).connections):
