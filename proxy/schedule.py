@@ -112,7 +112,7 @@ class SchedulePointers(Struct, frozen=True):
 
 
 class ScheduleWait(Message, frozen=True):
-    """What a schedule that makes no progress waits for.
+    """A schedule that makes no progress, and the event for which it waits.
 
     Attributes:
         kind: ProxycclWaitKind (control.h).
