@@ -70,13 +70,13 @@ class ProxyFailure(Message, frozen=True):
 
     Attributes:
         code: a ProxycclErrorCode (control.h).
-        channel: channel id; None if no channel is concerned.
-        words: the two words of the trigger that failed, or None.
+        channel: id of the channel on which the error occurred; None if it concerns no channel.
+        words: the two words of the trigger that failed; None if no trigger failed.
         status: status of the transport or the driver; 0 if neither failed.
         reason: the error in words.
-        exception: a handler's exception, or None.
-        peer: the peer of the connection that failed or that the trigger named; None if there is none.
-        schedule: number of the schedule that failed; 0 if none is concerned.
+        exception: the exception that a handler or thread raised, or None.
+        peer: the peer of the connection that failed, or of the failed trigger's connection; None without a connection.
+        schedule: number of the schedule that failed; 0 if no schedule failed.
         offset: for a refused trigger, its offset in the memory that caused the refusal, which is its source or its
             destination.
         wait: after a time-out, the kind of wait: a ProxycclWaitKind (control.h).
@@ -95,7 +95,7 @@ class ProxyFailure(Message, frozen=True):
 
     @property
     def trigger(self) -> Trigger | None:
-        """The trigger that failed, or None."""
+        """The trigger that failed; None if the failure does not concern a trigger."""
         return Trigger.decode(*self.words) if self.words is not None else None
 
 

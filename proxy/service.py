@@ -563,8 +563,8 @@ class ProxyService(ProxyWords):
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Holds the lock during a context, because `close` frees what the tables use. Raises ClosedError if the service
-        is closed.
+        """Holds the lock during a context, so that `close` does not free memory that the tables use. Raises ClosedError
+        if the service is closed.
         """
         with self._lock:
             self._process.require("the proxy service")

@@ -135,8 +135,8 @@ class ProxyWords:
 
 class TurnWatch:
     """Measures how long a worker has taken no turn while someone waited for the workers: their process may be stopped,
-    or a driver call may hang. One thread calls `look` every few milliseconds. The workers count their turns in a
-    ProxycclScheduleWords anyway, so the check costs the proxy nothing.
+    or a driver call may hang. One thread calls `look` every few milliseconds. The check costs the proxy nothing,
+    because the workers count their turns in a ProxycclScheduleWords in any case.
     """
 
     def __init__(self, schedule_words: Any, workers: int) -> None:

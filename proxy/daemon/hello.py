@@ -60,7 +60,7 @@ class DaemonAddress:
 
 
 def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]:
-    """Connects to a daemon and sends a `Hello`. Returns the connection, and the daemon's answer.
+    """Connects to a daemon and exchanges hellos. Returns the connection, and the daemon's hello.
 
     Raises:
         RuntimeUnavailableError: the daemon does not accept this process.

@@ -166,7 +166,7 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
             stdout=subprocess.DEVNULL,
             stderr=errors,
             pass_fds=[listener.fileno()],
-            start_new_session=True,  # Ctrl-C must not reach the daemon, which the ranks may need to end
+            start_new_session=True,  # Ctrl-C must not end the daemon: ranks may still need their proxies
             env=_environment(),
         )
         try:

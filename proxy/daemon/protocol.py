@@ -115,7 +115,7 @@ _KINDS: dict[_Kind, type[ProxyCCLError]] = {
 
 
 class Refused(Reply, frozen=True):
-    """A request that the daemon did not carry out.
+    """The answer to a request that the daemon did not carry out.
 
     Attributes:
         error: the kind of exception that the client raises. After "protocol" the daemon hangs up.

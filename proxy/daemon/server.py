@@ -103,7 +103,7 @@ class Attendance:
         return descriptor
 
     def ended(self, descriptor: int) -> int:
-        """Forgets a process that has ended. Returns its process id."""
+        """Forgets the process with this pidfd, which has ended. Returns its process id."""
         os.close(descriptor)
         return self._pids.pop(descriptor)
 

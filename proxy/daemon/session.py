@@ -242,7 +242,7 @@ class Session:
         self._send_event(Answer(Raw(b"null"), request=self._number))
 
     def _hand(self, theirs: socket.socket) -> None:
-        """Sends the client one end of a connection. Any thread may call this."""
+        """Sends the client its end of a connection from another process. Any thread may call this."""
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: AnyReply) -> None:

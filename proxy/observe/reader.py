@@ -73,7 +73,7 @@ class RingView(Struct, frozen=True):
 
 
 class ConnectionView(Message, frozen=True):
-    """A connection to one peer.
+    """A connection's state at one moment.
 
     Attributes:
         worker: number of the worker that serves the connection.
@@ -96,7 +96,7 @@ class ConnectionView(Message, frozen=True):
 
 
 class ChannelView(ChannelCounters, frozen=True, kw_only=True):
-    """A channel, and its counters.
+    """A channel's place and counters at one moment.
 
     Attributes:
         id: the channel's id in its service.
@@ -255,6 +255,6 @@ def snapshots(job: str | None = None, process: int | None = None) -> dict[Path, 
     """
     views = {}
     for path, publication in find(job, process=process):
-        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # the service has closed
+        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # if the service has just closed
             views[path] = observer.snapshot()
     return views

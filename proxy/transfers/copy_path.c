@@ -199,7 +199,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 static void lose(ProxycclTransfer *transfer) {
   drop_rest((CopyTransfer *)transfer);
   if (transfer->copying == 0)
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* otherwise the last running copy ends the transfer */
+    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* if copies run, the last one ends the transfer */
 }
 
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,

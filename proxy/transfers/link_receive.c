@@ -226,7 +226,7 @@ static const char *take_body(ProxycclLink *link) {
     }
     if (frame->kind == FRAME_CHECK) {
       uint32_t error = in->block < frame->count ? EACCES : 0;
-      if (error == 0 && device == NULL) { /* the CPU may not be able to access device memory */
+      if (error == 0 && device == NULL) { /* not for device memory, which the CPU may not map */
         in->block = find_unmapped(blocks, frame->count);
         if (in->block < frame->count) error = EFAULT;
       }

@@ -64,7 +64,7 @@ typedef struct Rdma {
   uint64_t left;                    /* bytes of that data */
   uint64_t unanswered;              /* number of posted requests without a completion */
   int error;                        /* the error of the first request that failed */
-  uint64_t fault;                   /* that request's address in the peer's process */
+  uint64_t fault;                   /* the peer's address that the first failed request accessed */
   int canceled;                     /* whether the agent stopped before the requests were complete */
   void (*ended)(struct Rdma *self); /* called after the last request; may free `self` */
 } Rdma;
@@ -365,8 +365,9 @@ void driver_leave(const ProxycclCopier *copier, Entered before);
 /* Queues copies between a stage's memory and a device's blocks, and records the stage's event. */
 int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
                   const struct iovec *blocks, uint64_t count);
-int staging_reached(const ProxycclStaging *staging, uint32_t stage); /* queries the stage's event */
-int staging_await(const ProxycclStaging *staging, uint32_t stage);   /* waits for the stage's event, at most 30 s */
+int staging_reached(const ProxycclStaging *staging,
+                    uint32_t stage); /* returns the status of a query of the stage's event */
+int staging_await(const ProxycclStaging *staging, uint32_t stage); /* waits for the stage's event, at most 30 s */
 
 /* agent.c. All functions below are called with the agent locked. */
 int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events); /* 0 or errno */
@@ -383,7 +384,7 @@ uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uin
 /* fabric.c */
 void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes);
 void rdma_drop(ProxycclAgent *agent, Rdma *rdma);                         /* drops the requests that are not posted */
-int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes); /* 0 if the provider refuses */
+int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes); /* records a peer's address; 0 on failure */
 void fabric_forget(ProxycclLink *link);
 int fabric_failed(const ProxycclAgent *agent); /* returns 1 if the completion queue has failed */
 void fabric_poll(ProxycclAgent *agent);
@@ -453,10 +454,10 @@ int transfer_stands(ProxycclTransfer *transfer);
 void transfer_end_deregistered(ProxycclTransfer *transfer);           /* ends a transfer with an ended registration */
 void transfer_watch(ProxycclTransfer *transfer);                      /* makes the thread poll the transfer */
 int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns); /* see proxyccl_transfer_cancel */
-void transfers_look(ProxycclAgent *agent);                            /* polls all transfers in `looked_at` */
-uint64_t transfers_pause(const ProxycclAgent *agent);                 /* returns the ns until the next poll */
+void transfers_look(ProxycclAgent *agent);            /* polls all transfers in the agent's list `looked_at` */
+uint64_t transfers_pause(const ProxycclAgent *agent); /* returns the ns until the next poll */
 
-/* Below transfer.c are the paths (copy_path.c, socket_path.c, fabric_path.c, device_path.c, staged_path.c) and
- * thread.c, which share no functions. */
+/* The order continues with the paths (copy_path.c, socket_path.c, fabric_path.c, device_path.c, staged_path.c) and then
+ * thread.c, which declare no functions here. */
 
 #endif

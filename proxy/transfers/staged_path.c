@@ -150,7 +150,7 @@ static void part_moved(Request *request) {
   while (&part->request != request) ++part;
   part->state = PART_MOVED;
   pthread_cond_broadcast(&transfer->agent->changed); /* wakes a thread that is canceling the transfer */
-  /* Another thread will advance the transfer. */
+  /* If so, another thread advances the transfer. */
   if (transfer->node.queued || transfer->copying > 0 || transfer->cancel) return;
   transfer_watch(transfer);
 }

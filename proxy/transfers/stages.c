@@ -56,7 +56,7 @@ void stage_give(Stage *stage) {
   if (!stage->copying) free_stage(stage);
 }
 
-/* Called when libfabric has filled or emptied a stage. */
+/* Ends a stage's copy by libfabric: records its result, and lets the link continue the answer. */
 static void carried(Rdma *rdma) {
   Stage *stage = (Stage *)((char *)rdma - offsetof(Stage, rdma));
   if (rdma->error != 0 || rdma->canceled || rdma->link->lost != NULL) stage->status = -1;

@@ -27,7 +27,7 @@ static void accept_link(ProxycclAgent *agent, int listener) {
   }
   if (socket < 0) return; /* the peer has already closed the connection */
   uint32_t ungreeted = 0;
-  ProxycclLink *oldest = NULL; /* the list begins with the newest link */
+  ProxycclLink *oldest = NULL; /* the last found, because the list begins with the newest link */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
     if (!link->serves || link->greeted || proxyccl_link_lost(link) != NULL) continue;
     oldest = link;
@@ -72,7 +72,7 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
     case TAG_LISTENER:
       accept_link(agent, *(const int *)object);
       break;
-    case TAG_FABRIC: /* the thread polls the queue in each turn */
+    case TAG_FABRIC: /* nothing to do, because the thread polls the completion queue in each turn */
       break;
     case TAG_PROCESS:
       link_ready(object, EPOLLIN); /* reads the process's last messages first */
@@ -103,7 +103,8 @@ static void *run(void *argument) {
   ProxycclAgent *agent = argument;
   struct epoll_event events[EVENTS];
   uint64_t woken = 0;
-  prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0); /* this thread's pauses are shorter than the default slack of 50 us */
+  prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0,
+        0); /* because the pauses below are shorter than the default slack of 50 us */
   pthread_mutex_lock(&agent->lock);
   while (!agent->stopped) {
     const int copied = copy_next(agent);
@@ -214,7 +215,7 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   stages_finish(agent);
   fabric_stop(agent);
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) --link->references;
-  agent->log = NULL; /* the log's memory is freed with the agent's handle */
+  agent->log = NULL; /* because the log's memory is freed with the agent's handle */
   reap(agent);
   pthread_mutex_unlock(&agent->lock);
 }

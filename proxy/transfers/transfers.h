@@ -43,7 +43,7 @@ typedef enum ProxycclFaultKind {
 
 typedef struct ProxycclFault {
   ProxycclFaultKind kind;
-  uint64_t address; /* the first faulty byte's address in the process that owns the memory */
+  uint64_t address; /* address of the first inaccessible byte, in the process that owns the memory */
 } ProxycclFault;
 
 /* When a transfer began and ended, by CLOCK_MONOTONIC in ns. */
@@ -77,7 +77,7 @@ typedef struct ProxycclCopier {
   int (*make_current)(uint64_t context);
   int (*exchange_capture_mode)(int *mode);
   uint64_t context; /* the device's context */
-  int32_t relaxed;  /* the stream capture mode that allows these calls */
+  int32_t relaxed;  /* the thread's stream capture mode in which these calls are allowed during a capture */
 } ProxycclCopier;
 
 /* The copies that a device makes for a transfer, and their stream. The memory that this struct names must outlive the
@@ -85,11 +85,11 @@ typedef struct ProxycclCopier {
 typedef struct ProxycclDeviceCopies {
   const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine: the device's addresses */
   uint64_t count;
-  uint64_t launch;               /* a ProxycclLaunch that copies the blocks without a row, or 0 */
+  uint64_t launch;               /* a ProxycclLaunch that copies the blocks that have no row, or 0 */
   uint64_t blocks, bytes;        /* blocks and bytes of the whole transfer */
-  uint64_t stream;               /* used by a post without a stream */
+  uint64_t stream;               /* the stream of a post that names no stream */
   uint64_t event;                /* never recorded, so a query of the event only tells whether the device has failed */
-  uint64_t word, word_on_device; /* a pinned word of this transfer: the CPU's and the device's address */
+  uint64_t word, word_on_device; /* a pinned word of this transfer: its CPU address and device address */
 } ProxycclDeviceCopies;
 
 enum { PROXYCCL_STAGES = 4, PROXYCCL_STAGE_BYTES = 1 << 19 };
@@ -131,9 +131,9 @@ uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *ne
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: the first addresses of `count` ranges, in
  * ascending order, and then for each range the highest end of this range and all ranges before it. `staging`: the
- * stages of the device that owns the memory, which identify the device in later calls and outlive the agent's thread;
- * NULL for host memory. Waits at most 30 s for the device's copies from and to removed ranges; afterwards no socket
- * accesses these ranges. Returns 0 or ENOMEM. */
+ * stages of the device that owns the memory; NULL for host memory. The pointer identifies the device in later calls,
+ * and the stages must outlive the agent's thread. Waits at most 30 s for the device's copies from and to removed
+ * ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
 int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
                               uint64_t count);
 /* Returns the number of unread bytes in the inbox. A message consists of the lengths of the sender's name and of the
@@ -153,13 +153,13 @@ int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t byte
 
 /* Asks the agent at the other end of a connected Unix socket to let this process copy from and to its process, for
  * systems on which Yama restricts such copies to parents. Use the socket for nothing else, because the answer may
- * arrive after the time-out. Returns 0 or an errno, ETIMEDOUT after `timeout_ms`. */
+ * arrive after the time-out. Returns 0 or an errno, which is ETIMEDOUT after `timeout_ms`. */
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
-/* An agent's ledger: PROXYCCL_LEDGER_WORDS words in memory that peers of the host map. Each registration has a number,
- * which is never used again, and the word number % PROXYCCL_LEDGER_WORDS. This word is the number while the memory is
- * registered, and the number's bitwise complement if the memory was freed before it was deregistered. Word 0 counts the
- * registrations that have ended. */
+/* An agent's ledger shows which of its registrations are valid. It has PROXYCCL_LEDGER_WORDS words in memory that peers
+ * of the host map. Each registration has a number, which is never used again, and the word number %
+ * PROXYCCL_LEDGER_WORDS. This word is the number while the memory is registered, and the number's bitwise complement if
+ * the memory was freed before it was deregistered. Word 0 counts the registrations that have ended. */
 void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number);
 /* Ends a registration, unless it has ended already. `freed`: whether the memory is no longer mapped. Thread-safe. */
 void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed);
@@ -187,7 +187,7 @@ int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
 /* `count` blocks of at least one byte: two arrays of (address, bytes), with equal bytes at each index. Both arrays
  * outlive the transfer. */
 typedef struct ProxycclBlocks {
-  int32_t writes; /* whether data moves to the remote blocks */
+  int32_t writes; /* 1 if data moves to the remote blocks, 0 if from them */
   const uint64_t *local, *remote;
   uint64_t count;
 } ProxycclBlocks;
@@ -234,12 +234,13 @@ void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint6
                              uint64_t count);
 /* Sets the number that the transfer's records contain, by which Python finds the transfer's peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
-/* Cancels the transfer if it is active, and frees it. Returns 0, or after 30 s EBUSY (see proxyccl_transfer_cancel):
- * the transfer's stages must then stay allocated. */
+/* Cancels the transfer if it is active, and frees it. Returns 0. If the cancel has not succeeded after 30 s, returns
+ * EBUSY (see proxyccl_transfer_cancel), and the transfer's stages must then stay allocated. */
 int proxyccl_transfer_release(ProxycclTransfer *transfer);
-/* Starts the transfer. `message`: sent to the peer once the data has arrived, or NULL. `stream`: a stream of the
- * copying device, or NULL; the copies run after the stream's earlier work and before its later work. A short transfer
- * without a stream ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE, or ENOMEM.
+/* Starts the transfer. `message`: a message to send to the peer once the data has arrived, or NULL. `stream`: a stream
+ * of the copying device, or NULL; the copies run after the stream's earlier work and before its later work. A short
+ * transfer without a stream ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE, or
+ * ENOMEM.
  */
 int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
 /* Starts the transfer once a stream has set words[0] to a nonzero value. When the transfer has ended, in whatever
@@ -247,10 +248,10 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
  * not be used for another start, must be in memory that streams can write and wait for, and must outlive the transfer.
  * Not for transfers that a device copies. Returns 0 or an error of proxyccl_transfer_post. */
 int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words);
-/* Cancels an active transfer. Waits at most 30 s for a device's copies and the stream's work before them, and until the
- * time-out for libfabric requests of either side, which can't be withdrawn. Returns 0 once nothing accesses the local
- * memory. Returns EBUSY if libfabric requests may still access the local memory: the transfer then stays active, and
- * ends as canceled after the last of the requests. */
+/* Cancels an active transfer. Copies by a device and libfabric requests of either side can't be withdrawn: this
+ * function waits at most 30 s for a device's copies and the stream's work before them, and until the time-out for
+ * libfabric requests. Returns 0 once nothing accesses the local memory. Returns EBUSY if libfabric requests may still
+ * access the local memory: the transfer then stays active, and ends as canceled after the last of the requests. */
 int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns);
 ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer);
 /* Advances the transfer: copies a piece that no thread has begun, or polls the device, the link or the fabric. Returns
