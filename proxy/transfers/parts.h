@@ -365,9 +365,8 @@ void driver_leave(const ProxycclCopier *copier, Entered before);
 /* Queues copies between a stage's memory and a device's blocks, and records the stage's event. */
 int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
                   const struct iovec *blocks, uint64_t count);
-int staging_reached(const ProxycclStaging *staging,
-                    uint32_t stage); /* returns the status of a query of the stage's event */
-int staging_await(const ProxycclStaging *staging, uint32_t stage); /* waits for the stage's event, at most 30 s */
+int staging_reached(const ProxycclStaging *staging, uint32_t stage); /* queries the event; returns its status */
+int staging_await(const ProxycclStaging *staging, uint32_t stage);   /* waits for the stage's event, at most 30 s */
 
 /* agent.c. All functions below are called with the agent locked. */
 int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events); /* 0 or errno */

@@ -103,8 +103,7 @@ static void *run(void *argument) {
   ProxycclAgent *agent = argument;
   struct epoll_event events[EVENTS];
   uint64_t woken = 0;
-  prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0,
-        0); /* because the pauses below are shorter than the default slack of 50 us */
+  prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0); /* for the pauses below: the default slack of 50 us is too long */
   pthread_mutex_lock(&agent->lock);
   while (!agent->stopped) {
     const int copied = copy_next(agent);
