@@ -1,5 +1,5 @@
-"""A service's shared memory (ProxycclSharedWords in engine/engine.h), and a check whether the service's workers take
-turns.
+"""Reads and writes a service's shared memory (ProxycclSharedWords in engine/engine.h), and checks whether the service's
+workers take turns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The daemon's side of one client's connection.
+"""Serves one client's connection in the daemon.
 
 The daemon trusts a client's user but not the client's messages: a client can name only objects that the daemon has
 given it (`SessionService`), and an error ends only that client's session.

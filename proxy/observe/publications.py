@@ -1,4 +1,4 @@
-"""How observers find services: each service publishes a small file with its identity and the handles of its memory.
+"""Lets observers find services: each service publishes a small file with its identity and the handles of its memory.
 
 The files are in a directory that only the user can enter. A service that is killed leaves its file behind, and the next
 observer removes the file.

@@ -431,7 +431,7 @@ void request_refuse(ProxycclLink *link, Request *request, uint64_t block, const 
 void link_ready(ProxycclLink *link, uint32_t events);
 void link_watched(ProxycclLink *link, uint32_t events); /* handles events; called by the thread */
 void link_help(ProxycclLink *link);                     /* sends and receives for a caller that polls */
-void link_look(ProxycclLink *link); /* polls the socket for a disconnect, and loses the link if so */
+void link_look(ProxycclLink *link); /* polls the socket for a disconnect, and ends the link after one */
 
 /* log.c */
 void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
