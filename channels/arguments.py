@@ -1,4 +1,4 @@
-"""The arrays of a collective call: their memory, and whether they fit each other."""
+"""Checks the arrays of a collective call: their memory, and whether their shapes and types match."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def require_writable(view: ArrayView, argument: str) -> None:
 
 
 def new_like(group: Group, source: ArrayView, shape: tuple[int, ...], dtype: DType | None = None) -> Any:
-    """Allocates an array for a result: torch's for a torch argument, numpy's for arrays of the host, else one of
-    `empty`. `dtype` None means the element type of `source`.
+    """Allocates an array for a result: a torch tensor if the argument is one, a numpy array for arrays of the host,
+    else an array as `Communicator.empty` returns. `dtype` None means the element type of `source`.
     """
     made, owner = dtype or source.dtype, source.owner
     require_room(shape, made)
@@ -98,7 +98,7 @@ def new_like(group: Group, source: ArrayView, shape: tuple[int, ...], dtype: DTy
 
 
 def rows_of_all(group: Group, source: ArrayView) -> tuple[int, ...]:
-    """Returns the shape of all ranks' `x`, concatenated."""
+    """Returns the shape of the concatenation of all ranks' `x`."""
     return (group.world_size * source.shape[0], *source.shape[1:]) if source.shape else (group.world_size,)
 
 
@@ -119,8 +119,8 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
 
 
 def refuse_partial_overlap(rank: int, source: ArrayView, target: ArrayView) -> None:
-    """Raises ArgumentError if input and output overlap in part. They may lie as in an in-place call: they begin
-    together, or the smaller is this rank's share of the larger.
+    """Raises ArgumentError if input and output overlap in part. An overlap is allowed as in an in-place call: both
+    begin at the same address, or the smaller is this rank's share of the larger.
     """
     part, whole = (target, source) if target.nbytes < source.nbytes else (source, target)
     share = rank * part.nbytes if part.nbytes < whole.nbytes else 0

@@ -30,7 +30,7 @@ def load(part: str) -> Any:
 
 
 def keep_opaque(cls: type) -> None:
-    """Makes torch's compiler, if torch is installed, call the methods of a public class instead of tracing them."""
+    """If torch is installed, makes torch's compiler call the methods of a public class instead of tracing them."""
     if cls not in _opaque and "torch" in sys.modules:
         load("torch: untraced").untraced(cls)
         _opaque.add(cls)

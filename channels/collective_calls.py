@@ -57,9 +57,9 @@ class CollectiveCalls:
             symmetric: promises that the arrays of all ranks are symmetric memory (`empty`, `register`), on which the
                 choice of an algorithm may rely; results are correct either way. All ranks pass the same value.
             stream: where to queue the call: a stream of any library, or its handle, which must live until the next
-                call. With None the call waits for its end on the host runtime; on a GPU it is queued on the current
-                stream of the library that owns `x` (torch, CuPy), else on the calling thread's default stream. While
-                the thread captures a graph, the stream must be one that is captured.
+                call. With None, the call on the host runtime returns when it is complete; on a GPU it is queued on the
+                current stream of the library that owns `x` (torch, CuPy), else on the calling thread's default stream.
+                While the thread captures a graph, the stream must be one that is captured.
 
         Returns:
             `out`, or `x`.
@@ -86,8 +86,8 @@ class CollectiveCalls:
         cta_policy: str | None = None,
         stream: StreamLike = None,
     ) -> NormedRows:
-        """Adds the ranks' rows and a residual, and norms each row: RMSNorm, as between the layers of a decoder. All
-        ranks call this together, with the same residual and weight.
+        """Adds the ranks' rows and a residual, and normalizes each row: RMSNorm, as between the layers of a decoder.
+        All ranks call this together, with the same residual and weight.
 
         The result `residual` is the sum of the ranks' `x`, with the bits of `all_reduce`, plus `residual`, rounded to
         the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) * weight``, where the mean is a
@@ -99,24 +99,25 @@ class CollectiveCalls:
             x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of at most eight dimensions and
                 a width of at most 262,144; the same shape on all ranks.
             residual: an array like `x`; None to add nothing.
-            weight: an array [width] of the type of `x`; None to add without norming.
+            weight: an array [width] of the type of `x`; None to add without normalizing.
             eps: added to the mean of squares.
             out: where `out` goes: an array like `x`, or with `quantize` of float8_e4m3fn; it may be `x` or `residual`.
                 None for a new array.
             residual_out: where `residual` goes: an array like `x`; it may be `x` or `residual`. None for a new array.
             scales: where the scales go: an array [..., 1] of float32. None for a new array.
             quantize: "float8" for a scale of each row, a 448th of the row's greatest magnitude, which is returned in
-                `scales`; an array of one float32 for a given scale of all rows. `out` is then the normed row divided by
-                its scale, and saturates at 448. None to round to the type of `x`.
+                `scales`; an array of one float32 for a given scale of all rows. `out` is then the normalized row
+                divided by its scale, and saturates at 448. None to round to the type of `x`.
             algorithm, cta_policy: as for `all_reduce`. With "one_shot" and "two_shot_packets" the call is one launch;
-                with others an all_reduce, followed by another launch, which norms rows also under the policy "zero".
+                with other algorithms it is an all_reduce, followed by a launch that normalizes the rows, even under the
+                policy "zero".
             stream: as for `all_reduce`.
 
         Returns:
             `out`, `residual` and `scales`; `out` is None without `weight`, and `scales` without `quantize="float8"`.
 
-        Raises as `all_reduce`, and ArgumentError for an array of another shape or type, for arrays that overlap in
-        part, and for options that contradict each other.
+        Raises the errors of `all_reduce`; and ArgumentError for an array of a wrong shape or type, for arrays that
+        overlap in part, and for options that contradict each other.
         """
         return all_reduce_rms_norm(
             self._collectives,
@@ -297,14 +298,15 @@ class CollectiveCalls:
 
         Args:
             x: shape [sum(send_counts), …]; any element type. The dimensions after the first are the same on all ranks.
-            send_counts: by rank, the number of rows that this rank sends to it.
-            recv_counts: by rank, the number of rows that it sends to this rank, as in that rank's ``send_counts``.
+            send_counts: for each rank, the number of rows that this rank sends to that rank.
+            recv_counts: for each rank, the number of rows that the rank sends to this rank, as in that rank's
+                ``send_counts``.
             out: shape [sum(recv_counts), …]; None for a new array.
             stream: as for `all_reduce`.
 
         Returns:
-            `out`, or the new array. Raises as `all_reduce`, and MismatchError for a count that differs from the
-            peer's, if neither is 0: see `send`.
+            `out`, or the new array. Raises the errors of `all_reduce`; and MismatchError if a count differs from the
+            peer's count and neither is 0: see `send`.
         """
         return all_to_all_v(self._collectives, x, send_counts, recv_counts, out, stream)
 
@@ -319,11 +321,11 @@ class CollectiveCalls:
         Args:
             plan: an `ExecutionPlan`, or an argument of `ExecutionPlan.load`. Load a plan once if you use it often.
             x: the input: a contiguous array of `input_chunks` equal chunks, whose bytes are multiples of the plan's
-                alignment; the same count and type on all ranks. Types as for `all_reduce` if the plan reduces, any
-                otherwise. An array that peers reach is copied to or from the plan's own memory, unless all ranks pass
-                results of `register`.
+                alignment; the same count and type on all ranks. If the plan reduces, the element type is one of
+                `all_reduce`'s types; otherwise any. An array that peers reach is copied to or from the plan's own
+                memory, unless all ranks pass results of `register`.
             out: the output, of `output_chunks` such chunks. None for a new array, or for `x` if the plan works in
-                place on an array of that size. Such a plan also accepts an array other than `x`.
+                place on an array of that size. A plan that works in place also accepts an array other than `x`.
             stream: as for `all_reduce`.
 
         Returns:
@@ -331,9 +333,9 @@ class CollectiveCalls:
 
         Raises:
             ArgumentError: the plan can't be executed, or an array does not fit it. The call had no effect.
-            MismatchError: ranks execute different plans, or arrays of other sizes or types.
-            CommunicatorError: a rank failed; see its subclasses. After a time-out it names the rank waited for, the
-                threadblock and the operation.
+            MismatchError: ranks execute different plans, or pass arrays of different sizes or types.
+            CommunicatorError: a rank failed; see its subclasses. After a time-out, the error names the threadblock, the
+                operation, and the rank that this operation waits for.
         """
         return run(self._collectives, EXECUTE, x, out, algorithm=ExecutionPlan.load(plan), stream=stream)
 
@@ -342,9 +344,10 @@ class CollectiveCalls:
     def prepare_transfers(self) -> None:
         """Sets up transfers between ranks. All ranks call this together.
 
-        Otherwise the first `send`, `recv` or `transfers` does so, and waits for all ranks. Call this first if not all
-        ranks take part in the first transfer, or if transfers and collectives run in different threads: two threads
-        that wait for all ranks at once end the communicator, or one of them gets ConcurrentCallError.
+        Without this call, the first `send`, `recv` or `transfers` sets up the transfers, and waits for all ranks. Call
+        this first if not all ranks take part in the first transfer, or if transfers and collectives run in different
+        threads: if two threads of a rank wait for all ranks at the same time, the communicator ends, or one of the
+        threads gets ConcurrentCallError.
         """
         self._group.failure.require_usable()
         if self._group.world_size > 1:
@@ -379,8 +382,9 @@ class CollectiveCalls:
         """Returns a context that collects sends and receives, and issues them together, by one launch, at the end of
         the ``with`` block.
 
-        ``with comm.transfers() as t: t.send(x, right); t.recv(y, left)``. Within a block no transfer waits for another,
-        so its order does not matter between different peers, and an array that is received may not overlap another.
+        ``with comm.transfers() as t: t.send(x, right); t.recv(y, left)``. Within a block no transfer waits for another.
+        So the order of transfers with different peers does not matter, and an array that is received may not overlap
+        another array of the block.
 
         Args:
             stream: as for `all_reduce`.
@@ -394,7 +398,7 @@ class CollectiveCalls:
 
     @property
     def collectives(self) -> Collectives:
-        """The collectives' own state: teams, and the `selector` that chooses algorithms."""
+        """The state that collectives share: teams, and the `selector` that chooses algorithms."""
         return self._collectives
 
     def tune(
@@ -402,22 +406,23 @@ class CollectiveCalls:
     ) -> Selector:
         """Measures the algorithms of all collectives, and uses the fastest for each kind of call from then on.
 
-        It measures kernels and proxies, float32 and bfloat16 where types matter, symmetric and other arrays, and the
-        execution plans in the current tables, each with arrays of the sizes that the plan takes. All ranks call this
-        together, with the same arguments, while nothing else runs.
+        It measures the algorithms of kernels and of proxies, with symmetric and with other arrays; in float32 and
+        bfloat16 if the element type matters; and the execution plans in the current tables, each with arrays of the
+        sizes that the plan takes. All ranks call this together, with the same arguments, while nothing else runs.
 
         Args:
             sizes: bytes to measure, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If the
-                last size is less than that, larger arrays keep the defaults.
-            iterations: calls of each algorithm at each size; the median of the slowest rank's times counts.
-            seconds: the approximate limit of the total time. Larger sizes are skipped when the time is over.
+                last size is below this default maximum, arrays above the last size keep the default algorithms.
+            iterations: calls of each algorithm at each size; algorithms are compared by the median of the slowest
+                rank's times.
+            seconds: the approximate limit of the total time. Sizes that are left when the time is over are skipped.
             save: whether rank 0 keeps the tables on disk, next to the compiled kernels. Communicators of the same
                 number of ranks on the same kind of machine then start with these tables, until another version of the
                 library is installed. `proxyccl info` shows the tables. Saved tables omit execution plans, which a
                 program loads itself.
 
         Returns:
-            The tables: ``communicator.collectives.selector = tables`` on all ranks sets them.
+            The tables. To use them later, all ranks set ``communicator.collectives.selector = tables``.
 
         Raises:
             ArgumentError: an argument is wrong.

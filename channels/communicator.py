@@ -56,11 +56,11 @@ def _require_instance(argument: str, value: object, kind: type) -> None:
 
 
 class CallCounts(NamedTuple):
-    """Counts of the uses of a communicator.
+    """The numbers of calls that a communicator has launched and prepared.
 
     Attributes:
         made: calls that were launched.
-        prepared: forms of calls that were prepared.
+        prepared: kinds of calls that were prepared; see `Communicator.calls`.
     """
 
     made: int
@@ -71,8 +71,8 @@ class Communicator(CollectiveCalls):
     """A group of ranks.
 
     All ranks construct a `Communicator` together, and call its collectives and registrations in the same order. So only
-    one thread of a rank at a time may make these calls. Other threads may `send`, `recv` and use `transfers` meanwhile,
-    once `prepare_transfers` has returned.
+    one thread of a rank at a time may make these calls. Once `prepare_transfers` has returned, other threads may
+    `send`, `recv` and use `transfers` at the same time.
 
     Use it as a context manager, or call `close`.
 
@@ -80,15 +80,15 @@ class Communicator(CollectiveCalls):
         bootstrap: a `Bootstrap`, an MPI communicator or a torch process group; None for MPI's world.
         runtime: this rank's `Runtime`, or the name of one ("host", "cuda", "hip"); None for
             ``PROXYCCL_RUNTIME``, else the first that the machine offers.
-        device: device number, for a runtime given by name; None for the rank's number within its host, modulo the
+        device: device number, for a runtime given by name. None for the rank's number within its host, modulo the
             number of devices.
         timeout: bound of every wait, in seconds; None for ``PROXYCCL_TIMEOUT``, else 30.
         local_world_size: count this many consecutive ranks as a node; the same on all ranks. None for
             ``PROXYCCL_LOCAL_WORLD_SIZE``, else real hosts.
-        fifos: rings of this rank's proxy, or "peer" for one for each peer, up to 64. A channel whose peer is slow holds
-            back the channels of its ring.
-        proxy_threads: threads that drain the rings.
-        fifo_size: slots in each ring, a power of two.
+        fifos: the number of rings of this rank's proxy; or "peer" for one ring for each peer, up to 64. A channel whose
+            peer is slow holds back the channels of its ring.
+        proxy_threads: the number of threads that take triggers from the rings.
+        fifo_size: the number of slots in each ring, a power of two.
         idle: the policy of an idle proxy, wherever the proxy runs; a thread that serves several proxies uses the most
             aggressive of their policies. None to choose by the free cores, or, in a node daemon, to use the daemon's
             policy.
@@ -96,27 +96,27 @@ class Communicator(CollectiveCalls):
             each host and that ends with them, or "daemon", in the node daemon. None for ``PROXYCCL_PROXY``, else
             "thread" on the host runtime, and on GPUs "daemon" if the ranks of the host find one, else "process". The
             job's own daemon starts in the background when the communicator is made. On CUDA "thread" needs
-            ``CUDA_MODULE_LOADING=EAGER``, without which it warns when the proxy is first used.
-        proxy_cores: cores that the proxy's threads may run on: numbers and ranges such as "0-3,8", "node:1" for a NUMA
-            node's, "near" for the NUMA node next to the device; None for any core. The job's own daemon uses the cores
-            of the rank that starts it; the node daemon has its own setting.
+            ``CUDA_MODULE_LOADING=EAGER``; without this setting the library warns when the proxy is first used.
+        proxy_cores: cores that the proxy's threads may run on: numbers and ranges such as "0-3,8", "node:1" for the
+            cores of NUMA node 1, "near" for those of the NUMA node next to the device; None for any core. The job's own
+            daemon uses the cores of the rank that starts it; the node daemon has its own setting.
         transport: the transport of ProxyChannels: "copy", "verbs" (RDMA), "staged" (RDMA through pinned memory),
             "fabric" (libfabric) or "staged_fabric" (libfabric through pinned memory) for all pairs of ranks, or a dict
             with some pairs, such as {(0, 1): "verbs"}; the same on all ranks. None for ``PROXYCCL_TRANSPORT``, else
-            copies within a node and RDMA between nodes, which is staged where a rank's RDMA device can't register its
-            GPU's memory; between hosts without RDMA the fabric, staged likewise.
+            "copy" within a node and, between nodes, "verbs", or "fabric" between hosts without RDMA; "staged" or
+            "staged_fabric" if a rank's network device can't register its GPU's memory.
         rdma: the RDMA device and its settings; None for those in ``PROXYCCL_RDMA_*``, else the defaults of
             `RdmaOptions`.
         fabric: libfabric's provider, interface and settings; None for those in ``PROXYCCL_FABRIC_*``, else the defaults
             of `FabricOptions`.
         cta_policy: "zero" leaves the multiprocessors to the program, as NCCL_CTA_POLICY_ZERO does: collectives run by
             proxy unless a call names an algorithm or another policy. "efficiency" leaves most multiprocessors to the
-            program: kernels have few blocks. "default" takes the algorithm that is fastest on an idle device. The same
-            on all ranks. None for ``PROXYCCL_CTA_POLICY``, else "default".
+            program: kernels have few blocks. "default" chooses the algorithm that is fastest on an idle device. The
+            same on all ranks. None for ``PROXYCCL_CTA_POLICY``, else "default".
         invariant: whether the bits of each element that `all_reduce`, `reduce` or `reduce_scatter` returns depend only
             on the ranks' values of this element and on the group, and not on the array's size, the element's place in
-            it, or the algorithm. The library then chooses among algorithms that add in one order, and refuses others.
-            The same on all ranks. None for ``PROXYCCL_INVARIANT``, else False.
+            it, or the algorithm. The library then uses only algorithms that add in the same order, and refuses the
+            others. The same on all ranks. None for ``PROXYCCL_INVARIANT``, else False.
         linger: seconds that the process waits at its end, silently, for ranks that have not closed the
             communicator; None for `timeout`, after which a report names the missing ranks.
 
@@ -201,8 +201,8 @@ class Communicator(CollectiveCalls):
         """Returns a communicator of some of the ranks, which call this together; the other ranks need not.
 
         The new communicator shares this one's runtime, process watches and mappings, and needs no bootstrap if the
-        ranks share a host. A `close`, failure or `abort` of this communicator ends the new communicator too, but not
-        the reverse.
+        ranks share a host. If this communicator is closed or aborted, or fails, the new communicator ends too; the end
+        of the new one does not affect this one.
 
         Args:
             ranks: numbers in this communicator, including this rank's; the same list on all members. A rank's place in
@@ -212,15 +212,15 @@ class Communicator(CollectiveCalls):
                 Threads that split the same ranks concurrently, or in a different order than on other ranks, need a
                 separate bootstrap for each split. None to meet through this communicator, in one thread of a rank at a
                 time.
-            invariant: as for the constructor, but None for this communicator's.
+            invariant: as for the constructor, but with None the new communicator has this communicator's setting.
 
         Raises:
             ArgumentError: the ranks are not different ranks of this communicator, or this rank is not among them; or
                 the bootstrap does not join exactly the members.
             MismatchError: members gave different lists.
             WaitTimeoutError: not all members arrived within the time. This communicator stays usable.
-            ResourceError: there are too few descriptors. This communicator stays usable, here and on the other members,
-                which get an AbortedError.
+            ResourceError: this process has too few file descriptors left. This communicator stays usable on all
+                members; the other members get an AbortedError.
             RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap can't join some of its ranks.
         """
         self._group.failure.require_usable()
@@ -246,13 +246,13 @@ class Communicator(CollectiveCalls):
 
         A rank remains unless its process has ended, it has closed this communicator, or it is excluded. A rank that
         does not arrive within the time-out is excluded too, and this communicator has then failed. The ranks agree on
-        the remaining ones even if some of them fail meanwhile, and keep their order.
+        the remaining ranks even if some of these fail during the call, and the remaining ranks keep their order.
 
         The call waits for the work that the ranks have queued on their devices. If this communicator has failed, the
         call closes it; otherwise this communicator stays usable, and its end does not end the new one. The device,
         compiled kernels, and the mappings of the other ranks' memory are kept. Arrays of `empty` are still used in
         place, and so are registered arrays if all ranks share a host; registering an array again needs no new mapping.
-        Make channels anew, because a failure leaves their counts undefined.
+        Channels must be made anew, because a failure leaves their counts undefined.
 
         Args:
             exclude: ranks to leave out; the same on all callers.
@@ -265,8 +265,8 @@ class Communicator(CollectiveCalls):
             MismatchError: a rank passed a different `exclude`. This communicator can't be shrunk any longer.
             ClosedError: this communicator is closed, or was shrunk before.
             PeerLostError: ranks were lost in each of the call's attempts.
-            ResourceError: there are too few descriptors. This communicator is closed, and the other ranks continue
-                without this one.
+            ResourceError: this process has too few file descriptors left. This communicator is closed, and the other
+                ranks continue without this rank.
             RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board (`Bootstrap`).
         """
         self._group.failure.require_own_process()
@@ -304,9 +304,9 @@ class Communicator(CollectiveCalls):
         """Returns a communicator of these ranks and new ranks, which join over a bootstrap.
 
         The ranks of this communicator call this; new processes construct a `Communicator` with their bootstrap, and
-        with the same options. A `transport` for some pairs names ranks by their new numbers, on all ranks. This
-        communicator stays usable, and its end does not end the new one. The device, compiled kernels, options and
-        mappings are kept, and arrays of `empty` are used in place, as with `shrink`.
+        with the same options. If `transport` is given for some pairs of ranks, it is given on all ranks, with the
+        ranks' new numbers. This communicator stays usable, and its end does not end the new one. The device, compiled
+        kernels, options and mappings are kept, and arrays of `empty` are used in place, as with `shrink`.
 
         Args:
             bootstrap: a bootstrap of all ranks, old and new, in the order of their new numbers; as for the constructor.
@@ -324,8 +324,8 @@ class Communicator(CollectiveCalls):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """By rank, its number in the communicator that this communicator was split or shrunk from; empty if there is no
-        such communicator.
+        """For each rank, the rank's number in the communicator that this communicator was split or shrunk from; empty
+        if there is no such communicator.
         """
         return self._group.members
 
@@ -363,8 +363,9 @@ class Communicator(CollectiveCalls):
     def calls(self) -> CallCounts:
         """The numbers of this communicator's collective calls and of experts' layers' calls, including barriers.
 
-        A call is prepared when it is the first with its options, element types and shapes. Later such calls, even with
-        new arrays, reuse the prepared form. For experts' calls, the numbers of tokens do not matter.
+        A call is prepared if it is the first call with its options, element types and shapes. Later such calls, even
+        with new arrays, reuse the prepared form. For experts' calls, shapes that differ only in the number of tokens
+        count as equal.
         """
         calls = self._group.launches.calls
         return CallCounts(calls.made, calls.prepared)
@@ -391,7 +392,7 @@ class Communicator(CollectiveCalls):
 
     @property
     def local_world_size(self) -> int:
-        """Number of ranks of this node."""
+        """The number of ranks of this node."""
         return self._group.topology.local_world_size
 
     @property
@@ -406,7 +407,7 @@ class Communicator(CollectiveCalls):
 
     @property
     def timeout(self) -> float:
-        """Bound of every wait, in seconds. Setting it changes this rank's waits from now on."""
+        """The time-out of every wait, in seconds. Setting it changes this rank's later waits."""
         return self._group.timeout
 
     @timeout.setter
@@ -438,8 +439,8 @@ class Communicator(CollectiveCalls):
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Allocates an array in device memory. Its contents are undefined.
 
-        Collectives use the array in place; see `register`. ProxyChannels and SmChannels can use it once it is
-        registered.
+        Collectives read and write the array directly, without staging; see `register`. ProxyChannels and SmChannels can
+        use it once it is registered.
 
         Args:
             shape: dimensions; all at least 0.
@@ -454,16 +455,17 @@ class Communicator(CollectiveCalls):
         slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`. Otherwise
         collectives copy the array through scratch memory.
 
-        Memory of `empty` can be reached by all peers. On the host runtime other arrays are private to their process:
-        they can be the source of a put, and a peer that tries to reach one gets an error that names the reason.
+        All peers can reach memory that `empty` returns. On the host runtime all other arrays are private to their
+        process: they can be the source of a put, but a peer that tries to reach such an array gets an error that names
+        the reason.
 
         The array is kept alive until `deregister`. Do not free its memory before that by other means, such as
         hipFree or a tensor's ``untyped_storage().resize_(0)``. Collectives detect a freed array, and do not confuse a
-        new array at its address with the registered one. Channels do not detect this.
+        new array at its address with the registered one. Channels do not detect a freed array.
 
         Raises:
             ArgumentError: the argument is not an array, has no memory, or is on another device; or it is a result of
-                `register` whose array was freed meanwhile.
+                `register` whose array was freed after its registration.
         """
         return self._register(array, "array")
 
@@ -473,9 +475,10 @@ class Communicator(CollectiveCalls):
     def deregister(self, array: Any) -> None:
         """Ends the registration of an array, or of a result of `register`. Not collective.
 
-        Neither queued work nor graphs that will be replayed may still use the array as registered memory. The array may
-        be freed afterwards. If ranks reach one another by a remote transport, all ranks must deregister between the
-        same two collectives, because a rank's proxy forgets its peers' arrays too.
+        When this is called, neither queued work nor graphs that will be replayed may still use the array as registered
+        memory. The array may be freed afterwards. If ranks reach one another by a remote transport, all ranks must
+        deregister between the same two collectives, because the call also removes the peers' arrays from this rank's
+        proxy.
 
         Raises:
             ArgumentError: the array is not registered.
@@ -487,7 +490,8 @@ class Communicator(CollectiveCalls):
 
         Tensors that this thread allocates in the ``with`` block, on the communicator's device, count as registered for
         as long as they live, and so do their slices. Collectives use them in place if all ranks' arrays are registered
-        or count as registered. A new tensor's first calls may be staged, until the peers have mapped its memory.
+        or count as registered. Until the peers have mapped a new tensor's memory, calls with the tensor may copy it
+        through scratch memory.
 
         The pool belongs to the device. It lives as long as a communicator that has used it. Later blocks, including
         those of other communicators, reuse memory that a tensor frees. torch returns memory to the driver when the pool
@@ -510,11 +514,11 @@ class Communicator(CollectiveCalls):
         """Makes channels through which kernels access the peers' memory. All ranks call this together.
 
         Args:
-            dst: an array or registered memory; put writes to, and get reads from, the `dst` of the peer.
+            dst: an array or registered memory; a put writes to, and a get reads from, the `dst` of the peer.
             src: local memory that put reads and get writes; None for `dst`.
             packet_buffer: local memory that peers' putPackets fill and getPackets reads; None for `dst`.
-            peers: ranks to connect to, in the order of the channels; may include this rank. None for all others by
-                rank.
+            peers: ranks to connect to, in the order of the channels; may include this rank. None for all other ranks,
+                in the order of ranks.
 
         Raises:
             ArgumentError: a peer is not a rank, or this rank's kernels can't access its memory.
@@ -594,8 +598,8 @@ class Communicator(CollectiveCalls):
             *args, stream=None)``.
 
         Raises:
-            CompileError: compilation failed, with the compiler's messages; or there is no compiler, with what to
-                install.
+            CompileError: compilation failed, with the compiler's messages; or no compiler was found, with the name of
+                what to install.
         """
         self._group.failure.require_usable()
         module: Module = self.runtime.compile(
@@ -633,17 +637,17 @@ class Communicator(CollectiveCalls):
         self._group.failure.abort(reason)
 
     def all_gather_bytes(self, data: bytes, purpose: str = "all_gather_bytes") -> list[bytes]:
-        """Returns every rank's bytes, exchanged over the bootstrap. All ranks call this together; for set-up, not for
-        speed.
+        """Exchanges bytes over the bootstrap, and returns every rank's bytes. All ranks call this together. The call is
+        slow, and meant for set-up.
 
         Args:
             data: this rank's bytes; lengths may differ.
             purpose: what the exchange is for, in words; the same on all ranks.
 
         Raises:
-            ArgumentError: `data` is not bytes, or `purpose` not a text.
+            ArgumentError: `data` is not bytes, or `purpose` is not a string.
             WaitTimeoutError: not all ranks arrived within the time-out.
-            MismatchError: a rank calls with another purpose, or has closed the communicator.
+            MismatchError: a rank passed a different purpose, or has closed the communicator.
         """
         self._group.failure.require_usable()
         if not isinstance(data, bytes | bytearray | memoryview):
@@ -666,14 +670,14 @@ class Communicator(CollectiveCalls):
     # -- end ---
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the communicator. Calling it twice does nothing.
+        """Ends the communicator. Further calls do nothing.
 
-        All ranks call this. The call waits for work in flight, except for other ranks after a failure. Ranks may close
-        several communicators in different orders.
+        All ranks call this. The call waits for work in flight; after a failure it does not wait for other ranks. Ranks
+        may close several communicators in different orders.
 
         Args:
-            wait: whether to wait for the other ranks to close the communicator. If not, a thread later frees the memory
-                that they reach, when all have closed it.
+            wait: whether to wait for the other ranks to close the communicator. If False, a thread frees the memory
+                that the other ranks reach once all ranks have closed the communicator.
 
         Raises:
             WaitTimeoutError: a rank did not close the communicator within the time-out.

@@ -1,4 +1,6 @@
-"""The group: one rank's view of the ranks of a communicator, and the base of everything in this room."""
+"""The group: one rank's view of the ranks of a communicator, and the base of all modules in this directory that need
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ _CIRCLE_SECONDS = 0.1
 """A peer that waits this long for the end of another communicator may be waiting for this rank."""
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.25
-"""Seconds between checks of the watcher whether this rank has lost its context."""
+"""Seconds between the watcher's checks whether this rank's GPU context has been destroyed."""
 
 
 class Shared(Protocol):
@@ -72,8 +74,8 @@ class StreamWaits(Protocol):
 class Group:
     """One rank of a communicator.
 
-    All ranks make their groups together, then `open` them. Everything in this room takes a group, and so
-    does every part of a communicator; the communicator itself adds the users' calls.
+    All ranks make their groups together, then `open` them. Every part of a communicator works on a group; the
+    communicator itself adds the calls that users make.
 
     Attributes:
         rank, world_size: this rank's number, and the number of ranks.
@@ -86,8 +88,8 @@ class Group:
         failure: whether the group can still be used.
         launches: orders this rank's launches.
         links: this rank's proxy, and its connections.
-        mappings: memory of peers that is mapped here.
-        stream_waits: words that streams of this rank wait for and that no proxy writes.
+        mappings: the memory of peers that this process has mapped.
+        stream_waits: objects that own words for which streams of this rank wait, and which no proxy writes.
         vain_waits: ends the group if this rank waits for peers that make no more calls.
         inventory: the channels and semaphores in use.
         semaphore_words: the words that peers' kernels signal.
@@ -101,7 +103,7 @@ class Group:
             with meeting.exchange.telling():
                 self._begin(meeting, parent, mapped)
         except BaseException:
-            meeting.control.set_presence(Presence.LEFT)  # peers need not wait for kernels of this rank
+            meeting.control.set_presence(Presence.LEFT)  # peers don't wait for kernels of this rank
             self.discard()
             raise
 
@@ -201,7 +203,9 @@ class Group:
             return Group(meeting, mapped=self._mapped)
 
     def _stop_work(self) -> None:
-        """Ends this rank's use of its peers' memory. Afterwards its queued work is complete, or will never complete."""
+        """Ends this rank's use of its peers' memory. When the call returns, this rank's queued work is complete, or
+        will never complete.
+        """
         self._end_kernels()
         with contextlib.suppress(CommunicatorError):
             self.links.drain()
@@ -221,7 +225,9 @@ class Group:
             _logger.warning("rank %d: a kernel failed, as the end of its communicator found: %s", self.rank, error)
 
     def open(self, observer: Observer) -> None:
-        """Opens the group: from now on failures are noticed, passed on and reported. If it fails, `discard` follows."""
+        """Opens the group: from now on failures are noticed, passed on and reported. If `open` raises an error, the
+        caller calls `discard`.
+        """
         # No kernel waits for a peer before all ranks have opened, because `Collectives.start` exchanges once more.
         try:
             self._begin_watching(observer)
@@ -294,7 +300,7 @@ class Group:
 
     def _look_at_context(self, now: float) -> None:
         """Ends the group if an error destroyed this process's context on its GPU, which the driver reports only when
-        queried. The query uses a stream on which nothing else depends.
+        queried. The query uses the default stream of launches.
         """
         if self.parent is None and now >= self._next_context_look:
             self._next_context_look = now + _LOOK_SECONDS
@@ -365,8 +371,8 @@ class Group:
     # -- memory that peers reach ---
 
     def keep(self, shared: Shared) -> None:
-        """Keeps memory alive until the group ends or `let_go`, because peers may access it after its user has dropped
-        it.
+        """Keeps memory alive until the group ends or `let_go` is called, because peers may access the memory after its
+        user has dropped it.
         """
         self.kept.append(shared)
 
@@ -382,15 +388,15 @@ class Group:
             self._aftermath.keep(shared, *owned)
 
     def request_reports(self) -> None:
-        """Asks the other ranks of this host to write their reports, as a signal does."""
+        """Asks the other ranks of this host to write their reports, as they do on a signal."""
         for segment in self._segments.values():
             segment.request_report()
 
     # -- the end ---
 
     def discard(self) -> None:
-        """Frees a group that could not be made or opened, after its peers were told. No kernel may have been launched
-        on the group.
+        """Frees a group that could not be made or opened. The peers must have been notified before. No kernel may have
+        been launched on the group.
         """
         with self._closing:
             if self._released:
@@ -411,20 +417,21 @@ class Group:
                 self._end_pins()
 
     def close(self, *, reason: str = "", wait: bool = True) -> None:
-        """Ends the group, and the groups that were split from it. Calling it twice does nothing.
+        """Ends the group, and the groups that were split from it. Further calls do nothing.
 
-        Memory that peers reach is freed when they have closed the communicator too. The call waits for that, except for
-        a peer that waits for the end of another communicator: then a thread waits instead. So ranks may close
-        communicators in different orders. After a failure the call does not wait. Called by a signal handler that
-        interrupts a wait, it ends the group on all ranks, and leaves the rest to a later call.
+        Memory that peers reach is freed once the peers have closed the communicator. The call waits for them; but if a
+        peer waits for the end of another communicator, a thread waits instead. So ranks may close communicators in
+        different orders. After a failure the call does not wait. If a signal handler that interrupts a wait calls
+        `close`, the call only aborts the group on all ranks; a later call of `close` does the rest.
 
         Args:
             reason: the reason that peers get if they must stop without closing the group themselves; empty if they
-                close the group too. wait: whether to wait for the peers; otherwise a thread waits.
+                close the group too.
+            wait: whether to wait for the peers; otherwise a thread waits.
 
         Raises:
             WaitTimeoutError: a peer did not close the group within the time-out.
-            CommunicatorError: a rank failed meanwhile.
+            CommunicatorError: a rank failed during the call.
         """
         if in_handler():  # the interrupted code will continue to use the memory that would be freed
             self.failure.abort("a signal handler closed the communicator")
@@ -452,9 +459,9 @@ class Group:
                 self._release_later()
 
     def leave(self, reason: str = "") -> bool:
-        """Ends this rank's work and tells the peers. Returns False if the group has failed, also during this call."""
+        """Ends this rank's work and tells the peers. Returns False if the group failed before or during this call."""
         children = list(self._children)
-        for each in (self, *children):  # all first: a wait for one waits for all work on the device
+        for each in (self, *children):  # all groups first: a wait for one group waits for all work on the device
             each.vain_waits.begin()
         for child in children:
             child._leave_with_parent(reason)
@@ -477,7 +484,9 @@ class Group:
         return True
 
     def _leave_with_parent(self, reason: str) -> None:
-        """Leaves before the group that this group was split from; that group then releases this group."""
+        """Announces that this rank leaves this group, before it leaves the group that this group was split from; the
+        latter's release then also releases this group.
+        """
         with self._closing:
             if not self.failure.closed:
                 self.leave(reason)
@@ -486,7 +495,7 @@ class Group:
     def has_left(self, peer: int | None) -> bool:
         """Whether a peer, or with None any peer, has closed the communicator, so that it makes no further calls."""
         peers = range(self.world_size) if peer is None else [peer]
-        with self._closing:  # keeps the peers' segments from being freed meanwhile
+        with self._closing:  # keeps the peers' segments from being freed during the loop
             if self._released:
                 return False
             return any(each != self.rank and self._watcher.presence(each) is Presence.LEFT for each in peers)
@@ -518,8 +527,8 @@ class Group:
 
     @contextlib.contextmanager
     def _announced_elsewhere(self) -> Iterator[None]:
-        """A context for a wait for the end of this group. Announces the wait to the peers of this thread's other
-        groups.
+        """Returns a context in which this thread waits for the end of this group. The context announces the wait to the
+        peers of this thread's other groups.
         """
         with open_lock:
             others = [
@@ -536,7 +545,9 @@ class Group:
                 other._watcher.announce(Presence.PRESENT)
 
     def late(self, peer: int, operation: str, what: str, timeout: float) -> CommunicatorError:
-        """Ends the group because a peer did not do something in time. Returns the exception."""
+        """Ends the group with a time-out error that names the peer, and what the peer did not do in time. Returns the
+        exception.
+        """
         late = WaitTimeoutError(
             f"{operation}: rank {peer} did not {what} within {timeout:g} s",
             rank=self.rank,
@@ -573,8 +584,8 @@ class Group:
                 open_groups.remove(self)
 
     def release(self, *, healthy: bool) -> None:
-        """Frees the group's resources, once. If the group is not healthy or a rank has failed, frees them as after a
-        failure.
+        """Frees the group's resources; further calls do nothing. If `healthy` is False or a rank has failed, memory
+        that peers may still access is kept as after a failure.
         """
         try:
             with self._closing:
@@ -616,7 +627,7 @@ class Group:
         self.semaphore_words.close()
         if healthy:
             self._aftermath.end()
-        else:  # a peer's kernel may still write there
+        else:  # a peer's kernel may still write to this rank's memory
             # Now that this rank reaches no memory, ranks that shrink the communicator don't wait for this rank.
             self.control.set_presence(Presence.LEFT)
             self._aftermath.follow(reached)
@@ -638,7 +649,7 @@ class Group:
 
 _logger = logging.getLogger("proxyccl")
 _abandoned: list[Group] = []
-"""Groups that could not be ended; their resources are kept until the process ends."""
+"""Groups that could not be released; their resources are kept until the process ends."""
 open_groups: list[Group] = []
 """The groups that this process has open."""
 releasing: list[tuple[Thread, float]] = []

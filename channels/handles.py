@@ -1,5 +1,5 @@
-"""Device handles as kernels take them: channels, sets of channels, and single semaphores and rings; and an inventory of
-channels.
+"""Objects that kernels take as arguments: channels, sets of channels, and single semaphores and rings; and the
+inventory of a rank's channels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.device.sleepers import Sleepers
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import CData  # only the stub has this name; cffi lacks it
+    from proxyccl.device._native import CData  # the name exists only in the type stub, not in cffi's module
 
 
 class DeviceHandle:
@@ -25,7 +25,7 @@ class DeviceHandle:
     Attributes:
         handle_kind: the handle's ProxycclHandleKind, which a kernel's parameter must have.
         device_handle: the struct that the kernel sees, as bytes.
-        sleepers: sleepers of the proxy that takes triggers from the ring; None for a semaphore.
+        sleepers: wakes the proxy that takes triggers from the ring, if it sleeps; None for a semaphore.
     """
 
     def __init__(self, kind: int, handle: bytes, kept: object, sleepers: Sleepers | None = None) -> None:
@@ -66,9 +66,9 @@ class Channel:
     Attributes:
         handle_kind: the ProxycclHandleKind of `device_handle`, which a kernel's parameter must have.
         peer: the rank at the other end.
-        device_pointer: the handle's address in device memory, for kernels that take a pointer; 0 if the handle has no
-            copy there.
-        sleepers: sleepers of the proxy that takes the channel's triggers; None if the channel has no triggers.
+        device_pointer: the handle's address in device memory, for kernels that take a pointer; 0 if device memory holds
+            no copy of the handle.
+        sleepers: wakes the proxy that takes the channel's triggers, if it sleeps; None if the channel has no triggers.
     """
 
     handle_kind: ClassVar[int]
@@ -109,7 +109,9 @@ C = TypeVar("C", bound=Channel)
 
 
 class NoChannelError(ArgumentError, KeyError):
-    """Raised if a set has no channel to a rank. Also a KeyError, as for any mapping."""
+    """The set of channels has no channel to this rank. The class is also a KeyError, because other mappings raise that
+    for a missing key.
+    """
 
     __str__ = Exception.__str__  # KeyError.__str__ would quote the message
 
@@ -155,7 +157,7 @@ class ChannelSet(Sequence[C], Generic[C]):
 
     @property
     def peers(self) -> list[int]:
-        """The ranks at the other ends."""
+        """The ranks at the other ends of the channels, in the channels' order."""
         return [channel.peer for channel in self._channels]
 
     @property
@@ -186,8 +188,8 @@ class DeviceSemaphores(Protocol):
         """Returns the addresses and sizes of the words, for `decode`."""
 
     def decode(self, words: bytes) -> Sequence[tuple[int, int, int, int, int]]:
-        """Decodes the bytes of `ranges`. Returns peer, number, and the counts of signals that arrived, were waited for,
-        and were sent.
+        """Decodes the bytes that lie at `ranges`. Returns, for each semaphore, the peer, the semaphore's number, and
+        the counts of signals that arrived, were waited for, and were sent.
         """
 
 

@@ -1,12 +1,12 @@
-"""Lent memory: arrays of other allocators, such as torch's, are announced to the peers if calls use them often.
+"""Lent memory: if calls often use an array of another allocator, such as torch's, the memory is announced to the peers.
 
-The program did not register this memory. Its owner may free the memory at any time; then it is withdrawn
-(symmetric.py), and the peers unmap it. Until all peers have unmapped it, the driver keeps the memory occupied. So only
-a part of the device's memory is lent, and nothing is lent while memory is scarce.
+The program did not register this memory. The memory's owner may free it at any time; then the announcement is withdrawn
+(symmetric.py), and the peers unmap the memory. The driver keeps the memory occupied until all peers have unmapped it.
+So only a part of the device's memory is lent, and nothing is lent while memory is scarce.
 
 Calls only note the arrays that peers do not reach. The watcher's thread counts the notes, announces and withdraws, and
-the peers' watchers map. Only the export happens in a call, which keeps the memory meanwhile: at any other moment the
-owner may unmap it.
+the peers' watchers map. Memory is exported only inside a call, which keeps the array alive during the export; outside
+of a call the owner may unmap the memory at any moment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHARE = 16  # lent memory is at most 1/16 of the device's memory
 _MOST_RANGES = 64
 _WINDOW_SECONDS = 1.0
 _OFTEN, _MOST_OFTEN = 16, 256
-"""The number of uses within the window after which an array is lent, and the maximum of that number, The number doubles
+"""The number of uses within a window after which an array is lent, and the maximum of that number. The number doubles
 each time that the array can't be lent, or that lent memory at its address is freed.
 """
 _MOST_DOUBLED = 1024
@@ -48,7 +48,7 @@ class LentMemory:
         self.limit = limit_of_environment()
         self._met: Counter[Met] = Counter()  # uses in this window
         self._window_ends = 0.0
-        self._often: dict[int, int] = {}  # by address, the required number of uses where it is not _OFTEN
+        self._often: dict[int, int] = {}  # by address, the required number of uses if it differs from _OFTEN
         self._exported: deque[Export] = deque()
         self._refused: deque[int] = deque()  # addresses of arrays that can't be lent now
 
@@ -57,7 +57,9 @@ class LentMemory:
         return self.limit != 0 and self._symmetric.offered
 
     def update(self) -> None:
-        """Counts the arrays that calls have noted, and announces memory that was exported. For the watcher's thread."""
+        """Counts the arrays that calls have noted, and announces memory that was exported. The watcher's thread calls
+        this.
+        """
         for exported in take_each(self._exported):
             self._symmetric.lend(exported)
         for start in (*take_each(self._symmetric.freed), *take_each(self._refused)):
@@ -72,7 +74,7 @@ class LentMemory:
         self._met.update(notes)
         for met in dict.fromkeys(notes):
             if self._calls.reach_of(*met):
-                del self._met[met]  # the array was announced meanwhile
+                del self._met[met]  # the array was announced after it was noted
             elif self._met[met] >= self._often.get(met[0], _OFTEN):
                 del self._met[met]
                 self._calls.want(*met, self._export)
@@ -87,7 +89,7 @@ class LentMemory:
         return bool(self._calls.reach_of(ptr, nbytes) & RECEIVED_BY_PROXIES)
 
     def _export(self, ptr: int, nbytes: int) -> None:
-        """Exports an array's allocation if the limit allows. Called in a call that keeps the array."""
+        """Exports an array's allocation if the limit allows it. The caller keeps the array alive."""
         whole = self._runtime.whole_allocation(ptr, nbytes)
         exported = self._symmetric.export(*whole) if whole is not None and self._has_room(whole[1]) else None
         if exported is None:

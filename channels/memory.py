@@ -31,9 +31,9 @@ from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.trigger import MAX_MEMORIES
 
 MOST_BYTES = 1 << 47
-"""The largest array: as much as a process can address."""
+"""The most bytes of an array: as many as a process can address."""
 _SCHEDULE_IDS = MAX_MEMORIES * 3 // 4
-"""The most memory ids of a proxy that peers' ranges take for schedules; the rest is for channels."""
+"""The most memory ids of a proxy that peers' ranges take for schedules; the other ids are for channels."""
 
 
 class _Offer(Message, frozen=True):
@@ -192,8 +192,9 @@ class RegisteredMemory:
         return memory
 
     def _tell_ids(self, reserved: bool) -> None:
-        """Tells the peers the ids of their ranges in this rank's proxy. All ranks call this together. A range takes an
-        id for each peer. So ranges may take only a part of a proxy's ids; beyond that, schedules use other memory.
+        """Tells the peers the ids of their ranges in this rank's proxy. All ranks call this together. A range takes one
+        id in the proxy of each peer. Ranges may take only a part of a proxy's ids; if these ids are used up, schedules
+        use other memory.
         """
         group = self._group
         peers = [peer for peer in range(group.world_size) if peer != group.rank]
@@ -203,7 +204,7 @@ class RegisteredMemory:
             self._schedule_ids = 0 if reserved else wanted
             group.links.schedule_ids += self._schedule_ids
             for peer in peers:
-                with contextlib.suppress(ArgumentError):  # unreachable: the peer's schedules then use other memory
+                with contextlib.suppress(ArgumentError):  # can't be reached; the peer's schedules then use other memory
                     ids[peer] = self.peer_id(peer)
         answers = group.exchange.all_gather(ids, _IDS, "register: memory ids")
         self._ids_at_peers = {peer: answers[peer][group.rank] for peer in peers if group.rank in answers[peer]}
@@ -251,7 +252,7 @@ class RegisteredMemory:
         return self._id
 
     def require_shared(self, argument: str) -> None:
-        """Raises ArgumentError, on all ranks alike, if another process can't map the range of some rank."""
+        """Raises ArgumentError, on all ranks, if other processes can't map some rank's range."""
         for rank, offer in enumerate(self._offers):
             if offer.unshared_reason and len(self._offers) > 1:
                 raise ArgumentError(argument, f"rank {rank} can't share its memory: {offer.unshared_reason}")
@@ -263,12 +264,14 @@ class RegisteredMemory:
 
     @property
     def _key(self) -> int:
-        """The local key of `id`, from the first transport that has a local key and uses the range's local address."""
+        """The local key of memory id `id`: that of the first transport that has a local key and uses the range's local
+        address.
+        """
         return next((memory.local_key for memory in self._exposed.values() if memory.copied and memory.local_key), 0)
 
     def source_id(self, peer: int) -> int:
-        """Returns the first memory id of this rank's range for triggers to a peer. This is `id`, unless the transport
-        to the peer has another address or key for the range.
+        """Returns the first memory id of this rank's range for triggers to a peer. The result is `id`, unless the
+        transport to the peer uses a different address or key for the range.
         """
         if peer == self._group.rank:
             return self.id
@@ -296,7 +299,7 @@ class RegisteredMemory:
 
         Raises:
             ArgumentError: the peer's memory can't be shared.
-            ResourceError: no ids left.
+            ResourceError: no memory ids are left.
             RuntimeUnavailableError: no transport reaches the peer.
         """
         peer = as_rank(self._group.world_size, peer, "peer")
@@ -307,7 +310,9 @@ class RegisteredMemory:
         return self._remote_ids[peer]
 
     def _add(self, peer: int) -> int:
-        """Registers a peer's range with this rank's proxy, in the way that the transport to the peer needs."""
+        """Registers a peer's range with this rank's proxy, with the handle or the address and key that the transport to
+        the peer needs.
+        """
         links, offer = self._group.links, self._offers[peer]
         proxy, transport = links.proxy, links.transport(peer)
         remote = TRANSPORTS[transport].remote
@@ -338,7 +343,7 @@ class RegisteredMemory:
         self._require_open()
         if peer not in self._opened:
             handle = self._handle(peer)
-            self._group.failure.check()  # a failed peer's memory may still exist, but not for long
+            self._group.failure.check()  # a failed peer's memory may still be mappable, but will soon be gone
             with self._group.mapping_of(peer):
                 self._opened[peer] = self._group.mappings.acquire(handle)
         return self._opened[peer]
@@ -375,7 +380,7 @@ class RegisteredMemory:
         if self._closed or self._group.failure.inherited:
             return
         self._closed = True
-        if not self._group.failure.closed:  # ends the forms that name the ids, which other memory may get
+        if not self._group.failure.closed:  # discards the calls that name the ids: other memory may get them
             self._group.launches.calls.unset_reached(self._number)
             self._group.launches.calls.forget(self.ptr, self.ptr + self.nbytes)
         self._group.links.schedule_ids -= self._schedule_ids

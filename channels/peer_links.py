@@ -1,4 +1,4 @@
-"""This rank's proxy, and the proxy's connection to each peer."""
+"""The links of a rank: its proxy, and the proxy's connection to each peer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PeerLinks:
         host_ranks: number of ranks of this host, including ranks that are not members of a split group.
         container_ranks: number of the `host_ranks` that are in this rank's container.
         remote: this rank's links to other hosts.
-        schedule_ids: memory ids of the proxy that peers' registered ranges take for schedules.
+        schedule_ids: the number of the proxy's memory ids that peers' registered ranges take for schedules.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PeerLinks:
             self.remote.connect_endpoints(peers)
 
     def start_early(self) -> None:
-        """Starts the job's own daemon in the background, if the proxy is to run there."""
+        """Starts the job's own daemon in the background, if the proxy is to run in that daemon."""
         if self.place.where == "process" and self._exchange.world_size > 1 and self._proxy is None:
             self._daemon.begin(self._exchange.timeout)
 
@@ -189,8 +189,8 @@ class PeerLinks:
         )
 
     def _host_cores(self, of_host: Sequence[RankInfo]) -> set[int]:
-        """Returns the cores that any of the host's ranks may run on; for ranks in other PID namespaces, the cores at
-        the time of the meeting.
+        """Returns the cores that any of the host's ranks may run on; for ranks in other PID namespaces, the cores that
+        they reported when they joined.
         """
         return set().union(
             *(cores_of(info.pid) if info.process.is_visible else decode_cores(info.cores) for info in of_host)
@@ -215,8 +215,8 @@ class PeerLinks:
 
     @property
     def _takes_private(self) -> bool:
-        """Whether copies from memory that no other process can map need a separate connection. An explicitly requested
-        node daemon refuses such memory.
+        """Whether copies from memory that no other process can map need a separate connection; False if the caller
+        requested a node daemon, which refuses such memory.
         """
         return self.place.where == "process" or (self.place.where == "daemon" and not self.place.chosen)
 
@@ -273,13 +273,15 @@ class PeerLinks:
             raise WaitTimeoutError(f"the proxy did not carry out all triggers within {timeout:g} s")
 
     def drain_for_peers(self) -> None:
-        """Completes this rank's transfers to peers whose proxy or network device takes part in them."""
+        """Waits until the proxy has completed this rank's transfers to other hosts, in which the peers' proxies or
+        network devices take part.
+        """
         if self._proxy is not None and self.remote.used:
             self._proxy.drain(self._exchange.timeout, lambda: self._failure.aborted)
 
     def close(self) -> bool:
-        """Ends the proxy and the remote links. Returns False if a handler still runs, whose thread then still uses
-        memory.
+        """Ends the proxy and the remote links. Returns False if a handler still runs; its thread then still uses the
+        memory, which must not be freed.
         """
         if self._proxy is not None and not self._proxy.close(self._exchange.timeout):
             return False

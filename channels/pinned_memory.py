@@ -46,7 +46,7 @@ class PinnedRange:
         self._ids: dict[int, int] = {}
 
     def source_id(self, peer: int) -> int:
-        """Returns the id of this rank's memory in its proxy, for triggers to any peer."""
+        """Returns the id of this rank's memory in this rank's proxy; triggers to any peer may use it."""
         if self._own_id is None:
             self._own_id = self._group.links.proxy.add_pinned_memory(self._memory)
         return self._own_id

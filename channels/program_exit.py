@@ -1,4 +1,4 @@
-"""The ends of a program and of a fork's child: the groups that the program left open."""
+"""What happens to groups that are open when the program or a fork's child ends."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _close_groups(failure: str) -> None:
 
 
 def _await_peers(group: Group, deadline: float) -> None:
-    """Waits for the peers, then ends the group. A report names a peer that does not come, because no caller can catch
-    an error.
+    """Waits for the peers to close the group, then releases the group. If a peer does not close it in time, a report
+    names the peer, because at this point no caller can catch an error.
     """
     while (present := group.peers_present()) and not group.failure.aborted:
         if time.monotonic() > deadline:
@@ -65,8 +65,8 @@ def _end() -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a fork's child: leaves all groups to the parent, which keeps using them. Does not send, free or wait for
-    anything.
+    """Drops all groups in a fork's child, because the parent process keeps using them. Sends, frees and waits for
+    nothing.
     """
     for group in open_groups:
         group.failure.close()

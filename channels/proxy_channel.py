@@ -46,8 +46,8 @@ class _RingChannel(Channel):
 class ProxyChannel(_RingChannel):
     """A channel to one peer; its device side is proxyccl::ProxyChannelDeviceHandle.
 
-    The CPU's program can signal and wait too: the peer's signals are counted in host memory. Either kernels or the CPU
-    wait on a channel, because each counts the signals that it has consumed.
+    The CPU's program can signal and wait too: the peer's signals are counted in host memory. On one channel, only
+    kernels or only the CPU may wait, because kernels and the CPU each count the signals that they have consumed.
 
     Attributes:
         id: channel id in this rank's proxy.
@@ -100,8 +100,8 @@ class ProxyChannel(_RingChannel):
     def completed(self) -> int:
         """One more than the ticket up to which all operations on this channel are complete (a number from 0).
 
-        Kernels get an operation's ticket from the call on their handle, which is the ring's number of the trigger. The
-        sources of complete puts may be overwritten; the data of complete gets is in local memory.
+        A ticket is the number of the operation's trigger in the ring; the call of a kernel that pushes the trigger
+        returns it. The source of a complete put may be overwritten, and the data of a complete get is in local memory.
 
         Raises:
             CommunicatorError: the communicator has failed; see its subclasses.
@@ -111,7 +111,7 @@ class ProxyChannel(_RingChannel):
 
     def wait_complete(self, ticket: int) -> None:
         """Waits on the CPU until the operation with this ticket and all earlier operations on this channel are
-        complete. The kernel that pushes the operation may still run, or be launched later.
+        complete. The call may be made before the kernel that pushes the operation has ended, or even before its launch.
 
         Raises:
             ArgumentError: the ticket is not a number from 0 to 2**64 - 2.
@@ -126,7 +126,9 @@ class ProxyChannel(_RingChannel):
         )
 
     def poll(self) -> bool:
-        """Consumes the peer's next signal on the CPU if the signal has arrived. Returns whether it had arrived."""
+        """Consumes the peer's next signal on the CPU if the signal has arrived. Returns whether the signal had
+        arrived.
+        """
         self._group.failure.require_usable()
         arrived = self._signalled() > self._consumed
         self._consumed += arrived
@@ -200,7 +202,8 @@ def connect_handles(
     service = group.links.proxy
     group.links.prepare(peers)
     opened = {peer: (dst.peer_id(peer), group.links.connection(peer, private=src.private)) for peer in peers}
-    # The peer's proxy signals the word of this side's channel id, so all ids are allocated before ranks exchange them.
+    # The peer's proxy signals the word that belongs to this rank's channel id, so all ids are allocated before ranks
+    # exchange them.
     ids: dict[int, list[int]] = {peer: [] for peer in peers}
     for peer in peers:
         for _ in range(count):
@@ -231,7 +234,9 @@ def connect_handles(
 
 
 def free_handles(group: Group, channels: dict[int, list[ProxyChannel]]) -> None:
-    """Frees the ids of channels. No rank may still use the channels, and all proxies must have drained."""
+    """Frees the ids of channels. No rank may still use the channels, and all proxies must have carried out their
+    triggers.
+    """
     for peer, of_peer in channels.items():
         for channel in of_peer:
             group.control.reset_semaphore(channel.id)

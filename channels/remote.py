@@ -22,7 +22,7 @@ class _Answer(Message, frozen=True):
         unsupported_reasons: by transport, the reason why the network device can't register the GPU's memory; empty if
             it can.
         wanted: the peers to which this rank needs an endpoint and has none.
-        endpoints: this rank's new endpoints, each once, because several peers may share an endpoint.
+        endpoints: this rank's new endpoints; an endpoint that several peers share is listed once.
         for_peers: by peer, the index in `endpoints` of the endpoint for that peer.
     """
 
@@ -65,11 +65,11 @@ class RemoteLinks:
         """Opens the transports' devices, and checks whether they can register this rank's device memory.
 
         Args:
-            transports: the transport to each peer, as far as known.
+            transports: the transport to each peer whose transport is known.
 
         Returns:
-            For each rank, by transport, the reason why its device can't register device memory; empty if the device
-            can, or need not.
+            For each rank a dict that gives, by transport, the reason why the rank's network device can't register
+            device memory; the reason is empty if it can, or need not.
 
         Raises:
             ArgumentError: an option names a device that does not exist.
@@ -87,8 +87,8 @@ class RemoteLinks:
 
     def connect_endpoints(self, peers: Collection[int]) -> None:
         """Makes the missing endpoints for some peers on other hosts, and pinned memory if transfers are staged. All
-        ranks call this together, each with the peers that it will use. A peer that does not name this rank also makes
-        its endpoint.
+        ranks call this together, each with the peers that it will use. A peer that this rank names makes its endpoint
+        even if it does not name this rank.
 
         Raises:
             ArgumentError: a peer's answer is invalid.
@@ -117,8 +117,8 @@ class RemoteLinks:
         self._together(connect)  # no rank sends to a queue pair that is not ready to receive
 
     def _together(self, step: Callable[[], _Answer]) -> list[_Answer]:
-        """Runs a step and exchanges its answers. A failure is raised after the exchange, on all ranks, so that no rank
-        waits for a failed rank.
+        """Runs a step on this rank, and exchanges the results with all ranks. If the step fails on any rank, all ranks
+        raise an error after the exchange, so that no rank waits for the failed rank.
         """
         failure: ProxyCCLError | None = None
         try:
@@ -146,7 +146,7 @@ class RemoteLinks:
             self._meeting.options.transports,
             range(first, first + self._control.semaphores_bytes),
             near=process_numa_node() if near is None else near,
-            # Nodes rehearsed on one host may share devices.
+            # If several nodes are simulated on one host, they may share network devices.
             local_rank=sum(self._meeting.topology.same_host(rank) for rank in lower),
             core_share=self._core_share,
         )
@@ -174,7 +174,7 @@ class RemoteLinks:
 
     @property
     def transports(self) -> list[str]:
-        """The remote transports that are in use, in the table's order."""
+        """The remote transports that are in use, in the order of the table of transports."""
         return _remote_transports(self.by_peer) if self._context is not None else []
 
     @property

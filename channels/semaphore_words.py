@@ -19,11 +19,11 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
 _BLOCK = 64 << 10
-"""Bytes of an allocation, unless a single user needs more."""
+"""The bytes of an allocation; if one object needs more words, its allocation is larger."""
 
 
 class WordsOffer(Message, frozen=True):
-    """A rank's words for the object that all ranks are making together.
+    """A rank's description of its words for an object, such as a set of channels, that all ranks are making together.
 
     Attributes:
         handle: handle of the memory that holds the words.
@@ -60,8 +60,8 @@ class _Part(Struct):
 class SemaphoreWords:
     """This rank's words, and the words of its peers.
 
-    Words are reused once every rank has dropped the semaphores that they were made for; until then a peer may still
-    signal them. The ranks tell each other in the offers that they exchange for new words.
+    Words are reused once every rank has dropped the semaphores for which the words were made; until then a peer may
+    still signal them. The offers that ranks exchange for new words also tell which words a rank has dropped.
 
     Args:
         mappings: maps the memory of peers, which stays mapped until `mappings` is closed.
@@ -85,15 +85,15 @@ class SemaphoreWords:
     def make(self, nbytes: int, user: object) -> tuple[int, list[WordsOffer]]:
         """Returns the address of zeroed words of this rank, and the offers of all ranks, which make this call together.
 
-        This rank uses its words and its peers' words until `user` is garbage. By then, kernels that were launched with
-        `user` must have ended. Raises as `Exchange.all_gather`.
+        This rank uses its words and its peers' words until `user` is garbage-collected. Kernels that were launched with
+        `user` must have ended before that. Raises as `Exchange.all_gather`.
         """
         with self._lock:
             part = self._take(nbytes)
         dropped = list(take_each(self._dropped))
         offer = WordsOffer(part.block.handle, part.offset, self._next, dropped)
         offers = self._exchange.all_gather(offer, _OFFER, "sm_channels")
-        # If a call failed on some ranks, only the other ranks may have counted it.
+        # If an earlier call failed on some ranks, only the other ranks may have counted that call.
         number = max(offer.number for offer in offers)
         self._next = number + 1
         self._parts[number], part.ranks = part, len(offers)
@@ -109,7 +109,7 @@ class SemaphoreWords:
         return self._theirs[offer.handle].ptr + offer.offset
 
     def close(self) -> None:
-        """Drops the references to the memory of all ranks, which the group frees."""
+        """Drops the references to this rank's and its peers' memory, which the group then frees."""
         for handle in self._exported:
             self._runtime.end_export(handle)
         self._block = None

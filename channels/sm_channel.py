@@ -10,7 +10,7 @@ from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.runtime import Runtime
 
-_LINE = 128  # one semaphore word for each cache line: writers and pollers of different peers don't share lines
+_LINE = 128  # each word has its own cache line, so that writers and pollers of different peers don't share lines
 
 
 class SmChannel(Channel):
@@ -23,8 +23,8 @@ class SmChannel(Channel):
 class SmSemaphores:
     """`DeviceSemaphores` between this rank and each mapped peer, this rank included: `count` semaphores for each peer.
 
-    All ranks construct an `SmSemaphores` together. Each peer p computes the address of the word that p signals here
-    from this rank's offer, so one exchange serves any number of semaphores.
+    All ranks construct an `SmSemaphores` together. From this rank's offer, each peer computes the address of the word
+    that it signals on this rank, so one exchange serves any number of semaphores.
 
     Args:
         group: the ranks.
@@ -74,7 +74,7 @@ class SmSemaphores:
         ]
 
     def close(self) -> None:
-        """Frees this rank's own words. Its kernels must have stopped using them."""
+        """Frees this rank's own words. This rank's kernels must have stopped using them."""
         self._local.close()
 
 

@@ -1,12 +1,12 @@
 """Symmetric memory: arrays that the kernels of all peers reach, so that collectives use them in place.
 
-A rank announces an array. Each peer maps it, and replies with the address at which its kernels reach it. An array is
-symmetric once all peers have replied. No rank waits for the replies: a collective's kernels tell their peers whether
-and at which addresses they reach the output, and all ranks see the same (team.h).
+A rank announces an array. Each peer maps the array, and replies with the address at which the peer's kernels reach it.
+An array is symmetric once all peers have replied. No rank waits for the replies: the kernels of a collective tell each
+other whether and at which addresses peers reach their outputs, so all ranks decide on the same data (team.h).
 
-Memory that is kept here is freed after its withdrawal. Memory that others allocated may be freed at any time, and its
-address given to another allocation. So the peers' replies are used only while the address belongs to the announced
-allocation.
+Memory that this module keeps alive is freed only after its withdrawal. Memory of other allocators may be freed at any
+time, and a new allocation may get its address. So the peers' replies are used only while the address belongs to the
+announced allocation.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ class Announced(Struct):
         start, end: the range's addresses.
         handle: the exported handle by which peers map the range.
         guard: checks that the range still lies in the allocations that held it when it was exported.
-        memory: keeps the range from being freed until no peer maps it; None if the owner frees it.
+        memory: an object that keeps the range from being freed until no peer maps it; None if the owner may free the
+            range at any time.
         users: the number of `announce` calls that have not been withdrawn.
         proxy_memory: the range's first id in this rank's proxy; None without an id.
         for_proxies: whether peers' proxies were asked to add the range.
-        lent: whether the library announced the range by itself (lent_memory.py); calls by proxy then do not wait for
-            the peers' replies.
+        lent: whether the library announced the range without a request of the program (lent_memory.py); calls by proxy
+            then do not wait for the peers' replies.
         known: how peers reach the range, as last passed to `Calls`.
-        heirs: the announcements of the same range to other groups, until it is withdrawn here.
+        heirs: the announcements of the same range to other groups, until this group withdraws the range.
     """
 
     entry: int
@@ -110,7 +111,7 @@ class _Handled(Struct):
         handle: the handle of the mapped memory; no bytes if nothing is mapped.
         mapped: the mapped memory.
         memory: the memory's first id in this rank's proxy; None before it has an id.
-        told: whether the peer was told the id, or that no id is available.
+        told: whether this rank has sent the peer the id, or the message that no id is available.
     """
 
     version: int = 0
@@ -123,7 +124,7 @@ class _Handled(Struct):
 def _note_end(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> None:
     """Leaves the withdrawal of a range to the next update of its group.
 
-    It does nothing else, because garbage may be collected in a thread that holds any lock, or waits for the node
+    It does nothing else, because Python may collect garbage in a thread that holds any lock, or that waits for the node
     daemon.
 
     An array does not keep its group alive, because the traceback of a failed group's exception may keep the array. If
@@ -150,7 +151,7 @@ class SymmetricArrayMemory:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Withdraws the memory. No queued work may still use the memory."""
+        """Withdraws the memory. No queued work may still use it."""
         alive = self._symmetric()
         if alive is None:
             self._finalizer()
@@ -167,8 +168,8 @@ class SymmetricMemory:
         calls: the calls of the group, which learn how peers reach the memory.
 
     Attributes:
-        offered: whether all ranks learn of this rank's announcements: true if the ranks share a host and are not too
-            many.
+        offered: whether all ranks learn of this rank's announcements: true if the ranks share a host and there are at
+            most MOST_RANKS.
         freed: addresses of lent ranges that their owners have freed; the reader removes the addresses that it reads.
     """
 
@@ -192,7 +193,7 @@ class SymmetricMemory:
         self._pool: MemoryPool | None = None
         self._pool_changes = -1  # the pool's change count when it was last handled
         self._following = threading.Lock()  # guards `_segments`
-        self._segments: dict[int, Announced | None] = {}  # by number; None where a segment can't be announced
+        self._segments: dict[int, Announced | None] = {}  # by number; None for a segment that can't be announced
         self.freed: deque[int] = deque()
         self._closed = False
         self._mapping = threading.Lock()  # guards `_seen` and `_handled`
@@ -378,7 +379,9 @@ class SymmetricMemory:
         announced.memory = None
 
     def let_go_withdrawn(self) -> bool:
-        """Releases withdrawn memory that no peer maps, which the runtime then frees. Returns whether there was any."""
+        """Drops the references to withdrawn memory that no peer maps any longer, so that the runtime frees it. Returns
+        whether any memory was released.
+        """
         with self._lock:
             done = [entry for entry in list(self._withdrawn) if self._replies(entry) is not None]
             for entry in done:
@@ -435,7 +438,8 @@ class SymmetricMemory:
             return announced.proxy_memory
 
     def memories_at_peers(self, announced: Announced) -> dict[int, int] | None:
-        """Returns, by peer, the first id of this rank's range in the peer's proxy. None while a peer has not replied.
+        """Returns, by peer, the first id of this rank's range in the peer's proxy, once all peers have replied. Before
+        that it returns None.
 
         If the peer's proxy can't add the range, the id is NO_MEMORY. All ranks must have called `serve`.
         """
@@ -472,7 +476,7 @@ class SymmetricMemory:
         return self._own.replies(entry, [self._numbers[peer] for peer in sorted(self._peers)])
 
     def _remove_from_proxy(self, announced: Announced) -> None:
-        """Returns the ids of a withdrawn range."""
+        """Gives the ids of a withdrawn range back to the proxy."""
         if announced.proxy_memory is not None and self._proxy is not None:
             self._proxy.remove_memory(announced.proxy_memory, announced.nbytes)
 
@@ -486,7 +490,7 @@ class SymmetricMemory:
     def _follow_pool(self, pool: MemoryPool) -> None:
         changes = pool.changes
         if changes == self._pool_changes or not self._following.acquire(blocking=False):
-            return  # another thread is doing this
+            return  # another thread is updating
         try:
             segments = {segment.number: segment for segment in pool.segments() if not segment.freed}
             for number in self._segments.keys() - segments.keys():
@@ -508,10 +512,12 @@ class SymmetricMemory:
 
     def update(self, *, wait: bool = False) -> None:
         """Maps memory that peers have announced, unmaps memory that they have withdrawn, and replies. Also releases
-        memory that peers have unmapped, withdraws ranges that owners have freed, and checks the pool that it follows.
+        memory that peers have unmapped, withdraws ranges that their owners have freed, and announces and withdraws the
+        segments of the pool that `follow` named.
 
         Args:
-            wait: whether to wait for another thread that is updating; if False, returns at once in that case.
+            wait: whether to wait for another thread that is updating; if False and another thread is updating, the call
+                returns immediately.
         """
         self.withdraw_ended()
         if self._withdrawn:

@@ -9,7 +9,7 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError
 
 LONGEST_TIME = 1e9
-"""The longest time in seconds; it fits in 64 bits of nanoseconds, in which kernels count."""
+"""The longest time in seconds that callers may pass. In nanoseconds, in which kernels count, it fits in 64 bits."""
 
 DEFAULT_TIMEOUT = 30.0
 
@@ -32,7 +32,7 @@ def timeout_from(value: float | None) -> float:
 
 
 def as_seconds(value: Any, argument: str, expected: str, *, may_be_none: bool = False) -> float:
-    """Checks a time that a caller passes, in seconds: above 0, or at least 0 if zero is allowed.
+    """Checks a time in seconds that a caller passes: it must be above 0, or at least 0 if zero is allowed.
 
     Raises:
         ArgumentError: the value is not a valid number, or above `LONGEST_TIME`. `expected` describes the valid values.

@@ -1,4 +1,6 @@
-"""Waits for peers that make no more calls, because they have closed the communicator or ended their program."""
+"""Detects waits for peers that make no more calls, because they have closed the communicator or their program has
+ended.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ _LOOK_SECONDS = 0.25
 
 
 class VainWaits:
-    """Ends a group of which this rank waits in vain. The watcher's thread calls `look`.
+    """Ends a group if this rank waits for peers that will make no more calls. The watcher's thread calls `look`.
 
-    The call log shows waits of collectives. Transfers are not logged, so `linger` bounds their wait, but only at the
-    group's end, because a program's own work may take longer.
+    The call log shows waits of collectives. Transfers are not logged, so a wait of transfers is bounded by `linger`,
+    and only at the group's end, because before that the wait may be for a peer's long computation.
 
     Attributes:
         makes_transfers: whether the program makes transfers, which the call log lacks.
@@ -40,14 +42,14 @@ class VainWaits:
         self._leaving, self._work_ends_by = False, math.inf
 
     def bound_transfers(self, now: float) -> None:
-        """Bounds the wait for transfers. Called when the program has ended, because a transfer may wait for a peer that
-        also waits at its end.
+        """Limits the remaining wait for transfers to `linger` seconds. This is called when the program has ended,
+        because a transfer may wait for a peer that also waits at its program's end.
         """
         if self.makes_transfers and self._linger is not None:
             self._work_ends_by = now + self._linger
 
     def look(self, now: float, all_have_left: Callable[[], bool]) -> None:
-        """Ends the group if this rank waits in vain."""
+        """Ends the group if this rank waits for peers that will make no more calls."""
         if self._leaving and self.makes_transfers and self._work_ends_by == math.inf and all_have_left():
             self.bound_transfers(now)
         if now > self._work_ends_by:

@@ -1,7 +1,8 @@
 """Windows: one-sided access to an array of every rank, by streams and without a kernel.
 
 A put or a get is a copy by the copy engine on the caller's stream. A signal is a word that the stream writes after the
-copy, and a wait makes the peer's stream wait for this word. Neither occupies a multiprocessor.
+copy, and a wait makes the peer's stream wait for this word. Neither the copies nor the signals and waits occupy a
+multiprocessor.
 
 The words that peers write are in each rank's pinned memory. So the CPU can release waiting streams when a rank has
 failed, and notices a stream that waits too long, because the stream stores the count that it waits for to another word.
@@ -25,21 +26,21 @@ from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperat
 
 _WORD = 8
 _RELEASED = (1 << 63) - 1
-"""Written to a word to release its waiters: more than any number of signals."""
+"""The value that releases the streams that wait for a word: more than any number of signals."""
 
 
 class Window:
     """One-sided access to an array of every rank; made by `Communicator.window`.
 
-    A rank's calls take effect in their order, on any streams. Each peer's signals are counted separately. Calls of
-    different ranks are ordered by signals alone.
+    A rank's calls take effect in their order, on any streams. Each peer's signals are counted separately. Only signals
+    order the calls of different ranks.
 
     Args:
         group: the ranks.
         array: this rank's array, as for `Communicator.register`.
 
     Raises:
-        ArgumentError: peers can't map the array of some rank. Raised on all ranks.
+        ArgumentError: peers can't map the array of some rank. All ranks raise this error.
     """
 
     def __init__(self, group: Group, array: Any) -> None:
@@ -82,7 +83,7 @@ class Window:
         """Copies an array into a peer's array, on the stream.
 
         Args:
-            x: any contiguous array of this rank's device.
+            x: any contiguous array on this rank's device.
             peer: a rank whose memory this rank's device reaches; may be this rank.
             offset: bytes from the beginning of the peer's array.
             signal: whether to signal the peer after the copy; see `signal`.
@@ -98,7 +99,8 @@ class Window:
 
     def get(self, out: Any, peer: int, *, offset: int = 0, stream: StreamLike = None) -> Any:
         """Copies a part of a peer's array into `out`, on the stream, and returns `out`. Arguments and errors as for
-        `put`."""
+        `put`.
+        """
         view, theirs = self._ranges(out, "out", peer, offset)
         if not view.writable:
             raise ArgumentError("out", "the array is read-only")
@@ -110,7 +112,8 @@ class Window:
 
         Args:
             peer: as for `put`.
-            stream: as for `all_reduce`. A graph must not capture this call, because a replay would not count further.
+            stream: as for `all_reduce`. A graph must not capture this call, because each replay would write the same
+                count again.
         """
         self._word(as_rank(self._group.world_size, peer, "peer"))
         self._issue([], peer, True, stream, self._memory.array)

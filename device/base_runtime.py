@@ -86,13 +86,13 @@ class Event(Protocol):
         """Marks the stream's current end."""
 
     def query(self) -> bool:
-        """Whether the marked point was reached."""
+        """Whether the stream has reached the marked point."""
 
     def synchronize(self) -> None:
         """Waits for the marked point."""
 
     def elapsed(self, start: Any) -> float:
-        """Returns the milliseconds from `start` to this event. Both events must have been reached."""
+        """Returns the milliseconds from `start` to this event. The streams must have reached both events."""
 
     def close(self) -> None:
         """Destroys the event."""
@@ -109,12 +109,12 @@ class DriverCalls(Struct, frozen=True):
         set: sets bytes.
         write64, write32: make a stream write a word.
         wait64: makes a stream wait for a word; needed if `batch` is 0.
-        batch: queues several writes of words and waits for words in one call.
+        batch: queues several operations, each a write of a word or a wait for a word, in one call.
         event_record: records an event on a stream.
         event_query: tells whether an event was reached.
         wait_event: makes a stream wait for an event.
         launch: launches a kernel, with cuLaunchKernel's signature.
-        synchronize: waits for a stream, if a call without a stream waits for its end.
+        synchronize: waits for a stream, where a call without a stream returns only when its work is done.
         current: stores the thread's current context.
         make_current: makes a context current. Threads that serve several devices call it.
         context: the context that this runtime's kernels, streams and memory belong to.
@@ -124,9 +124,10 @@ class DriverCalls(Struct, frozen=True):
         allocate: allocates device memory; 0 if memory needs flags.
         allocate_with_flags: allocates with `flags`; needed if `allocate` is 0.
         flags: the flags for `allocate_with_flags`.
-        free: frees memory; waits for the device.
+        free: frees memory, after it has waited for the device.
         pointer_attribute: returns an attribute of an address.
-        buffer_id: the pointer attribute that returns the number of the address's allocation.
+        buffer_id: CU_POINTER_ATTRIBUTE_BUFFER_ID or its counterpart, which gives the number of the address's
+            allocation.
         add_helper, remove_helper: register helpers of waiting kernels (host/runtime.h); 0 unless kernels run on the
             CPU.
     """
@@ -185,12 +186,12 @@ class LaunchDefaults(Struct, frozen=True):
     Attributes:
         threads: threads in a block of the shipped kernels.
         blocks: most blocks that a shipped collective uses.
-        efficient_blocks: most blocks under the policy that spares multiprocessors: fewer blocks, which take a little
-            longer.
+        efficient_blocks: the limit in place of `blocks` under the policy `efficiency`, which uses fewer multiprocessors
+            and takes a little longer.
         copy_blocks: most blocks that a proxied collective uses.
         small_threads: threads in a block of the kernel of a reduction by proxy (`PROXYCCL_SMALL_KERNEL`).
         small_blocks: most blocks of that kernel.
-        small_bytes: least bytes of a rank that a block reduces at a time.
+        small_bytes: least bytes of each rank's data that a block of that kernel reduces at a time.
         awaits_data: whether the kernel of a short reduction by proxy is launched as soon as all ranks have joined, and
             itself waits for their data.
         bytes_per_block: a collective takes one block for each multiple of this number of bytes that a rank contributes.
@@ -201,9 +202,9 @@ class LaunchDefaults(Struct, frozen=True):
         proxied_kernel_bytes: longest share that a kernel moves to peers of other nodes, through the proxy, by default.
             A schedule moves a longer share: its ranks synchronize first, and nothing is staged. 0: schedules move all.
         pinned_kernel_bytes: most bytes that a kernel sends to peers of other nodes through pinned memory, by default,
-            where transports stage the data of all remote peers. 0: none goes through pinned memory.
-        packet_threads: a packet kernel takes one block for each multiple of this number of packets. Beyond
-            packet_blocks its blocks get more threads, up to `threads`.
+            where transports stage the data of all remote peers. 0: no kernel does so.
+        packet_threads: a packet kernel takes one block for each multiple of this number of packets. If that would be
+            more than packet_blocks blocks, the blocks get more threads instead, up to `threads`.
         packet_blocks: most blocks of a packet kernel.
         pair_packet_blocks: most blocks of a packet kernel of two ranks, each of which sends to one peer only.
         packet_move_bytes: most bytes that a rank sends to all others in packets, in an all_gather or an all_to_all. 0:
@@ -222,8 +223,9 @@ class LaunchDefaults(Struct, frozen=True):
             peer's memory. Copy engines make such copies; the driver makes a local copy with a kernel, which waits for a
             multiprocessor.
             0: none.
-        one_crossing_bytes: a reduction by proxy sends everything to every rank, in one crossing, if a rank receives at
-            most this many bytes from all others. For more bytes, two crossings with shares are faster.
+        one_crossing_bytes: a reduction by proxy sends everything to every rank, so that the data crosses a link once,
+            if a rank receives at most this many bytes from all others. For more bytes it is faster if each rank reduces
+            one share and sends the result to all, although the data then crosses links twice.
     """
 
     threads: int
@@ -282,7 +284,7 @@ class BaseRuntime(Protocol):
         return
 
     def current(self) -> contextlib.AbstractContextManager[None]:
-        """Makes the device current within a block."""
+        """Makes the device current within a `with` block."""
         return contextlib.nullcontext()
 
     @property
@@ -290,13 +292,13 @@ class BaseRuntime(Protocol):
         """The vendor's name for the device's model."""
 
     def describe(self) -> str:
-        """One line on the device."""
+        """Returns one line of text on the device."""
 
     def allocate(self, nbytes: int) -> Memory:
         """Allocates zeroed device memory that can be exported. Raises ResourceError if too little is left."""
 
     def share_across_namespaces(self) -> None:
-        """Makes later calls of `allocate` return memory that processes of other PID namespaces can map too.
+        """Makes later calls of `allocate` return memory that processes of other PID namespaces can also map.
 
         Raises RuntimeUnavailableError if the driver does not support such memory.
         """
@@ -337,7 +339,7 @@ class BaseRuntime(Protocol):
         """Maps another process's pinned memory, by its `handle`."""
 
     def adopt_pinned(self, descriptor: int, nbytes: int) -> PinnedMemory:
-        """Maps another process's pinned memory, by its `descriptor`, which the memory takes over.
+        """Maps another process's pinned memory, by its `descriptor`, which the returned memory will close.
 
         Raises ArgumentError if the file has fewer bytes.
         """
@@ -350,7 +352,7 @@ class BaseRuntime(Protocol):
         return lambda: None
 
     def warm_up(self, peers: Collection[str]) -> None:
-        """Prepares copies to peers: makes the driver do the work now that it would do at the first copy to each peer.
+        """Prepares copies to peers: makes the driver do now what it would otherwise do at the first copy to each peer.
 
         Args:
             peers: the peers' device_ids. Devices that this process does not see, or can't reach, are skipped.
@@ -382,7 +384,7 @@ class BaseRuntime(Protocol):
 
     def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         """Returns the descriptor of a DMA-BUF that contains device memory, for another device's driver, and the
-        memory's offset.
+        memory's offset in it.
 
         The caller closes the descriptor. Returns None if the driver does not offer one, or for host memory.
         """
@@ -404,13 +406,13 @@ class BaseRuntime(Protocol):
         """Returns the device's free memory and total memory, in bytes."""
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """Returns address and size of the allocation that contains a range, or of several adjacent ones. None if the
-        driver knows none."""
+        """Returns address and size of the allocation that contains a range, or of several adjacent allocations that
+        together contain it; None if the driver knows no such allocation."""
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
-        """Returns the allocations that contain a range. Empty if the driver knows none.
+        """Returns the allocations that contain a range; an empty tuple if the driver knows none.
 
-        A number is never given to another allocation of this process, not even at the same address.
+        No other allocation of this process ever gets the same number, not even one at the same address.
         """
 
     def free_later(self, ptr: int) -> None:
@@ -429,7 +431,7 @@ class BaseRuntime(Protocol):
         """Creates an event. Without `times` the event does not support `elapsed`, and costs a little less."""
 
     def stream_handle(self, stream: StreamLike) -> int:
-        """Returns the driver's handle of a call's stream, which may be of any kind in `StreamLike`.
+        """Returns the driver's handle of the stream given to a call, which may be of any kind in `StreamLike`.
 
         Raises:
             ArgumentError: `stream` is not a stream; or the calling thread captures torch's or cupy's current stream
@@ -444,7 +446,7 @@ class BaseRuntime(Protocol):
         """Makes later work of stream handle `then` wait for work queued on `first`; both must exist."""
 
     def stream_events(self) -> StreamEvents:
-        """Returns events by which callers in C order this device's streams."""
+        """Returns the `StreamEvents` with which callers in C order this device's streams."""
 
     def wait_event(self, stream: int, event: Event) -> None:
         """Makes later work of the stream with this handle wait for the event's last record."""
@@ -453,10 +455,10 @@ class BaseRuntime(Protocol):
         """Copies between any two addresses. Without a stream, returns when the copy is done."""
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Sets bytes to a value. Without a stream, returns when this is done."""
+        """Sets bytes to a value. Without a stream, returns when the bytes are set."""
 
     def synchronize(self) -> None:
-        """Waits for all work of the device's default stream and the streams made here."""
+        """Waits for all work of the device's default stream and of the streams that `create_stream` made."""
 
     def synchronize_stream(self, stream: StreamLike) -> None:
         """Waits for all work queued on a stream. Raises KernelError if any of it failed."""

@@ -1,6 +1,6 @@
 """Declares the extension `proxyccl.device._native`: the host runtime, and the structs that kernels and Python share.
 
-Run by setuptools at build time.
+setuptools runs this module at build time.
 """
 
 import runpy

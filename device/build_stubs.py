@@ -116,7 +116,7 @@ class _Declarations:
         }
 
     def pointed_to(self) -> dict[str, Any]:
-        """The types that a declaration has a pointer to, and all structs, by their C names."""
+        """Returns, by their C names, all types to which a declaration has a pointer, and all structs."""
         found: dict[str, Any] = {}
 
         def note(tp: Any) -> None:
@@ -190,7 +190,8 @@ def _overload(method: str, cdecl: str, parameter: str, result: str) -> Iterator[
 
 
 def make_stub(script: Path) -> tuple[Path, str]:
-    """Returns the stub of the extension that a build script declares: its path, beside the script, and its text."""
+    """Returns the stub of the extension that a build script declares: the stub's path, beside the script, and its
+    text."""
     ffi = runpy.run_path(str(script))["ffi"]
     declared = _Declarations(ffi)
     body = "".join((*_structs(declared), *_lib(declared), *_ffi(declared), "ffi: FFI\nlib: Lib\n"))

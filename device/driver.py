@@ -32,7 +32,7 @@ LOST_CONTEXT = {
 }
 """The statuses of errors that end the process's context, and their descriptions.
 
-All later calls into that context return an error status too. Other processes' contexts are not affected. Source:
+All later calls into that context also return an error status. Other processes' contexts are not affected. Source:
 cuda.h, on CUresult ("the process ... must be terminated and relaunched").
 """
 
@@ -50,8 +50,8 @@ class DeviceInfo(Struct, frozen=True):
     Attributes:
         name: the vendor's name for the device.
         device_id: the name of the physical device, the same in every process of the machine.
-        architecture: the compiler's name of the architecture: "sm_90", "gfx942".
-        multiprocessors: SMs, or compute units.
+        architecture: the compiler's name of the architecture, such as "sm_90" or "gfx942".
+        multiprocessors: the number of SMs or compute units.
         memory_bytes: size of the device's memory.
         pci_address: the PCI address in the form of sysfs: "0000:3b:00.0".
         orders_rdma_writes: whether kernels that see a word written by RDMA, in any memory, also see earlier RDMA writes
@@ -75,7 +75,7 @@ class Compiler(Protocol):
         """The runtime for which this compiler compiles: "cuda" or "hip"."""
 
     def version(self) -> str:
-        """The compiler's name and version."""
+        """Returns the compiler's name and version."""
 
     def options(self, architecture: str) -> tuple[str, ...]:
         """Returns the options for all sources of this library, for a device's architecture."""
@@ -85,7 +85,7 @@ class Compiler(Protocol):
 
 
 class Driver(ABC):
-    """A vendor's driver. One object a process; it holds no state of a device.
+    """A vendor's driver. A process has one such object, which holds no state of a device.
 
     Attributes:
         runtime: the runtime's name: "cuda" or "hip".
@@ -176,7 +176,7 @@ class Driver(ABC):
 
     @abstractmethod
     def device_count(self) -> int:
-        """Number of devices that this process may use."""
+        """Returns the number of devices that this process may use."""
 
     @abstractmethod
     def device(self, ordinal: int) -> DeviceInfo:
@@ -184,11 +184,11 @@ class Driver(ABC):
 
     @abstractmethod
     def context(self, ordinal: int) -> int:
-        """The device's primary context, which the vendor's runtime and other libraries share."""
+        """Returns the device's primary context, which the vendor's runtime and other libraries share."""
 
     @abstractmethod
     def current(self) -> int | None:
-        """The calling thread's current context, or None."""
+        """Returns the calling thread's current context; None if it has none."""
 
     def make_current(self, context: int) -> None:
         """Makes a context the calling thread's current one."""
@@ -200,7 +200,7 @@ class Driver(ABC):
 
     @abstractmethod
     def adds_at_peer(self, ordinal: int, peer: int) -> bool:
-        """Whether the link from device `ordinal` to device `peer` adds atomically."""
+        """Whether the link from device `ordinal` to device `peer` carries atomic adds."""
 
     def enable_peer_access(self, peer_context: int) -> None:
         """Lets the current context access a peer's memory. A repeated call is not an error."""
@@ -214,7 +214,7 @@ class Driver(ABC):
 
     @abstractmethod
     def allocate_block(self, nbytes: int) -> int:
-        """Allocates device memory whose handles processes of other PID namespaces can open too.
+        """Allocates device memory whose handles processes of other PID namespaces can also open.
 
         Raises RuntimeUnavailableError if the driver does not support such memory.
         """
@@ -224,8 +224,8 @@ class Driver(ABC):
         self.release("MemFree", ptr)
 
     def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
-        """Returns base and size of the allocation that contains `nbytes` at an address, or of several that are mapped
-        side by side. The size is below `nbytes` if the bytes extend past these allocations.
+        """Returns base and size of the allocation that contains `nbytes` at an address, or of several such allocations
+        that are mapped side by side. The size is below `nbytes` if the bytes extend past these allocations.
         """
         base, size = self.call("MemGetAddressRange", ptr)
         return int(base), int(size)
@@ -241,7 +241,7 @@ class Driver(ABC):
 
     @abstractmethod
     def export_memory(self, base: int, size: int) -> bytes:
-        """Returns a handle, of at most 64 bytes, by which other processes map the result of `address_range`.
+        """Returns a handle, of at most 64 bytes, by which other processes map a range that `address_range` returned.
 
         An export may keep the memory from being freed until `end_export`.
         """
@@ -252,8 +252,8 @@ class Driver(ABC):
 
     @abstractmethod
     def import_memory(self, handle: bytes) -> int:
-        """Maps memory of another process for the current context, and returns its base. Raises OSError if the exporting
-        process does not hand the memory over.
+        """Maps memory of another process for the current context, and returns the address of its first byte. Raises
+        OSError if the exporting process does not hand the memory over.
         """
 
     def release_memory(self, base: int) -> None:
@@ -283,12 +283,12 @@ class Driver(ABC):
 
     @abstractmethod
     def relax_capture(self, mode: int = CAPTURE_MODE_RELAXED) -> int:
-        """Lets the calling thread make calls that a capture in progress elsewhere would forbid, and returns the
-        previous mode; with `mode`, restores it.
+        """Sets the calling thread's capture mode, and returns the previous mode. By default the new mode allows calls
+        that a capture in progress on another thread would forbid.
         """
 
     def create_event(self, *, times: bool = True) -> int:
-        """Creates an event. Without `times` the event does not record its time, and costs less."""
+        """Creates an event. Without `times` the event does not record its time, and recording it takes less time."""
         return int(self.call("EventCreate", 0 if times else _EVENT_DISABLE_TIMING))
 
     # -- kernels ---
@@ -308,14 +308,14 @@ class Driver(ABC):
 
     @abstractmethod
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
-        """Lets a kernel be launched with this much dynamic shared memory."""
+        """Allows launches of a kernel with this much dynamic shared memory."""
 
     @abstractmethod
     def _own_calls(self) -> dict[str, int]:
         """Returns the addresses of those `calls` that differ between vendors."""
 
     def calls(self) -> DriverCalls:
-        """The calls for callers in C. The runtime sets the context."""
+        """Returns the addresses of the driver's calls for callers in C. The runtime sets the field `context`."""
         return DriverCalls(
             set=self.address("MemsetD8Async"),
             write64=self.address("StreamWriteValue64"),

@@ -76,7 +76,7 @@ def problem_with(name: str) -> str:
     """
     if name in VARIABLES or name in OF_TESTS:
         return ""
-    from difflib import get_close_matches  # imported here, because misspelt names are rare
+    from difflib import get_close_matches  # imported in this function, because misspelt names are rare
 
     # Names are compared without the prefix, which would make any two names similar.
     nearest = get_close_matches(name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in VARIABLES], 1)

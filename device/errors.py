@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 
 class ProxyCCLError(Exception):
-    """Base of all exceptions of this library. All of them can be pickled, with their attributes."""
+    """Base of all exceptions of this library. Each can be pickled, with its attributes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), self.args, self.__dict__)
@@ -29,7 +29,7 @@ def _restored(kind: type[ProxyCCLError], args: tuple[object, ...], attributes: d
 
 
 def raise_in_place_of(caught: BaseException, error: BaseException) -> NoReturn:
-    """Raises `error` with `caught` as its cause; if both are the same, raises it again.
+    """Raises `error` with `caught` as its cause; if the two are the same exception, raises that exception again.
 
     No frame keeps a reference to the error: the error's traceback refers to the frame, and the cycle would keep all
     callers' arrays alive until a garbage collection.
@@ -55,7 +55,8 @@ class HandleTypeError(ArgumentError, TypeError):
 
 
 class UntrustedPathError(ArgumentError):
-    """A file or directory that another user owns or can change, or a link in its place. The contents were not used."""
+    """A file or directory belongs to another user, can be changed by another user, or is a link. Its contents were not
+    used."""
 
 
 class AlreadyMappedError(ArgumentError):
@@ -63,7 +64,7 @@ class AlreadyMappedError(ArgumentError):
 
 
 class ResourceError(ProxyCCLError):
-    """A limited resource ran out: memory ids, channel ids, device memory."""
+    """A limited resource ran out, such as memory ids, channel ids or device memory."""
 
 
 class CapacityError(ProxyCCLError):
@@ -81,8 +82,8 @@ class ClosedError(ProxyCCLError):
 class ConcurrentCallError(ProxyCCLError, RuntimeError):
     """Another thread of this rank is in a call that only one thread may make at a time.
 
-    The call had no effect, except that a collective counts as made: ranks may have compared it, so it can't be tried
-    again.
+    The call had no effect. But a collective can't be called again: ranks may have compared the call, so it counts as
+    one of the calls that all ranks make in the same order.
     """
 
 
@@ -192,12 +193,13 @@ class TransportError(CommunicatorError):
 class TriggerError(CommunicatorError):
     """A kernel pushed a trigger with an unused id or a range outside its memory, passed an SmChannel a range outside
     its memory or one that packets can't carry whole, used packet flag 0, or (host runtime) waited on a channel with two
-    threads at once. Or a schedule of the proxy has an unused id or a range outside its memory.
+    threads at once. It is also raised if a schedule of the proxy has an unused id or a range outside its memory.
     """
 
 
 class HandlerError(CommunicatorError):
-    """A Python handler of the proxy raised an exception, which is the cause on the rank where this happened."""
+    """A Python handler of the proxy raised an exception. On the handler's rank, that exception is this error's
+    `__cause__`."""
 
 
 class MismatchError(CommunicatorError, ValueError):

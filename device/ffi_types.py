@@ -10,7 +10,7 @@ from proxyccl.device.errors import ArgumentError
 def realize_types(ffi: Any) -> None:
     """Makes cffi compute the fields of all structs now.
 
-    cffi computes them at a struct's first use, and fails if two threads make the first use at once (cffi 2.1.1: an
+    cffi computes them at a struct's first use, and fails if two threads make the first use concurrently (cffi 2.1.1: an
     assertion in realize_c_type.c, or a crash).
     """
     types, structs, _ = ffi.list_types()

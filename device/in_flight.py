@@ -62,7 +62,7 @@ def reachable_stream(runtime: BaseRuntime, stream: int | ThreadStream) -> int:
 
 
 class Launcher(Protocol):
-    """An object that launches repeatedly, each launch ordered after the last."""
+    """An object that launches repeatedly, each launch ordered after the previous one."""
 
     @property
     def last_stream(self) -> int | None:
@@ -99,7 +99,7 @@ class InFlight:
             self._release_done()
 
     def _release_done(self) -> None:
-        # Each batch is queried once; incomplete batches go to the back.
+        # Each batch is queried once; incomplete batches go to the end of the queue.
         for _ in range(len(self._batches)):
             waiting = self._batches.popleft()
             if not waiting[0].query():
@@ -118,11 +118,11 @@ class InFlight:
 
     @staticmethod
     def _is_reachable(key: int | ThreadStream) -> bool:
-        """Whether the handle means this stream in the calling thread."""
+        """Whether the calling thread has a handle that means this stream."""
         return isinstance(key, int) or key[1] == thread_number()
 
     def follow(self, launcher: Launcher) -> None:
-        """Makes `wait` wait for this launcher's launches too, as long as the launcher exists."""
+        """Makes `wait` also wait for this launcher's launches, as long as the launcher exists."""
         with self._lock:
             self._launchers.add(launcher)
 
@@ -133,8 +133,8 @@ class InFlight:
         process's proxy then wait for it, and kernels wait for those copies.
 
         This method waits neither for graphs nor for the last few launches on other threads' own default streams. It
-        also skips the last few launches on streams that the program passes as integers, because these streams may be
-        gone.
+        also skips the last few launches on streams that the program passes as integers, because these streams may have
+        been destroyed.
         """
         with self._lock:
             for key, (stream, _) in list(self._open.items()):
@@ -151,8 +151,8 @@ class InFlight:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """A context in which the caller waits for all streams. At its end, all objects that were kept at its start
-        are released, unless a signal handler ended the wait.
+        """Returns a context in which the caller waits for all streams. When the context ends, all objects that were
+        kept when it began are released, unless a signal handler ended the wait.
         """
         with self._lock:
             opened, batches = self._open, self._batches

@@ -56,13 +56,15 @@ class Parameter(NamedTuple):
 
 
 def parameters_of(table: Any) -> list[Parameter]:
-    """Returns the parameters from the table that a kernel exports (kernel.h): their number, then a word for each."""
+    """Returns the parameters that a kernel's table describes. The table (kernel.h) is the number of parameters, then a
+    word for each."""
     words = [int(table[1 + i]) for i in range(table[0])]
     return [Parameter(word >> 8, word & 3, word >> 2 & 63) for word in words]
 
 
 def find_range(ranges: Sequence[tuple[int, int]], address: int) -> int | None:
-    """Returns the index of the first range that contains an address, or None. A range is an address and a size."""
+    """Returns the index of the first range that contains an address; None if none does. A range is an address and a
+    size."""
     return next((i for i, (start, size) in enumerate(ranges) if start <= address < start + max(size, 1)), None)
 
 
@@ -104,12 +106,12 @@ class Launch:
         self._values[index][:] = raw
 
     def copy(self) -> Launch:
-        """Returns the same launch with its own copy of the arguments, as first packed."""
+        """Returns a copy of this launch, whose arguments are packed anew from the original values."""
         prepared = self.prepared
         return Launch(self._kernel, tuple(prepared.grid), tuple(prepared.block), self._arguments, prepared.shared_bytes)
 
     def pointers_into(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """Finds the words of the arguments that point into ranges of memory.
+        """Finds which words of the packed arguments point into given ranges of memory.
 
         Args:
             ranges: address and size in bytes of each range.
@@ -152,7 +154,7 @@ class Launch:
         self.check(status)
 
     def check(self, status: int) -> None:
-        """Raises KernelError unless `status`, the driver's for this launch, is 0."""
+        """Raises KernelError unless `status`, which the driver returned for this launch, is 0."""
         if status:
             grid, block = tuple(self.prepared.grid), tuple(self.prepared.block)
             try:

@@ -40,7 +40,7 @@ static inline int proxyccl_launch_current(const ProxycclLaunch* launch, uintptr_
                       NULL);
 }
 
-/* Returns the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing done. */
+/* Returns the driver's status, or PROXYCCL_OTHER_CONTEXT if it has done nothing because another context is current. */
 static inline int proxyccl_launch(const ProxycclLaunch* launch, uintptr_t stream) {
   if (!proxyccl_is_current(launch->current, launch->context)) return PROXYCCL_OTHER_CONTEXT;
   return proxyccl_launch_current(launch, stream);

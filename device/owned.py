@@ -31,7 +31,8 @@ class OwnedStream(Owned):
     """A stream that raises ArgumentError if used after it was closed.
 
     Attributes:
-        end: once closed, an event after the stream's last work; None if the work had ended by then.
+        end: once the stream is closed, an event after the stream's last work; None if that work was done when the
+            stream was closed.
     """
 
     end: Event | None = None
@@ -43,7 +44,7 @@ class OwnedStream(Owned):
 
 
 def closed_stream(stream: Any) -> OwnedStream | None:
-    """Returns the stream if the program has closed it, else None. A closed stream's handle may belong to another
-    stream.
+    """Returns the stream if it is one that the program has closed, else None. A closed stream's handle may belong to
+    another stream.
     """
     return stream if isinstance(stream, OwnedStream) and stream.closed else None

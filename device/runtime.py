@@ -34,7 +34,8 @@ class Runtime(LaunchRuntime, Protocol):
         """
 
     def release_control(self, control: int) -> None:
-        """Detaches the kernels that were compiled for a control block from it. None of them may be running."""
+        """Detaches the kernels that were compiled for a control block from that block. No such kernel may be
+        running."""
 
     def shipped(
         self,

@@ -1,6 +1,6 @@
 """Opens a runtime, or a vendor's driver or compiler, by name.
 
-A vendor's module is imported on request: its packages need not be installed.
+A vendor's module is imported only on request, so other vendors' packages need not be installed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from proxyccl.device.runtime import Runtime
 
 _GPUS = ("cuda", "hip")
 RUNTIMES = ("host", *_GPUS)
-_NVIDIA_DRIVER = "libcuda.so.1"  # as cuda-bindings loads it
+_NVIDIA_DRIVER = "libcuda.so.1"  # the name by which cuda-bindings loads the library
 _AMD_NODES = ("/dev/kfd", "/dev/dxg")
 """The device files of AMD's kernel driver, and of its counterpart on Linux under Windows."""
 
-# A lock, because a module that fails to import must not be imported by two threads at once: the second thread would see
-# a half-initialised module.
+# A lock, because a module that fails to import must not be imported by two threads concurrently: the second thread
+# would see a half-initialised module.
 _opening = threading.RLock()
 forks.hold_while_forking(_opening)
 
@@ -37,7 +37,7 @@ def open_driver(name: str) -> Driver:
 
     Raises:
         ArgumentError: the name is unknown.
-        RuntimeUnavailableError: this machine does not offer it; the message says what is missing.
+        RuntimeUnavailableError: this machine does not offer the runtime; the message says what is missing.
     """
     _require_gpu(name)
     with _opening:
@@ -60,7 +60,7 @@ def open_compiler(name: str) -> Compiler:
 
     Raises:
         ArgumentError: the name is unknown.
-        RuntimeUnavailableError: this machine does not offer it; the message says what is missing.
+        RuntimeUnavailableError: this machine does not offer the runtime; the message says what is missing.
     """
     _require_gpu(name)
     with _opening:
@@ -91,7 +91,7 @@ def _first_with_a_device() -> str:
 
 
 def _has_a_driver(name: str) -> bool:
-    """Whether the vendor's driver is installed: without a driver, the vendor's packages need not be imported, which
+    """Whether the vendor's driver is installed. Without it, the vendor's packages are not imported; importing them
     takes longer than everything else in making a communicator.
     """
     if name == "hip":
@@ -104,7 +104,8 @@ def _has_a_driver(name: str) -> bool:
 
 
 def open_runtime(name: str | None = None, device: int | None = None, *, local_rank: int = 0) -> Runtime:
-    """Opens a runtime by name: the argument's, that in ``PROXYCCL_RUNTIME``, or the default.
+    """Opens the runtime that `name` names, or else ``PROXYCCL_RUNTIME``; without either name, opens the default
+    runtime.
 
     Args:
         name: "host", "cuda" or "hip"; None for ``PROXYCCL_RUNTIME``, else `find_runtime()`.
@@ -113,7 +114,7 @@ def open_runtime(name: str | None = None, device: int | None = None, *, local_ra
 
     Raises:
         ArgumentError: the runtime or the device is unknown.
-        RuntimeUnavailableError: this machine does not offer it; the message says what is missing.
+        RuntimeUnavailableError: this machine does not offer the runtime; the message says what is missing.
     """
     if not isinstance(name, str | None):
         raise ArgumentError("runtime", f"must be a name or None, not {name!r}")

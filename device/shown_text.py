@@ -9,8 +9,8 @@ _IN_JSON = re.compile(rf'\\["\\/]|{_CONTROL}|[^\x00-\x7e]')
 
 
 def shown(text: object) -> str:
-    """Returns the text on one line. Characters that do not print become Python's escapes: newlines, terminal control
-    sequences, marks that reorder text.
+    """Returns the text on one line. Characters that do not print, such as newlines, terminal control sequences and
+    marks that reorder text, become Python's escapes.
     """
     line = str(text)
     return line if line.isprintable() else "".join(map(_escaped, line))

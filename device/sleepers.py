@@ -23,7 +23,7 @@ class Sleepers:
         self._memories: list[SharedMemory] = []  # kept mapped as long as a launch may read the words
 
     def add(self, word: SharedMemory) -> None:
-        """Adds a thread by its word. Launches do not wake threads beyond `MOST_SLEEPERS`, which wake by themselves."""
+        """Adds the word of a thread. Launches do not wake threads beyond `MOST_SLEEPERS`, which wake by themselves."""
         self._memories.append(word)
         lib.proxyccl_sleepers_add(self.pointer, ffi.cast("uint32_t *", word.ptr))
 
@@ -35,7 +35,7 @@ class ProxiedStruct(bytes):
         sleepers: the sleepers of the proxy that takes triggers of the struct's channels; None without such channels.
         pointers: the offsets of pointers to a call's arrays.
         peers_words: offset of the table of addresses, by rank, at which kernels of all ranks reach a call's output.
-            None if the struct lacks the table, or the call leaves it null.
+            None if the struct has no such table, or the call leaves the table null.
     """
 
     sleepers: Sleepers | None = None

@@ -51,7 +51,7 @@ typedef struct ProxycclStreamOperations {
   ProxycclStreamOperation* words;
   const ProxycclStreamStep* steps;
   uint32_t count;    /* number of steps */
-  uint32_t captured; /* 1: a graph contains the steps, and may repeat them at any time */
+  uint32_t captured; /* 1: a graph contains the steps, so they may run again at any time */
   const ProxycclSleepers* const*
       wakes; /* NULL-terminated list of the sleepers of the proxies that the steps notify; or NULL */
 } ProxycclStreamOperations;
@@ -95,7 +95,8 @@ static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, 
   return first;
 }
 
-/* Issues the steps. Returns the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing done. */
+/* Issues the steps. Returns the driver's status, or PROXYCCL_OTHER_CONTEXT if it has done nothing because another
+ * context is current. */
 static inline int proxyccl_stream_issue(ProxycclStreamOperations* self, uintptr_t stream) {
   if (!proxyccl_is_current(self->current, self->context)) return PROXYCCL_OTHER_CONTEXT;
   return proxyccl_stream_issue_current(self, stream);

@@ -134,7 +134,7 @@ class StreamOperations:
         self.check(status)
 
     def pointers_into(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """Finds the words of copies and launches that point into ranges of memory. See `Launch.pointers_into`."""
+        """Finds which words of copies and launches point into given ranges of memory. See `Launch.pointers_into`."""
         found = [pointer for launch in self._launches for pointer in launch.pointers_into(ranges)]
         for step in self._steps:
             for field in ("dst", "src") if step.bytes else ():
@@ -155,7 +155,7 @@ class StreamOperations:
         made.dst, made.src, made.bytes = copied.dst, copied.src, copied.nbytes
 
     def check(self, status: int) -> None:
-        """Raises KernelError unless `status`, the driver's for these operations, is 0."""
+        """Raises KernelError unless `status`, which the driver returned for these operations, is 0."""
         self._runtime.check(status, "stream operations")
 
 

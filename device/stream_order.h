@@ -33,8 +33,8 @@ static inline int proxyccl_stream_captures(const ProxycclStreamOrder* self, uint
   return status == PROXYCCL_CAPTURE_IMPLICIT || (status == 0 && captures != 0);
 }
 
-/* Stores whether a stream's work goes into a graph. Returns the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing
- * done. */
+/* Stores whether a stream's work goes into a graph. Returns the driver's status, or PROXYCCL_OTHER_CONTEXT if it has
+ * done nothing because another context is current. */
 static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, uintptr_t stream, int* captures) {
   if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;
   const int status = self->is_capturing == NULL ? 0 : self->is_capturing((void*)stream, captures);
@@ -42,8 +42,8 @@ static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, u
   return status == PROXYCCL_CAPTURE_IMPLICIT ? 0 : status;
 }
 
-/* Records an event on a stream. This function and the next two return the driver's status, or PROXYCCL_OTHER_CONTEXT
- * with nothing done. */
+/* Records an event on a stream. This function and the next two return the driver's status, or PROXYCCL_OTHER_CONTEXT if
+ * they have done nothing because another context is current. */
 static inline int proxyccl_stream_mark(const ProxycclStreamOrder* self, uintptr_t event, uintptr_t stream) {
   return proxyccl_order_is_current(self) ? self->record((void*)event, (void*)stream) : PROXYCCL_OTHER_CONTEXT;
 }
@@ -52,7 +52,7 @@ static inline int proxyccl_stream_wait(const ProxycclStreamOrder* self, uintptr_
   return proxyccl_order_is_current(self) ? self->wait((void*)stream, (void*)event, 0) : PROXYCCL_OTHER_CONTEXT;
 }
 
-/* Makes later work of `then` wait for work queued on `first`, by an event that nothing else uses meanwhile. With
+/* Makes later work of `then` wait for work queued on `first`, by an event that nothing else uses during the call. With
  * `alike`, does nothing if one of the two streams is being captured and the other is not. */
 static inline int proxyccl_stream_follow(const ProxycclStreamOrder* self, uintptr_t event, uintptr_t first,
                                          uintptr_t then, int alike) {
@@ -62,7 +62,8 @@ static inline int proxyccl_stream_follow(const ProxycclStreamOrder* self, uintpt
   return status != 0 ? status : self->wait((void*)then, (void*)event, 0);
 }
 
-/* Returns the driver's status: 0 if the event was reached. Does not end a capture, in this thread or another. */
+/* Returns the driver's status, which is 0 if the stream has reached the event. The query breaks no capture, neither in
+ * this thread nor in another. */
 static inline int proxyccl_event_query(const ProxycclStreamOrder* self, uintptr_t event) {
   int mode = self->relaxed;
   const int exchanged = self->exchange_capture_mode(&mode);

@@ -1,5 +1,5 @@
 /* The sleeping threads of a proxy, for code that is about to launch work for them. A thread that sleeps needs tens of
- * microseconds to run again, which pass beside the launch.
+ * microseconds to run again, which pass while the launch is under way.
  *
  * Waking is only a hint. A thread that falls asleep just after its word was read sleeps for its full time, and no work
  * is lost. So the words are relaxed: the system compares a word once more as the thread begins to wait, under the lock
@@ -20,11 +20,12 @@ typedef struct ProxycclSleepers {
   uint32_t* asleep[PROXYCCL_MOST_SLEEPERS];
 } ProxycclSleepers;
 
-/* Adds a thread's word. One thread adds at a time, also while others wake. Returns 0 if there is no room. */
+/* Adds a thread's word. Only one thread may add words at a time; others may wake threads during the call. Returns 0 if
+ * there is no room. */
 static inline int proxyccl_sleepers_add(ProxycclSleepers* self, uint32_t* asleep) {
   if (self->count == PROXYCCL_MOST_SLEEPERS) return 0;
   self->asleep[self->count] = asleep;
-  /* Pairing sleeper, release: the word's address before the number of words. */
+  /* Pairing sleeper, release: this store of the number of words comes after the store of the word's address. */
   __atomic_store_n(&self->count, self->count + 1, __ATOMIC_RELEASE);
   return 1;
 }

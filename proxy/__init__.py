@@ -1,6 +1,6 @@
 """The CPU side: rings, the C engine that drains them, and the service that runs the engine.
 
-It does not know about collectives.
+This package does not know about collectives.
 """
 
 from proxyccl.device.ffi_types import realize_types as _realize_types

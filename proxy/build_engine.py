@@ -1,6 +1,6 @@
 """Declares the extension `proxyccl.proxy._engine`: the C engine, its transports, and the parts of ranks' segments.
 
-Run by setuptools at build time.
+Setuptools runs this file at build time.
 """
 
 import re
@@ -25,7 +25,7 @@ HEADERS = [
 
 
 def files(pattern: str) -> list[str]:
-    """The extension's files that match `pattern`, as paths relative to the project, which setuptools needs."""
+    """Returns the extension's files that match `pattern`. Setuptools needs paths relative to the project."""
     return sorted(
         str(path.relative_to(ROOT)) for room in ("engine", "segment") for path in ROOT.glob(f"proxy/{room}/{pattern}")
     )
@@ -34,7 +34,8 @@ def files(pattern: str) -> list[str]:
 declarations = runpy.run_path(str(ROOT / "device/build_declarations.py"))["declarations"]
 declared = declarations("\n".join((ROOT / header).read_text() for header in HEADERS))
 ffi = cffi.FFI()
-# void pointers: launches and operations are structs of `_native`, and cffi does not share types between extensions.
+# Launches and operations are declared as void pointers, because their structs belong to `_native`, and cffi does not
+# share types between extensions.
 ffi.cdef(re.sub(r"(const )?Proxyccl(Launch|StreamOperations) \*", "const void *", declared))
 ffi.set_source(
     "proxyccl.proxy._engine",

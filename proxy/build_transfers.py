@@ -1,6 +1,6 @@
 """Declares the extension `proxyccl.proxy._transfers`: the C engine of transfers between agents.
 
-Run by setuptools at build time.
+Setuptools runs this file at build time.
 """
 
 import runpy
@@ -13,7 +13,7 @@ TRANSFERS = ROOT / "proxy/transfers"
 
 
 def in_transfers(pattern: str) -> list[str]:
-    """The extension's files that match `pattern`, as paths relative to the project, which setuptools needs."""
+    """Returns the extension's files that match `pattern`. Setuptools needs paths relative to the project."""
     return sorted(f"proxy/transfers/{path.name}" for path in TRANSFERS.glob(pattern))
 
 

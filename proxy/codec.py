@@ -1,12 +1,13 @@
-"""The only codec for data between processes: bootstrap, daemon, links between hosts, observed memory, report files.
+"""The codec of all data that processes exchange: in the bootstrap, with the daemon, over links between hosts, in
+observed memory and in report files.
 
-A `Message` declares its fields and their ranges. A `Codec` turns it into bytes of a bounded length and back, and trusts
-no input: anything that is not a message of its type is a `ProtocolError` that names the sender, the field, the received
-value and the expected one.
+A `Message` declares its fields and their ranges. A `Codec` encodes a message as bytes of a bounded length and decodes
+them. It trusts no input: for bytes that are not a valid message of its type it raises a `ProtocolError`, which names
+the sender, the field, the received value and the expected one.
 
-The encoding is JSON rather than MessagePack. The same bytes are written to report files, to shared memory and to
-sockets, where people and other tools read them, and none of these paths moves data at a rate that would pay for a
-binary form. ``bytes`` travel in base64. Integers have 64 bits: from -2^63 to 2^64 - 1.
+The encoding is JSON rather than MessagePack, because people and other tools read these bytes in report files, in shared
+memory and on sockets, and because no user of the codec moves so much data that a binary encoding would pay. Values of
+type ``bytes`` are encoded in base64. Integers have 64 bits: from -2^63 to 2^64 - 1.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ Uint32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Uint64 = Annotated[int, Meta(ge=0)]
 """`Codec` itself refuses values of more than 64 bits: msgspec takes no bound above 2^63 - 1."""
 
-_SHOWN = 100  # characters of a wrong value in an error
+_SHOWN = 100  # errors show at most this many characters of a wrong value
 _LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-_LONG_NUMBER = re.compile(rb"-[0-9]{19}|[0-9]{20}")  # every integer of more than 64 bits is at least this long
+_LONG_NUMBER = re.compile(rb"-[0-9]{19}|[0-9]{20}")  # no shorter number has more than 64 bits
 _INTEGERS = range(-(2**63), 2**64)
 
 T = TypeVar("T")
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True):
-    """Base class of all that a `Codec` carries: immutable, built and compared like a frozen dataclass.
+    """Base class of the messages that a `Codec` encodes. A message is immutable, and is built and compared like a
+    frozen dataclass.
 
     Decoding refuses an unknown field, and a missing field that has no default. `__post_init__` may raise
     ValueError for conditions that types and ranges can't express.
@@ -49,9 +51,9 @@ class Codec(Generic[T]):
 
     Args:
         kind: a `Message`, or anything made of messages and plain values: a tagged union, a list, a dict.
-        limit: length in bytes of the longest encoding, in both directions.
-        name: the name of such a value in errors; the type's name by default.
-        error: the exception for bytes that do not encode such a value.
+        limit: length in bytes of the longest encoding that is encoded or decoded.
+        name: the name of a value of `kind` in errors; the type's name by default.
+        error: the exception to raise for bytes that do not encode a value of `kind`.
     """
 
     @overload
@@ -69,16 +71,17 @@ class Codec(Generic[T]):
         self.name = name or getattr(kind, "__name__", str(kind))
 
     @functools.cached_property
-    def _decoder(self) -> msgspec.json.Decoder[T]:  # created on first use: most processes decode few types
+    def _decoder(self) -> msgspec.json.Decoder[T]:  # created on first use, because most processes decode few types
         _require_strict(self._kind)
         return msgspec.json.Decoder(self._kind)
 
     def encode(self, value: T, *, indent: int = 0) -> bytes:
-        """Encodes a value. Characters that UTF-8 lacks (in file names, say) become backslash escapes.
+        """Encodes a value. Characters that UTF-8 cannot encode, such as some in file names, become backslash escapes.
 
         Args:
             value: a value of the codec's type, which is not checked.
-            indent: spaces for each level, on lines of their own; 0: all on one line.
+            indent: number of spaces by which each level is indented, with each item on its own line; 0 to encode
+                everything on one line.
 
         Raises:
             ProtocolError: the encoding takes more than `limit` bytes.
@@ -179,10 +182,12 @@ def _no_json(data: bytes | bytearray | memoryview, error: Exception) -> str:
 
 
 def _explain(text: str, kind: Any, data: bytes | bytearray | memoryview) -> str:
-    """msgspec's message about a wrong value, with the field's name, the value, and the choices if there are any."""
+    """Returns msgspec's message about a wrong value, extended by the field's name, the value, and the valid choices if
+    the field has a list of them.
+    """
     try:
         whole = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # of data inside the wrong field
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # raised by data inside the wrong field
         return _no_json(data, error)
     match = _LOCATED.fullmatch(text)
     assert match is not None  # any text matches
@@ -207,9 +212,10 @@ def _describe(what: str, value: Any, expected: inspect.Type, last: list[str], *,
 
 
 def _follow(steps: list[str], value: Any, expected: inspect.Type) -> tuple[Any, inspect.Type]:
-    """Returns the value at a path, and the type expected there.
+    """Returns the value at a path, and the type that is expected for it.
 
-    Inside an entry of a dict, which msgspec does not name, this is the dict; and at the tag of a union, the union.
+    If the value is in an entry of a dict, returns the dict and its type, because msgspec does not name the entry. At
+    the tag of a union, returns the tag's value and the union's type.
     """
     for step in steps:
         if isinstance(value, dict):
@@ -240,7 +246,9 @@ def _structs(expected: inspect.Type) -> list[inspect.StructType]:
 
 
 def _variant(value: dict[str, Any], structs: list[inspect.StructType]) -> inspect.StructType | None:
-    """The struct expected for an object; its tag selects among several structs."""
+    """Returns the struct expected for an object. If there are several structs, the object's tag selects one; None if no
+    struct has that tag.
+    """
     if len(structs) == 1:
         return structs[0]
     return next((struct for struct in structs if value.get(struct.tag_field or "") == struct.tag), None)
@@ -277,6 +285,6 @@ def _quoted(text: str) -> str:
 def _show(value: Any) -> str:
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # from an integer of thousands of digits, or deeply nested lists
+    except (ValueError, RecursionError):  # repr fails on huge integers and deeply nested lists
         text = f"a value of type {type(value).__name__} too long to print"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

@@ -1,4 +1,4 @@
-"""Opens TCP connections to a host with several addresses, of which some may not answer."""
+"""Opens a TCP connection to a host that has several addresses, some of which may not answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STAGGER_SECONDS = 0.25
 
 
 class NoAddressError(OSError):
-    """No connection to any address of a host could be made.
+    """Raised if a host could not be reached at any of its addresses.
 
     Attributes:
         failures: the error for each numeric address (or unresolved name) and port; TimeoutError if no answer came.
@@ -32,12 +32,12 @@ class NoAddressError(OSError):
 def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> socket.socket:
     """Connects to the first address that answers.
 
-    A new attempt begins every quarter of a second, or at once after a failure, while earlier attempts continue (RFC
-    8305). So an address that drops packets does not delay the later addresses.
+    A new attempt begins every quarter of a second, or immediately after a failed attempt, while earlier attempts
+    continue (RFC 8305). So an address that drops packets does not delay the later addresses.
 
     Args:
-        addresses: hosts and ports, the preferred one first; a name may have several addresses.
-        deadline: value of `time.monotonic` at which all attempts end.
+        addresses: hosts and ports, the preferred pair first; a host name may have several addresses.
+        deadline: value of `time.monotonic` at which the call gives up all attempts.
 
     Raises:
         NoAddressError: no address has answered by the deadline.
@@ -91,7 +91,9 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
 def _resolve(
     addresses: Iterable[tuple[str, int]], failures: dict[tuple[object, ...], OSError]
 ) -> Iterable[tuple[socket.AddressFamily, tuple[object, ...]]]:
-    """Resolves hosts. Returns families and numeric addresses, and the error for each host without an address."""
+    """Resolves hosts. Yields address families and numeric addresses. Adds an error to `failures` for each host without
+    an address.
+    """
     for host, port in addresses:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -1,6 +1,6 @@
-"""This machine's unique name, and the addresses at which other machines may reach this one.
+"""Determines this machine's unique name, and the addresses at which other machines may reach it.
 
-Containers of one host have different host names, so the boot id tells hosts apart.
+Containers of one host have different host names, so hosts are identified by their boot ids.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ _SIOCGIFADDR = 0x8915
 _IPV6 = Path("/proc/net/if_inet6")
 
 
-@functools.cache  # cached, so that a process without free descriptors still knows the id
+@functools.cache  # cached, so that the id is known even when descriptors have run out
 def boot_id() -> str:
-    """The machine's boot id, which all containers of the machine share; "" if the system has none."""
+    """Returns the machine's boot id, which all containers of the machine share; "" if the system has none."""
     found = Path("/proc/sys/kernel/random/boot_id")
     return found.read_text().strip() if found.exists() else ""
 
 
 def host_name() -> str:
-    """This host's readable name, a slash, and a unique text: the machine's boot id. With ``PROXYCCL_HOSTS=name`` the
-    unique text includes the host name, so containers with different names count as different hosts.
+    """Returns this host's readable name, a slash, and a unique text: the machine's boot id, or the readable name if
+    there is no boot id. With ``PROXYCCL_HOSTS=name`` the unique text includes the host name, so containers with
+    different names count as different hosts.
 
     Raises:
-        ArgumentError: the variable has another value than "machine" or "name".
+        ArgumentError: ``PROXYCCL_HOSTS`` has another value than "machine" or "name".
     """
     name, chosen = platform.node(), os.environ.get("PROXYCCL_HOSTS") or "machine"
     if chosen not in ("machine", "name"):
@@ -43,21 +44,23 @@ def host_name() -> str:
 
 
 def told_apart_by(host: str) -> str:
-    """The value of ``PROXYCCL_HOSTS`` with which the result of `host_name` was made."""
+    """Returns the value of ``PROXYCCL_HOSTS`` with which `host_name` returned `host`."""
     return "name" if host.count("/") > 1 else "machine"
 
 
 def same_host(one: str, other: str) -> bool:
-    """Whether two results of `host_name` denote one host, whatever its containers' names."""
+    """Whether two results of `host_name` denote the same host. Only their unique texts are compared."""
     return one.partition("/")[2] == other.partition("/")[2]
 
 
 def host_addresses() -> list[str]:
-    """This host's addresses that other hosts may reach, IPv4 first; the loopback's addresses if there are no others."""
+    """Returns this host's addresses that other hosts may reach, IPv4 first; the loopback's addresses if there are no
+    others.
+    """
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without such an address
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
                 request = struct.pack("256s", name.encode()[:15])
                 found.append(socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24]))
     found += _ipv6_addresses()
@@ -65,7 +68,7 @@ def host_addresses() -> list[str]:
 
 
 def _ipv6_addresses() -> list[str]:
-    """The IPv6 addresses that are valid beyond one link, and the loopback's."""
+    """Returns the IPv6 addresses that are valid beyond one link, and the loopback's."""
     if not _IPV6.exists():
         return []
     lines = (line.split() for line in _IPV6.read_text().splitlines())

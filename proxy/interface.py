@@ -1,4 +1,6 @@
-"""The arguments and results of a proxy's methods, whether it is a service in this process or in the node daemon."""
+"""Types of the arguments and results of a proxy's methods. They are the same for a proxy in this process and for a
+proxy in the node daemon.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Connection(Message, frozen=True):
         worker: number of the worker that serves the connection.
         peer: the rank at the other end; None if unknown.
         transport: the transport's name.
-        private: whether its channels copy from memory that only the caller's process can reach.
+        private: whether the connection's channels copy from memory that only the caller's process can reach.
     """
 
     number: Uint64
@@ -41,12 +43,12 @@ class ChannelCounters(Message, frozen=True, kw_only=True):
     """A proxy's counters of one channel.
 
     Attributes:
-        triggers: triggers that the proxy acted on, of all operations.
-        puts: triggers that put data, and sends of schedules that carried data.
-        bytes: bytes that the puts and gets moved.
-        signals: triggers that signalled, and sends of schedules, which always signal.
-        flushes: triggers that flushed.
-        gets: triggers that got data.
+        triggers: number of triggers, of all operations, that the proxy acted on.
+        puts: number of triggers that put data, and of schedules' sends that carried data.
+        bytes: number of bytes that the puts and gets moved.
+        signals: number of triggers that signalled, and of schedules' sends, which always signal.
+        flushes: number of triggers that flushed.
+        gets: number of triggers that got data.
     """
 
     triggers: int = 0
@@ -68,14 +70,15 @@ class ProxyFailure(Message, frozen=True):
 
     Attributes:
         code: a ProxycclErrorCode (control.h).
-        channel: channel id; None if no channel is concerned.
-        words: the two words of the trigger that failed, or None.
+        channel: id of the channel on which the error occurred; None if it concerns no channel.
+        words: the two words of the trigger that failed; None if no trigger failed.
         status: status of the transport or the driver; 0 if neither failed.
         reason: the error in words.
-        exception: a handler's exception, or None.
-        peer: the peer of the connection that failed or that the trigger named; None if there is none.
-        schedule: number of the schedule that failed; 0 if none is concerned.
-        offset: for a refused trigger, the offset in the memory that caused the refusal, source or destination.
+        exception: the exception that a handler or thread raised, or None.
+        peer: the peer of the connection that failed, or of the failed trigger's connection; None without a connection.
+        schedule: number of the schedule that failed; 0 if no schedule failed.
+        offset: for a refused trigger, its offset in the memory that caused the refusal, which is its source or its
+            destination.
         wait: after a time-out, the kind of wait: a ProxycclWaitKind (control.h).
     """
 
@@ -92,12 +95,12 @@ class ProxyFailure(Message, frozen=True):
 
     @property
     def trigger(self) -> Trigger | None:
-        """The trigger that failed, or None."""
+        """The trigger that failed; None if the failure does not concern a trigger."""
         return Trigger.decode(*self.words) if self.words is not None else None
 
 
 class EndpointWire(Message, frozen=True):
-    """A further link of a staged connection that spreads its data over several links.
+    """A further link of a staged connection, which may spread its data over several links.
 
     Attributes:
         endpoint, rkey, area: see `EndpointInfo`.
@@ -114,10 +117,10 @@ class EndpointInfo(Message, frozen=True):
     Attributes:
         endpoint: the endpoint's address, encoded by its transport (for a queue pair an `EndpointAddress`).
         segment: address of the rank's control segment, as the peer's device names it.
-        rkey: remote key of that segment or, if data is staged, of the staging area.
+        rkey: remote key of the control segment or, if data is staged, of the staging area.
         area: address of the staging area, as the peer's device names it.
-        ring_bytes: bytes of each ring in that area; 0 if data is not staged.
-        more: further links; a connection has as many as both ranks offer.
+        ring_bytes: bytes of each ring in the staging area; 0 if data is not staged.
+        more: further links of the connection, which uses as many links as both ranks offer.
     """
 
     endpoint: bytes
@@ -128,7 +131,7 @@ class EndpointInfo(Message, frozen=True):
     more: tuple[EndpointWire, ...] = ()
 
     def wires(self) -> list[EndpointInfo]:
-        """One `EndpointInfo` for each link of the connection."""
+        """Returns one `EndpointInfo` for each link of the connection."""
         others = [replace(self, endpoint=each.endpoint, rkey=each.rkey, area=each.area) for each in self.more]
         return [replace(each, more=()) for each in (self, *others)]
 
@@ -140,9 +143,9 @@ class ExposedMemory(Message, frozen=True):
         transport: the transport's name.
         address: address of the memory's first byte, as peers name it.
         key: key by which peers name the memory: a remote key, or the number of a target.
-        local_key: key by which this rank's own requests name it; 0 if data is staged.
-        copied: whether the proxy's copies use `address` too.
-        owner: the context's state for withdrawing it.
+        local_key: key by which this rank's own requests name the memory; 0 if data is staged.
+        copied: whether the proxy's copies within the host also use `address`.
+        owner: the state that `withdraw` needs.
     """
 
     transport: str

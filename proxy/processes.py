@@ -1,4 +1,4 @@
-"""The system's data about a process on this machine, by its process id; lists of cores."""
+"""Reads what the system knows about a process of this machine, and parses lists of cores."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from proxyccl.device.errors import ArgumentError
 
 _NODES = Path("/sys/devices/system/node")
-_DIGITS = 5  # most digits of a core's number
+_DIGITS = 5  # a core's number has at most this many digits
 
 
 def stat_of(path: Path) -> list[str]:
-    """The fields of a process's or a thread's `stat` file (proc(5)), beginning with the third, the state.
+    """Returns the fields of a process's or a thread's `stat` file (proc(5)), from the third field, the state, on.
 
     Raises:
         FileNotFoundError, ProcessLookupError: the process has ended.
@@ -23,8 +23,8 @@ def stat_of(path: Path) -> list[str]:
 
 
 def start_of(pid: int, *, zombies: bool = False) -> int | None:
-    """When a process started, in ticks since the system's start; None if there is no such process. Without `zombies`
-    also None for a process whose first thread has ended, although other threads may still run.
+    """Returns when a process started, in ticks since the system's start; None if there is no such process. Without
+    `zombies`, it also returns None for a process whose first thread has ended, although other threads may still run.
 
     The process id and the start time together identify one process, because the system reuses ids.
     """
@@ -36,11 +36,11 @@ def start_of(pid: int, *, zombies: bool = False) -> int | None:
 
 
 def cpu_time_of(pid: int, thread: int) -> int | None:
-    """The CPU time that a thread of a process has taken, in ns; None if the system does not report the time."""
+    """Returns the CPU time that a thread of a process has taken, in ns; None if the system does not report the time."""
     task = Path(f"/proc/{pid}/task/{thread}")
     try:
         return int((task / "schedstat").read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # not every kernel has schedstat
+    except (OSError, ValueError, IndexError):  # for kernels without schedstat, reads stat instead
         pass
     try:
         user, system = stat_of(task / "stat")[11:13]
@@ -50,8 +50,8 @@ def cpu_time_of(pid: int, thread: int) -> int | None:
 
 
 def process_name(pid: int | None) -> str:
-    """Names the process at a socket's other end, for messages. `pid` is 0 if the process has no id in this PID
-    namespace.
+    """Returns how messages name the process at a socket's other end. `pid` is 0 or None if the process has no id in
+    this PID namespace.
     """
     return f"process {pid}" if pid else "a process of another PID namespace"
 
@@ -67,7 +67,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def _status(pid: int, name: str) -> str:
-    """A field of /proc/PID/status; empty if there is no such process."""
+    """Returns a field of /proc/PID/status; "" if there is no such process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -76,7 +76,7 @@ def _status(pid: int, name: str) -> str:
 
 
 def parse_cores(text: str, near: int | None = None) -> list[int]:
-    """Parses a list of cores. Returns their numbers.
+    """Parses a list of cores. Returns the cores' numbers in ascending order.
 
     Args:
         text: numbers and ranges, such as ``0-3,8``; ``node:1`` for the cores of a NUMA node; ``near`` for the cores of
@@ -118,7 +118,9 @@ def decode_cores(text: str) -> set[int]:
 
 
 def cores_of(pid: int) -> set[int]:
-    """The cores that a process of this machine may run on; empty if the process has ended or is not visible here."""
+    """Returns the cores that a process of this machine may run on; an empty set if the process has ended or is not
+    visible in this PID namespace.
+    """
     try:
         return os.sched_getaffinity(pid)
     except ProcessLookupError:

@@ -1,8 +1,10 @@
-"""Memory of a rank that peers on other hosts reach: registered with a network device, or as targets of staged writes.
+"""Registers memory of a rank so that peers on other hosts reach it: with a network device, or as targets of staged
+writes.
 
 A signal is a word in the receiver's control segment, which is host memory. The network adapter writes the data first
-and then the word. But the two writes take different paths, and a kernel that has read the word may still read old data,
-unless the GPU orders both writes. For a GPU that does not, the staged transports move the data through pinned memory.
+and then the word. But the two writes take different paths. So a kernel that has read the new word may still read old
+data, unless the GPU orders both writes. For a GPU that does not order them, the staged transports move the data through
+pinned memory.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ class Registration:
     Attributes:
         ptr: the range's address in this process.
         nbytes: the range's size.
-        address: the address by which peers name its first byte. This address equals `ptr` except for a DMA-BUF, or a
-            provider that takes offsets.
+        address: the address by which peers name the range's first byte. It equals `ptr` except for a DMA-BUF, or with a
+            provider that takes offsets instead of addresses.
         key: key for peers' requests.
         local_key: key for this rank's own requests; 0 if a provider of libfabric needs none.
         allocation: identifies the range's allocation among all others; None if the range stays registered only while in
             use.
-        how: for RDMA "host", "peer memory" (the device takes the GPU's address itself) or "dma-buf".
+        how: for RDMA, how the memory is registered: "host", "peer memory" (the device takes the GPU's address itself)
+            or "dma-buf".
         region: pyverbs' memory region, or the address of a fid_mr.
     """
 
@@ -52,12 +55,13 @@ class Registration:
 
 
 class RegistrationCache:
-    """The registrations of a device. Users share a range's registration, which outlives them for a while. Threads may
-    share the object.
+    """The registrations of a device. All users of a range share one registration, which may be kept after the last use.
+    The cache is thread-safe.
 
-    Unused ranges stay registered for reuse if the caller names their allocation, which tells them from a later
-    allocation at the same address: at most `KEEP` of them, of `KEEP_BYTES` in all. The least recently used ranges are
-    deregistered first. A registered range keeps its memory occupied, even freed memory of a GPU.
+    Unused ranges stay registered for reuse if the caller names their allocation, because only the allocation's identity
+    distinguishes them from a later allocation at the same address. At most `KEEP` unused ranges, of `KEEP_BYTES` in
+    all, stay registered; the least recently used are deregistered first. Memory of a registered range stays occupied,
+    even if the program has freed it on the GPU.
     """
 
     KEEP, KEEP_BYTES = 64, 1 << 30
@@ -68,7 +72,7 @@ class RegistrationCache:
         )
 
     def register(self, ptr: int, nbytes: int) -> Registration:
-        """Registers memory of the host. Raises as `register_of`."""
+        """Registers memory of the host. Raises the errors of `register_of`."""
         raise NotImplementedError
 
     def _deregister(self, registration: Registration) -> None:
@@ -85,8 +89,8 @@ class RegistrationCache:
         return self._made.acquire((ptr, nbytes, allocation), make)
 
     def release(self, registration: Registration) -> None:
-        """Ends one use of a registration. After the last use, requests must no longer name it. Raises ArgumentError if
-        it is not in use.
+        """Ends one use of a registration. After the last use, requests must no longer name the registration. Raises
+        ArgumentError if the registration is not in use.
         """
         key = (registration.ptr, registration.nbytes, registration.allocation)
         try:
@@ -97,9 +101,9 @@ class RegistrationCache:
     def register_of(
         self, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
     ) -> Registration:
-        """Registers memory of a runtime. Refuses memory of a GPU that does not order RDMA writes. Each call is paired
-        with a `release`. `gpu_writes` is an option: "auto" to ask the device for the order, "ordered" to trust the
-        caller.
+        """Registers memory of a runtime. Refuses memory of a GPU that does not order RDMA writes. The caller pairs each
+        call with a `release`. `gpu_writes` is "auto" to ask the GPU's driver whether the GPU orders RDMA writes, or
+        "ordered" if the caller promises the order.
 
         Raises:
             ArgumentError: the range is empty or invalid.
@@ -110,8 +114,8 @@ class RegistrationCache:
         raise NotImplementedError
 
     def unsupported_reason(self, runtime: Runtime, gpu_writes: str) -> str:
-        """Registers a few bytes of a runtime's device memory and releases them. Returns the reason for a failure as in
-        `register_of`; "" on success. Raises ResourceError.
+        """Registers a few bytes of a runtime's device memory and releases them. Returns the text of the
+        RuntimeUnavailableError that `register_of` raises; "" on success. Raises ResourceError.
         """
         memory = runtime.allocate(_PROBE_BYTES)
         try:
@@ -123,7 +127,7 @@ class RegistrationCache:
         return ""
 
     def close(self) -> None:
-        """Deregisters everything. No transfers may be in flight from or to it."""
+        """Deregisters all memory. No transfers from or to this memory may be in flight."""
         self._made.close()
 
 
@@ -140,12 +144,12 @@ def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
 
 class RemoteWriteTargets:
     """The ranges of this rank's memory that peers may write by staged puts and read by staged gets. Threads and engines
-    may share the object.
+    may share a `RemoteWriteTargets`.
 
     A peer names a range by its key. The engine refuses a key that has been removed.
 
     Attributes:
-        table: the table for the engine, which lives as long as this object.
+        table: the ranges as an array for the engine. The array lives as long as this object.
     """
 
     def __init__(self) -> None:
@@ -154,8 +158,8 @@ class RemoteWriteTargets:
         self._lock = threading.Lock()
 
     def add(self, ptr: int, nbytes: int, host_ptr: int = 0) -> int:
-        """Adds a range, and its address for the CPU unless `host_ptr` is 0. Returns the range's key. Raises
-        ResourceError if the table is full.
+        """Adds a range. `host_ptr` is the CPU's address of the range, or 0 if the CPU has none. Returns the range's
+        key. Raises ResourceError if the table is full.
         """
         with self._lock:
             if not self._free:
@@ -167,20 +171,21 @@ class RemoteWriteTargets:
             return key
 
     def remove(self, key: int) -> None:
-        """Removes the range of a key, which peers' triggers must no longer name."""
+        """Removes the range with this key. Peers' triggers must no longer name the key."""
         with self._lock:
             lib.proxyccl_remote_write_target_set(self.table + key, 0, 0, 0)
             self._free.append(key)
 
 
 class RemoteDevice:
-    """A network device that was opened for one rank. A transport shares it with the staged transport over it.
+    """A network device that was opened for one rank. A direct transport and the staged transport over the same network
+    share it.
 
     Attributes:
-        setup: the rank.
+        setup: the rank for which the device was opened.
         options: the device's name and settings.
-        registrations: memory that is registered with the device.
-        write_targets: memory that peers' staged puts may write.
+        registrations: the memory that is registered with the device.
+        write_targets: the memory that peers' staged puts may write.
     """
 
     options: RdmaOptions | FabricOptions
@@ -191,5 +196,5 @@ class RemoteDevice:
         self.write_targets = RemoteWriteTargets()
 
     def close(self) -> None:
-        """Deregisters all memory and closes the device. Endpoints of queue pairs must be closed."""
+        """Deregisters all memory and closes the device. All endpoints that use the device must be closed before."""
         raise NotImplementedError

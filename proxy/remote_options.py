@@ -1,4 +1,4 @@
-"""The rank and the options for which the devices of transports between hosts are opened."""
+"""The options of the transports between hosts, and the description of the rank for which their devices are opened."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MTUS = (256, 512, 1024, 2048, 4096)
 """The valid path MTUs, in bytes."""
 
 MOST_WIRES: int = lib.PROXYCCL_STAGED_WIRES
-"""The most wires of a staged connection."""
+"""The highest number of links (wires) of a staged connection."""
 
 _RANGES = {
     "port": range(1, 255),
@@ -37,13 +37,13 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class _FromEnvironment:
-    """Options that are checked, and that environment variables set too. A field that is neither a number nor a choice
-    is a name.
+    """Base class of options that are checked, and that environment variables can also set. A field that is neither in
+    `_RANGES` nor in `_choices` is a name.
     """
 
     _owner: ClassVar[str]
-    _prefix: ClassVar[str]  # prefix of the variables' names
-    _name: ClassVar[str]  # the meaning of a name, for errors
+    _prefix: ClassVar[str]  # prefix of the environment variables' names
+    _name: ClassVar[str]  # what a name denotes, for errors
     _choices: ClassVar[dict[str, tuple[object, ...]]]
 
     def __post_init__(self) -> None:
@@ -54,7 +54,9 @@ class _FromEnvironment:
 
     @classmethod
     def _checked(cls, option: str, shown: str, value: object) -> object:
-        """Returns an option's value, with integers as Python's own. `shown` is the option's name in errors."""
+        """Checks an option's value, and returns it, with integers converted to `int`. `shown` is the option's name in
+        errors. Raises ArgumentError.
+        """
         if option in _RANGES:
             lowest, highest = _RANGES[option][0], _RANGES[option][-1]
             return as_integer(value, shown, f"must be a whole number from {lowest} to {highest}", lowest, highest)
@@ -69,8 +71,8 @@ class _FromEnvironment:
 
     @classmethod
     def from_environment(cls, **arguments: Any) -> Self:
-        """Options from environment variables: a prefix, such as ``PROXYCCL_RDMA_``, and the option's name in capitals.
-        Arguments that are not None take precedence.
+        """Reads options from environment variables, whose names are a prefix, such as ``PROXYCCL_RDMA_``, and the
+        option's name in capitals. Arguments that are not None take precedence.
 
         Raises:
             ArgumentError: a variable or an argument is out of range, and the error names it; or an argument is not the
@@ -92,25 +94,26 @@ class _FromEnvironment:
 
 @dataclass(frozen=True)
 class RdmaOptions(_FromEnvironment):
-    """The RDMA device to use, and its settings. None selects a value that suits the machine.
+    """The RDMA device to use, and its settings. For an option that is None, ProxyCCL selects a value that suits the
+    machine.
 
     Attributes:
         device: name of the RDMA device, such as "mlx5_0"; None for the nearest (`choose_device`).
-        port: number of its port; None for the nearest active one.
+        port: number of the device's port; None for the nearest active port.
         gid_index: index of the port's GID to use; None for RoCE v2 with an IPv4 address if there is one.
-        mtu: largest path MTU in bytes, one of 256, 512, 1024, 2048, 4096; None for the port's. A connection uses the
-            smaller of its two endpoints'.
+        mtu: largest path MTU in bytes, one of 256, 512, 1024, 2048, 4096; None for the port's MTU. A connection uses
+            the smaller MTU of its two endpoints.
         service_level: InfiniBand's service level, or the priority of RoCE's frames, 0 to 15.
         traffic_class: traffic class of the packets' IP header, with the DSCP in its upper six bits; 0 to 255.
         timeout: exponent of the time after which an unacknowledged request is sent again, which is 4.096 µs ·
-            2^timeout; 1 to 31. 14 is 67 ms. A device may wait a few times longer.
-        retry_count: how often a request is sent again before the connection fails, 0 to 7; Soft-RoCE never gives up at
-            7.
-        rnr_retry_count: how often a request is sent again to a peer that has posted no receive, 0 to 7; 7 never gives
-            up. RDMA writes and atomics need no receives.
+            2^timeout; 1 to 31. An exponent of 14 is 67 ms. A device may wait a few times longer.
+        retry_count: how often a request is sent again before the connection fails, 0 to 7; with 7, Soft-RoCE never
+            gives up.
+        rnr_retry_count: how often a request is sent again to a peer that has posted no receive, 0 to 7; with 7, the
+            device never gives up. RDMA writes and atomics need no receives.
         send_depth: work requests that a send queue holds, at least 2; fewer if the device's limit is lower.
-        signal: how to advance a peer's counter: by an inline "write", by an atomic "fetch_add", or "auto" for a write
-            if the device supports inline data, else a fetch-add.
+        signal: how to advance a peer's counter: "write" by an inline write, "fetch_add" by an atomic operation, "auto"
+            by a write if the device supports inline data, else by a fetch-add.
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
             in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged".
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged", 4 KiB to 64 MiB; two
@@ -151,25 +154,26 @@ class FabricOptions(_FromEnvironment):
 
     Attributes:
         provider: the provider's name, such as "efa", "cxi" or "tcp;ofi_rxm", or a part of the name between semicolons,
-            such as "tcp"; None for the first that libfabric prefers and that reaches other hosts (`choose_offer`).
-        interface: the interfaces, by libfabric's names of their domains, such as "eth0" or "rdmap0s6": a
-            comma-separated list of prefixes. A leading "=" gives whole names; a leading "^" or "^=" gives names to
-            exclude. None for any but the loopback.
+            such as "tcp"; None for the first provider, in libfabric's order of preference, that reaches other hosts
+            (`choose_offer`).
+        interface: the interfaces to use: a comma-separated list of prefixes of libfabric's domain names, such as "eth0"
+            or "rdmap0s6". After a leading "=" the list has whole names; after a leading "^" or "^=" it has the prefixes
+            or whole names to exclude. None for any interface but the loopback.
         depth: the most outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
-        signal: when a signal is written: "ordered", right after its data, which needs a provider that keeps the
-            order of writes; "delivered", when its data has been delivered; "auto" for "ordered"
-            if the provider supports it; the signal then joins the data's message if the provider stores each message
-            in order.
+        signal: when a signal is written. With "ordered" it is written right after its data, which needs a provider that
+            keeps the order of writes. With "delivered" it is written once its data has been delivered. "auto" chooses
+            "ordered" if the provider supports that, else "delivered"; with "auto" the signal is even part of the data's
+            message if the provider stores each message in order.
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
             in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged_fabric".
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;
-            two ranks use the smaller of their values. None for 4 MiB, or 2 MiB for each stream if there are several;
-            less for a rank with many peers.
+            two ranks use the smaller of their values. None for 4 MiB, or 2 MiB for each stream if there are several; a
+            rank with many peers uses less.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
             `staging_bytes`.
-        streams: the connections over which staged data goes to a peer, each with a thread of its own, 1 to 16; two
-            ranks use the smaller of their values. None for a default: 1 if the provider is not based on sockets, else
-            the rank's share of half of the machine's cores.
+        streams: number of connections over which staged data goes to a peer, each served by a separate thread, 1 to 16;
+            two ranks use the smaller of their values. None for a default: 1 if the provider is not based on sockets,
+            else the rank's share of half of the machine's cores.
 
     Raises:
         ArgumentError: a value is out of range; the error names the field.

@@ -1,4 +1,4 @@
-"""Rings: their memory, and their contents.
+"""The rings through which kernels pass triggers to the proxy: allocates their memory, and reads their contents.
 
 Reading a ring disturbs neither the producers nor the proxy. The proxy does not clear the slots that it has taken, so a
 ring also holds the last triggers that it handled.
@@ -19,7 +19,7 @@ from proxyccl.proxy.codec import Message
 from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger, full_parity, operation_name
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclFifo  # exists only in the stub
+    from proxyccl.device._native import ProxycclFifo  # the type exists only in the stub file
 
 _LINE_BYTES = 128
 """Distance in bytes between words with different writers: two cache lines, because some processors fetch lines in
@@ -38,12 +38,12 @@ def require_ring_size(size: object) -> int:
 
 
 def ring_bytes(size: int) -> int:
-    """Bytes of pinned memory for a ring with this number of slots."""
+    """Returns the bytes of pinned memory for a ring with this number of slots."""
     return size * _SLOT_BYTES + _LINE_BYTES
 
 
 class RingTrigger(Message, frozen=True):
-    """A trigger in a ring: the trigger's ticket, and the trigger's operation in words."""
+    """A trigger in a ring: its ticket and the fields of a `Trigger`, with the operation in words."""
 
     ticket: int
     channel: int
@@ -57,11 +57,11 @@ class RingTrigger(Message, frozen=True):
 
 
 class RingContents(Message, frozen=True):
-    """A ring at one moment.
+    """A ring's contents at one moment.
 
     Attributes:
         size: number of slots.
-        taken: the number of triggers that the proxy has taken, which is the ticket of the next one.
+        taken: the number of triggers that the proxy has taken, which is the ticket of the next trigger that it takes.
         full: number of slots with triggers that the proxy has not taken.
         waiting: the first triggers that the proxy has not taken, in order.
         recent: the last triggers that the proxy took, in order.
@@ -75,7 +75,8 @@ class RingContents(Message, frozen=True):
 
 
 class Ring:
-    """The part of a ring that a worker uses: the slots, followed by the tail. Another process may have created it.
+    """The part of a ring that a worker uses: the slots, followed by the tail. Another process may have created the
+    ring.
 
     Args:
         memory: zeroed memory of at least `ring_bytes(size)` bytes, which must stay mapped while the ring is read.
@@ -110,7 +111,7 @@ class Ring:
         return int(self.tail[0])
 
     def count_full(self) -> tuple[int, int]:
-        """`taken`, and the number of slots with triggers that the proxy has not taken.
+        """Returns `taken`, and the number of slots with triggers that the proxy has not taken.
 
         The full slots are contiguous, so a binary search finds their end.
         """
@@ -129,11 +130,11 @@ class Ring:
         return bool(parity == full_parity(ticket, self.size_log2))
 
     def snapshot(self, count: int = 32) -> RingContents:
-        """The ring's contents at this moment, with at most `count` waiting and `count` recent triggers."""
-        import numpy as np  # imported here, because other users of this module need no numpy
+        """Returns the ring's contents at this moment, with at most `count` waiting and `count` recent triggers."""
+        import numpy as np  # imported here, because only this method needs numpy
 
         slots = np.frombuffer(ctypes.string_at(self.slots_host, self.tail_offset), np.uint64).reshape(-1, 2)
-        taken = self.taken  # read after the slots: a trigger taken meanwhile must not count as waiting
+        taken = self.taken  # read after the slots: triggers taken since that copy don't count as waiting
 
         def held(first: int, end: int) -> list[int]:
             tickets = np.arange(first, end, dtype=np.uint64)
@@ -161,7 +162,7 @@ class Fifo(Ring):
 
     Args:
         runtime: the runtime whose kernels push.
-        size: number of slots, a power of two from 2 to 2**20. The size may be smaller than the number of producers.
+        size: number of slots, a power of two from 2 to 2**20. A ring may have fewer slots than producers.
     """
 
     def __init__(self, runtime: Runtime, size: int = 8192) -> None:

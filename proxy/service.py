@@ -1,4 +1,4 @@
-"""The proxy service: the rings, the workers that drain them, and the tables of ids that triggers name.
+"""The proxy service, which has the rings, the workers that drain them, and the tables of the ids that triggers name.
 
 A service runs in a rank's process with its own threads, or in the node daemon on shared threads. This module does not
 know about ranks or collectives.
@@ -45,30 +45,30 @@ def require_callable(handler: object) -> None:
 
 
 class ProxyService(ProxyWords):
-    """Drains rings and issues their triggers' operations. A communicator has one in its process, or a `DaemonClient`
-    with the same methods. Callers name memory twice, by an address in their process and by a handle: a service takes
-    the address, the daemon opens the handle.
+    """Drains rings and issues their triggers' operations. A communicator has a `ProxyService` in its process, or a
+    `DaemonClient` with the same methods. Callers pass both an address of memory in their process and a handle: a
+    `ProxyService` uses the address, and the daemon opens the handle.
 
     Args:
         runtime: the runtime whose driver issues the service's copies.
         control: address of the ProxycclControl. Its abort word stops the workers.
-        shared: pinned memory with `shared_bytes()`, zeroed, for `SharedWords`. Peers on other hosts signal words in it
-            too.
+        shared: zeroed pinned memory that contains the `shared_bytes()` bytes of the `SharedWords`. Peers on other hosts
+            also signal words in this memory.
         shared_offset: offset of the `SharedWords` in `shared`, in bytes.
         semaphores_offset: offset in `shared` of the words that peers signal, by channel id; None for a service without
             schedules.
         fifos: number of rings.
         threads: number of workers, each with its own thread. Rings are assigned to workers in turn.
         fifo_size: slots in each ring.
-        idle: the idle policy of the threads; a shared thread uses the most aggressive policy of its services. None for
-            the default of `IdlePolicy`, or of the shared threads.
+        idle: the idle policy that the service needs; a shared thread uses the most aggressive policy that one of its
+            services needs. None for the default of `IdlePolicy` or, with shared threads, for their own policy.
         cores: cores that the threads may run on; None for any.
         shared_threads: one thread for each worker, shared with other services; empty to create threads.
         rings: existing rings, which `close` closes; empty to create rings.
-        ring_per_connection: whether all channels of a connection share a ring. Connections are then assigned rings in
-            turn, otherwise channels are.
+        ring_per_connection: whether all channels of a connection share a ring. If so, rings are assigned to connections
+            in turn, otherwise to channels.
         on_failure: called in a worker's thread when an error ends the worker.
-        description: the service's description for observers; None to stay hidden.
+        description: the service's description for observers; None to hide the service from observers.
         name: the prefix of the threads' names.
         sleepers: the `Sleepers` that the threads are added to; None to create one.
 
@@ -77,7 +77,7 @@ class ProxyService(ProxyWords):
         publication: the service's publication for observers; None without a description.
 
     Raises:
-        ArgumentError: fewer rings than threads, a ring size that is not a power of two, or cores that don't exist.
+        ArgumentError: there are fewer rings than threads, a ring size is not a power of two, or a core does not exist.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class ProxyService(ProxyWords):
             )
             self.publication = self._describe(description) if description else None
             self._published = publications.try_publish(self.publication) if self.publication else None
-            undo.pop_all()  # nothing fails from here on, and the threads use everything made above
+            undo.pop_all()  # no later step fails, and the threads use all objects made above
         self._wires: WireWorkers | None = None
         self._control, self._cores, self._name = control, cores, name
         self.sleepers = sleepers or Sleepers()
@@ -182,14 +182,14 @@ class ProxyService(ProxyWords):
         handle: HandleProvider | None = None,
         first: int | None = None,
     ) -> int:
-        """Registers memory under a free id, or under consecutive ids if the memory is longer than 4 GiB.
+        """Registers memory under a free id, or under several consecutive ids if the memory is longer than 4 GiB.
 
         Args:
             base: the memory's address in the caller's process.
             nbytes: the memory's size.
-            key: the memory's key in this rank's requests on remote transports; 0 for none.
-            handle: returns the handle by which another process opens the memory; not used here.
-            first: the first id, which another service chose; None to choose one here.
+            key: the memory's key in this rank's requests on remote transports; 0 if it has none.
+            handle: returns the handle by which another process opens the memory; a `ProxyService` does not use it.
+            first: the first id, which another service chose; None to choose free ids.
 
         Returns:
             The first id.
@@ -202,13 +202,14 @@ class ProxyService(ProxyWords):
             return self._memories.add(base, nbytes, key, first=first)
 
     def add_pinned_memory(self, memory: PinnedMemory, *, first: int | None = None) -> int:
-        """Registers pinned memory, this rank's own or a peer's that was opened here.
+        """Registers pinned memory: this rank's own, or a peer's that this process has opened.
 
-        Where source and destination of a put are such memory, the CPU copies up to `PROXYCCL_CPU_COPY_BYTES`
-        (copy_transport.h), in less time than a copy engine takes. Remote links do not reach the memory by this id.
+        If the source and the destination of a put are both registered by this method, and the put has at most
+        `PROXYCCL_CPU_COPY_BYTES` bytes (copy_transport.h), the CPU copies, in less time than a copy engine takes.
+        Remote links cannot use the returned id.
 
         Args:
-            memory: stays open until `remove_memory`.
+            memory: the memory, which must stay open until `remove_memory`.
             first: see `add_memory`.
 
         Returns:
@@ -225,7 +226,7 @@ class ProxyService(ProxyWords):
             return self._memories.add(memory.ptr, memory.nbytes, 0, host=memory.host_ptr, first=first)
 
     def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers memory, this rank's or a peer's, that only a remote link reaches, by an address and a key.
+        """Registers memory of this rank or of a peer that only a remote link reaches, by its address and key.
 
         The engine refuses triggers that name the memory on channels that copy within the host. Returns the first id.
 
@@ -247,7 +248,8 @@ class ProxyService(ProxyWords):
         Args:
             peer: the rank at the other end, which errors name.
             transport: name of a transport that copies within a host.
-            private: whether its channels copy from memory that only the caller's process can reach; not used here.
+            private: whether the connection's channels copy from memory that only the caller's process can reach; a
+                `ProxyService` does not use it.
 
         Raises:
             ArgumentError: the transport is remote, or does not exist.
@@ -258,9 +260,9 @@ class ProxyService(ProxyWords):
     def connect(self, transport: str, options: Any, *, peer: int | None = None) -> Connection:
         """Returns a new connection over any transport.
 
-        Objects that the options name, such as a queue pair, must outlive the service. For a remote transport,
-        the memories that triggers name need that transport's keys, and a peer's memory and the word given to
-        `set_channel` have the addresses by which the peer's device knows them.
+        Objects that the options name, such as a queue pair, must outlive the service. For a remote transport, register
+        the memories that triggers name with the transport's keys. Name a peer's memory, and the word that is passed to
+        `set_channel`, by the addresses that the peer's device uses.
 
         Args:
             transport: the transport's name.
@@ -268,7 +270,7 @@ class ProxyService(ProxyWords):
             peer: the rank at the other end, which errors name.
 
         Raises:
-            ArgumentError: an option is out of range, and the error names it; or there is no such transport.
+            ArgumentError: an option is out of range (the error names it), or there is no such transport.
             RuntimeUnavailableError: this build lacks the transport.
             ResourceError: the worker has no room for another connection.
         """
@@ -283,7 +285,7 @@ class ProxyService(ProxyWords):
         local_rank: int,
         core_share: int,
     ) -> ServiceRemote:
-        """Opens the rank's remote links. Called once; the caller closes the result after the proxy.
+        """Returns the object that opens the rank's remote links. Call it once, and close the result after the proxy.
 
         Args:
             options: the network device to use, and the device's settings.
@@ -293,7 +295,7 @@ class ProxyService(ProxyWords):
             core_share: cores that the rank's threads may keep busy.
 
         Raises:
-            ArgumentError: `signals` leaves the control segment.
+            ArgumentError: `signals` is not within the control segment.
         """
         setup = RemoteSetup(self.runtime, self.words.memory, signals, near, local_rank, core_share)
         return ServiceRemote(self.connect, setup, options)
@@ -330,7 +332,7 @@ class ProxyService(ProxyWords):
 
         Args:
             connection: the connection.
-            channel: an id that another service reserved (`reserve_elsewhere`); None to reserve one here.
+            channel: an id that another service reserved (`reserve_elsewhere`); None to reserve a free id.
 
         Raises:
             ResourceError: all 1024 channel ids are in use.
@@ -346,22 +348,24 @@ class ProxyService(ProxyWords):
         Args:
             channel: the channel's id.
             connection: the connection that the channel was reserved for.
-            remote_semaphore: address, as the transport reaches it, of the word that the channel's signals count up.
-            handle: returns the handle by which another process opens that word; not used here.
+            remote_semaphore: address, as the transport uses it, of the word that the channel's signals count up.
+            handle: returns the handle by which another process opens that word; a `ProxyService` does not use it.
         """
         with self._open():
             pointer = self.engine_connections[connection.number].pointer
             self._channels.set_connection(channel, connection, pointer, remote_semaphore)
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
-        """Frees channel ids of a connection. All their triggers must be drained, and peers must no longer signal."""
+        """Frees channel ids of a connection. All triggers of these channels must be drained, and peers must no longer
+        signal on them.
+        """
         with self._lock:
             if not self._closed and self._process.is_here:
                 self._channels.free(channels)
 
     def add_schedule(self, schedule: Schedule) -> int:
         """Adds a schedule, which streams may then start. The schedule's channels must have connections of this proxy.
-        Returns its number, from 1.
+        Returns the schedule's number, which is at least 1.
 
         Raises:
             ArgumentError: an id is out of range, or a send names no destination.
@@ -398,20 +402,20 @@ class ProxyService(ProxyWords):
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, slowest, None, errno.ETIMEDOUT, reason))
 
     def stopped(self) -> str:
-        """Says in words that a signal has stopped the proxy's process; always "" here, as the proxy runs in this
-        process.
+        """Returns a text if a signal has stopped the proxy's process, else "". A `ProxyService` always returns "",
+        because it runs in this process.
         """
         return ""
 
     def add_handler(self, handler: Handler, channel: int | None = None) -> int:
-        """Makes a channel that passes its triggers, of any operation, to a Python function in the worker's thread.
+        """Makes a channel whose triggers, of any operation, are passed to a Python function in the worker's thread.
 
         Later triggers of the ring wait until the handler returns. If the handler raises, a HandlerError ends the
         communicator.
 
         Args:
             handler: called with each trigger.
-            channel: an id that another service reserved (`reserve_elsewhere`); None to reserve one here.
+            channel: an id that another service reserved (`reserve_elsewhere`); None to reserve a free id.
 
         Returns:
             The channel id.
@@ -433,27 +437,31 @@ class ProxyService(ProxyWords):
         return self._handling
 
     def reserve_elsewhere(self) -> int:
-        """Reserves a channel id for a service in a process that this service works for."""
+        """Reserves a channel id for a service in the client's process. The daemon calls this, so that both services use
+        different ids.
+        """
         with self._open():
             return self._channels.reserve(0)
 
     def fifo_for(self, channel: int) -> Fifo:
-        """The ring that a channel's triggers go through."""
+        """Returns the ring that a channel's triggers go through."""
         return self.fifos[self._channels.ring_of(channel)]
 
     def ring_of(self, channel: int) -> int:
-        """The number of the ring that a channel's triggers go through."""
+        """Returns the number of the ring that a channel's triggers go through."""
         return self._channels.ring_of(channel)
 
     def outstanding(self, channel: int) -> int | None:
-        """The number of triggers and sends of schedules on a channel's connection without a known completion. None for
-        a handler's channel, and if this process can't tell.
+        """Returns the number of triggers and of schedules' sends on a channel's connection whose completion is not
+        known. Returns None for a handler's channel, and if this process can't read the number.
         """
         with self._open():
             return self._observed.outstanding(channel)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """The waits of schedules that make no progress, or that a failure stopped; empty if this process can't tell."""
+        """Returns the waits of schedules that make no progress or that a failure stopped; an empty list if this process
+        can't read them.
+        """
         with self._open():
             return self._observed.schedule_waits()
 
@@ -474,11 +482,13 @@ class ProxyService(ProxyWords):
 
     @property
     def rings(self) -> list[Fifo]:
-        """The rings of this process's own kernels."""
+        """The rings to which kernels of this process push triggers."""
         return self.fifos
 
     def _worker_event(self, worker: Worker, reason: int, info: Any) -> None:
-        """Handles an outcome of the engine. Called in the worker's thread when the engine returns for the worker."""
+        """Handles an outcome of the engine: calls a handler, or reports a failure. Called in the worker's thread when
+        the engine returns for the worker.
+        """
         if reason == lib.PROXYCCL_EXIT_HANDLER:
             self._handle(worker, info)
         elif reason == lib.PROXYCCL_EXIT_ERROR:
@@ -495,7 +505,7 @@ class ProxyService(ProxyWords):
         self._handling[channel] = time.monotonic()
         try:
             self._handlers[channel](Trigger.decode(*words))
-        except BaseException as raised:  # catches SystemExit too, which would end this thread and so the proxy
+        except BaseException as raised:  # also catches SystemExit, which would end this thread and so the proxy
             error = raised
         finally:
             del self._handling[channel]
@@ -553,7 +563,9 @@ class ProxyService(ProxyWords):
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """A context that holds the lock, because `close` frees what the tables use. Raises ClosedError."""
+        """Holds the lock during a context, so that `close` does not free memory that the tables use. Raises ClosedError
+        if the service is closed.
+        """
         with self._lock:
             self._process.require("the proxy service")
             if self._closed:
@@ -561,7 +573,8 @@ class ProxyService(ProxyWords):
             yield
 
     def paused(self, timeout: float) -> contextlib.AbstractContextManager[None]:
-        """A context in which no worker reads rings or tables, so that table entries that triggers name can change.
+        """Pauses the workers during a context. No paused worker reads rings or tables, so the context may change table
+        entries that triggers name.
 
         Raises:
             ResourceError: a worker did not pause in time.
@@ -569,14 +582,14 @@ class ProxyService(ProxyWords):
         return self._workers.paused(timeout)
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until all triggers in the rings are done and nothing is outstanding. The workers keep running.
+        """Waits until all triggers in the rings are done and no transfer is outstanding. The workers keep running.
 
         Args:
             timeout: in seconds.
-            given_up: polled during the wait, which ends when `given_up` returns True.
+            given_up: a function that is polled during the wait; the wait ends when it returns True.
 
         Returns:
-            False if the wait ended early.
+            False if the wait ended before the rings were drained.
         """
         self._process.require("the proxy service")
         with self._lock:
@@ -586,16 +599,16 @@ class ProxyService(ProxyWords):
         return self._workers.await_drained(asked, timeout, given_up)
 
     def close(self, timeout: float = 30.0, *, drained: bool = True) -> bool:
-        """Stops the workers and frees everything.
+        """Stops the workers and frees all memory and connections of the service.
 
         Args:
             timeout: seconds to wait for each worker.
-            drained: whether workers first empty their rings and complete outstanding work.
+            drained: whether the workers first empty their rings and complete outstanding work.
 
         Returns:
             False if a worker did not end in time. The service's memory is then kept, and another call waits again.
         """
-        if not self._process.is_here:  # in a fork's child: the workers and their memory belong to the parent
+        if not self._process.is_here:  # this is a fork's child, and the workers belong to the parent
             return True
         with self._lock:
             if self._freed:
@@ -616,7 +629,7 @@ class ProxyService(ProxyWords):
             lib.proxyccl_connection_destroy(made.pointer)
             for resource in made.owned:
                 with contextlib.suppress(ProxyCCLError):
-                    resource.synchronize()  # waits for copies: their memory may be freed next
+                    resource.synchronize()  # waits for copies, because the caller may free their memory next
                 with contextlib.suppress(ProxyCCLError):
                     resource.close()
         lib.proxyccl_service_destroy(self._service)

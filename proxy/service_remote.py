@@ -1,4 +1,4 @@
-"""One rank's remote links, for a service in this process: devices, endpoints, and memory that peers reach."""
+"""Manages a rank's remote links for a service in this process: devices, endpoints, and memory that peers reach."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ class _PeerEndpoint(Struct):
 class ServiceRemote:
     """One rank's remote links: its endpoints, and the memory that peers reach. `DaemonRemote` has the same methods.
 
-    The first call that names a transport opens its device. That call also raises ArgumentError if an option names
-    something that does not exist, and RuntimeUnavailableError if no device can be used; the message says why.
+    The first call that names a transport opens the transport's device. That call also raises ArgumentError if an option
+    names something that does not exist, and RuntimeUnavailableError, whose message states the reason, if no device can
+    be used.
 
     Args:
         connect: makes the service's connections (`ProxyService.connect`).
         setup: describes the rank for which devices are opened.
-        options: the devices and their settings.
+        options: the network devices to use, and the devices' settings.
 
     Raises:
-        ArgumentError: the words to signal leave the control segment.
+        ArgumentError: the range `setup.signals` is not within the control segment.
     """
 
     def __init__(self, connect: Callable[..., Connection], setup: RemoteSetup, options: TransportOptions) -> None:
@@ -59,8 +60,9 @@ class ServiceRemote:
         return self._devices[open_device]
 
     def unsupported_reason(self, transport: str) -> str:
-        """The reason why a transport's device can't register the memory of the rank's GPU; empty if the device can
-        register it, or need not. Raises ResourceError if the system or the device is out of memory or descriptors.
+        """Returns the reason why a transport's device can't register the memory of the rank's GPU; "" if the device can
+        register that memory, or need not. Raises ResourceError if the system or the device is out of memory or
+        descriptors.
         """
         device = self._device(transport)
         if remote_functions(transport).stages:
@@ -71,7 +73,7 @@ class ServiceRemote:
         """Makes this rank's endpoint of a connection to a peer.
 
         Raises:
-            ArgumentError: the peer has an endpoint already, or there is no such transport.
+            ArgumentError: there is an endpoint for this peer already, or there is no such transport.
             ResourceError: the device or the system is out of memory or descriptors.
         """
         functions = remote_functions(transport)
@@ -92,17 +94,17 @@ class ServiceRemote:
             peer: the peer's rank.
             theirs: the result of the peer's `make_endpoint`.
             timeout: seconds to keep trying while the network does not know the peer.
-            given_up: polled meanwhile; the wait ends once it returns True.
+            given_up: a function that is polled during the wait; the wait ends when it returns True.
 
         Raises:
-            ArgumentError: the peer's endpoint is malformed, or can't be reached from here.
+            ArgumentError: the peer's endpoint is malformed, or can't be reached from this rank.
             TransportError: the system refuses to connect.
         """
         own = self._endpoint(peer)
         own.options = own.endpoint.connect(theirs, timeout, given_up)
 
     def open_connection(self, peer: int) -> Connection:
-        """Makes the proxy's connection over a connected endpoint."""
+        """Makes the proxy's connection over an endpoint that `connect_endpoint` has connected."""
         own = self._endpoint(peer)
         if own.options is None or own.used:
             raise ArgumentError(
@@ -123,8 +125,8 @@ class ServiceRemote:
             ptr: the memory's address in the caller's process.
             nbytes: the memory's size.
             transport: name of the transport.
-            handle: handle by which another process opens the memory, which also identifies the memory's allocation;
-                empty if the memory has no handle.
+            handle: handle by which another process opens the memory. The handle also identifies the memory's
+                allocation. Empty if the memory has no handle.
 
         Raises:
             ArgumentError: the proxy can't reach the memory.
@@ -140,7 +142,7 @@ class ServiceRemote:
 
     def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
         """Lets peers reach pinned memory, to which CPUs copy short data, by a transport that stages data. The memory
-        stays open until `withdraw`.
+        must stay open until `withdraw`.
 
         Raises:
             ArgumentError: the proxy can't reach the memory, or the transport does not stage data.
@@ -154,7 +156,7 @@ class ServiceRemote:
     def withdraw(self, memory: ExposedMemory) -> None:
         """Undoes `expose` or `expose_pinned`. Triggers must no longer name the memory, on this rank or on a peer."""
         functions = remote_functions(memory.transport)
-        if functions.open not in self._devices:  # closing a device withdraws all memory
+        if functions.open not in self._devices:  # the device is closed, which has withdrawn all its memory
             return
         device = self._devices[functions.open]
         if functions.stages:
@@ -163,8 +165,8 @@ class ServiceRemote:
             device.registrations.release(memory.owner)
 
     def close(self) -> None:
-        """Frees endpoints, registrations and devices. The proxy must have ended."""
-        with contextlib.ExitStack() as steps:  # closes in reverse order, even if one fails
+        """Frees endpoints, registrations and devices. Close the proxy first."""
+        with contextlib.ExitStack() as steps:  # closes the objects in reverse order, even if closing one of them fails
             for device in self._devices.values():
                 steps.callback(device.close)
             for own in self._endpoints.values():

@@ -1,5 +1,5 @@
-"""A service's shared memory (ProxycclSharedWords in engine/engine.h), and a check whether the service's workers take
-turns.
+"""Reads and writes a service's shared memory (ProxycclSharedWords in engine/engine.h), and checks whether the service's
+workers take turns.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from proxyccl.proxy.trigger import MAX_CHANNELS
 ffi, lib = _engine.ffi, _engine.lib
 
 _LONGEST_STEP = 0.25
-"""The most seconds that one check adds to a wait: if the checking process was stopped too, that time does not count
-against the workers.
+"""The most seconds that one check adds to a wait: if the checking process was stopped as well, the time for which it
+was stopped does not count against the workers.
 """
 
 
 class SharedWords:
-    """A ProxycclSharedWords in pinned memory: `BYTES` zeroed bytes from `offset` on.
+    """A ProxycclSharedWords in pinned memory, which occupies `BYTES` bytes from `offset` on. These bytes must be
+    zeroed.
 
     Attributes:
         memory: the memory.
-        table, flushed, completed: arrays by channel id: the ProxycclCounters, and the words (engine/engine.h).
-        memory_limits: for each memory id, the bytes from the id's first byte to the memory's end; 0 for an unused id.
+        table, flushed, completed: arrays by channel id: the ProxycclCounters, and the flush words and the words
+            `completed` (engine/engine.h).
+        memory_limits: for each memory id, the number of bytes from the id's first byte to the memory's end; 0 for an
+            unused id.
         schedule_words: the ProxycclScheduleWords.
     """
 
@@ -43,7 +46,7 @@ class SharedWords:
         self.schedule_words: Any = ffi.addressof(words, "schedule")
 
     def on_device(self, word: Any) -> int:
-        """The device's address of a word."""
+        """Returns the device's address of a word."""
         return self.memory.ptr + int(ffi.cast("uintptr_t", word)) - self.memory.host_ptr
 
     @property
@@ -70,7 +73,8 @@ class SharedWords:
 
 
 class ProxyWords:
-    """The methods of a proxy that use only its words, in whichever process its workers run.
+    """The methods of a proxy that use only its shared words, and so work in the rank's process even if the workers run
+    in the daemon.
 
     Attributes:
         words: the proxy's shared words.
@@ -83,30 +87,30 @@ class ProxyWords:
         return self.words
 
     def flushed(self, channel: int) -> int:
-        """One more than the ticket of the last completed flush of a channel."""
+        """Returns one more than the ticket of a channel's last completed flush."""
         return int(self._words_of(channel).flushed[channel])
 
     def flushed_pointer(self, channel: int) -> int:
-        """The device's address of a channel's flush word."""
+        """Returns the device's address of a channel's flush word."""
         words = self._words_of(channel)
         return words.on_device(words.flushed + channel)
 
     def completed(self, channel: int) -> int:
-        """One more than the ticket up to which all triggers of a channel are known to be complete, or, on a handler's
-        channel, handled. Their effects are visible to the caller.
+        """Returns one more than the ticket up to which all triggers of a channel are known to be complete or, on a
+        handler's channel, handled. The effects of these triggers are visible to the caller.
         """
         words = self._words_of(channel)
         words.require_open()
         return int(lib.proxyccl_word_acquire(words.completed + channel))
 
     def completed_pointer(self, channel: int) -> int:
-        """The device's address of the word that holds `completed`."""
+        """Returns the device's address of the word that holds `completed`."""
         words = self._words_of(channel)
         return words.on_device(words.completed + channel)
 
     def counters(self, channel: int) -> ChannelCounters:
-        """A channel's counters, read without disturbing the proxy. Raises ArgumentError if there is no such id, and
-        ClosedError if the memory is unmapped.
+        """Reads a channel's counters, without disturbing the proxy. Raises ArgumentError if there is no such channel
+        id, and ClosedError if the memory is unmapped.
         """
         return self._words_of(channel).counters(channel)
 
@@ -125,14 +129,14 @@ class ProxyWords:
         return SchedulePointers(bell, done, gate, tuple(on_device(words.stages + i) for i in range(STAGES)))
 
     def end_waits(self) -> None:
-        """Releases streams that wait for schedules or stages. For use after a failure, when no worker does."""
+        """Releases streams that wait for schedules or stages. Call it after a failure, when no worker releases them."""
         lib.proxyccl_schedule_words_end_waits(self.words.schedule_words)
 
 
 class TurnWatch:
-    """Measures how long a waiter has waited while one of some workers took no turn, because the workers' process is
-    stopped or a driver call hangs. Used by one thread, which checks every few milliseconds. A worker counts its turns
-    in a ProxycclScheduleWords, so the check costs the proxy nothing.
+    """Measures how long a worker has taken no turn while someone waited for the workers: their process may be stopped,
+    or a driver call may hang. One thread calls `look` every few milliseconds. The check costs the proxy nothing,
+    because the workers count their turns in a ProxycclScheduleWords in any case.
     """
 
     def __init__(self, schedule_words: Any, workers: int) -> None:
@@ -142,8 +146,8 @@ class TurnWatch:
         self._looked = time.monotonic()
 
     def look(self, *, awaited: bool = True) -> float:
-        """The longest time, in seconds, for which a worker that has not ended has taken no turn. The time restarts at 0
-        unless a caller's work is `awaited`.
+        """Returns the longest time, in seconds, for which a worker that has not ended has taken no turn. If `awaited`
+        is False, nobody waits for the workers, and all times restart at 0.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_STEP), now

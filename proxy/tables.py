@@ -1,5 +1,5 @@
-"""The tables of a service, in the engine and for observers: channels, memories, schedules. The caller serialises all
-calls of a table.
+"""The tables of a service's channels, memories and schedules, which write the entries of the engine and of observers.
+Callers must not call methods of a table concurrently.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ChannelTable:
         self._ring_of: dict[int, int] = {}  # each channel's ring
         self._free = list(reversed(range(MAX_CHANNELS)))
         self._handlers = 0
-        self._given = 0  # ids that other services reserved
+        self._given = 0  # number of ids that other services reserved and this service has taken
 
     def __len__(self) -> int:
         return len(self._ring_of)
@@ -54,7 +54,8 @@ class ChannelTable:
 
     def reserve(self, worker: int, channel: int | None = None, *, connection: int | None = None) -> int:
         """Reserves a channel id for a worker, or takes an id that another service reserved. `connection` is the number
-        of the channel's connection; None for a handler, or for a channel of another service. Raises ResourceError.
+        of the channel's connection; None for a handler's channel, or for a channel of another service. Raises
+        ResourceError if no ids are free.
         """
         if channel is not None:
             turn = self._given
@@ -91,7 +92,7 @@ class ChannelTable:
         return self.reserve(worker, channel), worker
 
     def set_handler(self, channel: int, worker: int) -> None:
-        """Directs a channel's triggers to its handler, which must be added first."""
+        """Directs a channel's triggers to the channel's handler, which must be added first."""
         lib.proxyccl_service_set_handler(
             self._service, channel, self._shared.flushed + channel, self._shared.completed + channel
         )
@@ -106,7 +107,7 @@ class ChannelTable:
 
 
 def windows_of(nbytes: int) -> int:
-    """The number of memory ids for a size: one for each window of 4 GiB."""
+    """Returns the number of memory ids that memory of this size needs: one for each window of 4 GiB."""
     return max(1, -(-nbytes // WINDOW_BYTES))
 
 
@@ -130,9 +131,9 @@ class MemoryTable:
         host: int | None = None,
         first: int | None = None,
     ) -> int:
-        """Registers memory under free ids, or from id `first` on, which another service chose. Returns the first id.
-        Raises ResourceError. No copy may use the address of `remote_only` memory. `host` is the CPU's address of the
-        memory, or None.
+        """Registers memory under free ids, or under the ids from `first` on, which another service chose. Returns the
+        first id. Raises ResourceError if no ids are free. The engine refuses copies from and to `remote_only` memory.
+        `host` is the CPU's address of the memory; None if the CPU has none.
         """
         windows = windows_of(nbytes)
         if first is None:
@@ -167,8 +168,8 @@ class MemoryTable:
 
 
 class ScheduleTable:
-    """The schedules by number. `semaphores` is the CPU's address of this rank's words that peers signal, by channel id;
-    None for a service without schedules.
+    """The schedules by number. `semaphores` is the CPU's address of the array, by channel id, of this rank's words that
+    peers signal; None for a service without schedules.
     """
 
     def __init__(self, service: Any, shared: SharedWords, semaphores: int | None) -> None:

@@ -1,7 +1,8 @@
-"""A thread that runs workers of the engine, of one service or of many.
+"""A thread that runs workers of the engine, which may belong to one service or to many.
 
-The thread enters the C engine without the GIL until the engine returns for one of its workers. This module does not
-know about services: a worker is added with the function to call when the engine returns.
+The thread enters the C engine without the GIL, and stays there until the engine returns for one of the thread's
+workers. This module does not know about services: whoever adds a worker passes the function to call when the engine
+returns for it.
 """
 
 from __future__ import annotations
@@ -26,30 +27,32 @@ LONGEST_US = 1e9
 """The longest time of an `IdlePolicy`, in µs."""
 
 OnExit = Callable[[int, "_engine.ProxycclExitInfoPointer"], None]
-"""Called in the thread with a ProxycclOutcome and a ProxycclExitInfo, which is valid during the call."""
+"""A function that is called in the thread with a ProxycclOutcome and a ProxycclExitInfo, which is valid only during the
+call.
+"""
 
 
 @dataclass(frozen=True)
 class IdlePolicy:
-    """The policy of a thread when the rings of all its workers are empty.
+    """How a thread waits while the rings of all its workers are empty.
 
-    It spins, then yields, then sleeps for a 32nd of its idle time, so waking late adds at most a 32nd to a pause. While
-    transfers are under way, it yields for 1.6 ms, because a thread takes as long to wake from a short sleep as it
-    slept. After a
-    long pause the thread sleeps for a 1024th of the pause, at most 10 ms, even if this is longer than `max_sleep_us`: a
-    thread that was idle for 10 s uses 0.1 % of a core. A call that this library launches wakes a sleeping thread before
-    the launch. A graph that another library replays does not wake the thread, which then finds the work when its sleep
-    ends.
+    The thread first spins, then yields, then sleeps for a 32nd of the time for which it has been idle, so waking late
+    adds at most a 32nd to a pause. While transfers are under way, it yields for 1.6 ms before it sleeps, because a
+    thread takes as long to wake from a short sleep as it slept. After a long pause the thread sleeps for a 1024th of
+    the pause, at most 10 ms, even if this is longer than `max_sleep_us`: a thread that was idle for 10 s uses 0.1 % of
+    a core. When this library launches a call, it wakes a sleeping thread before the launch. When another library
+    replays a graph, nothing wakes the thread, and it finds the work when its sleep ends.
 
-    The defaults are for few cores. Where cores suffice, a proxy without a policy uses `where_cores_suffice`.
+    The defaults suit machines with few cores. Where there are enough cores, a proxy that was given no policy uses
+    `where_cores_suffice`.
 
     Attributes:
-        spin_us: how long the thread polls without a pause. After the first 50 µs it yields its core between polls:
-            otherwise other threads on that core would wait for a whole time slice. If there are fewer cores than
-            threads, a host kernel that pushes a trigger and then needs the core waits this long each time.
+        spin_us: how long the thread polls without a pause. After the first 50 µs of that time it yields its core
+            between polls: otherwise other threads on that core would wait for a whole time slice. If there are fewer
+            cores than threads, a host kernel that pushes a trigger and then needs the core waits `spin_us` each time.
         yield_us: how long the thread then yields the core between two polls.
-        max_sleep_us: the longest sleep between two later polls, except after long pauses. The thread finds work at most
-            this late, plus the system's own delay.
+        max_sleep_us: the longest sleep between two polls after that, except after long pauses. The thread finds work at
+            most this much later, plus the system's own delay in waking it.
 
     Raises:
         ArgumentError: a time is out of range.
@@ -64,18 +67,20 @@ class IdlePolicy:
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= LONGEST_US:
                 raise ArgumentError(name, f"must be a number from 0 to {LONGEST_US:.0e} µs, not {value!r}")
-            object.__setattr__(self, name, float(value))  # messages to a daemon encode only Python's own numbers
+            object.__setattr__(self, name, float(value))  # because messages can't encode NumPy's numbers
 
     @classmethod
     def always_awake(cls) -> IdlePolicy:
-        """A policy for threads that never sleep while a communicator is open. Each thread answers at once and costs
-        a core.
+        """Returns a policy with which threads never sleep while a communicator is open. Each thread answers
+        immediately, and occupies a core.
         """
         return cls(yield_us=LONGEST_US, max_sleep_us=50.0)
 
     @classmethod
     def where_cores_suffice(cls) -> IdlePolicy:
-        """A policy of sleeps of at most 50 µs until a thread was idle for 50 ms: about a tenth of a core."""
+        """Returns a policy with which a thread sleeps at most 50 µs at a time until it has been idle for 50 ms. Such a
+        thread takes about a tenth of a core.
+        """
         return cls(max_sleep_us=50.0)
 
     def __str__(self) -> str:
@@ -90,7 +95,7 @@ class IdlePolicy:
 
     @staticmethod
     def most_awake(policies: Iterable[IdlePolicy]) -> IdlePolicy:
-        """The policy that wakes no later than any of `policies`, which is not empty."""
+        """Returns a policy that wakes a thread no later than any of `policies`, which must not be empty."""
         each = list(policies)
         return IdlePolicy(
             max(policy.spin_us for policy in each),
@@ -100,7 +105,7 @@ class IdlePolicy:
 
 
 def choose_idle(cores: int, programs: int, threads: int, within: tuple[int, int] | None = None) -> IdlePolicy:
-    """Chooses the policy of threads that share cores with programs.
+    """Chooses the idle policy of proxy threads that share cores with programs.
 
     A program may spin while it waits for its GPU, and a thread spins while it has work, so each program and each thread
     needs a core.
@@ -109,8 +114,8 @@ def choose_idle(cores: int, programs: int, threads: int, within: tuple[int, int]
         cores: cores that the programs and the threads may run on.
         programs: number of this machine's ranks that use the threads.
         threads: number of threads of all these ranks' proxies.
-        within: the number of programs and of threads that share the CPU quota of this process's container; None for
-            all.
+        within: the numbers of programs and of threads that share the CPU quota of this process's container; None if all
+            of them share it.
     """
     allowed = cores_allowed()
     suffice = cores >= programs + threads and (allowed is None or allowed >= sum(within or (programs, threads)))
@@ -118,8 +123,8 @@ def choose_idle(cores: int, programs: int, threads: int, within: tuple[int, int]
 
 
 def created(pointer: Any, what: str) -> Any:
-    """Returns `pointer`, which a constructor of the engine returned. Raises ResourceError if it is null; `what` is the
-    object's description.
+    """Returns `pointer`, which a constructor of the engine returned. Raises ResourceError if the pointer is null;
+    `what` describes the object in the error.
     """
     if not pointer:
         raise ResourceError(f"there is no memory for {what}")
@@ -154,10 +159,11 @@ class ProxyThread:
 
     Args:
         name: the thread's name.
-        idle: the policy for workers that need none in particular.
-        cores: numbers of the cores that the thread may run on; None for all of its process.
-        begin: called in the thread before anything else.
-        functions: the functions of a runtime whose waiting kernels may help run the workers; None for no help.
+        idle: the idle policy for workers that are added without a policy.
+        cores: numbers of the cores that the thread may run on; None for all cores of its process.
+        begin: called in the thread before the thread runs workers.
+        functions: the functions of a runtime whose waiting kernels may help to run the workers; None if kernels do not
+            help.
 
     Attributes:
         asleep: the word by which a launch in any process wakes the thread (waking.h).
@@ -230,13 +236,14 @@ class ProxyThread:
         on_lost: Callable[[BaseException], None] = lambda _: None,
         idle: IdlePolicy | None = None,
     ) -> None:
-        """Hands a worker to the thread, until the worker's first exit that is not for a handler.
+        """Makes the thread run a worker, until the engine returns for the worker for another reason than to call a
+        handler.
 
         Args:
             worker: a ProxycclWorker.
             stats: the worker's ProxycclWorkerStats, where observers find the thread and its policy.
             on_exit: called in the thread when the engine returns for the worker.
-            on_lost: called instead if an error has ended the thread and so its workers.
+            on_lost: called instead of `on_exit` if an error has ended the thread and so its workers.
             idle: the policy that the worker needs; None for the thread's own.
         """
         with self._changed:
@@ -287,7 +294,7 @@ class ProxyThread:
             try:
                 served.on_exit(reason, info)
             except BaseException as error:
-                if not runs_on:  # this worker is no longer listed
+                if not runs_on:  # _fail will not report this worker, which is no longer in _served
                     served.on_lost(error)
                 raise
 
@@ -307,7 +314,7 @@ class ProxyThread:
             self._thread.join(timeout)
         if self._thread.is_alive():
             return False
-        pointer = vars(self).pop("_pointer", None)  # removed, so that a later call fails in Python and not in C
+        pointer = vars(self).pop("_pointer", None)  # removed, so that a later call fails in Python, not in C
         if pointer is not None:
-            lib.proxyccl_thread_destroy(pointer)  # not in __del__: the thread may still use it
+            lib.proxyccl_thread_destroy(pointer)  # not done in __del__, when the thread may still use the pointer
         return True

@@ -1,4 +1,4 @@
-"""Triggers in Python. Their layout comes from trigger.h, through the compiled module."""
+"""Encodes and decodes triggers. The layout of a trigger comes from trigger.h, through the compiled module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_MEMORIES: int = lib.PROXYCCL_MAX_MEMORIES
 MAX_CHANNELS: int = lib.PROXYCCL_MAX_CHANNELS
 WINDOW_BYTES: int = lib.PROXYCCL_WINDOW_BYTES
 PARITY_SHIFT: int = lib.PROXYCCL_PARITY_SHIFT
-"""Position, in a slot's second word, of the parity bit, which belongs to the ring."""
+"""Position of the parity bit in a slot's second word. The bit belongs to the ring, not to the trigger."""
 
 
 class Operation(enum.IntFlag):
@@ -36,12 +36,13 @@ _TRANSFER = Operation.DATA | Operation.GET
 
 @functools.cache  # cached, because a trace contains many operations
 def operation_name(operation: Operation) -> str:
-    """An operation in words, such as "data+signal" or "get+flush"."""
+    """Returns an operation in words, such as "data+signal" or "get+flush"."""
     transfer = [Operation.GET] if operation & Operation.GET else list(operation & Operation.DATA)
     return "+".join(str(flag.name).lower() for flag in (*transfer, *(operation & ~_TRANSFER))) or "custom"
 
 
-# For each field its word, shift and bits. A transfer's size takes SIZE_BITS, below the bit that marks a get.
+# For each field: the word that holds it, its shift, and its number of bits. The size of a put or get has SIZE_BITS,
+# below the bit that is set for a get.
 _FIELDS = {
     "size": (0, lib.PROXYCCL_SIZE_SHIFT, 32),
     "src_offset": (0, lib.PROXYCCL_SRC_OFFSET_SHIFT, lib.PROXYCCL_OFFSET_BITS),
@@ -54,9 +55,10 @@ _FIELDS = {
 
 
 def full_parity(ticket: Any, size_log2: int) -> Any:
-    """The parity bit of the slot with the trigger of this ticket, in a ring of 2**size_log2 slots (trigger.h).
+    """Returns the parity bit of a slot that holds the trigger with this ticket, in a ring of 2**size_log2 slots
+    (trigger.h).
 
-    `ticket` is a number or an array.
+    `ticket` is a number or an array of numbers.
     """
     return ~(ticket >> size_log2) & 1
 
@@ -66,14 +68,16 @@ class Trigger:
     """A trigger that a kernel pushed into a ring.
 
     Attributes:
-        operation: its operation.
+        operation: the trigger's operation.
         channel: channel id, 0 to 1023.
-        size: bytes to move, below 2 GiB; 1, 2, 4 or 8 for a value; any 32 bits without `DATA`.
+        size: number of bytes to move, below 2 GiB; 1, 2, 4 or 8 for a value; any 32-bit number if `operation` lacks
+            `DATA`.
         src_memory: memory id of the source, 0 to 507; 508 to 511 if the trigger carries a value of 1, 2, 4 or 8 bytes.
         src_offset: byte offset in the source, below 4 GiB; 0 for a value.
         dst_memory: memory id of the destination, 0 to 511.
         dst_offset: byte offset in the destination, below 4 GiB.
-        value: the value, 64 bits of which the lower `size` bytes count; None if there is a source.
+        value: the value that the trigger carries, as a 64-bit number whose lower `size` bytes are stored; None if the
+            trigger has a source.
     """
 
     operation: Operation
@@ -86,11 +90,11 @@ class Trigger:
     value: int | None = None
 
     def encode(self) -> tuple[int, int]:
-        """The two 64-bit words, with the parity bit 0.
+        """Encodes the trigger as two 64-bit words, with the parity bit 0.
 
         Raises:
-            ArgumentError: a field does not fit its bits, or a value is given with a source, or not given without one;
-                or `GET` is set without `DATA` or with a value.
+            ArgumentError: a field does not fit its bits; the trigger has both a value and a source, or neither; or
+                `GET` is set without `DATA` or with a value.
         """
         given = {name: as_integer(getattr(self, name), name, "must be an integer from 0 on", 0) for name in _FIELDS}
         carries, operation = given["src_memory"] >= MAX_MEMORIES, given["operation"]

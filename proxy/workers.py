@@ -1,5 +1,5 @@
-"""The workers of one service: each drains its rings in a thread, which other workers may share. Also the threads
-that serve the wires of staged connections.
+"""Runs the workers of one service, and the threads that serve the links (wires) of staged connections. Each worker
+drains its rings in a thread, which other workers may share.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MAX_RINGS: int = lib.PROXYCCL_MAX_RINGS
 _POLL_SECONDS = 0.0002
 _UNUSED_THREAD_SECONDS = 10.0
 _WIRE_IDLE = IdlePolicy(yield_us=50.0)
-"""The idle policy of threads of wires. Workers wake these threads and serve the wires until they are awake, so the
-threads need not stay awake, where they would take cores from threads with work.
+"""The idle policy of the threads that serve wires. Workers wake such a thread, and serve its wires until it is awake.
+So it may sleep early, and does not take a core from a thread with work.
 """
 
 
 def require_rings(fifos: object, threads: object) -> tuple[int, int]:
-    """Returns the numbers of rings and threads. Raises ArgumentError unless each thread gets a ring, and no more than
-    the engine allows.
+    """Returns the number of rings and the number of threads. Raises ArgumentError if there are fewer rings than
+    threads, or more than the engine allows.
     """
     number = as_integer(threads, "proxy_threads", f"must be an integer from 1 to {MAX_RINGS}", 1, MAX_RINGS)
     expected = f"must be an integer from proxy_threads ({number}) to {MAX_RINGS}"
@@ -45,8 +45,8 @@ def require_rings(fifos: object, threads: object) -> tuple[int, int]:
 
 
 class OwnThreads(Struct, frozen=True):
-    """Options of the threads to create for a service's workers, one thread for each worker: the threads' number, idle
-    policy and cores (None for any), and the prefix of their names.
+    """Options of the threads that are created for a service's workers, one thread for each worker: the number of
+    threads, their idle policy, the cores that they may run on (None for any), and the prefix of their names.
     """
 
     count: int
@@ -59,7 +59,7 @@ class Worker(Struct, frozen=True):
     """A worker of the engine.
 
     Attributes:
-        pointer: a ProxycclWorker, freed with this object, because threads may still query a worker that has ended.
+        pointer: a ProxycclWorker. It is freed only with this object, because threads may query a worker that has ended.
         stats: the worker's ProxycclWorkerStats, which observers read.
         thread: the thread that runs the worker.
         ended: set when the worker has ended.
@@ -72,12 +72,14 @@ class Worker(Struct, frozen=True):
 
 
 OnEvent = Callable[[Worker, int, Any], None]
-"""Called in a worker's thread with a ProxycclOutcome and a ProxycclExitInfo, which is valid during the call."""
+"""A function that is called in a worker's thread with the worker, a ProxycclOutcome, and a ProxycclExitInfo, which is
+valid only during the call.
+"""
 
 
 def _begin(runtime: Runtime, unbound_threads: int) -> None:
-    """Called first in each of the service's own threads; `unbound_threads` is their number if no cores were chosen for
-    them, otherwise 0.
+    """Prepares one of the service's own threads, before it runs workers. `unbound_threads` is the number of these
+    threads if no cores were chosen for them, otherwise 0.
     """
     runtime.activate(for_proxy=True)
     # Some launchers bind each rank to one core, where the program spins while it waits for its GPU. A worker on the
@@ -92,9 +94,9 @@ class Workers:
     Args:
         engine: the runtime whose driver issues the workers' copies.
         service: a ProxycclService.
-        observed: the segment where the workers publish their activity, with room for each.
+        observed: the segment in which the workers publish their activity, with room for every worker.
         threads: the threads to create, or one existing thread for each worker.
-        idle: the policy that the workers need of existing threads; None for the threads' own.
+        idle: the idle policy that the workers need if the threads exist already; None for the threads' own policy.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class Workers:
 
     @property
     def asleep(self) -> list[SharedMemory]:
-        """The words by which launches wake the workers' threads, each once."""
+        """The words by which launches wake the workers' threads, one for each thread."""
         return list({worker.thread: worker.thread.asleep for worker in self._workers}.values())
 
     @contextlib.contextmanager
@@ -186,7 +188,9 @@ class Workers:
                 lib.proxyccl_worker_resume(worker.pointer)
 
     def ask_to_drain(self) -> list[int]:
-        """Asks every worker to report that its rings are empty and nothing is outstanding. See `await_drained`."""
+        """Asks every worker to report when its rings are empty and nothing is outstanding. Returns the requests'
+        numbers, for `await_drained`.
+        """
         return [lib.proxyccl_worker_drain(worker.pointer) for worker in self._workers]
 
     def await_drained(self, asked: list[int], timeout: float, given_up: Callable[[], bool]) -> bool:
@@ -202,16 +206,19 @@ class Workers:
         return True
 
     def stop(self, *, drained: bool) -> None:
-        """Asks all workers to end: if `drained`, once rings are empty and nothing is outstanding; otherwise at once."""
+        """Asks all workers to end: if `drained`, once their rings are empty and nothing is outstanding, else
+        immediately.
+        """
         for worker in self._workers:
             (lib.proxyccl_worker_stop if drained else lib.proxyccl_worker_abandon)(worker.pointer)
 
     def await_ended(self, timeout: float) -> bool:
-        """Waits until all workers and own threads have ended, each for this number of seconds. Returns False if one
-        has not ended.
+        """Waits until all workers, and the threads created for them, have ended, at most `timeout` seconds for each.
+        Returns False if a worker or thread has not ended.
         """
         ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]
-        # If a worker has timed out, its thread is not waited for a second time.
+        # A worker that has not ended in time keeps its thread from ending. So this line does not wait for such a thread
+        # again.
         closed = [thread.close(timeout if ended[i] else 0) for i, thread in enumerate(self._own_threads)]
         return all(ended) and all(closed)
 
@@ -222,12 +229,13 @@ class Workers:
 
 
 class WireWorkers:
-    """A worker and a thread for each of `count` endpoints, which poll the endpoint's wires to all peers
-    (engine/staged_transport.h). The other arguments are those of the service.
+    """The threads that poll the wires of staged connections (engine/staged_transport.h): one worker and one thread for
+    each of `count` endpoints, which poll that endpoint's wires to all peers. The other arguments are those of the
+    service.
 
-    The service's own workers also poll a wire while the wire's thread sleeps. So nothing waits for these threads, and
-    an idle one soon sleeps. These threads speed up long transfers, because one thread's sockets do not saturate a
-    network.
+    While a wire's thread sleeps, the service's own workers poll the wire. So no transfer waits for these threads, and
+    an idle thread soon sleeps. The threads speed up long transfers, because one thread that drives sockets does not
+    saturate a network.
 
     Raises:
         ArgumentError: there are no such cores.
@@ -260,8 +268,9 @@ class WireWorkers:
         self._workers.start(on_event, on_lost)
 
     def add(self, wires: Sequence[tuple[int, Any]]) -> None:
-        """Makes each thread poll the connection's wires that have the thread's number. The service's workers must not
-        know the connection yet. If a thread has no room for a wire, the workers alone poll that wire.
+        """Assigns each wire of a connection to the thread with the wire's number, which then polls it. Call this before
+        the connection is added to a worker of the service. If a thread has no room for a wire, only the service's
+        workers poll that wire.
         """
         for number, wire in wires:
             lib.proxyccl_staged_wire_set_thread(wire, self._shared[number])
@@ -269,8 +278,8 @@ class WireWorkers:
                 lib.proxyccl_staged_wire_set_thread(wire, ffi.NULL)
 
     def close(self, timeout: float) -> bool:
-        """Ends the threads and frees everything. Returns False if a thread did not end in time; another call waits
-        again.
+        """Ends the threads and frees all their memory. Returns False if a thread did not end in time; another call then
+        waits again.
         """
         self._workers.stop(drained=False)
         if not self._workers.await_ended(timeout):

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 from proxyccl.device.base_runtime import StreamLike
 
 MOST_FORMS: Final[int]
-"""The most forms that a `Calls` keeps. A further form evicts the least recently used form."""
+"""The most forms that a `Calls` keeps. If there are more, the least recently used form is dropped."""
 
 LEAST_LENT_BYTES: Final[int]
 """`Calls.take_notes` reports arrays of at least this size."""
@@ -17,7 +17,7 @@ MOST_DIMENSIONS: Final[int]
 
 NAMED_BY_PROXIES: Final[int]
 RECEIVED_BY_PROXIES: Final[int]
-"""Flags of memory in which schedules may receive, and from which they may send."""
+"""Flags of memory: schedules may send from it (NAMED_BY_PROXIES), schedules may receive in it (RECEIVED_BY_PROXIES)."""
 
 class _Lock(Protocol):
     def acquire(self) -> object: ...
@@ -27,16 +27,16 @@ class Form:
     """A call without the addresses of its arrays.
 
     Args:
-        prepared: addresses of the function that issues the call (proxyccl_calls_issue or one like it, calls.h), and of
-            that function's arguments: the callers, the encoded fields, and the launch, which is 0 if the call launches
+        prepared: addresses of the function that issues the call (such as proxyccl_calls_issue, calls.h), and of that
+            function's arguments: the callers, the encoded fields, and the launch, which is 0 if the call launches
             nothing.
         kept: objects that must live as long as `prepared` is used; they are passed to `refuse` of `Calls`.
-        relocations: the words of the launch's arguments that point into the call's arrays: address of the word, number
-            of the array, offset in the array.
-        peers: three numbers. The address of the words that hold, by rank, the address of the call's last array for that
-            rank's kernels, 0 for no such words; the number of ranks; this rank.
+        relocations: the words of the launch's arguments that point into the call's arrays: for each the address of the
+            word, the index of the array, and the offset in the array.
+        peers: three numbers: the address of an array that holds, by rank, the address of the call's last array for that
+            rank's kernels, or 0 if there is no such array; the number of ranks; this rank.
         ranges: start and end of memory whose withdrawal ends the form.
-        lent: the number of the array that peers should reach if the program uses it often; -1 for none.
+        lent: the index of the array that peers should reach if the program uses it often; -1 for none.
         names_memory: whether the launch names memory by the proxies' ids. The form is then bound to the addresses of
             one call, if proxies reach one of the call's arrays.
     """
@@ -74,7 +74,7 @@ class Calls:
             work that it has.
 
     Attributes:
-        stream: the handle of the stream of the latest call; None if the next call must ask `turn`.
+        stream: the handle of the stream of the latest call; None if the next call must call `turn` to order its stream.
         made: the number of calls issued.
         prepared: the number of forms prepared.
     """
@@ -106,7 +106,7 @@ class Calls:
             stream: None for the default stream.
 
         Returns:
-            False, with nothing done, if C can't read an array; `as_view` may read that array.
+            False, without any effect, if C can't read an array; `as_view` may be able to read that array.
 
         Raises the errors that `prepare`, `refuse` and `turn` raise.
         """
@@ -115,9 +115,9 @@ class Calls:
         the stream has passed the call.
         """
     def clear(self) -> None:
-        """Forgets all forms, including those that are being prepared."""
+        """Drops all forms; forms that are being prepared will not be kept."""
     def forget(self, start: int, end: int, /) -> None:
-        """Forgets the forms that are bound to memory in a range, and the forms that are being prepared."""
+        """Drops the forms that are bound to memory in a range; forms that are being prepared will not be kept."""
     def set_reached(
         self,
         number: int,
@@ -133,7 +133,7 @@ class Calls:
         """Sets how peers reach a range of this rank's memory.
 
         Args:
-            number: names the range.
+            number: identifies the range in later calls.
             start, end: its addresses.
             bases: by rank, the address of `start` for the kernels of that rank; None unless all ranks' kernels reach
                 the range.
@@ -143,7 +143,7 @@ class Calls:
             kept: an object that must live as long as the guard.
         """
     def unset_reached(self, number: int, /) -> None:
-        """Forgets a range. An unknown range is ignored."""
+        """Removes a range. An unknown number is ignored."""
     def reach_of(self, start: int, nbytes: int, /) -> int:
         """Returns how peers reach an array: 1 if the kernels of all ranks reach the array, plus the flags
         `NAMED_BY_PROXIES` and `RECEIVED_BY_PROXIES` that apply.
@@ -155,14 +155,16 @@ class Calls:
     def want(self, start: int, nbytes: int, lend: Callable[[int, int], object], /) -> None:
         """Requests that the next call with this array calls ``lend(start, nbytes)``, after the call was issued."""
     def set_stream(self, stream: int | None) -> None:
-        """Sets the stream of the latest call, by its handle. After None the next call asks `turn`."""
+        """Sets the stream of the latest call, by its handle. After None, the next call orders its stream by calling
+        `turn`.
+        """
     def order_by(self, order: int, event: int, thread_stream: int) -> None:
         """Lets C order a call after the latest call on another stream, without `turn`.
 
         Args:
             order: address of a ProxycclStreamOrder (stream_order.h).
             event: handle of an event that nothing else uses.
-            thread_stream: the handle that means a different stream in each thread; calls with this handle still use
+            thread_stream: the handle that names a different stream in each thread; calls with this handle still call
                 `turn`.
         """
 
@@ -178,12 +180,12 @@ class FlowCalls:
         lock: held while a call is issued.
         launch: the addresses of a ProxycclLaunch and of its argument, a ProxycclFlows; their owner; bytes of a lane.
         order: addresses of the ProxycclStreamOrder of streams and events, and of the group's ProxycclControl; the
-            handle that means another stream in each thread, or 2**64 - 1.
+            handle that names a different stream in each thread, or 2**64 - 1 if there is none.
         functions: ``refuse(status)`` raises the error for a nonzero status of a call; ``handle_of(stream)`` returns a
             stream's handle; ``context()`` makes the device current in a block; ``keep(objects, stream, handle)`` keeps
             objects until the stream has passed the work that it has; ``make_event()`` returns the handle of an event;
-            ``take_stream()`` returns a stream for a call that waits; ``wait(stream)`` waits for that stream, and takes
-            it back.
+            ``take_stream()`` returns a stream for a call that waits; ``wait(stream)`` waits for that stream's work, and
+            makes the stream available for other calls.
 
     Attributes:
         events: handles of the events that were made.
@@ -223,7 +225,7 @@ class FlowCalls:
             stream: None for the default stream.
 
         Returns:
-            False, with nothing done, if Python must handle an argument: convert it, or refuse it.
+            False, without any effect, if Python must convert or refuse an argument.
 
         Raises the errors that the functions raise.
         """
@@ -235,8 +237,8 @@ class FlowCalls:
         """Makes a call of transfers that were checked.
 
         Args:
-            transfers: for each the peer, the address of the data to send or 0, the address for received data or 0, and
-                the size. A transfer with both addresses is a copy within this rank.
+            transfers: for each transfer the peer, the address of the data to send or 0, the address for received data
+                or 0, and the size. A transfer with both addresses is a copy within this rank.
             stream: as for `call`.
             owners: objects kept until the stream has passed the call.
         """
@@ -246,7 +248,7 @@ class Descriptor:
 
     Attributes:
         like: an array of the library and device of the tables.
-        missing: why there are no rows; None if the rows were received.
+        missing: the reason why the rows have not been received; None once they have been received.
         blocks: the arrays that hold tables, their addresses, and the `Tables`.
     """
 
@@ -272,7 +274,7 @@ class FormList:
     Args:
         calls: the group's `Calls`.
         widths: for each array argument of the call, the most arrays that it may hold as a tuple; 1 for no tuples; -n if
-            a tuple must have n arrays. An argument may be None, but an array in a tuple may not.
+            it may be a tuple of exactly n arrays. An argument may be None, but an array in a tuple may not.
         further: the number of other arguments that follow.
         view: called as view(argument, x), with the argument's number, for an array that C can't read. Returns a view of
             the array, or raises ArgumentError.
@@ -298,10 +300,10 @@ class FormList:
 class DispatchForm:
     """The form of a dispatch, whose arguments stay packed (dispatch_form.py).
 
-    A call is given the tokens or a pair of rows and scales, the ids, the weights, the indices, and a stream. A call by
-    an earlier routing is given the tokens, that routing's descriptor, a stream and an array for the rows. A call
-    without a stream runs on torch's current stream. If the current stream is not the stream of C's calls, `queue`
-    issues the call.
+    A call is given the tokens or a pair of rows and scales, the ids, the weights, the indices, and a stream. A call
+    that reuses an earlier routing is given the tokens, the descriptor of that dispatch, a stream and an array for the
+    rows. A call without a stream runs on torch's current stream. If the current stream is not the stream of C's calls,
+    `queue` issues the call.
 
     Args:
         common: `CallForm.common`.
@@ -338,7 +340,9 @@ class DispatchForm:
         addresses: tuple[int, int, int],
         /,
     ) -> None:
-        """Issues phases of a filled-in call, given the room for rows and the addresses of rows, scales, weights."""
+        """Issues some phases of a call whose arguments are filled in. `rows` is the number of rows that the output has
+        room for; `addresses` are those of rows, scales and weights.
+        """
 
 class CombineForm:
     """The form of a combine, whose arguments stay packed (combine_form.py); see `DispatchForm`.
@@ -374,7 +378,7 @@ class SentCall:
         stream: the stream of the first half.
         rows: a dispatch's output, None while its size is unknown; or the rows passed to a combine.
         owners: the arrays that kernels use.
-        recorded: the caller's tokens or rows and their weights, if a library such as autograd records the call.
+        recorded: the caller's tokens or rows, and their weights, if the call is recorded for a backward pass.
     """
 
     desc: Any

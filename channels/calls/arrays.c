@@ -10,7 +10,7 @@
 #define TEXT(name) #name,
 enum { NAMES_OF(NUMBER) NAMES };
 static const char* const kNames[NAMES] = {NAMES_OF(TEXT)};
-static PyObject* names[NAMES]; /* shared, because a process loads the module once */
+static PyObject* names[NAMES]; /* static, because a process loads the module only once */
 
 int proxyccl_name_array_attributes(void) {
   for (int i = 0; i < NAMES; ++i)
@@ -40,7 +40,8 @@ void proxyccl_clear_array_types(ArrayTypes* self) { OF_TYPES(PROXYCCL_CLEAR) }
 
 static PyObject* call(PyObject* x, int name) { return PyObject_CallMethodObjArgs(x, names[name], NULL); }
 
-/* Converts a Python number, and drops the reference to it. Returns -1 with an exception if `found` is NULL. */
+/* Converts a Python number to a C number, and drops the reference to it. Returns -1 with an exception if `found` is
+ * NULL. */
 static Py_ssize_t number(PyObject* found) {
   const Py_ssize_t value = found == NULL ? -1 : PyLong_AsSsize_t(found);
   Py_XDECREF(found);
@@ -59,7 +60,8 @@ static int is(PyObject* found, PyObject* expected) {
   return found == expected;
 }
 
-/* Reads dtype and shape, and computes the size. Returns 1 or 0; an exception may be set, as for symbolic shapes. */
+/* Reads a tensor's dtype and shape, and computes its size. Returns 1, or 0 if C can't read them; an exception may then
+ * be set, as for symbolic shapes. */
 static int read_elements(PyObject* x, GivenArray* array) {
   ArrayKind* kind = &array->kind;
   PyObject* shape = PyObject_GetAttr(x, names[NAME_shape]);
@@ -79,8 +81,8 @@ static int read_elements(PyObject* x, GivenArray* array) {
   return itemsize > 0;
 }
 
-/* Whether a tensor's storage holds its elements. If the storage has been shrunk or freed, a view's address is only its
- * offset. */
+/* Whether a tensor's storage holds its elements. If the storage was freed, the address of a view of it is only the
+ * view's offset; it may also have been made smaller. */
 static int has_memory(PyObject* x, const GivenArray* array) {
   PyObject* storage = call(x, NAME_untyped_storage);
   const Py_ssize_t held = storage == NULL ? -1 : number(call(storage, NAME_nbytes));
@@ -96,7 +98,7 @@ typedef struct DlTensor {
   int32_t dimensions;
   uint8_t code, bits;
   uint16_t lanes;
-  const int64_t *shape, *strides; /* strides in elements; NULL if elements are in order */
+  const int64_t *shape, *strides; /* strides in elements; NULL if elements are in C order */
   uint64_t offset;
 } DlTensor;
 typedef struct DlExchange {
@@ -106,7 +108,7 @@ typedef struct DlExchange {
   int (*describe)(void* object, DlTensor* tensor);
 } DlExchange;
 enum { DL_CPU = 1, DL_CUDA = 2, DL_ROCM = 10 };
-enum { DL_UNSIGNED = 1, DL_COMPLEX = 5 }; /* 0 for signed integers */
+enum { DL_UNSIGNED = 1, DL_COMPLEX = 5 }; /* the code of signed integers is 0 */
 
 static int is_contiguous(const DlTensor* tensor) {
   int64_t stride = 1;
@@ -189,7 +191,7 @@ int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array)
   else if ((exchange = PyDict_GetItemWithError(types->tensors, (PyObject*)type)) != NULL)
     read = read_tensor(types, x, exchange, array);
   else
-    read = PyErr_Occurred() == NULL && read_buffer(x, array); /* the lookup fails for a type without a hash */
+    read = PyErr_Occurred() == NULL && read_buffer(x, array); /* fails for a type without a hash */
   array->kind.alignment = array->at % 16;
   if (read) return 1;
   proxyccl_release_array(array);
@@ -199,5 +201,5 @@ int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array)
 void proxyccl_release_array(GivenArray* array) {
   Py_CLEAR(array->kind.element);
   Py_CLEAR(array->kind.runtime);
-  PyBuffer_Release(&array->buffer); /* this does nothing if there is no object */
+  PyBuffer_Release(&array->buffer); /* does nothing if there is no object */
 }

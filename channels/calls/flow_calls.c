@@ -1,10 +1,10 @@
-/* A call's arrays and options give *moves*, which are checked against one another. With the lock held, the moves are
- * sorted into the order of launches, and each launch is filled in and issued. Of a call, only the event after it is
- * kept.
+/* A call's arrays and options are turned into *moves*, and the moves are compared with one another. Under the lock, the
+ * moves are put in the order of launches, and each launch is filled in and issued. After the call, only an event
+ * remains.
  *
- * A flow is one direction between a pair of ranks. A launch follows the last launch of each of its flows, by an event
- * after that launch. A wait for the whole stream could deadlock, because later work of the stream may wait for the
- * peer. */
+ A flow is one direction between a pair of ranks. A launch follows the last launch of each of its flows, by an event
+ after that launch. It does not wait for all work of the earlier launch's stream: that could deadlock, because later
+ work of that stream may wait for the peer. */
 #include "flow_calls.h"
 
 #include <stdlib.h>
@@ -16,7 +16,7 @@
 #include "stream_order.h"
 
 enum { FEW_MOVES = 32 };
-static const uintptr_t NO_STREAM = UINTPTR_MAX; /* stands for a stream whose handle may later mean another stream */
+static const uintptr_t NO_STREAM = UINTPTR_MAX; /* for a stream whose handle may later belong to another stream */
 
 /* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
 typedef struct Move {
@@ -32,7 +32,7 @@ typedef struct Moves {
   Move few[FEW_MOVES];
 } Moves;
 
-/* The latest launch of a flow. */
+/* Describes the latest launch of a flow. */
 typedef struct LastOfFlow {
   uint32_t event;   /* number, from 1, of the event after the launch; 0 if there was no launch */
   uintptr_t stream; /* the stream of the launch, or NO_STREAM */
@@ -41,7 +41,7 @@ typedef struct LastOfFlow {
 
 typedef struct Event {
   uintptr_t handle;
-  uint32_t flows; /* the number of flows whose latest launch the event follows; at 0, the event can be reused */
+  uint32_t flows; /* the number of flows whose latest launch this event follows; 0: the event can be reused */
 } Event;
 
 typedef struct FlowCalls {
@@ -56,10 +56,10 @@ typedef struct FlowCalls {
   uint64_t bytes_per_lane;
   const ProxycclStreamOrder* streams;
   const ProxycclControl* control;
-  uintptr_t thread_stream; /* the handle that means another stream in each thread; NO_STREAM if there is none */
+  uintptr_t thread_stream; /* the handle that names a different stream in each thread; NO_STREAM if there is none */
   LastOfFlow* last;        /* by flow: index 2 * peer if this rank receives, 2 * peer + 1 if this rank sends */
-  uint32_t* turns;         /* by flow, the number of moves so far while moves are ordered */
-  Event* events;           /* one event more than there are flows suffices */
+  uint32_t* turns;         /* for each flow, the number of its moves so far; used while moves are ordered */
+  Event* events;           /* one event for each flow, and one more, suffice */
   uint32_t event_count;
 } FlowCalls;
 
@@ -97,7 +97,7 @@ static void free_moves(Moves* moves) {
   if (moves->room > FEW_MOVES) PyMem_Free(moves->each);
 }
 
-/* A range of memory that a call reads or writes. */
+/* Memory that a call reads or writes. */
 typedef struct Used {
   uintptr_t begin, end;
   int received;
@@ -126,7 +126,7 @@ static int are_apart(const Moves* moves) {
     if (move->target != 0) used[count++] = (Used){move->target, move->target + move->bytes, 1};
   }
   qsort(used, count, sizeof *used, compare_used);
-  uintptr_t sent_to = 0, received_to = 0; /* ends of the ranges so far */
+  uintptr_t sent_to = 0, received_to = 0; /* ends of the sent and the received ranges so far */
   int apart = 1;
   for (size_t i = 0; i < count && apart; ++i) {
     apart = used[i].begin >= received_to && (!used[i].received || used[i].begin >= sent_to);
@@ -142,9 +142,9 @@ static int compare_moves(const void* a, const void* b) {
   return (first > second) - (first < second);
 }
 
-/* Sorts moves into the order of launches, with the lock held: the first move of each flow, then the second move of each
- * flow, and so on, each time with the nearest ranks first. This way the launches of all ranks of a collective match
- * each other. */
+/* Sorts moves into the order of launches, with the lock held: first the first move of each flow, then the second move
+ * of each flow, and so on; among these, moves to and from the nearest ranks come first. So the launches of a collective
+ * on different ranks match. */
 static void order_moves(FlowCalls* self, Moves* moves) {
   const uint32_t rank = self->flows->rank, ranks = self->flows->world_size;
   int in_order = 1;
@@ -170,7 +170,7 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
     const Move* move = &moves[filled];
     const uint64_t wanted = (move->bytes + self->bytes_per_lane - 1) / self->bytes_per_lane;
     const uint32_t lanes =
-        wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* sender and receiver compute the same number */
+        wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* both sides compute the same number */
     flows->transfers[filled] = (ProxycclTransfer){
         .src = (const char*)move->source,
         .dst = (char*)move->target,
@@ -186,10 +186,11 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
   return filled;
 }
 
-/* Makes a stream wait for earlier launches of the flows on other streams. Returns the driver's status.
+/* Makes a stream wait for the latest launch of each of the flows, if that launch was on another stream. Returns the
+ * driver's status.
  *
- * A stream that is being captured into a graph can't wait for a stream that isn't. So the program must order the
- * graph's launches after other launches. */
+ * A stream that is being captured into a graph can't wait for a stream that is not being captured; the program must
+ * order the launches of its graphs itself. */
 static int follow_earlier(const FlowCalls* self, const Moves* moves, uintptr_t stream, int captured) {
   uint32_t waited = 0;
   for (size_t i = 0; i < moves->count; ++i) {
@@ -213,20 +214,19 @@ static void note_launch(FlowCalls* self, const Moves* moves, uint32_t event, uin
   }
 }
 
-/* Issues ordered moves, and records an event after them. `named` tells whether the program names the stream by its
- * handle, so that the handle stays valid. Returns the driver's status, PROXYCCL_OTHER_CONTEXT with nothing done, or
- * PROXYCCL_CALL_ABORTED. */
+/* Issues ordered moves, and records an event after them. `named`: whether the program named the stream, so that its
+ * handle stays valid. Returns the driver's status, PROXYCCL_OTHER_CONTEXT without effect, or PROXYCCL_CALL_ABORTED. */
 static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t stream, int named) {
   if (!proxyccl_order_is_current(self->streams)) return PROXYCCL_OTHER_CONTEXT;
   const int captured = proxyccl_stream_captures(self->streams, stream);
   int status = follow_earlier(self, moves, stream, captured);
   if (status != 0) return status;
-  /* This is checked immediately before the driver call, because a kernel that begins after a failure must not use
-   * memory that a peer may have freed. */
+  /* Checked last before the driver call: a kernel that begins after a failure must not use memory that a peer may have
+   * freed. */
   if (failure_is_told(self->control)) return PROXYCCL_CALL_ABORTED;
   for (size_t done = 0; done < moves->count && status == 0;) {
     done += fill(self, moves->each + done, moves->count - done);
-    status = proxyccl_launch_current(self->launch, stream); /* the driver copies the launch's argument */
+    status = proxyccl_launch_current(self->launch, stream); /* the driver copies the argument */
   }
   if (status == 0) status = self->streams->record((void*)self->events[event - 1].handle, (void*)stream);
   if (status != 0) return status;
@@ -292,7 +292,7 @@ static int issue_locked(FlowCalls* self, Moves* moves, uintptr_t stream, int nam
   return proxyccl_leave_lock(self->release, issued);
 }
 
-/* Issues moves on a separate stream and waits for them. Returns 0, or -1 with an exception. */
+/* Issues moves on a separate stream, and waits until they are complete. Returns 0, or -1 with an exception. */
 static int issue_and_wait(FlowCalls* self, Moves* moves) {
   PyObject* stream = PyObject_CallNoArgs(self->take_stream);
   PyObject* handle = stream == NULL ? NULL : PyObject_GetAttrString(stream, "handle");
@@ -308,8 +308,8 @@ static int issue_and_wait(FlowCalls* self, Moves* moves) {
   return issued;
 }
 
-/* Stores a stream's handle. If the program chose the stream (`own` is 0), an invalid number is refused. Returns 0, or
- * -1 with an exception. */
+/* Stores a stream's handle. `own`: whether the library chose the stream. A stream that the program chose may be refused
+ * if it is invalid. Returns 0, or -1 with an exception. */
 static int find_handle(const FlowCalls* self, PyObject* stream, int own, uintptr_t* handle) {
   PyObject* found = (own && PyLong_Check(stream)) || Py_TYPE(stream) == self->current_stream
                         ? Py_NewRef(stream)
@@ -319,8 +319,8 @@ static int find_handle(const FlowCalls* self, PyObject* stream, int own, uintptr
   return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-/* Issues a call's moves. `owners` are kept until the stream has passed the moves; if NULL, the caller keeps them.
- * `agree` compares the call with the other ranks' calls; NULL for no comparison. Returns 0, or -1 with an exception. */
+/* Issues a call's moves. `owners` are kept until the stream has passed the moves; NULL: the caller keeps them. `agree`
+ * compares the call with the other ranks; NULL for no comparison. Returns 0, or -1 with an exception. */
 static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject* owners, PyObject* agree) {
   const int waits = stream == Py_None && self->types.device < 0;
   uintptr_t handle = 0;
@@ -331,7 +331,7 @@ static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject*
     if (agreed == NULL) return -1;
   }
   if (waits) return issue_and_wait(self, moves);
-  /* Only a number names a stream for good: a stream object may be closed, and another stream may get its handle. */
+  /* A stream object may be closed, and another stream may get its handle. */
   if (issue_locked(self, moves, handle, PyLong_Check(stream)) != 0) return -1;
   if (owners == NULL || Py_TYPE(stream) == self->current_stream) return 0;
   PyObject* kept = PyObject_CallFunction(self->keep, "OOK", owners, stream, (unsigned long long)handle);
@@ -346,8 +346,8 @@ typedef struct Side {
   PyObject* arrays; /* one array, or a list or tuple of arrays */
   PyObject* ranks;  /* see FlowCalls.call in _calls.pyi */
   int receives;
-  GivenArray array; /* set for a single array; it is released, except for a reference to its element type */
-  int is_split;     /* 1: the array's rows go to all ranks, or come from all ranks */
+  GivenArray array; /* set for a single array; released except for a reference to its element type */
+  int is_split;     /* 1: the array's rows are sent to all ranks, or received from all ranks */
 } Side;
 
 static int is_sequence(PyObject* object) { return PyTuple_Check(object) || PyList_Check(object); }
@@ -391,7 +391,7 @@ static int read_array(const FlowCalls* self, PyObject* x, int receives, GivenArr
   return usable;
 }
 
-/* Converts the number of a rank, or of rows. Returns -1 for any other object; an exception may be set. */
+/* Converts the number of a rank, or of rows. Returns -1 for anything else; an exception may be set. */
 static Py_ssize_t count_in(PyObject* number, Py_ssize_t end) {
   if (number == NULL || !PyLong_CheckExact(number)) return -1;
   const Py_ssize_t count = PyLong_AsSsize_t(number);
@@ -429,8 +429,8 @@ static int pair_own(Reading* reading) {
   return 1;
 }
 
-/* Adds the rows of an array by rank: the same number for each rank, or the numbers that a list gives. Returns 1, 0 or
- * -1 as `add_side`. */
+/* Adds a move for each rank's rows of an array: an equal number of rows for each rank, or the numbers in the list
+ * `ranks`. Returns 1, 0 or -1 as `add_side`. */
 static int add_rows(const FlowCalls* self, const Side* side, Reading* reading) {
   const size_t ranks = self->flows->world_size;
   const GivenArray* array = &side->array;
@@ -473,7 +473,7 @@ static int add_list(const FlowCalls* self, Side* side, Reading* reading) {
     } else {
       if (array.kind.element != side->array.kind.element ||
           memcmp(array.kind.format, side->array.kind.format, PROXYCCL_LONGEST_FORMAT) != 0)
-        side->array.kind.type = NULL; /* marks arrays that differ in element type */
+        side->array.kind.type = NULL; /* the arrays may differ in element type */
       Py_XDECREF(array.kind.element);
     }
     if (add_part(self, side, (size_t)rank, array.at, array.bytes, reading) < 0) return -1;
@@ -505,11 +505,11 @@ static int overlap(const GivenArray* a, const GivenArray* b) {
 
 static int is_empty_list(PyObject* arrays) { return is_sequence(arrays) && size_of(arrays) == 0; }
 
-/* Whether the two sides match: if rows are split, both have rows of one shape and type; an array that goes to all ranks
- * is received in arrays of the same type. */
+/* Whether the two sides match. If rows are split, both sides must have rows of the same shape and type; an array that
+ * is sent to all ranks must be received in arrays of the same type. */
 static int sides_fit(const Side* x, const Side* out) {
   const ArrayKind *sent = &x->array.kind, *received = &out->array.kind;
-  if (sent->type == NULL || received->type == NULL) /* if a side is a list of arrays */
+  if (sent->type == NULL || received->type == NULL) /* a side is a list of arrays */
     return !is_text(x->ranks, "all");
   if (!x->is_split && !out->is_split && !is_text(x->ranks, "all")) return 1;
   if (is_sequence(x->arrays)) return 1;

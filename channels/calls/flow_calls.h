@@ -1,5 +1,5 @@
-/* The transfers between pairs of ranks of one group (channels/collectives/DESIGN.md): each call is read from Python's
- * objects, divided into launches, and issued in the order of the calls' flows.
+/* The transfers between pairs of ranks of one group (channels/collectives/DESIGN.md): each call's arguments are read
+ * from Python objects, the call is cut into launches, and these are issued in the order of their flows.
  */
 #ifndef PROXYCCL_FLOW_CALLS_H
 #define PROXYCCL_FLOW_CALLS_H

@@ -1,6 +1,6 @@
 #include "form.h"
 
-static PyTypeObject* form_type; /* made once for the process */
+static PyTypeObject* form_type; /* the type is made once per process */
 
 int proxyccl_is_form(PyObject* object) { return Py_TYPE(object) == form_type; }
 

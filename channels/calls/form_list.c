@@ -4,11 +4,11 @@
 
 #include "calls.h"
 
-enum { MOST_FORMS = 16 }; /* the most forms of a list; a further form replaces the oldest */
+enum { MOST_FORMS = 16 }; /* a new form beyond this number replaces the oldest */
 
 typedef struct Listed {
   PyObject* form;
-  ArrayKind kinds[PROXYCCL_MOST_GIVEN]; /* these kinds hold references */
+  ArrayKind kinds[PROXYCCL_MOST_GIVEN]; /* the kinds hold references */
 } Listed;
 
 /* See FormList in _calls.pyi. */
@@ -16,12 +16,12 @@ typedef struct FormList {
   PyObject ob_base;
   PyObject* calls; /* the group's Calls */
   PyObject *widths, *view, *prepare;
-  Py_ssize_t further; /* arguments after the arrays */
+  Py_ssize_t further; /* number of arguments after the arrays */
   Py_ssize_t count;
   Listed listed[MOST_FORMS]; /* the oldest first */
 } FormList;
 
-/* Drops the references of an entry that was removed from the list. This may run Python. */
+/* Drops the references of an entry that was removed from the list. Dropping references may run Python code. */
 static void release(Listed listed) {
   for (int i = 0; i < PROXYCCL_MOST_GIVEN; ++i) proxyccl_drop_kind(&listed.kinds[i]);
   Py_XDECREF(listed.form);
@@ -48,13 +48,13 @@ int proxyccl_read_listed(const ArrayTypes* types, PyObject* x, ListedArray* list
   return 1;
 }
 
-/* Reads an array, or Python's view of it. Returns 1; 0 if neither can be read; -1 with an
+/* Reads an array, or Python's view of it. Returns 1; 0 if neither the array nor the view can be read; -1 with an
  * exception. */
 static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, ListedArray* listed) {
   const ArrayTypes* const types = proxyccl_types_of(self->calls);
   int read = proxyccl_read_listed(types, x, listed);
   if (read != 0) return read;
-  const int known = PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)); /* -1 if the type has no hash */
+  const int known = PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)); /* -1: the type has no hash */
   if (known < 0) PyErr_Clear();
   PyObject* view = PyObject_CallFunction(self->view, "nO", argument, x);
   if (view == NULL) return -1;
@@ -238,7 +238,7 @@ static PyType_Spec form_spec = {
 PyTypeObject* proxyccl_listed_form;
 
 int proxyccl_add_form_list(PyObject* module) {
-  static PyTypeObject* list_type; /* made once for the process */
+  static PyTypeObject* list_type; /* the type is made once per process */
   if (list_type == NULL) list_type = (PyTypeObject*)PyType_FromSpec(&spec);
   if (proxyccl_listed_form == NULL) proxyccl_listed_form = (PyTypeObject*)PyType_FromSpec(&form_spec);
   if (list_type == NULL || proxyccl_listed_form == NULL) return -1;

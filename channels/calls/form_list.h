@@ -1,5 +1,5 @@
-/* The forms of one call whose arrays may have any first extent, such as experts' calls. A form is found by the kinds of
- * a call's arrays; if there is none, Python prepares one. */
+/* The list of the forms of one kind of call, such as an experts' dispatch, whose arrays may have any first extent. A
+ * form is found by the kinds of a call's arrays; if there is none, Python prepares it. */
 #ifndef PROXYCCL_FORM_LIST_H
 #define PROXYCCL_FORM_LIST_H
 
@@ -13,17 +13,17 @@ enum { PROXYCCL_EMPTY = 64 };
 /* One array of a call. For None, `kind` and all numbers are zeros. */
 typedef struct ListedArray {
   PyObject* object;  /* a borrowed reference to the caller's object */
-  GivenArray array;  /* its kind omits the properties in which arrays of one form may differ */
+  GivenArray array;  /* the array's kind without the properties in which arrays of one form may differ */
   Py_ssize_t extent; /* the first extent */
   uintptr_t at;      /* PROXYCCL_EMPTY for an array without elements */
 } ListedArray;
 
-/* The base of each type of forms. */
+/* The base type of forms that are kept in a list. */
 typedef struct ListedForm {
   PyObject ob_base;
-  /* Makes a call with arrays of the form's kinds; `further` are the arguments after the arrays. On failure returns NULL
-   * with an exception. If the first extents do not fit, does nothing and returns NULL without an exception, so that
-   * Python refuses the call. */
+  /* Makes a call with arrays of the form's kinds; `further` are the arguments after the arrays. Returns NULL with an
+   * exception, or NULL without an exception if the arrays' first extents do not match; then the call had no effect, and
+   * Python raises the error. */
   PyObject* (*call)(PyObject* form, const ListedArray* given, PyObject* const* further);
 } ListedForm;
 

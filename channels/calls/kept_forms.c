@@ -13,8 +13,8 @@ typedef struct Entry {
   uint64_t hash;
   PyObject* options;
   uint64_t relations;
-  int by_address; /* 1 if the form is bound to the arrays' addresses */
-  CallForm* form; /* NULL if forms with this signature are bound, and kept by address */
+  int by_address; /* 1: the form may be used only for the same addresses of arrays */
+  CallForm* form; /* NULL: forms with this signature are bound, and are found by signature and addresses */
   size_t count;
   KeptArray arrays[];
 } Entry;
@@ -56,7 +56,7 @@ static int same_option(PyObject* a, PyObject* b) {
 static uint64_t hash_of_option(PyObject* option) {
   const Py_hash_t hash = has_value(option) ? PyObject_Hash(option) : -1;
   if (hash != -1) return (uint64_t)hash;
-  PyErr_Clear(); /* clears the error of a tuple with an unhashable item */
+  PyErr_Clear(); /* an exception is set for a tuple with an unhashable item */
   return (uintptr_t)option;
 }
 

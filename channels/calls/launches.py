@@ -1,7 +1,8 @@
-"""Orders a group's launches: collectives run one after the other, whatever their streams.
+"""Orders a group's launches: collectives run one after the other, on any streams.
 
-Collectives of a group share scratch memory, so they never overlap: a launch on another stream than the last launch
-waits for the last launch. The fields that must agree between ranks are compared through the call log before the launch.
+Collectives of a group share scratch memory, so they never run at the same time: a launch waits for the last launch if
+that was on a different stream. The fields that must agree between ranks are compared through the call log before the
+launch.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ class Launches:
     """Orders and issues the launches of one rank's collectives.
 
     Args:
-        failure: the group's failure state, which is checked before each launch and in each wait.
+        failure: checked before a launch, and where a call waits.
         log: compares the ranks' calls.
         rank, ranks: this rank's number, and the number of ranks.
 
     Attributes:
         log: the log of this rank's calls.
-        locks: the locks that threads hold while they check whether the group has failed and then launch.
+        locks: held while a thread checks whether the group has failed, and launches.
         default_stream: on the host runtime, the stream of calls that name no stream.
-        calls: issues every call, by the form of an earlier call if there is one.
+        calls: issues every call, by the forms of earlier calls.
     """
 
     def __init__(self, runtime: Runtime, failure: FailureState, log: CallLog, rank: int, ranks: int) -> None:
@@ -100,11 +101,11 @@ class Launches:
         return found
 
     def number_object(self, name: str) -> int:
-        """Returns the number of an object that all ranks make together, in the same order. The call log includes this
-        number in each of the object's calls (`CollectiveCall.of`).
+        """Returns the number of an object that all ranks make together, in the same order. The call log compares the
+        calls of this object separately from other calls (`CollectiveCall.of`).
 
         Args:
-            name: the object's name, which errors about mismatches show, followed by "#" and the number.
+            name: the object's name in mismatches, before "#" and the number.
         """
         with self._lock:
             self._objects.append(f"{name} #{len(self._objects) + 1}")
@@ -113,8 +114,8 @@ class Launches:
     def agree(self, call: CollectiveCall) -> tuple[int, ...]:
         """Logs a call and compares it with the peers' calls. Returns the call's encoded fields.
 
-        If the calls differ, the rank that makes its call later sees that. No collective completes before, because each
-        needs every rank.
+        If the calls differ, the rank that makes its call later notices it. No collective can complete before the ranks'
+        calls have been compared, because each collective needs every rank.
 
         Raises:
             MismatchError: a peer made a different call.
@@ -136,13 +137,13 @@ class Launches:
         """Launches on a stream, after the group's earlier launches on any stream.
 
         Without a stream, the call waits for its end on the host runtime, because numpy arrays have no streams. With a
-        stream, `kept` stay alive until the stream has passed the launch, and so do `owners`, unless the stream is a
+        stream, `kept` are kept alive until the stream has passed the launch, and so are `owners` unless it is a
         `CurrentStream`.
         """
         with self._lock:
             handle = self._handle_of(stream)
-            # This is checked immediately before the driver call: since the ranks agreed on the call, loading a module
-            # may have taken long, and kernels that begin after a failure must not use memory that peers may then free.
+            # Checked last before the driver call: loading a module may have taken long since the ranks agreed on the
+            # call, and kernels that begin after a failure must not use memory that peers then free.
             self._failure.require_usable()
             launchable(handle)
         if stream is None and self._on_host:
@@ -156,10 +157,10 @@ class Launches:
             self._runtime.in_flight.add(owners, stream, handle)
 
     def issue(self, call: Any, launch: Launchable, stream: StreamLike, owners: tuple[object, ...] = ()) -> None:
-        """Does `agree` and `launch` for a call whose fields are encoded (`encode_fields`).
+        """Compares and launches a call whose fields are encoded (`encode_fields`), as `agree` and `launch` do.
 
-        One call into C does all of this, including the wait. NULL fields mean that the ranks already agreed on the
-        call.
+        One call into C does both, and waits for the call's end if the call is synchronous. NULL fields
+        mean that the ranks already agreed on the call.
         """
         issue = self.log.issue if isinstance(launch, Launch) else self.log.ring
         with self._lock:
@@ -187,9 +188,9 @@ class Launches:
 
         Args:
             fields: the fields to compare with the other ranks.
-            launch: the launchable, prepared for the arrays `views`; None if the call launches nothing.
+            launch: the launchable, for these arrays; None if the call launches nothing.
             views: the call's arrays. Later calls may use other arrays with the same signature.
-            ranges: (start, end) of memory other than the arrays. If any of it is withdrawn, the form is dropped.
+            ranges: start and end of further memory, besides the arrays' memory, whose withdrawal ends the form.
             lent: the index of the array that peers should reach if the program uses it often; -1 for none.
         """
         call = encode_fields(fields)
@@ -205,7 +206,7 @@ class Launches:
             (words, self._ranks, self._rank),
             list(ranges),
             lent,
-            operations,  # whether the launch is a schedule, which names memory by proxies' ids
+            operations,  # schedules name memory by the proxies' ids, not by addresses
         )
 
     def issuer(self, launch: Launchable) -> tuple[int, int]:
@@ -233,8 +234,8 @@ class Launches:
         return [(number, describe_call(fields)) for number, fields in self.log.recent(count)]
 
     def wait_for_launchers(self) -> None:
-        """Waits until no thread is between its check for failures and its launch. If the group has failed or is closed,
-        no thread launches after this.
+        """Waits until no thread is between its check of the group and its launch. So if the group has failed or is
+        closed, no thread launches after this call.
         """
         for lock in self.locks:
             with lock:
@@ -297,7 +298,9 @@ class Launches:
         return self._failure.file_mismatch(peer, cause, field)
 
     def _object_of(self, fields: tuple[int, ...]) -> str:
-        """Describes the object of a call, as text that follows the call's name; "" for calls of the communicator."""
+        """Returns a text that describes the object of a call, to follow the call's name; "" for calls of the
+        communicator.
+        """
         number = fields[OBJECT_FIELD]
         return f" of {self._objects[number - 1]}" if 0 < number <= len(self._objects) else ""
 
@@ -335,8 +338,8 @@ class Launches:
             self._last, self._last_stream_owner = named, stream
         elif type(stream) is not int or not isinstance(self._last_stream_owner, OwnedStream):
             self._last_stream_owner = stream
-        # C may reuse this handle only if the program names the stream by number, because it then keeps the stream. A
-        # stream object might be closed, and its handle reused.
+        # A program that names a stream by number keeps the stream open. A stream object might be closed, and another
+        # stream might get its handle.
         is_number = not self._on_host and isinstance(self._last_stream_owner, int) and named == handle
         self.calls.set_stream(handle if on_default or is_number else None)
         if self._failure.closed:  # the group was closed after this call's check

@@ -1,4 +1,5 @@
-/* The module `_calls`: Calls, Form, FlowCalls, and the types of experts' calls, which Calls issues. */
+/* The module `_calls`: the types Calls, Form and FlowCalls, and the types of experts' calls,
+ * which a Calls object issues. */
 #include "../expert_parallel/layer_form.h"
 #include "calls.h"
 #include "flow_calls.h"

@@ -1,5 +1,5 @@
 /* The ranges of this rank's memory that its peers reach, with the ranges' addresses for the peers. Each call looks up
- * its arrays here, with the GIL held. */
+ * its arrays in this table, with the GIL held. */
 #ifndef PROXYCCL_REACH_H
 #define PROXYCCL_REACH_H
 
@@ -12,13 +12,13 @@ enum {
 };
 
 typedef struct ReachedRange {
-  long number; /* by which the owner changes or removes the range */
+  long number; /* identifies the range when its owner changes or removes it */
   uintptr_t start, end;
   unsigned reached;
-  uintptr_t* bases; /* by rank, the address of `start` for its kernels; NULL unless all kernels reach it */
+  uintptr_t* bases; /* by rank, the address of `start` for that rank's kernels; NULL unless all ranks reach it */
   int (*holds)(const void*, uint64_t start,
-               uint64_t end); /* holds(guard, …): whether the range is in the announced allocations */
-  const void* guard;          /* NULL if the owner keeps the memory allocated */
+               uint64_t end); /* holds(guard, …): whether the range still lies in the allocations that were announced */
+  const void* guard;          /* NULL if the memory is not freed while it is announced */
   PyObject* kept;             /* an object that must live as long as the guard */
 } ReachedRange;
 
@@ -33,8 +33,8 @@ int proxyccl_set_reached(Reach* reach, const ReachedRange* range);
 void proxyccl_unset_reached(Reach* reach, long number);
 void proxyccl_clear_reach(Reach* reach);
 int proxyccl_visit_reach(const Reach* reach, visitproc visit, void* arg);
-/* Returns how peers reach an array: the sum of the flags above. Stores in `*by_kernels` the range that kernels reach,
- * or NULL. That range is valid until the next change of `reach`. */
+/* Returns how peers reach an array: the sum of the flags above. Stores the range that kernels reach, or NULL. The
+ * stored range is valid until the next change. */
 unsigned proxyccl_find_reached(const Reach* reach, uintptr_t at, size_t bytes, const ReachedRange** by_kernels);
 
 #endif

@@ -1,8 +1,8 @@
-/* Makes every call of a group: finds the form by the call's signature, or lets Python prepare it; fills in the
- * addresses of the call's arrays; and logs, compares and launches the call by one call of the engine.
+/* Every call of a group: its form is found by the call's signature, or prepared by Python; then the addresses of the
+ * call's arrays are filled in, and one call of the engine logs, compares and launches it.
  *
- * This is in C because ranks take turns on the cores: at a rank's next call, other ranks have filled the caches and
- * branch predictors, so that the interpreter would take several times as long as in a tight loop.
+ * This is C because ranks take turns on the cores: a rank's next call finds caches and branch predictors that others
+ * have used, and the interpreter then takes several times as long as in a tight loop.
  *
  * This is an extension that uses CPython's limited API, not cffi, because it looks into Python objects.
  */
@@ -14,7 +14,7 @@
 enum { LEAST_LENT_BYTES = 1 << 20, MOST_NOTES = 256, MOST_WANTED = 16 };
 enum { MOST_OPTIONS = 10 };
 
-/* An array of a call that peers do not reach, although the call would access it directly. */
+/* Records an array that peers do not reach, although the call would access it directly if they did. */
 typedef struct Note {
   uintptr_t at;
   size_t bytes;
@@ -26,16 +26,16 @@ typedef struct Calls {
   size_t rank;
   PyTypeObject* current_stream;
   PyObject *acquire, *release, *refuse, *turn, *context, *keep;
-  int direct;       /* 1 if a call on `stream` needs no `turn` */
+  int direct;       /* 1: a call on `stream` needs no `turn` */
   uintptr_t stream; /* the stream of the latest call */
   int on_host;
-  const ProxycclStreamOrder* order; /* how to order streams; NULL if `turn` orders them */
+  const ProxycclStreamOrder* order; /* the functions that order streams; NULL: `turn` orders streams */
   uintptr_t event, thread_stream;
   Reach reach;
   KeptForms forms;
-  uint64_t changes; /* counts changes of state on which forms depend */
+  uint64_t changes; /* counts the changes of state on which forms depend */
   unsigned long long made, prepared;
-  Note notes[MOST_NOTES]; /* notes since the last take_notes; more than MOST_NOTES are dropped */
+  Note notes[MOST_NOTES]; /* notes since the last take_notes; when full, new notes are dropped */
   size_t note_count;
   Note wanted[MOST_WANTED]; /* arrays that are passed to `lend` in their next call */
   size_t wanted_count;
@@ -51,8 +51,8 @@ static int call_turn(Calls* self, PyObject* stream, uintptr_t* handle) {
   return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-/* Orders a call's stream after the latest call, and stores the stream's handle. The caller holds the lock. Returns 0,
- * or -1 with an exception. */
+/* Orders a call's stream after the latest call, and stores the stream's handle; the lock is held. Returns 0, or -1 with
+ * an exception. */
 static int turn_to(Calls* self, PyObject* stream, uintptr_t* handle) {
   if (stream == Py_None && self->on_host && self->direct) {
     *handle = self->stream;
@@ -86,7 +86,8 @@ static int issue(const PreparedCall* prepared, int logged, uintptr_t stream) {
   return status;
 }
 
-/* Does `issue` with the device's context current. Returns 0 and stores the status, or -1 with an exception. */
+/* Calls `issue`; if the device's context is not current, makes it current and calls `issue` again. Returns -1 with an
+ * exception, or 0 with the status stored. */
 static int issue_in_context(Calls* self, const PreparedCall* prepared, int logged, uintptr_t stream, int* status) {
   *status = issue(prepared, logged, stream);
   if (*status != PROXYCCL_OTHER_CONTEXT) return 0;
@@ -120,8 +121,8 @@ typedef struct Making {
   int kept_alone, logged;
 } Making;
 
-/* Stores how peers reach the arrays, also in the signature. Returns the range of the output that all kernels reach, or
- * NULL if there is none. */
+/* Stores how peers reach the arrays, in the call and in its signature. Returns the range of the output that all kernels
+ * reach, or NULL if there is none. */
 static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
   const ReachedRange* last = NULL;
   for (size_t i = 0; i < call->signature.count; ++i) {
@@ -132,11 +133,11 @@ static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
   return PyTuple_Check(call->out) ? NULL : last;
 }
 
-/* Prepares a form in Python, without the lock, and keeps it. `reached` tells whether kernels of all ranks reach the
- * output. Returns 0, or -1 with an exception. */
+/* Prepares a form in Python, without the lock, and keeps it. `reached`: whether kernels of all ranks reach the output.
+ * Returns 0, or -1 with an exception. */
 static int prepare(Calls* self, Making* call, int reached) {
   const size_t count = call->signature.count;
-  const uint64_t changes = self->changes; /* read first, because the preparation may miss later changes */
+  const uint64_t changes = self->changes; /* read before the preparation, which may miss changes made while it runs */
   PyObject* made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(call->options, 0), call->x, call->out, call->options,
                                                 reached ? Py_True : Py_False, call->logged ? Py_True : Py_False, NULL);
   if (made == NULL) return -1;
@@ -155,16 +156,17 @@ static int prepare(Calls* self, Making* call, int reached) {
   return changes == self->changes ? proxyccl_keep_form(&self->forms, &call->signature, call->form) : 0;
 }
 
-/* Whether a form that was prepared without the lock is still valid, although its assumptions may have changed. */
+/* Whether a form that was prepared without the lock can still be used: how peers reach the arrays may have changed
+ * since. */
 static int still_fits(const Making* call, const ArrayKind* before, const ReachedRange* output) {
   for (size_t i = 0; i < call->signature.count; ++i)
     if (before[i].reach & ~call->arrays[i].kind.reach) return 0;
   return call->form->peers_words == NULL || output != NULL;
 }
 
-/* Notes the array that peers should reach if the program uses it often; if it is wanted, passes it to `lend`. This runs
- * after the call was issued, so that the arrays are kept as long as the stream needs them even if this fails. Returns
- * 0, or -1 with an exception. */
+/* Notes the array that peers should reach if the program uses it often, or passes it to `lend`. Called after the call
+ * was issued, while the array can't be freed: arrays are kept as long as the stream needs them, even if this fails.
+ * Returns 0, or -1 with an exception. */
 static int note_lent(Calls* self, const Making* call) {
   if (call->form->lent < 0) return 0;
   const size_t last = call->signature.count - 1, lent = (size_t)call->form->lent;
@@ -173,7 +175,7 @@ static int note_lent(Calls* self, const Making* call) {
   for (size_t i = 0; i < self->wanted_count; ++i) {
     if (self->wanted[i].at != array->at || self->wanted[i].bytes != array->bytes) continue;
     self->wanted[i] = self->wanted[--self->wanted_count];
-    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend during the call */
+    PyObject* lend = Py_NewRef(self->lend); /* during the call, `want` may replace self->lend */
     PyObject* lent = PyObject_CallFunction(lend, "KK", (unsigned long long)array->at, (unsigned long long)array->bytes);
     Py_DECREF(lend);
     Py_XDECREF(lent);
@@ -258,7 +260,7 @@ static int make_call(Calls* self, Making* call) {
   return made;
 }
 
-/* Begins a call with x, out, options and a stream. It leaves the large arrays of `call` uninitialized. */
+/* Begins a call with x, out, options and a stream. Leaves the large arrays uninitialized. */
 static void begin(Making* call, PyObject* const* arguments, int kept_alone) {
   call->x = arguments[0], call->out = arguments[1], call->options = arguments[2], call->stream = arguments[3];
   call->form = NULL, call->logged = 0, call->kept_alone = kept_alone;
@@ -383,7 +385,7 @@ static PyObject* want(PyObject* object, PyObject* arguments) {
   PyObject* before = self->lend;
   self->lend = Py_NewRef(lend);
   Py_XDECREF(before);
-  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* if none has been used for long, forgets all */
+  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* no entry was used for long: forgets all */
   self->wanted[self->wanted_count++] = (Note){(uintptr_t)at, (size_t)bytes};
   Py_RETURN_NONE;
 }
@@ -502,7 +504,7 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-static PyTypeObject* calls_type; /* made once for the process */
+static PyTypeObject* calls_type; /* the type is made once per process */
 
 int proxyccl_require_calls(PyObject* object) {
   if (PyObject_TypeCheck(object, calls_type)) return 1;

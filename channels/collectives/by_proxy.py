@@ -1,5 +1,5 @@
-"""Collectives that the proxies run directly on the arrays when a stream rings a schedule. See
-channels/schedules/DESIGN.md.
+"""Collectives that the proxies carry out directly on the caller's arrays. A stream starts them by ringing a schedule.
+See channels/schedules/DESIGN.md.
 
 An array that peers' proxies can't reach is staged: the stream copies to and from memory that they reach. Each rank
 decides by itself whether to stage, because peers send to the address that the rank posts.
@@ -18,7 +18,7 @@ _LONGEST_ROUND = 256 << 20
 
 
 class ByProxy:
-    """The parts from which one rank's schedules are made. All ranks construct a `ByProxy` together.
+    """The parts from which the schedules of one rank's collectives are made. All ranks construct a `ByProxy` together.
 
     Attributes:
         memories: finds the memory of arrays.
@@ -26,10 +26,10 @@ class ByProxy:
         rings: gives schedules to the proxy.
         in_turn: whether the proxy copies to one peer after the other; true if a single driver call issues all copies.
         awaits_data: whether the kernel of a short reduction is launched when all ranks have joined, and waits for their
-            data itself. True only within a host, where data takes little longer than the launch.
+            data itself. True only within a host, where the data arrives little later than the kernel starts.
         one_crossing_bytes: a reduction takes one crossing if a rank receives at most this many bytes.
-        longest_round: most bytes that one schedule stages. A longer call takes several schedules, the same number on
-            all ranks.
+        longest_round: the most bytes that one schedule stages. A call of more bytes takes several schedules, the same
+            number on all ranks.
     """
 
     def __init__(self, group: Group) -> None:
@@ -43,7 +43,7 @@ class ByProxy:
         self.longest_round = _LONGEST_ROUND
 
     def close(self) -> None:
-        """Frees the schedules' memory. Streams of all ranks must have stopped ringing them."""
+        """Frees the schedules' memory. Streams of all ranks must have stopped ringing the schedules."""
         self.memories.close()
 
 
@@ -59,6 +59,6 @@ def others(group: Group, members: Sequence[int] | None = None) -> list[int]:
 
 
 def rounds(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cuts a count into pieces of at most `most`, and returns the offset and the length of each."""
+    """Cuts a count into pieces of at most `most`, and yields the offset and the length of each piece."""
     for begin in range(0, count, most):
         yield begin, min(most, count - begin)

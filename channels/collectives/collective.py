@@ -26,7 +26,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 class Options(NamedTuple):
-    """The options that tell calls apart besides their arrays, as `Calls` (_calls.pyi) takes them.
+    """The options of a call. `Calls` (_calls.pyi) tells calls apart by their options and their arrays.
 
     Attributes:
         prepare: prepares a form of the collective.
@@ -57,8 +57,8 @@ class Call(Struct, frozen=True):
         source, target: views of `x` and `result`.
         op: the operator; None if the collective does not reduce.
         root: the rank; None if the collective has no root.
-        request: the callers' request for an algorithm.
-        reached: whether the kernels of all ranks reach the result where it lies.
+        request: the algorithm or policy that the callers ask for.
+        reached: whether the kernels of all ranks can access the memory of the result.
     """
 
     x: Any
@@ -77,14 +77,15 @@ class Call(Struct, frozen=True):
 
 
 class Collective(ABC):
-    """A collective. A new collective needs a name, `shape`, `launch`, and a row in `table.py`.
+    """The base class of collectives. To add a collective, derive a class with a name, `shape` and `launch`, and add a
+    row in `table.py`.
 
     Attributes:
         name: the name that the call log shows.
         reduces: whether callers give an operator.
         rooted: whether callers name a root.
         in_place: whether a call without an output overwrites its input.
-        copies_alone: whether a single rank only copies the input to the output.
+        copies_alone: whether a call on a communicator of one rank only copies the input to the output.
         ranges: start and end of registered memory; forms end when this memory is deregistered.
     """
 
@@ -134,7 +135,7 @@ class Collective(ABC):
         return Call(x, out, source, target, op, options.root, request)
 
     def lent(self, launchable: Launchable) -> int:
-        """Returns the number of the array that peers store to or load from; -1 if there is none."""
+        """Returns the index of the array that peers store to or load from; -1 if there is none."""
         return 1
 
     def share(self, ranks: int, call: Call) -> int:
@@ -213,7 +214,7 @@ class Planned(Collective):
         return replace(super().entry(ranks, call), shape=call.source.shape, registered=registered)
 
     def launch(self, collectives: Collectives, call: Call) -> Launchable:
-        """See `Collective.launch`. All ranks call it together."""
+        """See `Collective.launch`. All ranks call this together."""
         return collectives.execution_plans.prepare(self._plan, call.source, call.target, self._reached(call))
 
     def _reached(self, call: Call) -> Reached:
@@ -247,7 +248,7 @@ def plain_arrays(x: Any, out: Any) -> tuple[tuple[Any, Any], tuple[RegisteredMem
 
 
 class _Execute(Collective):
-    """An execution plan that is called by itself, and not as one of the collectives."""
+    """An execution plan that the user calls by `Communicator.execute`, and not as the algorithm of a collective."""
 
     name = "execute"
 

@@ -40,7 +40,7 @@ class _Start(Message, frozen=True):
         standing: the rank's settings for all calls.
         reaches_all: whether the rank's kernels reach all ranks' memory.
         whole_lines: whether the rank's links carry lines of 128 bytes in one piece.
-        tables: rank 0's measured tables, if rank 0 has any.
+        tables: on rank 0, the measured tables, if it has any.
     """
 
     standing: Standing
@@ -69,7 +69,7 @@ class Collectives:
         on_host: whether the runtime is the host's.
         preparing: by collective, the function that prepares its forms.
         call: makes a call: see `Calls` (_calls.pyi).
-        standing: the argument.
+        standing: the settings for all calls.
         made_by_proxy, made_flows: the results of `by_proxy` and `flows`; None until the ranks have made them.
     """
 
@@ -85,7 +85,7 @@ class Collectives:
         self._levels: tuple[Team, Team] | None = None
         self.made_by_proxy: ByProxy | None = None
         self.made_flows: Flows | None = None
-        self._scratch: list[Memory] = []  # the last is in use
+        self._scratch: list[Memory] = []  # only the last one is in use
         self._wide_parts: Memory | None = None
         self._all_mapped = self._whole_lines = False
         self.defaults = default_selector(group)
@@ -135,7 +135,7 @@ class Collectives:
 
     def levels(self) -> tuple[Team, Team]:
         """Two teams of this rank: the ranks of its node, and the ranks with its local number on every node. All ranks
-        make them together on first use.
+        make these teams together on first use.
         """
         if self._levels is None:
             topology = self.group.topology
@@ -157,13 +157,13 @@ class Collectives:
         memory lives until `close`, because forms and captured graphs have its address.
         """
         if not self._scratch or self._scratch[-1].nbytes < nbytes:
-            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # together at most twice the largest
+            least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # the total is at most twice the largest
             self._scratch.append(self.group.runtime.allocate(max(nbytes, least)))
         return self._scratch[-1]
 
     def wide_parts(self) -> Memory:
-        """Returns WIDE_PARTS_BYTES of memory for an all_reduce in a wider type. The next all_reduce of this kind
-        overwrites this memory.
+        """Returns WIDE_PARTS_BYTES of memory for an all_reduce that computes in a wider type. The next all_reduce of
+        this kind overwrites this memory.
         """
         if self._wide_parts is None:
             self._wide_parts = self.group.runtime.allocate(WIDE_PARTS_BYTES)
@@ -200,9 +200,9 @@ class Collectives:
             call: the fields on which the ranks must agree.
             views: the call's arrays.
             launch: makes the launchable; not called for a call without elements.
-            logged: whether the call was compared before.
+            logged: whether the call has already been compared with the other ranks' calls.
             ranges: as for `Launches.form`.
-            lent: given the launchable, returns the number of the array to lend, as for `Launches.form`.
+            lent: takes the launchable, and returns the index of the array to lend, as for `Launches.form`.
         """
         launches = self.group.launches
         fields = call.encode() if logged else launches.agree(call)
@@ -226,8 +226,8 @@ class Collectives:
 
         Raises:
             ArgumentError: the callers name an algorithm that does not work between these ranks, or one that an
-                invariant communicator does not use; or they name the policy "zero" where "proxy" is not such an
-                algorithm.
+                invariant communicator does not use; or they name the policy "zero", and "proxy" is an algorithm that
+                does not work or is not used.
         """
         works, named = self.algorithms(collective), request.algorithm
         if named is not None:
@@ -301,7 +301,7 @@ class Collectives:
             self.execution_plans.require_executable(plan)
             self.refuse_plan_that_adds(plan, "selector")
         self._selector = selector
-        self._calls.clear()  # calls prepared by size hold the old choice
+        self._calls.clear()  # calls that were prepared before use the old choice
 
     def close(self) -> None:
         """Frees the kernels' memory. Kernels of all ranks must have ended."""

@@ -43,7 +43,7 @@ def load_kernel(runtime: Runtime) -> Kernel:
 
 
 class Transfer(Struct, frozen=True):
-    """Data that goes to a peer, or comes from it.
+    """The data that one transfer sends to a peer or receives from it.
 
     Attributes:
         peer: the other rank; this rank itself where `source` is copied to `target`.
@@ -78,7 +78,7 @@ class Flows:
     """The state of transfers between pairs of ranks. All ranks construct a `Flows` together.
 
     Attributes:
-        calls: issues the transfers.
+        calls: the object that issues the transfers.
     """
 
     def __init__(self, group: Group) -> None:
@@ -96,7 +96,7 @@ class Flows:
         self._scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8")
         memory = register(group, self._scratch)
         self._kept = memory
-        ends = 2 * lanes  # links to each peer: two flows for each lane
+        ends = 2 * lanes  # the number of links to each peer: each lane has two flows
         self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
         counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
         self._memory = self._links.on_device(runtime, counters_bytes)
@@ -142,7 +142,7 @@ class Flows:
         )
 
     def _take_stream(self) -> Stream:
-        """Returns a stream for one call alone, because other streams may depend on other calls."""
+        """Returns a stream that only one call uses, because work on any other stream may depend on other calls."""
         try:
             return self._idle_streams.pop()
         except IndexError:
@@ -164,7 +164,7 @@ class Flows:
         self._failure.check()
 
     def _refuse(self, status: int) -> None:
-        """Raises the error that belongs to a call's nonzero status."""
+        """Raises the exception for a call that returned a nonzero status."""
         if status == engine_lib.PROXYCCL_CALL_ABORTED:
             raise self._failure.exception()
         self._launch.check(status)
@@ -172,8 +172,8 @@ class Flows:
     def run(self, transfers: Sequence[Transfer], stream: StreamLike, owners: tuple[object, ...]) -> None:
         """Issues transfers that were checked.
 
-        Without a stream the call waits on the host runtime. `owners` are kept alive until the stream has passed the
-        launches.
+        Without a stream, the call waits for the transfers on the host runtime. `owners` are kept alive until the stream
+        has passed the launches.
         """
         self.calls.run([transfer.addresses for transfer in transfers], stream, owners)
 

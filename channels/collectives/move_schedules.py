@@ -2,7 +2,7 @@
 
 Between nodes of several ranks, each share of an all_gather crosses to a node once, and is sent on inside it. A rank's
 *rails* are the ranks with its number on the other nodes. They exchange shares in pieces. A rank's schedule forwards
-each arrived piece to the other ranks of its node, while the next piece crosses.
+each arrived piece to the other ranks of its node, while the next piece crosses to this node.
 """
 
 from __future__ import annotations
@@ -90,14 +90,15 @@ def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchan
             return None
         return memories.target(target.ptr, target.nbytes)
 
-    # All ranks decide by the longest side: if only one end of a copy were pinned, a driver would copy between the two.
+    # All ranks decide by the longer of input and output: if only one end of a copy were pinned, a driver would copy the
+    # data between pinned and device memory.
     longest = max(sum({each.offset: each.nbytes for each in side}.values()) for side in (part.sends, part.receives))
 
     def places(
         side: Side, transfers: Sequence[Transfer], find: Callable[[], ScheduleSpan | None]
     ) -> list[tuple[Transfer, ScheduleSpan]]:
-        """Returns the place where each transfer begins: in the array, if `find` returns the array's memory; otherwise
-        in the staging memory, one transfer after the other.
+        """Returns, for each transfer, the memory and the offset at which it begins: in the array, if `find` returns the
+        array's memory; otherwise in the staging memory, one transfer after the other.
         """
         if not transfers and not memories.staged_together:
             return []
@@ -172,7 +173,7 @@ def prepare_all_gather(by_proxy: ByProxy, source: ArrayView, target: ArrayView, 
     )
     return by_proxy.rings.prepare(
         [
-            CopyBytes(sent.ptr, source.ptr, share),  # dropped if the call is in place, like the next copies
+            CopyBytes(sent.ptr, source.ptr, share),  # in place, this copy and the next ones are dropped
             schedule,
             *memories.own_copy(target.ptr + own, source.ptr, share),
             *by_proxy.rings.end(range(len(rails))),

@@ -37,7 +37,9 @@ class Move(Collective):
 
     @abstractmethod
     def part(self, group: Group, root: int | None, share: int, begin: int, nbytes: int) -> Exchange:
-        """Returns this rank's part in moving `nbytes` bytes, from `begin` on, of each share of `share` bytes."""
+        """Returns this rank's part when, of each share of `share` bytes, the `nbytes` bytes from `begin` on are
+        moved.
+        """
 
     def schedule(self, collectives: Collectives, call: Call, share: int) -> StreamOperations:
         """Returns the stream operations of a call by schedule, with shares of this size in bytes."""

@@ -1,4 +1,4 @@
-"""all_reduce_rms_norm: an all_reduce of rows, the residual's addition and RMSNorm, in one launch where ranks exchange
+"""all_reduce_rms_norm: an all_reduce of rows, the residual's addition and RMSNorm; one launch, if ranks exchange
 packets.
 """
 
@@ -31,14 +31,16 @@ _MOST_EPSILON = 3e38
 _MOST_WIDTH = 1 << 18
 """The longest row: a block's shared memory has four numbers for each group of a row's packets."""
 _NORMS_AT_ONCE = 4
-"""Most blocks of the kernel that norms rows after another launch has reduced them, as a multiple of a collective's."""
+"""The most blocks of the kernel that normalizes rows after another launch has reduced them, as a multiple of the blocks
+of a collective.
+"""
 
 
 class NormedRows(NamedTuple):
     """The results of `Communicator.all_reduce_rms_norm`.
 
     Attributes:
-        out: the normed rows; None if the call has no weight.
+        out: the normalized rows; None if the call has no weight.
         residual: the sums of the ranks' rows and the residual.
         scales: with `quantize="float8"`, each row's scale; otherwise None.
     """
@@ -101,7 +103,9 @@ class _Rows(NamedTuple):
         return self.width * self.views["x"].dtype.itemsize
 
     def _whole(self, x: int) -> bool:
-        """Whether all rows, `x` included, are aligned to ALIGNMENT. Ranks may differ, because packets are alike."""
+        """Whether all rows, `x` included, are aligned to ALIGNMENT. Ranks may get different results, because the
+        packets are the same in both cases.
+        """
         addresses = [x, *(view.ptr for name, view in self.views.items() if name not in ("x", "scales", "quantize"))]
         return all(number % ALIGNMENT == 0 for number in (self.row_bytes, *addresses))
 
@@ -224,7 +228,7 @@ class _Preparer:
         return _Rows(views, x.size // width, width)
 
     def _launch(self, rows: _Rows, request: Request, eps: float) -> Launchable:
-        """Prepares a call: one launch by packets, or an all_reduce followed by a launch that norms."""
+        """Prepares a call: one launch by packets, or an all_reduce followed by a launch that normalizes."""
         collectives, source = self._collectives, rows.views["x"]
         group, dtype, row_bytes = collectives.group, source.dtype, rows.row_bytes
         runtime, defaults = group.runtime, group.runtime.launch_defaults
@@ -237,7 +241,7 @@ class _Preparer:
             shape = packets.row_shape(rows.rows, row_bytes)
             blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
             return rows.launch(runtime, shape, chosen, source.ptr, eps, blocks, team)
-        lines = packets is not None and len(packets.scratch) > 1  # the same order of additions in both kernels
+        lines = packets is not None and len(packets.scratch) > 1  # both kernels add in the same order
         shape = RowShape.of(defaults, row_bytes, None, lines=lines)
         blocks = min(rows.rows, _NORMS_AT_ONCE * defaults.blocks)
         if alone:
@@ -249,8 +253,8 @@ class _Preparer:
 
 
 def _refuse_overlaps(views: dict[str, ArrayView]) -> None:
-    """Raises ArgumentError for arrays that share memory, unless one array of the rows' size takes the place of another:
-    a result may be written over `x` or `residual`.
+    """Raises ArgumentError for arrays that share memory, unless two arrays of the rows' size are the same memory: a
+    result may be written over `x` or `residual`.
     """
     names = [*views]
     for number, name in enumerate(names):

@@ -19,8 +19,8 @@ from proxyccl.device.base_runtime import LaunchDefaults
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""
 SLOT_PACKETS = 2048
-"""Most packets that a block takes from a rank in one epoch: 16 KiB of data. A block takes fewer if SCRATCH_BYTES are
-not enough.
+"""Most packets that a block takes from a rank in one epoch: 16 KiB of data. If SCRATCH_BYTES are not enough for that
+many, a block takes fewer.
 """
 SCRATCH_BYTES = 32 * 1024 * 1024
 """Size of the scratch memory of packets, and of the scratch memory of lines."""
@@ -32,15 +32,16 @@ _LINE_WARP = 32  # lanes of a warp on the targets that have lines
 _LINE_THREADS, _LINE_UNITS = 8, 15  # the values in lines.h
 ALIGNMENT = 16
 """Bytes of a unit of lines, and of the widest access."""
-_MOST_SHARED_ROWS = 8  # measured on 2 H200: for 16 rows, one block for each row is as fast
+_MOST_SHARED_ROWS = 8  # the most rows that clusters share: on 2 H200, for 16 rows, one block per row is as fast
 _MOST_SHARED_BYTES = 46 << 10  # shared memory that a block has on every target, beside the kernel's own
 _LINE_PACKETS = 2  # a thread's part of two lines takes the room of this many packets
 
 
 def carries_whole_lines(group: Group) -> bool:
-    """Whether this rank's runtime has lines, and its links to all others carry them whole.
+    """Whether this rank's runtime supports lines, and the links to all other ranks carry each line in one piece.
 
-    Links with atomic adds, such as NVLink, carry lines whole. Other links may deliver the parts of a line one by one.
+    Links that support atomic additions, such as NVLink, carry each line in one piece. Other links may deliver the parts
+    of a line one by one.
     """
     runtime = group.runtime
     return runtime.launch_defaults.line_bytes > 0 and all(
@@ -65,16 +66,16 @@ class PacketLaunch(Struct, frozen=True):
 
 
 class RowShape(Struct, frozen=True):
-    """How a row lies in packets, for kernels whose blocks have rows (rms_norm.h).
+    """How a row is divided among packets and blocks, for kernels whose blocks handle rows (rms_norm.h).
 
     Attributes:
         lines: whether the packets are lines.
         blocks: blocks that share a row.
         threads: threads of a block.
-        share: chunks of a row: payloads of packets, or units of lines.
-        row_packets: packets of a row.
-        packets: packets that a block handles in one epoch.
-        epochs: epochs that a block needs for its part of a row.
+        share: the number of a row's chunks, which are payloads of packets, or units of lines.
+        row_packets: the number of packets of a row.
+        packets: the number of packets that a block handles in one epoch.
+        epochs: the number of epochs that a block needs for its part of a row.
         keeps: which data the kernel's blocks keep in shared memory: 0 none, 1 sums, 2 sums and weights.
         shared_bytes: size of a block's dynamic shared memory.
     """
@@ -112,7 +113,7 @@ class RowShape(Struct, frozen=True):
         most = of_block if scratch is None else scratch.slot_packets // room // group * group
         epochs = -(-of_block // most)
         packets = round_up(-(-of_block // epochs), group)
-        numbers = 4 * ALIGNMENT // 4 * -(-row_packets // _LINE_WARP)  # four floats for each group
+        numbers = 4 * ALIGNMENT // 4 * -(-row_packets // _LINE_WARP)  # shared memory has four floats for each group
         keeps = (
             min(2, (_MOST_SHARED_BYTES - numbers) // (epochs * packets * kept)) if numbers < _MOST_SHARED_BYTES else 0
         )
@@ -182,16 +183,16 @@ class PacketTeam:
         return PacketLaunch(True, blocks, threads, scratch.parameter(units, epochs, each))
 
     def row_shape(self, rows: int, row_bytes: int) -> RowShape:
-        """Returns how rows of a size lie in this team's packets. If rows are few, the blocks of a cluster share a row,
-        so that each block has less to send and to compute.
+        """Returns how rows of a size lie in this team's packets. If there are few rows, the blocks of a cluster share
+        each row, so that each block has less to send and to compute.
         """
         lines = len(self.scratch) > 1
         blocks = self._defaults.row_blocks if lines and rows <= _MOST_SHARED_ROWS else 1
         return RowShape.of(self._defaults, row_bytes, self.scratch[-1], lines=lines, blocks=blocks)
 
     def of_rows(self, shape: RowShape, rows: int, policy: CtaPolicy) -> tuple[int, bytes]:
-        """Returns the number of blocks, and the first parameter, of a kernel whose blocks each have at least a part of
-        a row.
+        """Returns the number of blocks, and the first parameter, of a kernel in which each block handles one or more
+        rows, or a part of a row.
         """
         scratch = self.scratch[-1]
         most = min(scratch.blocks, self._efficient_blocks) if policy == "efficiency" else scratch.blocks
@@ -212,7 +213,7 @@ class PacketScratch:
 
     Args:
         blocks: the most blocks of a kernel.
-        most: the most packets of a slot; SCRATCH_BYTES may allow fewer.
+        most: the most packets of a slot; if SCRATCH_BYTES are not enough for them, a slot has fewer.
 
     Attributes:
         blocks: the most blocks of a kernel.

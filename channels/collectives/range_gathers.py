@@ -1,6 +1,4 @@
-"""Gathers of several ranges of an array at once, in place: one schedule, in which ranks synchronize once for all
-ranges.
-"""
+"""Gathers several ranges of an array in place by one schedule, in which ranks synchronize once for all ranges."""
 
 from __future__ import annotations
 
@@ -19,7 +17,9 @@ from proxyccl.device.stream_operations import StreamOperations
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 
 Range = tuple[int, int]
-"""A range's offset in the array, and the size of one rank's part of the range. Rank r's part is the r-th."""
+"""The offset of a range in the array, and the size of one rank's part of the range. The parts are in the order of
+ranks.
+"""
 
 
 class RangeGathers:
@@ -36,7 +36,7 @@ class RangeGathers:
     def __init__(self, collectives: Collectives, view: ArrayView) -> None:
         self._collectives, self._view = collectives, view
         self._by_proxy = collectives.by_proxy()
-        self._prepare = self._form  # one object, whose identity tells this array from a later array at the same address
+        self._prepare = self._form  # this object's identity tells this array from a later array at the same address
         self._span: ScheduleSpan | None = self._by_proxy.memories.target(view.ptr, view.nbytes)
         reached = bytes([self._span is not None])
         answers = collectives.group.exchange.all_gather_bytes(reached, "gathers of ranges")

@@ -1,8 +1,9 @@
 """Reductions by proxy: schedules move the data, and a small kernel reduces each piece when it has arrived.
 
 Each rank reduces one share of the elements. The share is cut into pieces: one piece is reduced while the next is in
-flight, and in an all_reduce its result goes back to all ranks while the next piece is reduced. A short all_reduce takes
-one crossing: each rank sends all its elements to every other, and all reduce the same values in the same order.
+flight, and in an all_reduce its result goes back to all ranks while the next piece is reduced. In a short all_reduce
+the data crosses the links only once: each rank sends all its elements to every other rank, and all ranks reduce the
+same values in the same order.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
 _CHUNK_ALIGNMENT = 32  # elements, 16 bytes or more
 _FEW_BLOCKS = 16  # blocks for each rank's elements, up to _MOST_RANKS ranks
-_MOST_RANKS = 4  # the ranks that were measured
+_MOST_RANKS = 4  # the most ranks that were measured
 _LONGEST_CHUNK = 8
 """Longest chunk for up to _MOST_RANKS ranks, as a multiple of the shortest. The limit keeps the wait for late blocks
 short. Chunks of more ranks are shorter, because each block fetches its chunk of all ranks into the device's cache.
 """
 _MOST_PER_BLOCK = 32
-"""Data of all ranks for one block, as a multiple of the shortest chunk, up to which a kernel has few blocks, because a
+"""If one block's data of all ranks is at most this multiple of the shortest chunk, the kernel has few blocks, because a
 busy GPU has room for few.
 """
 _SHORTEST_PIECE = 2 << 20
@@ -96,11 +97,13 @@ class _Pieces:
         self._peers, self._in_turn = peers, in_turn
 
     def values(self) -> list[tuple[int, int, int]]:
-        """Returns the sends of values: for each a peer, the offset, and the most elements."""
+        """Returns the sends of values, each as a tuple of the peer, the offset, and the most elements."""
         return [(peer, *bounds) for peer, _, bounds in self._sends(self._peers[-1:])]
 
     def results(self) -> list[tuple[int, int, int, int]]:
-        """Returns the sends of results like `values`, each with the number of the last piece that the send needs."""
+        """Returns the sends of results, each as a tuple as in `values`, followed by the number of the last piece that
+        the send needs.
+        """
         return [(peer, *bounds, number) for peer, number, bounds in self._sends(self._peers[:1])]
 
     def values_from(self, peer: int) -> range:
@@ -139,8 +142,9 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
 def all_reduce_steps(
     by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, members: Sequence[int], divisor: int
 ) -> list[Step]:
-    """Returns a stream's steps of an all_reduce among some ranks; `target` may be `source`. All ranks call this at the
-    same time, each for its own set of ranks, with arrays of one size. `divisor` is the divisor of an average.
+    """Returns a stream's steps of an all_reduce among some ranks; `target` may be `source`. All ranks of the group call
+    this together, each for the set of ranks that it belongs to, and with arrays of the same size. `divisor` is the
+    divisor of an average.
     """
     ranks, itemsize = len(members), source.dtype.itemsize
     if source.nbytes * (ranks - 1) <= by_proxy.one_crossing_bytes:
@@ -213,7 +217,7 @@ class _Slots:
     Args:
         nbytes: the most bytes that a peer sends.
         members: the ranks that take part, in order.
-        may_be_pinned: whether short data may go through pinned memory, as it then also does on the senders' side.
+        may_be_pinned: whether short data may go through pinned memory; the senders then use pinned memory for it too.
 
     Attributes:
         nbytes: size of all slots.
@@ -273,7 +277,7 @@ class _Slots:
             pieces: the offset and the most elements of each piece; piece n is stage n of the schedule.
             first: transfers of the first stage; 0 if they are complete when the kernel is launched.
             transfers: transfers of each other stage.
-            gated: whether the kernel opens the gate after each piece.
+            gated: whether the kernel opens the gate, for which the proxy's sends wait, after each piece.
         """
         group, words, defaults = self._group, self._words, self._group.runtime.launch_defaults
         arrived = ffi.new("ProxycclArrived *")
@@ -281,7 +285,7 @@ class _Slots:
         arrived.rank, arrived.world_size = self._members.index(group.rank), len(self._members)
         arrived.divisor = self._divisor
         piece, shortest = pieces[0][1], -(-defaults.small_bytes // self._dtype.itemsize)
-        ranks = len(self._members)  # the number of blocks grows with the data read
+        ranks = len(self._members)  # the number of blocks grows with the bytes that are read
         few = min(_FEW_BLOCKS * min(ranks, _MOST_RANKS), -(-piece // shortest))
         many = -(-piece * ranks // (_MOST_PER_BLOCK * shortest))
         blocks = min(defaults.small_blocks, max(few, many))
@@ -304,7 +308,7 @@ class _Reduction:
     """The data that a rank sends its peers to reduce, and its own part of the reduction, in one schedule.
 
     Attributes:
-        pieces: of the longest share.
+        pieces: the pieces of the longest share.
         copies_in: the steps that stage the input.
     """
 
@@ -354,8 +358,8 @@ class _Reduction:
 
     def reduce(self, result: int, *, posts: int, gated: bool) -> list[Step]:
         """Returns the wait before the kernel, the kernel that reduces this rank's share, and the end of the schedule.
-        For few bytes the kernel is launched when all ranks have joined, and waits for the data; otherwise the stream
-        waits for the first piece.
+        If the data is short, the kernel is launched when all ranks have joined, and waits for the data itself;
+        otherwise the stream waits for the first piece before the kernel.
 
         Args:
             result: the memory for the reduced share.

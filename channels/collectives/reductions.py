@@ -1,4 +1,6 @@
-"""all_reduce, by one of several algorithms; reduce, which drops most of its results; and reduce_scatter."""
+"""The reductions: all_reduce, by one of several algorithms; reduce, which is an all_reduce whose results most ranks
+drop; and reduce_scatter.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ from proxyccl.proxy.schedule import Schedule
 
 _BetweenStep = TypeVar("_BetweenStep")
 _MOST_SCHEDULED_RANKS = 128
-"""Schedules need channels to all ranks and ids for all ranks' memory; a proxy has enough of these for some 170 ranks.
+"""The most ranks for which schedules are used: they need channels to all ranks and ids for all ranks' memory, and a
+proxy has enough of these for about 170 ranks.
 """
 
 
@@ -80,7 +83,7 @@ def steps_of_all_reduce(collectives: Collectives, call: Call, chosen: str) -> Se
 
 
 def launchable_of(collectives: Collectives, steps: Sequence[Step]) -> Launchable:
-    """Returns the launchable that makes a call of these steps."""
+    """Returns a launchable that runs these steps one after the other."""
     if len(steps) == 1 and isinstance(steps[0], Launch):
         return steps[0]
     operations = [step for step in steps if not isinstance(step, Schedule)]
@@ -127,8 +130,9 @@ def _steps_of_hierarchy(
     collectives: Collectives, source: ArrayView, target: ArrayView, op: str, policy: CtaPolicy
 ) -> Sequence[Step]:
     group, topology, dtype = collectives.group, collectives.group.topology, source.dtype
-    # A node's sum or product of float16 may be outside its range although the whole is not. An average is safe, because
-    # its parts are averages where a sum may not fit; so is bfloat16, which has float32's range.
+    # A node's sum or product of float16 may be outside the range of float16 even if the sum or product of all nodes is
+    # not. An average is safe, because nodes compute averages instead of sums if a sum may not fit. bfloat16 is safe
+    # because it has the range of float32.
     wide = dtype.name == "float16" and op in ("sum", "prod")
     averages_parts = op == "avg" and dtype.accumulator_itemsize > dtype.itemsize
     divisor = topology.node_count if averages_parts else group.world_size
@@ -158,8 +162,9 @@ def _steps_of_hierarchy(
 
 
 def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
-    """Whether a hierarchy of this many bytes has schedules between the nodes. Kernels that wait for a proxy's copies
-    would hold them up; kernels that send through pinned memory are faster while the data is short.
+    """Whether a hierarchical all_reduce of this many bytes uses schedules between the nodes, and not kernels. A kernel
+    that waits for a proxy's copies would delay these copies. Kernels that send short data through pinned memory are
+    faster than schedules.
     """
     group, topology = collectives.group, collectives.group.topology
     if group.world_size > _MOST_SCHEDULED_RANKS:
@@ -172,17 +177,18 @@ def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
 
 class _Levels(Struct, Generic[_BetweenStep], frozen=True):
     """The levels of a hierarchy. Each share is reduced inside the node, then between the ranks with the same number on
-    all nodes, then gathered inside the node, so a node's data crosses to the other nodes once.
+    all nodes, then gathered inside the node, so the data of a node crosses to the other nodes only once.
 
     Data that fits one round is reduced whole by every rank, inside the node and then between nodes. That saves a
-    crossing, which would take longer than such short data. Elements that do not divide into even shares are reduced
-    whole too.
+    crossing, which would take longer than such short data. Elements that are left over when the data is divided evenly
+    are reduced in the same way.
 
     Attributes:
         partial: the operator inside a node.
-        is_short: tells whether some bytes fit one round between the nodes.
-        reduce_whole: the steps that reduce, in place, an array that each rank of a node has, between the nodes.
-        reduce_share: the steps that reduce the rank's share in place between the nodes.
+        is_short: tells whether a number of bytes fits one round between the nodes.
+        reduce_whole: returns the steps that reduce an array between the nodes, in place; all ranks of a node have the
+            same array.
+        reduce_share: returns the steps that reduce this rank's share between the nodes, in place.
     """
 
     collectives: Collectives
@@ -253,7 +259,7 @@ class _Reduce(_AllReduce):
     rooted = True
 
     def lent(self, launchable: Launchable) -> int:
-        return -1  # the ranks that drop the result have no output
+        return -1  # ranks that drop the result have no output array
 
     def check(self, collectives: Collectives, x: Any, out: Any, options: Options, request: Request) -> Call:
         if not isinstance(out, tuple):
@@ -272,8 +278,8 @@ REDUCE = _Reduce()
 def reduce(
     collectives: Collectives, x: Any, op: str, root: int, out: Any, algorithm: str | None, stream: StreamLike
 ) -> Any:
-    """See `Communicator.reduce`. It is an all_reduce whose result the other ranks drop, because no shipped kernel sends
-    less for short arrays.
+    """See `Communicator.reduce`. The call runs an all_reduce whose result all ranks but the root drop, because no
+    shipped kernel sends less for short arrays.
     """
     group = collectives.group
     root = as_rank(group.world_size, root, "root")
@@ -293,7 +299,7 @@ class _ReduceScatter(Collective):
         return share_shape(group, source)
 
     def lent(self, launchable: Launchable) -> int:
-        # Other ranks' kernels access neither array; proxies send from the input.
+        # Other ranks' kernels access neither the input nor the output; proxies send from the input.
         return 0 if isinstance(launchable, StreamOperations) else -1
 
     def launch(self, collectives: Collectives, call: Call) -> Launchable:

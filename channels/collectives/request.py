@@ -1,4 +1,6 @@
-"""The callers' request for a collective's algorithm, which is the same on all ranks: the call log compares it."""
+"""The callers' request for a collective's algorithm. All ranks make the same request, because the call log compares
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Message
 
 CtaPolicy = Literal["default", "efficiency", "zero"]
-"""How many multiprocessors (of NCCL's blocks, the CTAs) a collective may occupy: the number that is fastest; few, with
-which the collective takes little longer; or none. These are NCCL_CTA_POLICY_DEFAULT, _EFFICIENCY and _ZERO.
+"""How many multiprocessors a collective's blocks (CTAs) may occupy. "default": the number that is fastest.
+"efficiency": few, with which the collective takes little longer. "zero": none. The names are those of
+NCCL_CTA_POLICY_DEFAULT, _EFFICIENCY and _ZERO.
 """
 CTA_POLICIES: tuple[CtaPolicy, ...] = ("default", "efficiency", "zero")
 
@@ -45,7 +48,7 @@ class Standing(Message, frozen=True):
 
     Attributes:
         cta_policy: the policy of calls that name neither a policy nor an algorithm; None if the program named none.
-        invariant: whether a reduction's bits must depend only on the ranks' values of an element.
+        invariant: whether the bits of each reduced element must depend only on the ranks' values of that element.
     """
 
     cta_policy: CtaPolicy | None = None
@@ -120,7 +123,9 @@ def request_of(
 
 
 def _with_policy(request: Request, policy: CtaPolicy) -> Request:
-    """Returns the request limited to few multiprocessors, if the policy asks for that: any algorithm works with few."""
+    """Returns the request with its kernels limited to few multiprocessors if the policy is "efficiency"; every
+    algorithm works with few multiprocessors.
+    """
     return request._replace(name=_efficient(request.name), cta_policy=policy) if policy == "efficiency" else request
 
 

@@ -46,7 +46,7 @@ def run(
         algorithm, cta_policy, symmetric, stream: as for `Communicator.all_reduce`.
 
     Returns:
-        The array that holds the result.
+        The array that holds the call's result.
 
     Raises the errors of `Communicator.all_reduce`.
     """
@@ -123,7 +123,9 @@ def _prepare(
     reached: bool,
     logged: bool,
 ) -> Form:
-    """Checks a call, compares it with the other ranks', and prepares its form. For C: see `Calls` (_calls.pyi)."""
+    """Checks a call, compares it with the other ranks' calls, and prepares its form. C calls this: see `Calls`
+    (_calls.pyi).
+    """
     group, options = collectives.group, Options(*given)
     if collective.reduces:
         require_op(options.op)
@@ -154,7 +156,7 @@ def _prepare(
 
 def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bool = False) -> None:
     """See `Communicator.barrier`. With `intra_node_only` only ranks of the same node wait for one another. A barrier
-    has no arrays, so this does not use `run`.
+    has no arrays, so this function does not use `run`.
     """
     group = collectives.group
     inside = as_flag(intra_node_only, "intra_node_only") and group.topology.node_count > 1
@@ -181,8 +183,8 @@ def _prepare_barrier(
         if inside:
             teams: Sequence[Team] = collectives.levels()[:1]
         elif group.topology.has_levels():
-            # The ranks on other nodes that a rank waits for next know that all ranks of their nodes have arrived. So a
-            # rank signals only one rank of each other node.
+            # After the barrier of each node, every rank knows that all ranks of its node have arrived. So a rank needs
+            # to exchange signals with only one rank of each other node.
             teams = collectives.levels()
         else:
             teams = (collectives.team(),)

@@ -32,8 +32,9 @@ Algorithm = str | ExecutionPlan
 """An entry of a table: an algorithm of the library by name, or a program's own plan."""
 
 Elements = Literal["16-bit floats", "other types", "all types"]
-"""A class of element types: sums of 16-bit floats travel in float32; collectives that move bytes do not distinguish
-types."""
+"""A class of element types. 16-bit floats have a class of their own, because their partial sums are sent in float32;
+collectives that only move bytes have one class for all types.
+"""
 _ELEMENTS: dict[str, tuple[Elements, ...]] = {
     collective: ("16-bit floats", "other types") if collective in ("all_reduce", "reduce_scatter") else ("all types",)
     for collective in ALGORITHMS_BY_COLLECTIVE
@@ -88,7 +89,7 @@ CASES: tuple[Case, ...] = tuple(
 
 @dataclass(frozen=True)
 class SizeTable:
-    """Algorithms by message size: each limit is the most bytes for which its algorithm is used.
+    """A table of algorithms by message size. Each limit is the most bytes for which its algorithm is used.
 
     Args:
         limits: bytes of the larger of a rank's input and output, each with an algorithm: its name, or an
@@ -129,7 +130,7 @@ class SizeTable:
         return tuple(dict.fromkeys(each for each in self.algorithms if isinstance(each, ExecutionPlan)))
 
     def ranges(self) -> Iterator[tuple[int, int | None, Algorithm]]:
-        """Returns, for each algorithm, the least and the most bytes; None for no limit."""
+        """Returns each algorithm with the least and the most bytes for which it is used; None for no limit."""
         least = 0
         for limit, algorithm in self.limits:
             yield least, limit, algorithm
@@ -148,8 +149,8 @@ class SizeTable:
 class Selector:
     """The tables of all cases. `Communicator.tune` replaces the defaults by measurements on the machine.
 
-    A table's plan runs the calls of its sizes that it can execute. The built-in choice serves the other calls: those
-    with another operator, or with an array that the plan's chunks don't divide.
+    An execution plan in a table runs those calls of its sizes that it can execute. The built-in choice serves the other
+    calls: those with another operator, or with an array that the plan's chunks don't divide.
 
     Raises ArgumentError unless there is exactly one table for each of `CASES`, with algorithms of its collective; also
     for a plan that can't execute any of the calls that its table assigns to it.
@@ -206,8 +207,8 @@ class Selector:
                     if lines
                     else _by_packets(ranks, runtime, symmetric=case.symmetric, short=short)
                 )
-                # An all_reduce through pinned memory sends each share twice; between two ranks, each sends the whole
-                # array.
+                # An all_reduce through pinned memory sends each share twice; between two ranks, each rank sends its
+                # whole array.
                 reduced = longest if runtime == "host" else longest // 2
                 limits = {"two_shot": packets, "proxy": ((reduced, "two_shot"),)}.get(beyond, ())
                 tables[case] = SizeTable(limits, beyond)
@@ -243,8 +244,8 @@ def sends_through_pinned_memory(group: Group) -> bool:
 
 
 def proxied_kernel_bytes(group: Group) -> int:
-    """Returns the longest share that kernels move, by default, through the proxy to peers on other nodes; the same on
-    all ranks. 0 if kernels move none.
+    """Returns the longest share that kernels move, by default, through the proxy to peers on other nodes; 0 if kernels
+    move no data to other nodes. All ranks get the same result.
     """
     defaults = group.runtime.launch_defaults
     if defaults.proxied_kernel_bytes > 0 or not sends_through_pinned_memory(group):
@@ -286,8 +287,8 @@ def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None)
 
 
 def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
-    """Returns the limits for all_reduce within a node whose long packets are lines; the same for all types, because no
-    partial sums travel. The limits come from measurements on 2, 3 and 4 H200 (benchmarks/results).
+    """Returns the limits for all_reduce within a node whose long packets are lines; the same for all types, because
+    these algorithms send no partial sums. The limits come from measurements on 2, 3 and 4 H200 (benchmarks/results).
 
     Args:
         symmetric: whether the callers promise symmetric arrays.
@@ -301,7 +302,7 @@ def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
 
 
 def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tuple[tuple[int, str], ...]:
-    """Returns the limits for all_reduce within a node, up to which packets are faster than stores.
+    """Returns the sizes up to which the packet algorithms of all_reduce are faster within a node than stores.
 
     For GPUs the limits come from measurements on 2 and 4 H200 (benchmarks/results). The data that a one-shot sends
     grows with the number of ranks, so the one-shot's limit shrinks. Recursive doubling needs no extra steps if the
@@ -343,7 +344,7 @@ def invariant_algorithms(algorithms: Sequence[str], ranks: int) -> tuple[str, ..
 
 def sending_no_sums(algorithm: str, ranks: int) -> str:
     """Returns the replacement for an algorithm that sends partial sums, for the 16-bit floats, whose sums are twice as
-    long as their values. The other algorithms send original values, or rounded sums.
+    long as their values. Algorithms other than the replaced ones send original values, or rounded sums.
     """
     if algorithm == "recursive_doubling":
         return "one_shot" if ranks == 2 else "two_shot_packets"

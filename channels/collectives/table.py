@@ -1,5 +1,5 @@
-"""The operators and the kernels of the shipped collectives. A new collective is a row here, and a class in `moves.py`
-or `reductions.py`.
+"""The operators and the kernels of the shipped collectives. A new collective needs a row in this table, and a class in
+`moves.py` or `reductions.py`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ ALL_REDUCE_KERNELS: dict[str, CollectiveKernel] = {
     "ring": CollectiveKernel("all_reduce_ring.h", "all_reduce_ring", reduces=True),
     "proxy": CollectiveKernel("all_reduce_by_proxy.h", "all_reduce_by_proxy", reduces=True),
 }
-"""The kernels of all_reduce by algorithm. `hierarchical` consists of other kernels; `two_shot` is `proxy` where a peer
-is not mapped.
+"""The kernels of all_reduce by algorithm. `hierarchical` consists of other kernels; if a peer is not mapped, `two_shot`
+uses the kernel of `proxy`.
 """
 
 REDUCTION_OF_SCHEDULES = CollectiveKernel("reduce_arrived.h", "reduce_arrived", reduces=True)
@@ -70,7 +70,7 @@ LINE_KERNELS: dict[str, CollectiveKernel] = {
     "two_shot_packets": CollectiveKernel("all_reduce_two_shot_packets.h", "all_reduce_two_shot_lines", reduces=True),
     **{name: CollectiveKernel("packet_moves.h", f"{name}_lines") for name in ("all_gather", "all_to_all")},
 }
-"""By algorithm, or by collective, the kernels whose packets are lines, for longer messages."""
+"""The kernels whose packets are lines, for longer messages; by algorithm or by collective."""
 
 PACKET_MOVES = {name: CollectiveKernel("packet_moves.h", f"{name}_packets") for name in ("all_gather", "all_to_all")}
 """The kernels that move short shares, by collective."""
@@ -80,9 +80,9 @@ NORM_KERNELS = {
     "two_shot_packets": CollectiveKernel("all_reduce_rms_norm.h", "two_shot_rms_norm"),
     None: CollectiveKernel("add_rms_norm.h", "add_rms_norm"),
 }
-"""The kernels that also add residuals and norm rows, by algorithm; None is the key for rows that another launch has
-reduced. Each kernel exists for each element type, once for packets and once for lines; "packets" or "lines" ends its
-name.
+"""The kernels that also add residuals and normalize rows, by algorithm; the key None is for rows that another launch
+has reduced. Each kernel exists for each element type, once for packets and once for lines; "packets" or "lines" ends
+its name.
 """
 
 _REDUCED_IN_LINES = tuple(kernel for kernel in LINE_KERNELS.values() if kernel.reduces)

@@ -29,8 +29,8 @@ _SHORTEST_PROXIED_PIECE = 512 * 1024
 much during the next two driver calls.
 """
 _ONE_CROSSING_BYTES = 32 * 1024
-"""An all_reduce by proxy takes one crossing up to at most this many bytes. Two ranks that are not mapped always take
-one crossing, because two crossings would send as much.
+"""An all_reduce by proxy of at most this many bytes crosses the links once instead of twice. Two ranks that are not
+mapped always take one crossing, because two crossings would send as much.
 """
 _NO_LIMIT = (1 << 64) - 1
 _REACHED_AT: int = ffi.offsetof("ProxycclTeam", "reached_at")
@@ -49,7 +49,7 @@ class Links:
 
     Args:
         memory: the scratch memory that peers write to.
-        proxied: the scratch memory that peers' proxies write to.
+        proxied: the scratch memory that proxies of peers write to.
         members: the ranks of the table's columns.
         via_proxy: members reached through the proxy; all others except this rank are mapped.
         lanes: links to each peer.
@@ -58,7 +58,7 @@ class Links:
     Attributes:
         table: the links.
         proxy_channels: by peer, the channels of its lanes.
-        sleepers: sleepers of the proxy that the channels use; None if there are none.
+        sleepers: wakes the proxy that the channels use, if it sleeps; None if there are no channels.
     """
 
     def __init__(
@@ -107,18 +107,19 @@ class Team:
     """The scratch memory and links of a team. All ranks construct a `Team` together: one team of all ranks, or disjoint
     teams of which each rank joins one.
 
-    Raises ResourceError for more members than a block of the shipped kernels has threads.
+    Raises ResourceError if the team has more members than a block of the shipped kernels has threads.
 
     Args:
-        members: the ranks of this rank's team, including this rank; None for all. The kernels' ranks are indices into
-            this list.
+        members: the ranks of this rank's team, including this rank; None for all. In kernels, a rank is identified by
+            its index in this list.
         whole_lines: whether all ranks' links carry lines of 128 bytes in one piece (lines.h).
 
     Attributes:
-        pinned: whether data for proxies is in pinned memory, which no copy engine moves.
+        pinned: whether data for proxies lies in pinned memory, which the proxies' CPUs copy.
         all_mapped: whether every member maps the memory of all members; then each block has its own lane.
         blocks: the most blocks of a kernel of this team.
-        packets: the state of the packet algorithms; None if a peer is not mapped, or there are too many.
+        packets: the state of the packet algorithms; None if the team is not all ranks, a peer is not mapped, or there
+            are more than MAX_RANKS of `packet_team`.
     """
 
     def __init__(self, group: Group, *, members: list[int] | None = None, whole_lines: bool = False) -> None:
@@ -135,7 +136,7 @@ class Team:
         defaults = runtime.launch_defaults
         self.blocks = defaults.blocks if self.all_mapped else defaults.copy_blocks
         self._efficient_blocks = min(self.blocks, defaults.efficient_blocks)
-        # All ranks of the group decide alike, because they make the memory together.
+        # All ranks of the group make the same decision, because they make the memory together.
         self.pinned = not all(flags) and sends_through_pinned_memory(group)
         self._bytes_per_block = _PINNED_BYTES_PER_BLOCK if self.pinned else defaults.bytes_per_block
         self._meeting_bytes, self._offered_bytes = defaults.meeting_bytes, defaults.offered_bytes
@@ -168,7 +169,7 @@ class Team:
         team.proxied = ffi.cast("char *", proxied.ptr)
         team.exchange_bytes, team.pipeline_bytes = exchange_bytes, pipeline_bytes
         most = min(_ONE_CROSSING_BYTES, exchange_bytes // ranks // 128 * 128)
-        if self.pinned:  # a rank sends this many bytes to each peer
+        if self.pinned:  # the bytes that a rank sends to each peer
             most = min(most, defaults.pinned_kernel_bytes // max(1, ranks - 1))
         team.one_crossing_bytes = most if self.all_mapped or ranks > 2 else _NO_LIMIT
         team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes
@@ -179,23 +180,25 @@ class Team:
 
     @staticmethod
     def all_mapped_of(ranks: int, reaching: Iterable[bool]) -> bool:
-        """Computes `all_mapped` for a team of some ranks, given whether each rank's kernels reach all of them."""
+        """Computes `all_mapped` for a team of `ranks` members; `reaching` tells for each member whether its kernels
+        reach all members.
+        """
         return ranks <= lib.PROXYCCL_MAX_MAPPED_RANKS and all(reaching)
 
     def grid(self, nbytes: int, policy: CtaPolicy) -> int:
-        """Returns the blocks for a collective of `nbytes` bytes a rank. Short collectives are fastest with few
-        blocks.
+        """Returns the number of blocks of a kernel for a collective of `nbytes` bytes per rank. Short collectives are
+        fastest with few blocks.
         """
         most = self._efficient_blocks if policy == "efficiency" else self.blocks
         return max(1, min(most, -(-nbytes // self._bytes_per_block)))
 
     def parameter(self, *, nbytes: int = 0, reached: bool = False, divisor: int | None = None) -> bytes:
-        """A kernel's ProxycclTeam.
+        """Returns the ProxycclTeam that a kernel takes.
 
         Args:
             divisor: the divisor of an average; None for the number of the team's ranks.
-            nbytes: bytes of a share, for kernels that exchange output addresses before they send, which pays from
-                `meeting_bytes` on.
+            nbytes: bytes of a share, for kernels that may exchange output addresses before they send; they do so for
+                shares of at least `meeting_bytes`.
             reached: whether the kernels of all ranks reach this rank's output; a form then has the peers' addresses of
                 the output.
         """
@@ -211,7 +214,8 @@ class Team:
         loadable: bool = False,
         divisor: int | None = None,
     ) -> tuple[int, bytes]:
-        """Returns the blocks of a two-shot kernel for `count` elements a rank, and the kernel's ProxycclTeam.
+        """Returns the number of blocks of a two-shot kernel for `count` elements per rank, and the ProxycclTeam that
+        the kernel takes.
 
         Args:
             loadable: whether input and output are the same memory, at a multiple of 16 bytes.
@@ -221,14 +225,14 @@ class Team:
         team.offers = self._writes_outputs and reached and loadable and count * itemsize <= self._offered_bytes
         aligned = 16 // itemsize  # shares and pieces are aligned to 16 bytes if the array is
         most = share = round_up(-(-count // team.world_size), aligned)
-        if not self.all_mapped:  # a message that fits in one piece is cut too, so that its transfers overlap
+        if not self.all_mapped:  # even a message that fits in one piece is cut, so that its transfers overlap
             most = max(round_up(-(-share // _PROXIED_PARTS), aligned), _SHORTEST_PROXIED_PIECE // itemsize)
         self._cut(team, share, itemsize, most)
         return self.grid(count * itemsize, policy), self._struct(team, reached=reached)
 
     def scatter(self, count: int, itemsize: int, policy: CtaPolicy) -> tuple[int, bytes]:
-        """Returns the blocks of a reduce_scatter kernel for `count` elements of each rank, and its ProxycclTeam. The
-        data is cut into pieces if it would take several rounds.
+        """Returns the number of blocks of a reduce_scatter kernel for `count` elements of each rank, and the
+        ProxycclTeam that the kernel takes. The data is cut into pieces if it would take several rounds.
         """
         nbytes = count * itemsize
         team = self._call(0)
@@ -238,7 +242,9 @@ class Team:
 
     @staticmethod
     def _cut(team: ProxycclTeamPointer, share: int, itemsize: int, most: int) -> None:
-        """Sets how a rank's share of elements is cut into pieces, each at most as long as a slot."""
+        """Sets the number and the size of the pieces into which a rank's share is cut; each is at most as long as a
+        slot.
+        """
         team.share, team.slot_bytes = share, team.pipeline_bytes // (team.world_size - 1) // 128 * 128
         team.piece = min(team.slot_bytes // itemsize, share, most)
         team.pieces = -(-share // team.piece)

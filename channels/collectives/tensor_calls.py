@@ -1,5 +1,5 @@
-"""Collectives of torch's tensors on a GPU, for torch's backend, which ignores the shapes and types of arrays that only
-move.
+"""Collectives of torch's tensors on a GPU, for torch's backend. The calls ignore the shapes and types of arrays that
+are moved but not reduced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from proxyccl.channels.collectives.run import issue, options_of_barrier, prepari
 
 CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
 """call(x, out, options, stream) makes a call on a stream, named by its handle, without Python. The call returns False,
-with nothing done, if Python must make the call. The caller keeps the tensors until the stream has passed the call.
+without any effect, if Python must make the call. The caller keeps the tensors until the stream has passed the call.
 """
 
 _LONG_BYTES = 16 << 20
@@ -28,7 +28,7 @@ class TensorCalls:
     """The calls that torch's backend makes on one communicator.
 
     Attributes:
-        call_kept: makes a call whose form exists: see `Calls` (_calls.pyi). Raises the collective's errors.
+        call_kept: makes a call that was prepared before: see `Calls` (_calls.pyi). Raises the collective's errors.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -70,18 +70,18 @@ class TensorCalls:
         return self._collectives.standing.cta_policy is None and group.topology.node_count == 1 < group.world_size
 
     def choose_policy(self, collective: str, nbytes: int, *, beside: bool, output: Callable[[], int]) -> CtaPolicy:
-        """Returns the policy of the next call, the same on all ranks: the first rank to reach the call decides. If
-        `chooses`, all ranks ask for the policies of the same calls.
+        """Returns the policy of the next call, the same on all ranks: the first rank to reach the call decides. All
+        ranks call this for the same calls, if `chooses`.
 
-        The choice may differ from run to run. It does not change results: under all policies the reductions add in the
-        order of ranks. Kernels on all multiprocessors leave no room for another communicator's kernels, and ranks may
-        reach two communicators' calls in different orders. So such kernels are chosen only if no rank has another
-        communicator on its device.
+        The choice may differ from run to run. The choice does not change results: under all policies the reductions add
+        in the order of ranks. Kernels on all multiprocessors leave no room for another communicator's kernels, and
+        ranks may reach two communicators' calls in different orders. So such kernels are chosen only if no rank has
+        another communicator on its device.
 
         Args:
             collective: its name.
             nbytes: size of the larger of a rank's input and output.
-            beside: whether this rank's program is expected to compute during the call.
+            beside: whether this rank's program is expected to run other kernels during the call.
             output: tells where the output lies.
         """
         log = self._collectives.group.launches.log
@@ -89,16 +89,17 @@ class TensorCalls:
         if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
             wish = "zero"
         chosen = CTA_POLICIES[log.choose(CTA_POLICIES.index(wish))]
-        # All ranks make the parts of schedules together, so no rank has made them yet.
+        # All ranks make the parts of schedules together, so at this point no rank has made them.
         if chosen == "zero" and collective == "all_gather" and self._collectives.made_by_proxy is None:
             self._collectives.by_proxy()  # lets peers' proxies map the next output
             return "efficiency"
         return chosen
 
     def _may_go_by_proxy(self, collective: str, output: Callable[[], int], nbytes: int) -> bool:
-        """Whether a call goes by proxy if the program computes during the call: not while the proxies' process starts,
-        nor if tables were measured or set. A gather goes by proxy only if peers' proxies can access its output, because
-        a copy of all results would cost more than the proxy saves.
+        """Whether a call may go by proxy if the program computes during the call. This is false while the proxies'
+        process starts, and if the algorithms' tables were measured or set. A gather goes by proxy only if peers'
+        proxies can access its output, because otherwise all results would be copied, which costs more than the proxy
+        saves.
         """
         collectives = self._collectives
         if collectives.selector is not collectives.defaults or not collectives.group.links.proxy_is_ready:
@@ -109,8 +110,8 @@ class TensorCalls:
         return collective == "all_reduce"
 
     def exchange(self, x: Any, out: Any, options: tuple[str, Any, Any]) -> bool:
-        """Makes transfers on torch's current stream, unless Python must check the tensors. Returns whether it made the
-        transfers. Raises as `Communicator.transfers`.
+        """Makes transfers on torch's current stream. Returns False, without any effect, if Python must check the
+        tensors first. Raises as `Communicator.transfers`.
 
         Args:
             x, out, options: as for `FlowCalls.call` (_calls.pyi).
@@ -119,7 +120,9 @@ class TensorCalls:
 
     @property
     def call_transfers(self) -> CallInC | None:
-        """Makes calls of transfers: `FlowCalls.call_borrowed`. None until the ranks have set up transfers."""
+        """The function that makes calls of transfers, `FlowCalls.call_borrowed`; None until the ranks have set up
+        transfers.
+        """
         flows = self._collectives.made_flows
         if flows is None:
             return None

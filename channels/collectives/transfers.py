@@ -33,12 +33,12 @@ from proxyccl.device.runtime import Runtime, StreamLike
 class Transfers:
     """Transfers that are issued together, at the end of the ``with`` block that collects them.
 
-    None of them waits for another, so the order of sends and receives within the block does not matter, except with the
-    same peer: a rank's sends to a peer match that peer's receives from it in order. An array that is received must not
-    overlap another array of the block, except where this rank sends itself an array in place: the end of the block
-    raises
-        ArgumentError, and issues nothing. An exception in the block also issues nothing. Made by
-        `Communicator.transfers`.
+    No transfer waits for another, so the order of sends and receives within the block does not matter, except with the
+    same peer: the n-th send from a rank to a peer is matched with the n-th receive of that peer from that rank. An
+    array that is received must not
+    overlap another array of the block, except if this rank sends itself an array in place. If arrays overlap, the end
+        of the block raises ArgumentError, and issues nothing. If the block raises an exception, nothing is issued. Made
+        by `Communicator.transfers`.
     """
 
     def __init__(self, collectives: Collectives, stream: StreamLike) -> None:
@@ -65,7 +65,7 @@ class Transfers:
         self._sent.append(x)
 
     def recv(self, out: Any, peer: int) -> None:
-        """Receives from a rank. Arguments as for `send`; the array must be writable."""
+        """Receives an array from a rank. Arguments as for `send`; the array must be writable."""
         out = self._array(out, "out", received=True)
         self._of.append(self._peer(peer))
         self._received.append(out)
@@ -124,7 +124,7 @@ Agree = Callable[[tuple[Any, Any]], object]
 def issue(
     collectives: Collectives, x: Any, out: Any, options: tuple[Agree | str, Any, Any], stream: StreamLike
 ) -> bool:
-    """Makes a call by one call into C, unless Python must check the arguments. Returns whether the call was made.
+    """Makes a call by one call into C. Returns False without a call if Python must check the arguments first.
 
     Args:
         x, out, options, stream: as for `FlowCalls.call`.
@@ -313,7 +313,7 @@ def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: Strea
 
 def _agree(group: Group, name: str, root: int, whole: int | None, arrays: tuple[Any, Any]) -> None:
     """Compares a collective's call with the other ranks' calls. `whole` is the index of the array whose count and shape
-    all ranks must agree on; None if they agree on the shape of the input's rows alone.
+    must be the same on all ranks; None if only the shape of the input's rows must be the same.
     """
     array = arrays[whole or 0]
     dtype, shape = as_dtype(array.dtype), tuple(array.shape)
@@ -338,7 +338,7 @@ def _counts(ranks: int, counts: Sequence[int], argument: str) -> list[int]:
 
 
 def _rows(view: ArrayView, counts: Sequence[int]) -> list[ArrayView]:
-    """Consecutive rows of a view, as views."""
+    """Returns consecutive ranges of a view's rows, each as a view."""
     row = view.nbytes // view.shape[0] if view.shape and view.shape[0] else 0
     parts, at = [], view.ptr
     for count in counts:

@@ -29,7 +29,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class Machine(Message, frozen=True):
-    """The properties that a measurement depends on, as rank 0 sees them. Machines of one kind are equal.
+    """The properties that a measurement depends on, as rank 0 sees them. Two machines of the same kind compare equal.
 
     Attributes:
         cpu: the CPU's name.
@@ -50,7 +50,7 @@ class Machine(Message, frozen=True):
 
     @classmethod
     def of(cls, group: Group) -> Machine:
-        """Returns the machine of a group; called by the group's rank 0."""
+        """Returns the kind of machine that a group runs on. Only the group's rank 0 calls this."""
         topology, runtime = group.topology, group.runtime
         transports = topology.transports()
         links = Counter("mapped" if topology.accessible[peer] else name for peer, name in transports.items())
@@ -71,7 +71,7 @@ class Machine(Message, frozen=True):
 
 
 class NamedTable(Message, frozen=True):
-    """A `SizeTable` of the library's own algorithms."""
+    """A `SizeTable` without execution plans, in the form that files hold."""
 
     limits: tuple[tuple[Uint64, str], ...]
     beyond: str
@@ -110,7 +110,7 @@ _CODEC = Codec(Tuned, 1 << 20, "tuning file")
 
 
 def rows_of(selector: Selector) -> tuple[TableOfCase, ...]:
-    """Returns a selector's tables as rows.
+    """Converts a selector's tables to rows.
 
     Raises:
         ArgumentError: the selector holds execution plans, which belong to the program that loads them.
@@ -124,7 +124,7 @@ def rows_of(selector: Selector) -> tuple[TableOfCase, ...]:
 
 
 def selector_of(rows: tuple[TableOfCase, ...]) -> Selector:
-    """Returns the selector of rows, the inverse of `rows_of`. Raises ArgumentError as `Selector` does."""
+    """Converts rows to a selector; this is the inverse of `rows_of`. Raises ArgumentError as `Selector` does."""
     return Selector({row.case: row.table.table() for row in rows})
 
 
@@ -174,7 +174,7 @@ def _opened(where: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def read(path: Path) -> Tuned:
-    """The contents of a file, if this version can use it.
+    """Returns the contents of a file.
 
     Raises:
         OSError: the file can't be read.
@@ -196,9 +196,9 @@ def read(path: Path) -> Tuned:
 
 
 def load(group: Group) -> Selector | None:
-    """The tables that were measured on this kind of machine, or None; called by rank 0.
+    """Returns the tables that were measured on this kind of machine, or None if there are none. Rank 0 calls this.
 
-    Warns of a file that this version can't use.
+    Warns if this version can't use the file.
     """
     try:
         if not files():  # avoids the queries of `Machine.of`

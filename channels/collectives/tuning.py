@@ -35,13 +35,13 @@ from proxyccl.proxy.codec import Codec
 _TIMES = Codec[list[list[float]]](list[list[float]], 1 << 24, name="times")
 _GOES_ON = Codec(bool, 16, "flag")
 _LARGEST_BY_PACKETS = 4 << 20
-"""Most bytes for which packet algorithms, which send twice the data, are tried."""
+"""The most bytes for which packet algorithms are measured, because packets double the bytes that are sent."""
 _COLLECTIVES = {each.name: each for each in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST)}
-_SMALLEST = 10  # the exponent of two
+_SMALLEST = 10  # the smallest size's exponent of two
 _LARGEST = {"host": 22, "cuda": 26, "hip": 26}
 
 Times = Mapping[int, Mapping[Algorithm, float]]
-"""Seconds by size in bytes and algorithm."""
+"""Times in seconds, by size in bytes and by algorithm."""
 
 
 def default_sizes(runtime: str) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ def default_sizes(runtime: str) -> tuple[int, ...]:
 
 
 def checked_arguments(sizes: Any, iterations: Any, seconds: Any) -> tuple[tuple[int, ...], int, float]:
-    """Returns the arguments of `tune`, checked. Raises ArgumentError for invalid arguments."""
+    """Checks the arguments of `tune`, and returns them. Raises ArgumentError for invalid arguments."""
     expected = "must be positive numbers of bytes in rising order"
     given = find_items(sizes)
     if given is None:
@@ -81,8 +81,8 @@ class _Trial(Struct):
 
 
 class _Arrays:
-    """Input and output for all cases: a symmetric pair, and a pair that is not symmetric. All ranks construct an
-    `_Arrays` together.
+    """The arrays that are measured: an input and an output in symmetric memory, and an input and an output that are not
+    symmetric. All ranks construct an `_Arrays` together.
     """
 
     def __init__(self, collectives: Collectives, nbytes: int) -> None:
@@ -92,15 +92,15 @@ class _Arrays:
             for symmetric in (True, False)
         }
         for array in self._pairs[True]:
-            register(group, array, symmetric=True)  # waits until all peers have mapped it
+            register(group, array, symmetric=True)  # waits until all peers have mapped the array
 
     def part(self, number: int, count: int, dtype: str, *, symmetric: bool) -> Array:
-        """Returns the first elements of the input (0) or the output (1)."""
+        """Returns the first elements of the input (`number` 0) or of the output (1)."""
         memory = self._pairs[symmetric][number].memory
         return Array(self._group.runtime, memory, (count,), as_dtype(dtype))
 
     def close(self) -> None:
-        """Frees the arrays. Not collective; no queued work of any rank may use the arrays."""
+        """Frees the arrays. Ranks need not call this together; no queued work of any rank may still use the arrays."""
         for array in self._pairs[True]:
             deregister(self._group, array)
         for pair in self._pairs.values():
@@ -118,8 +118,8 @@ def measure(
     measures nothing, because all its algorithms are copies.
 
     Args:
-        collectives: the group's collectives. The plans in its tables are measured too, for the cases that have plans.
-        sizes: bytes of the larger of a rank's input and output, in rising order.
+        collectives: the group's collectives. The plans in its tables are also measured, for the cases that have plans.
+        sizes: the sizes to measure, in rising order; each is in bytes, of the larger of a rank's input and output.
         iterations: calls of each algorithm at each size.
         seconds: approximate limit of the total time.
     """
@@ -146,12 +146,14 @@ def measure(
 def _take_turns(
     collectives: Collectives, trials: Sequence[_Trial], iterations: int, ends: float, *, at_least: int
 ) -> bool:
-    """Times each trial `iterations` times, in turn. Returns whether the time sufficed, by the clock of rank 0.
+    """Times each trial `iterations` times, one trial after the other in each iteration. Returns whether rank 0's clock
+    had not passed `ends` before the iterations were complete.
 
     Args:
         collectives, iterations: as for `measure`.
-        trials: the calls to time. ends: the time at which measuring stops. at_least: iterations that are made even
-            after that time.
+        trials: the calls to time.
+        ends: the time at which measuring stops.
+        at_least: iterations that are made even after that time.
     """
     for iteration in range(iterations + 1):
         for trial in trials:
@@ -191,7 +193,7 @@ def _trials(collectives: Collectives, arrays: _Arrays, size: int) -> Iterator[_T
 
 
 def _in_and_out(arrays: _Arrays, case: Case, share: int, ranks: int) -> tuple[Array, Array]:
-    """Returns input and output of a call with this many elements a share."""
+    """Returns the input and the output of a call with this many elements per share."""
     shares = {"all_gather": (1, ranks), "reduce_scatter": (ranks, 1)}.get(case.collective, (ranks, ranks))
     x, out = (
         arrays.part(number, count * share, _dtype(case).name, symmetric=case.symmetric)
@@ -219,8 +221,8 @@ def _run(collectives: Collectives, case: Case, x: Array, out: Array, algorithm: 
 def _execution(
     collectives: Collectives, arrays: _Arrays, case: Case, plan: ExecutionPlan, size: int
 ) -> Callable[[], object] | None:
-    """Returns a plan's call, at the largest size up to `size` that the plan's chunks divide; None if the plan can't
-    execute the call.
+    """Returns a plan's call, with the largest array of at most `size` bytes that the plan's chunks divide; None if the
+    plan can't execute the call.
     """
     ranks, dtype = collectives.group.world_size, _dtype(case)
     unit = plan.document.buffer_alignment * plan.document.gpus[0].input_chunks * ranks
@@ -236,7 +238,8 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
     sizes.
 
     Args:
-        times: the measurements. beyond: the table for sizes above the largest one measured; None to continue with the
+        times: the measurements.
+        beyond: the table for sizes above the largest one measured; None to continue with the
             fastest for that size.
     """
     sizes = sorted(times)
@@ -252,10 +255,10 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
 
 
 def selector_from(collectives: Collectives, measured: Mapping[Case, Times]) -> Selector:
-    """Returns the tables for the ranks, from measurements.
+    """Returns the tables that follow from measurements.
 
-    If the largest measured size is the largest of `default_sizes`, the fastest algorithm of that size serves larger
-    sizes too. Otherwise the defaults serve larger sizes.
+    If the largest measured size is the largest of `default_sizes`, the fastest algorithm of that size also serves
+    larger sizes. Otherwise the default algorithms serve larger sizes.
     """
     defaults = collectives.defaults
     if not measured:

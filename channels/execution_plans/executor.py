@@ -1,7 +1,8 @@
 """Executes plans: makes a plan's resources on this rank, and its launches.
 
 All ranks make a plan's channels, barriers and counters together at its first execution, and its scratch memory when a
-larger size comes. The call log has compared plan and size before, so all ranks make these in the same call.
+larger size comes. All ranks make these resources in the same call, because the call log has compared the plan and the
+size before.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 LEAST_THREADS = 32
 _LINE = 128
-_BARRIER_BYTES = 8  # the size of a DeviceSyncer, in bytes
+_BARRIER_BYTES = 8  # the size of a DeviceSyncer
 Reached = dict[BufferName, RegisteredMemory]
 _ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
 _ARRAY_POINTERS = tuple(ffi.offsetof("ProxycclExecution", name) for name in ("input", "output"))
 _Key = tuple[int, tuple[tuple[BufferName, RegisteredMemory], ...]]
-"""Bytes of the input, and the registered arrays that peers reach. The key has the arrays themselves, not their digests,
-because two arrays that can't be shared may have the same digest.
+"""Bytes of the input, and the registered arrays that peers reach. Digests of the arrays can't be the key, because two
+arrays that can't be shared may have the same digest.
 """
 
 
@@ -45,8 +46,8 @@ class ExecutionPlans:
     """The plans that one group has executed.
 
     Args:
-        forget: called when memory of a plan has moved, after which results of earlier `prepare` calls must not be
-            launched.
+        forget: called when a plan's memory has moved; it must discard the results of earlier `prepare` calls, which
+            must no longer be launched.
     """
 
     def __init__(self, group: Group, forget: Callable[[], None]) -> None:
@@ -56,7 +57,7 @@ class ExecutionPlans:
         group.keep(self)
 
     def require_executable(self, plan: ExecutionPlan) -> None:
-        """Raises ArgumentError if the plan is for another number of ranks, or if its kernels access memory that they
+        """Raises ArgumentError for a plan that is for another number of ranks, or whose kernels access memory that they
         can't reach: on another node, or of a device that is not a peer.
         """
         if plan.digest in self._resources:
@@ -73,15 +74,14 @@ class ExecutionPlans:
                     )
 
     def prepare(self, plan: ExecutionPlan, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
-        """Prepares a plan for arrays that do not overlap, or that overlap as in an in-place call. All ranks call this
-        together.
+        """Prepares a plan for arrays that do not overlap, or that overlap as in an in-place call. All ranks call this.
 
         Args:
             plan: a plan that can execute the call.
-            given: the registered arrays that peers access in place, the same on all ranks.
+            given: the registered arrays that peers reach in place, the same on all ranks.
 
         Raises:
-            ArgumentError: this communicator can't execute the plan.
+            ArgumentError: these ranks can't execute the plan.
         """
         resources = self._resources.get(plan.digest)
         if resources is None:
@@ -96,16 +96,15 @@ class ExecutionPlans:
 
 
 class _Buffer:
-    """A buffer of this rank and its peers that can grow: "i" (input), "o" (output) or "s" (scratch memory)."""
+    """A buffer of this rank and its peers that can grow: the input ("i"), the output ("o") or scratch memory ("s")."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.arrays: list[Array] = []  # earlier, smaller arrays are kept, because peers may still use them
+        self.arrays: list[Array] = []  # peers may still use the smaller arrays
         self.memory: RegisteredMemory | None = None
 
     def reserve(self, nbytes: int) -> bool:
-        """Enlarges the buffer if it has fewer bytes; all ranks call this together. Returns whether the buffer has
-        moved."""
+        """Enlarges the buffer if necessary; all ranks call this together. Returns whether the buffer was moved."""
         if self.memory is not None and nbytes <= self.memory.nbytes:
             return False
         room = 1 << max(12, (nbytes - 1).bit_length())
@@ -140,7 +139,7 @@ class _Resources:
             self._buffers["i"] = self._buffers["o"] = next(b for name, b in self._buffers.items() if name != "s")
         self._buffers["s"].reserve(1)
         self._sizes: dict[_Key, _Sized] = {}
-        self._retired: list[_Sized] = []  # graphs may still use them
+        self._retired: list[_Sized] = []  # captured graphs may still use the old tables
         self._privates: list[Memory] = []
         self._kept: list[object] = []
         self._semaphores: dict[ChannelEnd, Any] = {}
@@ -186,7 +185,9 @@ class _Resources:
         return self._upload(b"".join(raw))
 
     def _start_words(self) -> tuple[Memory, int, int]:
-        """Returns the initial counters, barriers and semaphores, and where the barriers and the semaphores begin."""
+        """Returns the initial contents of counters, barriers and semaphores, and the offsets at which the barriers and
+        the semaphores begin.
+        """
         counters = ffi.sizeof("ProxycclExecutionCounters")
         numbers = [
             operation.numbers[0]
@@ -231,13 +232,13 @@ class _Resources:
                 del self._sizes[old]
             sized = self._sizes[key] = self._tables(source, target, reached)
         before, own_in, own_out, after = self._places(source, target, reached)
-        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # if nothing is combined, bytes are moved
+        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # a plan that combines nothing moves bytes
         shipped = runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
         kernel = shipped.prepare(sized[1].blocks, self._threads, self._parameter(sized, own_in, own_out))
         return StreamOperations(runtime, (*before, kernel, *after)) if before or after else kernel
 
     def _scratch_bytes(self, chunk: int) -> int:
-        """Returns the bytes of scratch memory that one execution needs, the same on all ranks."""
+        """Returns the bytes of scratch memory for one execution; the same on all ranks."""
         document = self._plan.document
         chunks = max(gpu.scratch_chunks for gpu in document.gpus)
         nbytes = chunk * chunks * (2 if document.protocol == "LL" else 1)
@@ -287,14 +288,14 @@ class _Resources:
     def _places(
         self, source: ArrayView, target: ArrayView, reached: Reached
     ) -> tuple[list[CopyBytes], int, int, list[CopyBytes]]:
-        """Returns the copies before the kernel, the addresses of the kernel's input and output, and the copies after
-        the kernel. Parts of an output that the plan does not write keep their contents.
+        """Returns the copies before the kernel, the places of input and output for the kernel, and the copies after it.
+        The copies preserve those parts of an output that the plan does not write.
         """
         rank = self._group.rank
         if not self._plan.in_place:
             if "i" in reached:
                 own_in = reached["i"].ptr
-            else:  # an input that overlaps the output is copied, because the plan would overwrite it
+            else:  # the plan would overwrite an input inside the output, so it reads a copy of the input
                 own_in = self._private(source.nbytes) if overlap(source, target) else source.ptr
             own_out = reached["o"].ptr if "o" in reached else target.ptr
         else:
@@ -304,7 +305,7 @@ class _Resources:
                 whole = source.ptr if source.ptr + out_share == target.ptr else self._private(source.nbytes)
             own_in, own_out = whole + in_share, whole + out_share
         before = [] if own_in == source.ptr else [CopyBytes(own_in, source.ptr, source.nbytes)]
-        # If input and output are staged in one buffer, the copy of the input also fills the output.
+        # If the output is also staged, the copy of the input serves as the output.
         of_larger = self._plan.in_place and source.nbytes >= target.nbytes
         if own_out != target.ptr and not of_larger and not self._plan.writes_whole_outputs:
             before.insert(0, CopyBytes(own_out, target.ptr, target.nbytes))
@@ -331,7 +332,7 @@ class _Resources:
         execution.counters = ffi.cast("ProxycclExecutionCounters *", words.ptr)
         execution.barriers = ffi.cast("uint32_t *", words.ptr + barriers_at)
         execution.semaphores = ffi.cast("int32_t *", words.ptr + semaphores_at)
-        # The second half begins at the same offset for all sizes: otherwise a rank that has begun a short call could
+        # The second half begins at the same offset for all sizes: a rank that is ahead with a short call must not
         # overwrite data of a long call that another rank has yet to read.
         scratch = self._buffers["s"].memory
         assert scratch is not None

@@ -1,4 +1,4 @@
-"""The operations of execution plans by name, with their operands. A new operation needs a row in this table and a step
+"""The operations of execution plans by name, with their operands. A new operation needs a row in this table, and a step
 of the kernel.
 """
 
@@ -13,7 +13,7 @@ COMBINATIONS = ("sum", "prod", "min", "max")
 
 
 class Operand(Struct, frozen=True):
-    """The operands that an operation takes in consecutive entries of `src_buff` or `dst_buff`.
+    """A run of consecutive operands that an operation takes in `src_buff` or `dst_buff`.
 
     Attributes:
         remote: whether the operands are in a peer's buffer instead of this rank's.
@@ -34,9 +34,9 @@ class Moving(Struct, frozen=True):
 
     Attributes:
         sources, destinations: the operation's operands, in order.
-        channels: the channel types that reach the operation's remote buffers; () if it has none.
-        pairs: source i goes to destination i. Otherwise all sources are combined, and the result goes to all
-            destinations.
+        channels: the channel types that reach the operation's remote buffers; () without remote buffers.
+        pairs: whether source i is copied to destination i; if not, all sources are combined, and the result is stored
+            in all destinations.
         signals, flushes: whether the operation signals and flushes after its data, on a port channel.
     """
 
@@ -85,10 +85,10 @@ MOVING: dict[str, Moving] = {
     "recpkt": Moving((_OWN, _OWNS_PACKETS), (_OWN, _OWN_PACKETS)),
     "recspkt": Moving((_OWN, _OWNS_PACKETS), (_OWN, _OWN_PACKETS, _PEERS_PACKETS), _MEMORY),
 }
-"""The operations that move data, by the names that MSCCL++ gives them."""
+"""The operations that move data, by their names in MSCCL++."""
 
 MOVING_PACKETS_BY_PORT = Moving((_OWNS_PACKETS,), (_PEERS_PACKETS,), _PORT, pairs=True)
-"""`ppkt` on a port channel: its source holds packets already."""
+"""The operation `ppkt` on a port channel, whose source already holds packets."""
 
 CHANNELLED: dict[str, tuple[ChannelType, ...]] = {
     "signal": _ANY,

@@ -21,7 +21,9 @@ from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError, ProtocolError
 
 _Times = Counter[tuple[int, int]]
-"""Counts of repetitions, by the chunks and the unit of the enclosing pipeline; (0, 0) outside of pipelines."""
+"""How often something happens, counted by the chunks and the unit of the enclosing pipeline; the key is (0, 0) outside
+of pipelines.
+"""
 
 PACKET_PAYLOAD = 8
 """Bytes of data in a packet."""
@@ -40,12 +42,12 @@ class ExecutionPlan:
 
     Attributes:
         name: the author's name for the plan.
-        collective: the plan's collective, as its author names it, such as "allreduce" or "allgather".
+        collective: "allreduce", "allgather", …, as the author wrote it.
         world_size: the number of ranks that the plan is for.
         in_place: whether input and output are one array.
         reduces: whether one of the plan's operations combines values.
         digest: the digest of the plan's text. Plans of the same text are equal.
-        call_name: the plan's name and digest, by which ranks compare the plans that they execute.
+        call_name: name and digest; ranks compare the plans that they execute by this name.
     """
 
     def __init__(self, document: Document, digest: str) -> None:
@@ -101,8 +103,7 @@ class ExecutionPlan:
                 or the result of ``json.load``.
 
         Raises:
-            ArgumentError: `plan` is not a plan, or can't be executed; the error's text names the rank, threadblock and
-                operation.
+            ArgumentError: `plan` is not a plan, or can't be executed; the text names rank, threadblock and operation.
             OSError: the file can't be read.
         """
         if isinstance(plan, ExecutionPlan):
@@ -153,7 +154,7 @@ class ExecutionPlan:
         """Returns the reason why the plan can't execute a call; None if it can.
 
         Args:
-            source_count, target_count: the numbers of elements of input and output.
+            source_count, target_count: elements of input and output.
             dtype: the element type.
             op: the requested operator; None for the plan's operator.
         """
@@ -189,20 +190,19 @@ class ExecutionPlan:
 
     @property
     def most_channels(self) -> dict[ChannelType, int]:
-        """Returns, by channel type, the most channels that a rank has to one peer."""
+        """For each channel type, the greatest number of channels that any rank has to one peer."""
         return {
             kind: max((end.number + 1 for ends in self._ends for end in ends[kind]), default=0)
             for kind in ("memory", "port")
         }
 
     def peers(self, rank: int, kind: ChannelType) -> tuple[int, ...]:
-        """Returns the peers with which a rank has channels of a type, whichever of the two ranks the plan gives them
-        to."""
+        """Returns the ranks to or from which a rank has channels of a type."""
         return self._peers[kind][rank]
 
     def operations(self, rank: int) -> Iterator[tuple[Operation, tuple[int, int]]]:
-        """Yields a rank's operations, including those inside pipelines, each with its pipeline's chunks and unit; (0,
-        0) for an operation outside of pipelines.
+        """Returns a rank's operations, including those inside pipelines, each with its pipeline's chunks and unit, or
+        (0, 0).
         """
         for block in self.programs[rank]:
             for operation in block:
@@ -212,8 +212,8 @@ class ExecutionPlan:
 
     @functools.cached_property
     def touched(self) -> list[dict[int, Place]]:
-        """For each rank, the peers whose memory the rank's kernels access, and for each peer the first operation that
-        does so.
+        """Returns, by rank, the peers whose memory the rank's kernels access, each with the first operation that
+        accesses it.
         """
         found: list[dict[int, Place]] = [{} for _ in range(self.world_size)]
         for rank in range(self.world_size):
@@ -239,7 +239,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def reached(self) -> set[BufferName]:
-        """Which of inputs ("i") and outputs ("o") must be memory that peers or proxies reach."""
+        """The buffers among input ("i") and output ("o") that must be memory which peers or proxies reach."""
         return {
             each.buffer
             for rank in range(self.world_size)
@@ -267,9 +267,8 @@ class ExecutionPlan:
         return [tuple(sorted(peer for one, peer in both if one == rank)) for rank in range(self.world_size)]
 
     def _check_signals(self) -> None:
-        """Requires as many signals as waits on every channel, because the next execution would consume a leftover
-        signal. A channel that the peer's program does not name still has an end on the peer, on which nobody signals or
-        waits.
+        """Requires as many signals as waits on every channel: the next execution would consume a leftover signal. A
+        channel that the peer's program does not name still has a counterpart, on which nobody signals or waits.
         """
         sent: dict[tuple[int, int, str, int], _Times] = {}
         awaited: dict[tuple[int, int, str, int], _Times] = {}

@@ -1,4 +1,4 @@
-"""Translates a rank's program into the tables that the rank's kernel reads (execution.h), for one size of chunks."""
+"""Translates a rank's program to the tables that its kernel reads (execution.h), for one size of chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proxyccl.channels.execution_plans.program import ChannelEnd, Operation, Pro
 from proxyccl.device._native import ffi, lib
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclStepPointer  # this name exists only in the stub, not in cffi
+    from proxyccl.device._native import ProxycclStepPointer  # only the stub has this name; cffi lacks it
 
 _BASES: dict[BufferName, int] = {"i": lib.PROXYCCL_BASE_INPUT, "o": lib.PROXYCCL_BASE_OUTPUT}
 _ONE_THREAD = {
@@ -27,8 +27,9 @@ _ONE_THREAD = {
 
 
 class Tables(Struct, frozen=True):
-    """How the kernel's tables lie in memory: first the ProxycclStep structs, `block_steps` per block, and from
-    `operands_at` on the ProxycclOperand structs, `block_operands` per block.
+    """The layout of the kernel's tables in memory. First come the ProxycclStep structs: an array of `block_steps` of
+    them for each block. At offset `operands_at` the ProxycclOperand structs begin: an array of `block_operands` of them
+    for each block.
     """
 
     blocks: int
@@ -40,7 +41,7 @@ class Tables(Struct, frozen=True):
 class _Block(Struct):
     steps: list[ProxycclStepPointer] = field(default_factory=list)
     operands: list[bytes] = field(default_factory=list)
-    by_all: bool | None = None  # whether all threads or one made the last step, if no barrier has followed it
+    by_all: bool | None = None  # whether all threads or one made the last step; None after a barrier
 
 
 def _filled(found: list[bytes], count: int, empty: bytes) -> bytes:
@@ -54,14 +55,14 @@ class Writer(Struct, frozen=True):
         rank: the rank that the tables are for.
         threads: threads of a block.
         chunk_bytes: size of a chunk, in every buffer.
-        alignment: the bytes to which the threadblocks' parts of a range are aligned.
+        alignment: bytes to which the parts of several threadblocks are aligned.
         double_scratch: whether scratch memory has two halves.
         address: returns the address of a rank's buffer for this rank's kernels; not used for this rank's input and
             output.
         memory_id: returns the id of a rank's buffer in this rank's proxy, for triggers to a peer, and the buffer's
             offset in that memory.
         port: returns the index of a port channel in the kernel's table.
-        semaphore: returns the ProxycclSemaphore of a memory channel.
+        semaphore: returns the ProxycclSemaphore of a channel.
     """
 
     rank: int
@@ -152,7 +153,7 @@ class Writer(Struct, frozen=True):
         begin = len(block.steps)
         for inner in operation.body:
             self._operation(block, inner)
-        if block.by_all is not None:  # because the next iteration may begin with other threads
+        if block.by_all is not None:  # the next iteration's first step may be of other threads
             self._sync(block, operation)
         loop.option, loop.unit, loop.iterations = len(block.steps) - begin, operation.unit, iterations
 
@@ -200,7 +201,7 @@ class Writer(Struct, frozen=True):
             block.operands.append(bytes(ffi.buffer(operand)))
 
     def _put(self, block: _Block, operation: Operation) -> None:
-        """Adds puts by the proxy, after the packets if the operation must wait for packets."""
+        """Adds puts by the proxy; if the operation must wait for packets, the puts come after the packets."""
         moving = operation.moving
         assert moving is not None
         sources = operation.sources
@@ -227,7 +228,7 @@ class Writer(Struct, frozen=True):
         return self.double_scratch and each.buffer == "s"
 
     def _part(self, operation: Operation, each: Range) -> tuple[int, int]:
-        """Returns, for this threadblock's part of a range, its offset in the buffer and its bytes of data."""
+        """Returns the offset of this threadblock's part of a range in the buffer, and the part's bytes of data."""
         units = each.size * self.chunk_bytes // self.alignment
 
         def before(part: int) -> int:

@@ -16,9 +16,10 @@ MAX_NUMBER = 2**31 - 1
 
 
 def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, what: str = "an integer") -> int:
-    """Returns an argument as an int. Raises ArgumentError, in which `what` describes the expected value, unless it is
-    an integer from `least` to `most`. A bool does not count as an integer."""
-    if type(value) is int and least <= value <= most:  # the common case, because as_integer takes longer
+    """Returns an argument as an int. Raises ArgumentError unless the argument is an integer from `least` to `most`;
+    `what` describes the expected value in the error. A bool does not count as an integer.
+    """
+    if type(value) is int and least <= value <= most:  # handles the common case first, because as_integer takes longer
         return value
     expected = f"from {least} to {most}" if most < MAX_NUMBER else f"of at least {least}, and at most {most}"
     return as_integer(value, argument, f"must be {what} {expected}", least, most)
@@ -38,7 +39,7 @@ def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dty
 
 
 def index_array(group: Group, x: Any, argument: str, shape: tuple[int, ...]) -> ArrayView:
-    """Does what `input_array` does, for integers of 32 or 64 bits."""
+    """Returns a view of an argument as `input_array` does; the elements must be integers of 32 or 64 bits."""
     dtype = input_view(group, x, argument).dtype.name
     if dtype not in ("int32", "int64"):
         raise ArgumentError(argument, f"has element type {dtype}; expected int32 or int64")

@@ -41,8 +41,8 @@ class MemoryPart:
 
 
 class LibraryArrays:
-    """Makes arrays on a group's device. This class makes arrays as `Communicator.empty` does; derived classes make
-    arrays of another library. `strides` count elements.
+    """Makes arrays on a group's device. This class makes arrays of this library, as `Communicator.empty` does; each
+    derived class makes the arrays of another library. `strides` count elements.
 
     Attributes:
         kind: the type of the caller's arrays.
@@ -90,7 +90,7 @@ class LibraryArrays:
 
 
 class NumpyArrays(LibraryArrays):
-    """Makes numpy's arrays, in host memory."""
+    """Makes numpy arrays, in host memory."""
 
     def type_of(self, dtype: DType | str) -> Any:
         return as_dtype(dtype).numpy()
@@ -128,7 +128,7 @@ class TorchArrays(LibraryArrays):
         return getattr(self._torch, as_dtype(dtype).name)
 
     def maker(self, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Maker:
-        # torch.empty() takes longer to read its arguments.
+        # torch.empty() would take longer to read its arguments.
         return functools.partial(self._torch.empty_strided, shape, strides, dtype=native, device=self._device)
 
     def part(self, array: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Any:

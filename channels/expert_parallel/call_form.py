@@ -1,5 +1,6 @@
-"""The parts of a layer that its forms share, the errors that become known only with the received counts, and the base
-class of forms. A form is a prepared call without its arrays (DESIGN.md)."""
+"""The parts of a layer that its forms share, the errors that only the counts of rows reveal, and the base class of
+forms. A form is a call of a layer that was prepared for certain kinds of arrays.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ class LayerParts:
         return (self.options.config.num_experts_per_rank, padded) if padded else (rows,)
 
     def given_rows(self, input: Any, count: int, argument: str) -> tuple[ArrayView, ArrayView | None]:
-        """Returns views of a caller's tokens and, if `input` is a pair, of their scales. `count` is the number of
-        tokens; -1 accepts any number."""
+        """Returns views of a caller's tokens and, if `input` is a pair, of their scales. `count` -1 accepts any
+        number."""
         options, group = self.options, self.ctx.group
         config = options.config
         if not isinstance(input, tuple):
@@ -87,8 +88,8 @@ class LayerParts:
         return runtime.is_capturing(stream if type(stream) is CurrentStream else runtime.stream_handle(stream))
 
     def outlives_no_graph(self, stream: StreamLike) -> bool:
-        """Whether the output is needed only as long as its arrays. Under capture it is needed longer, because the graph
-        may run again.
+        """Whether the memory of the output may be reused when the output's arrays are gone. This is false while a graph
+        is captured, because the graph may run again later.
         """
         return not self.options.keeps_outputs or not self.is_capturing(stream)
 
@@ -101,8 +102,8 @@ class LayerParts:
             )
 
     def learn_counts(self, desc: EPAllToAllLayoutDesc) -> ProxyCCLError | None:
-        """Reads how many rows chose each expert, after `await_rows` has returned. Returns the error that all ranks
-        raise if they refuse the call, else None.
+        """Reads the number of rows that chose each expert; `await_rows` must have returned before. If all ranks refuse
+        the call, returns the error that they raise.
         """
         ctx, options = self.ctx, self.options
         if options.by_rank or options.expert_alignment:
@@ -121,8 +122,9 @@ class LayerParts:
             raise bad
 
     def _bad_expert(self) -> ArgumentError | None:
-        """Returns the error for an invalid expert id, or None. This covers the dispatches whose number of rows became
-        known since the last call. The error names the first invalid id of the latest dispatch that has one.
+        """Returns the error for an invalid expert id, or None. The call checks the dispatches whose number of rows
+        became known since the last call. The error names the first invalid id of the latest dispatch that has an
+        invalid id.
         """
         received, experts = self.ctx.workspace.received_rows, self.options.all_experts
         bad_rank = int(received.bad_rank)
@@ -162,8 +164,8 @@ class LayerParts:
             )
 
     def checked(self, made: Any, stream: StreamLike) -> Any:
-        """Returns the results of a call. Runs `check_ended` first if the call was synchronous, which on the host
-        runtime is a call without a stream.
+        """Returns the results of a call. If the call was synchronous (a call without a stream on the host runtime),
+        runs `check_ended` first.
         """
         if stream is None and self.ctx.runtime_name == "host":
             self.check_ended()
@@ -189,13 +191,13 @@ def address_of(pointer: Any) -> int:
 
 
 class CallForm:
-    """A call of a layer that was prepared for certain kinds of arrays. C makes each call of the form, and fills in the
-    call's addresses and numbers of tokens.
+    """A call of a layer that was prepared for certain kinds of arrays. C makes each call of the form: it fills in the
+    addresses of the call's arrays, and the numbers of tokens.
 
     Args:
         arrays: the arrays of the first call of the form. The library of the first array makes the results.
-        name, dtype, most_tokens: the parts of a call that ranks compare. Ranks also compare the layer's number and, for
-            each call, the number of its dispatch.
+        name, dtype, most_tokens: the parts of a call that ranks compare. Ranks also compare the layer and, for each
+            call, the number of its dispatch.
     """
 
     def __init__(self, parts: LayerParts, arrays: tuple[Any, ...], name: str, dtype: str, most_tokens: int = 0) -> None:
@@ -208,7 +210,8 @@ class CallForm:
 
     def common(self, first: Launchable, second: Launchable) -> tuple[Any, ...]:
         """Returns the constructor arguments that all forms in C share (layer_form.h): `first` launches a whole call or
-        its first half; `second` launches the rest of the call."""
+        a call's first half, and `second` the remaining parts.
+        """
         in_order = self._is_torch and not self._on_host
         current = libraries[self._arrays.kind].current_of_device() if in_order else None
         number = address_of(self._fields.fields) + ffi.sizeof("uint64_t") * ROOT_FIELD
@@ -238,14 +241,13 @@ class CallForm:
     def _queue(
         self, desc: Any, prepared: tuple[Any, Launchable], stream: StreamLike, owners: tuple[object, ...]
     ) -> None:
-        # The layer owns the memory that the kernels before a dispatch fill.
+        # The layer owns the memory that these kernels fill.
         self._ctx.queue(*prepared, stream, desc, (*owners, self))
 
 
 def kernel_before(parts: LayerParts, *, is_pair: bool, quantizes: bool) -> tuple[list[Launch], tuple[int, ...]]:
-    """Returns a list with the launch of the kernel that packs pairs of rows and scales, or quantizes tokens, before
-    they are sent; or an empty list if no such kernel is needed. Also returns the addresses of the kernel's arguments
-    that C fills in (dispatch_form.c).
+    """Returns the launch of the kernel that packs pairs of rows and scales, or quantizes tokens, before they are sent;
+    or an empty list. Also returns the kernel's arguments that C fills in (dispatch_form.c).
     """
     ctx = parts.ctx
     if is_pair:
@@ -268,8 +270,9 @@ def in_order(runtime: Runtime, operations: Sequence[Operation]) -> Launchable:
 
 
 def name_of(call: str, weights: Any, *, halves: bool = False, indices: Any = None) -> str:
-    """Returns the name by which ranks compare a call. The name tells whether the arguments are passed that either all
-    ranks or none must pass."""
+    """Returns the name by which ranks compare a call. The name includes those arguments that must be passed either on
+    all ranks or on none.
+    """
     called = f"{call}_send" if halves else call
     return called + (" with weights" if weights is not None else "") + (" by indices" if indices is not None else "")
 

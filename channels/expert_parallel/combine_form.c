@@ -1,5 +1,6 @@
-/* Makes the combines of one form, whole or in two halves. A combine is one kernel. If peers are to load rows from
- * memory that they can't reach, a copy of the rows to an output buffer precedes the kernel. */
+/* A form of combines (a combine prepared for certain kinds of arrays), whose calls are whole or in two halves. A
+ * combine is one kernel. If peers are to load rows that they can't reach, a copy to an output buffer precedes the
+ * kernel. */
 #include <string.h>
 
 #include "layer_form.h"
@@ -11,9 +12,9 @@ enum { ROWS, WEIGHTS, SLOT_WEIGHTS, ORDER, ADDED, MOST_ADDED = 2, ARRAYS = ADDED
 typedef struct {
   LayerForm form;                                     /* `element` and `format`: the element type of rows and results */
   char format[PROXYCCL_LONGEST_FORMAT];               /* the string that `form.format` points to */
-  PreparedCall after_copy;                            /* launches a whole call whose rows are copied first */
+  PreparedCall after_copy;                            /* launches a whole call that first copies its rows to a buffer */
   Py_ssize_t hidden, row_bytes, experts, padded_rows; /* experts and padded_rows are 0 unless rows are padded */
-  int spare_rows;                                     /* whether a call ignores rows after the last received one */
+  int spare_rows;                                     /* whether a call ignores rows after the last received row */
   int halves;
   ProxycclCombine* call;
   ProxycclStreamStep* copy;
@@ -24,7 +25,7 @@ typedef struct {
   PyObject* new_output;     /* new_output(tokens): returns a function that makes outputs of this many tokens */
   PyObject* check_desc;     /* check_desc(desc): raises if the descriptor can't be combined */
   PyObject* check_output;   /* check_output(x, desc, out): returns `out` and its address, or raises */
-  Py_ssize_t latest_tokens; /* number of tokens of the outputs that form.make_latest makes */
+  Py_ssize_t latest_tokens; /* tokens of the outputs that form.make_latest makes */
 } Form;
 
 static Py_ssize_t bytes_of(const Form* self, Py_ssize_t rows) { return rows * self->row_bytes; }
@@ -91,7 +92,7 @@ static int has_extent(const ListedArray* array, Py_ssize_t extent) {
   return array->object == Py_None || array->extent == extent;
 }
 
-/* Whether the first extents of a call's arrays match the descriptor's dispatch. */
+/* Whether the first extents of a call's arrays match the dispatch. */
 static int fits(const Form* self, const ListedArray* given, const Descriptor* desc) {
   const Py_ssize_t rows = self->padded_rows != 0 ? self->experts : desc->rows;
   const int spare = self->spare_rows && given[ROWS].extent > rows;
@@ -109,7 +110,7 @@ static int fill(Form* self, const ListedArray* given, const Descriptor* desc, ui
   *prepared = &self->form.first;
   if (desc->output_buffer != 0 && self->buffers != Py_None) {
     if (number_at(self, rows_at, &buffer) != 0) return -1;
-    if (buffer == 0 && self->passing != 0) { /* because copying to a buffer takes less time than sending */
+    if (buffer == 0 && self->passing != 0) { /* copying to a buffer takes less time than sending */
       self->copy->dst = self->passing_at, self->copy->src = rows_at;
       self->copy->bytes = (uint64_t)bytes_of(self, desc->rows);
       buffer = self->passing, rows_at = self->passing_at, *prepared = &self->after_copy;
@@ -192,6 +193,6 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
 }
 
 int proxyccl_add_combine_form(PyObject* module) {
-  static PyTypeObject* type; /* made once for the process */
+  static PyTypeObject* type; /* the type is made once per process */
   return proxyccl_add_layer_form(module, &type, "proxyccl.channels.calls._calls.CombineForm", sizeof(Form), make, NULL);
 }

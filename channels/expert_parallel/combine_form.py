@@ -21,8 +21,8 @@ class Combine(CallForm):
     reach. C makes the calls (combine_form.c).
 
     Args:
-        call: "combine"; or "collect", whose rows have an element for each slot, of any type, and are neither padded nor
-            loaded by peers.
+        call: "combine"; or "collect" if each row has one element of any type for each slot, and rows are neither padded
+            nor loaded by peers.
         halves: whether calls are made in two halves.
         x, weights, topk_weights, order_ids, added, desc: the arguments of the first call of the form, which are
             checked.
@@ -53,7 +53,7 @@ class Combine(CallForm):
         id_bytes = _check_combine(parts, x, weights, topk_weights, order_ids, added, desc, shape, self._token.name)
         arrays = (x, weights, topk_weights, order_ids, *added)
         super().__init__(parts, arrays, name_of(call, weights, halves=halves), self._token.name)
-        # Peers load rows only if the call is whole and has no row weights.
+        # Peers load rows only in a whole call without row weights.
         loads = of_tokens and not halves and weights is None and not ctx.workspace.experts.local_combine
         buffers = ctx.workspace.outputs if loads else None
         launch = ctx.combines[self._token.name].copy()
@@ -98,7 +98,9 @@ def _check_combine(
     shape: tuple[int, ...],
     dtype: str,
 ) -> int:
-    """Checks a call's arrays against the shape and type of its rows. Returns the bytes of an id; 0 without ids."""
+    """Checks a call's arrays against the shape and type of its rows. Returns the size of an id in bytes; 0 without
+    ids.
+    """
     group, names, tokens = parts.ctx.group, parts.arguments, desc.num_dispatch_token_cur_rank
     slots = (tokens, parts.options.config.topk)
     view = input_array(group, x, names.rows, (-1, *shape[1:]) if names.spare_rows else shape, dtype)

@@ -18,18 +18,18 @@ SCALED_DTYPES = ("float16", "bfloat16")
 NUMBER_DROPS: int = lib.PROXYCCL_NUMBER_DROPS
 MINUS_ONE_DROPS: int = lib.PROXYCCL_MINUS_ONE_DROPS
 SCALED_ELEMENTS: int = lib.PROXYCCL_SCALED_ELEMENTS
-"""The number of elements that share a scale in float8 rows that the layer quantizes itself."""
+"""Elements that share a scale in float8 rows that the layer quantizes itself."""
 MAX_TOPK: int = lib.PROXYCCL_MAX_TOPK
 MOST_ADDED: int = lib.PROXYCCL_ADDED
 """The most arrays in `added` of a combine."""
 MAX_CHOSEN_PER_RANK: int = lib.PROXYCCL_EXPERT_COUNTERS - 2 * lib.PROXYCCL_MAX_EXPERT_RANKS
-"""The most experts of a rank with layout="rank", because a block counts their rows in shared memory."""
+"""The most experts of a rank with layout="rank": a block counts their rows in shared memory."""
 MAX_SLOTS = MAX_NUMBER  # rows and slots are 32-bit integers in the tables
 _MAX_TOKENS = 2**24  # kernels multiply the number of tokens by the number of blocks, in 32 bits
 _MAX_HIDDEN = 2**28  # kernels count a row's 16-byte words in 32 bits
 MAX_EXPERTS = 2**20  # tables have an entry for each rank, or segment, and expert
 _MAX_BYTES = 2**44  # the limit for all rows of a layer keeps every size of its workspace far below 2**64
-_COLUMN_ALIGNMENT = 4  # counted in scales, not bytes
+_COLUMN_ALIGNMENT = 4  # the unit is scales, not bytes
 
 
 def column_of(rows: int) -> int:
@@ -39,7 +39,7 @@ def column_of(rows: int) -> int:
 
 @dataclass(frozen=True)
 class EPConfig:
-    """Sizes and types of an expert-parallel layer.
+    """The sizes and element types of an expert-parallel layer.
 
     Attributes:
         max_tokens: the most tokens of one rank in one dispatch.
@@ -51,7 +51,7 @@ class EPConfig:
         world_size: number of ranks.
         local_world_size: number of ranks of a node.
         token_dtype: "bfloat16", "float16", "float32" or "float64" (a name, or torch's or numpy's type).
-        weight_dtype: the type of the routing weights, one of the same four types.
+        weight_dtype: the type of the routing weights: one of the same four.
         offset_dtype: the type of the descriptor's tables: always int32.
 
     Raises:
@@ -114,7 +114,7 @@ class EPConfig:
             )
 
     def describe(self) -> str:
-        """Returns the sizes in words, for errors."""
+        """Returns a description of the sizes for error messages."""
         return (
             f"max_tokens {self.max_tokens}, hidden {self.hidden}, topk {self.topk}, {self.num_experts} experts, "
             f"{self.token}"
@@ -128,7 +128,7 @@ class EPConfig:
 
     @property
     def num_experts_per_rank(self) -> int:
-        """The number of experts of each rank."""
+        """Experts of each rank."""
         return self.num_experts // self.world_size
 
     @property

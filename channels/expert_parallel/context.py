@@ -44,7 +44,7 @@ RECEIVE: int = lib.PROXYCCL_EXPERT_RECEIVE
 LAYOUT: int = lib.PROXYCCL_EXPERT_LAYOUT
 TELL: int = lib.PROXYCCL_EXPERT_TELL
 
-_SPINS = 2000  # polls of the count between two checks for failed ranks; on a GPU a count arrives after about 20 us
+_SPINS = 2000  # polls of the count between checks for failed ranks; on a GPU the count arrives after about 20 us
 _HOST_THREADS = 16
 
 
@@ -52,8 +52,8 @@ class SurvivingExperts:
     """Renumbers expert ids over the remaining ranks, and drops the ids of lost ranks' experts.
 
     Attributes:
-        ids: int32: the new ids of the dispatch in flight; only one dispatch is in flight at a time. A dropped slot gets
-            an id that drops it; an invalid id becomes -2.
+        ids: int32: the new ids of the dispatch in flight; only one dispatch is in flight at a time. A dropped slot
+            keeps an id that drops it; an invalid id becomes -2.
     """
 
     def __init__(self, group: Group, options: LayerOptions, grid: tuple[int, int]) -> None:
@@ -84,27 +84,27 @@ class DispatchCombineContext:
     Attributes:
         ep_config: sizes and types.
         members: the ranks.
-        number: the layer's number, by which the ranks compare its calls.
+        number: the layer's number, which ranks compare in the layer's calls.
         group: the same ranks, for the library's own modules.
         arrays: makes the arrays of results.
         nodes: the placement of the ranks on nodes.
         workspace: memory that peers reach.
         layout: the layout of the outputs.
         tables: the layouts of the descriptors' tables.
-        grid: the kernels' number of blocks, and of threads per block.
-        dispatch_plain, dispatch_stored: the launch of a dispatch, and of a whole dispatch to output buffers. Forms
-            `copy` them.
+        grid: blocks of the kernels and their threads.
+        dispatch_plain, dispatch_stored: the launches of a dispatch and of a whole dispatch to output buffers, to
+            `copy`.
         dispatch_scaled, quantize_launch: the launch of a dispatch that quantizes rows as it stores them, and of the
             kernel that quantizes rows before a dispatch; None if not needed.
-        combines: the launches of combines, by the rows' element type. Forms `copy` them.
+        combines: the launches of combines, by the rows' element type, to `copy`.
         scale_bytes: bytes of the scales of a float8 row.
         surviving: renumbers expert ids where ranks are lost; None if no rank is lost.
-        numbers: yields the dispatches' numbers.
+        numbers: numbers the dispatches.
     """
 
     def __init__(self, members: Members, options: LayerOptions, number: int) -> None:
         config, self.layout = options.config, options.output_layout
-        if options.by_rank:  # then kernels treat each rank as one expert
+        if options.by_rank:  # for the kernels, each rank is one expert
             config = replace(config, num_experts=config.world_size)
         self.ep_config, self.number, self.members = config, number, members
         self.group = group = members.group
@@ -115,7 +115,7 @@ class DispatchCombineContext:
         self.blocks = min(runtime.launch_defaults.blocks, blocks_for(config.max_tokens, options.num_sm))
         self.grid = (self.blocks, threads)
         shipped = functools.partial(runtime.shipped, compiled_only=options.use_aot)
-        if options.use_aot:  # also load the kernels that only later calls, or some layers, use
+        if options.use_aot:  # also loads the kernels that only later calls, or only some layers, use
             for name in (*DISPATCH_KERNELS.values(), STORE_KERNEL):
                 shipped("experts/dispatch.h", name, AS_BYTES)
             shipped("experts/spread.h", "expert_spread")
@@ -161,10 +161,10 @@ class DispatchCombineContext:
 
     @classmethod
     def create(cls, ep_config: EPConfig, capacity: int = 2, *, ep_group: Any = None) -> DispatchCombineContext:
-        """Makes the buffers. All ranks call this together.
+        """Makes the buffers; all ranks call it together.
 
         Args:
-            ep_config: sizes and types, the same on all ranks except for `rank`.
+            ep_config: the same on all ranks except `rank`.
             capacity: rows of `dispatch_output_buf`, as a multiple of max_tokens * topk.
             ep_group: a `Communicator`, an MPI communicator or a torch process group; None for MPI's world.
 
@@ -191,7 +191,7 @@ class DispatchCombineContext:
         return self.members.owned
 
     def finalize(self) -> None:
-        """Releases the buffers. All ranks call this together; a second call does nothing."""
+        """Releases the buffers. All ranks call this together; further calls do nothing."""
         if self.closed:
             return
         self.closed = True
@@ -219,11 +219,10 @@ class DispatchCombineContext:
         return self.reallocate_dispatch_output_buf(0)[0]
 
     def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[Array, Array]:
-        """Makes the output buffer larger if it has too few rows. Ranks call this independently, because peers don't
-        access the buffer.
+        """Makes the output buffer larger if it has fewer rows. Not collective, because peers don't access the buffer.
 
         Args:
-            dispatch_recv_tokens: the number of rows that the buffer needs.
+            dispatch_recv_tokens: rows that are needed.
 
         Returns:
             The buffer, [rows, hidden] of the token type, and a buffer for the rows' weights, [rows].
@@ -243,15 +242,15 @@ class DispatchCombineContext:
     # -- counts of dispatches ---
 
     def await_rows(self, desc: EPAllToAllLayoutDesc) -> int:
-        """Waits on the CPU, but not for the stream, until this dispatch's number of rows is known. Returns the number.
+        """Waits on the CPU until the number of rows of this dispatch is known; does not wait for the end of the
+        stream's work. Returns the number.
 
         Raises:
             CommunicatorError: a peer failed.
         """
         received, ticket, group = self.workspace.received_rows, desc.number, self.group
         deadline = time.monotonic() + 2 * group.timeout
-        # On a GPU this doesn't sleep at first, because a sleep takes longer than most waits. On the host runtime it
-        # sleeps soon, because the kernels' threads need this core.
+        # On a GPU a sleep takes longer than most waits. On the host runtime the kernels' threads need this core.
         spins, patient = 0, _SPINS if self.runtime_name == "host" else 10 * _SPINS
         while received.ticket != ticket:
             spins += 1
@@ -295,14 +294,14 @@ class DispatchCombineContext:
             weights: float32 [R]; None for 1.
             stream: where to queue the kernel.
             desc: the rows' dispatch, to set rows to zero that the dispatch did not fill; None to leave all rows.
-            others: [R, hidden] of the tokens' type; needed only for `products`.
-            products: float32 [R], to be filled with each row's scalar product with the row of `others`, computed before
+            others: [R, hidden] of the tokens' type, for `products`; None without products.
+            products: float32 [R]: receives each row's scalar product with the same row of `others`, computed before
                 the row is multiplied.
         """
         slots = desc.pointer("row_slots") if desc is not None and desc.has_gaps else 0
         received = desc.pointer(RECEIVED) if desc is not None and desc.counts_rows and not slots else 0
         if weights is None and others is None and not slots and not received:
-            return  # all rows are filled, and none is multiplied
+            return  # all rows are filled, so none is set to zero
         call = self._weighing
         call.rows, call.hidden = values.shape[0], values.shape[1]
         call.values = ffi.cast("char *", values.ptr)
@@ -316,8 +315,8 @@ class DispatchCombineContext:
         self.queue(ffi.NULL, self._weigh, stream, desc, kept)
 
     def collected_type(self, values: ArrayView) -> str:
-        """Returns the type in which `collect` takes values: the values' own type if tokens or weights have that type,
-        else the weights' type.
+        """Returns the type in which `collect` takes values: the values' own type if it is the type of tokens or of
+        weights, else the type of weights.
         """
         name = values.dtype.name
         return name if name in self.combines else self.ep_config.weight.name
@@ -325,7 +324,7 @@ class DispatchCombineContext:
     # -- launching ---
 
     def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
-        """Returns the stream of a call. Refuses an invalid stream before the ranks compare the call."""
+        """The stream of a call. Refuses an invalid stream before the ranks compare the call."""
         found = self.group.launches.stream_for(stream, x)
         self.group.runtime.stream_handle(found)
         return found
@@ -338,8 +337,9 @@ class DispatchCombineContext:
         desc: EPAllToAllLayoutDesc | None,
         owners: tuple[object, ...],
     ) -> None:
-        """Compares the ranks' calls, unless `call` is NULL, and queues a launch. Keeps `owners` and the descriptor
-        until the stream has passed the launch, unless the stream's order already protects their memory from reuse.
+        """Queues a launch, after the ranks' calls were compared unless `call` is NULL. Keeps `owners` and the
+        descriptor until the stream has passed the launch, unless the stream's order already protects their memory from
+        reuse.
         """
         described = () if desc is None else (desc,)
         if not isinstance(stream, CurrentStream):

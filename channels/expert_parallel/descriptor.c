@@ -1,6 +1,6 @@
 #include "descriptor.h"
 
-static PyTypeObject* descriptor_type; /* made once for the process */
+static PyTypeObject* descriptor_type; /* the type is made once per process */
 
 Descriptor* proxyccl_received(PyObject* object, PyObject* owner) {
   if (!PyObject_TypeCheck(object, descriptor_type)) return NULL;
@@ -26,7 +26,7 @@ static PyObject* add_block(PyObject* object, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-/* Returns a tuple with a triple (array, address, `Tables`) for each array with tables. */
+/* Returns a tuple with a triple (array, address, `Tables`) for each array that holds tables. */
 static PyObject* blocks(PyObject* object, void* Py_UNUSED(closure)) {
   const Descriptor* self = (const Descriptor*)object;
   PyObject* blocks = PyTuple_New(self->count);

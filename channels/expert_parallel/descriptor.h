@@ -10,7 +10,7 @@
 enum { PROXYCCL_DESCRIPTOR_BLOCKS = 2, PROXYCCL_LAYOUT_TABLES = sizeof(ProxycclExpertLayout) / sizeof(int32_t*) };
 #define PROXYCCL_NO_TABLE (~(uint64_t)0)
 
-/* Tables that lie in one array. */
+/* The layout of tables that lie in one array. */
 typedef struct TableBlock {
   PyObject *array, *tables;
   uintptr_t at;

@@ -1,4 +1,4 @@
-"""MoE dispatch and combine in separate steps: prepare, dispatch, the caller's experts, combine."""
+"""`DispatchCombine`: MoE dispatch and combine in four steps: prepare, dispatch, the caller's experts, combine."""
 
 from __future__ import annotations
 
@@ -125,12 +125,12 @@ class DispatchCombine:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts of all ranks. If it is passed as an expert id, the slot is dropped."""
+        """Number of experts of all ranks; as an expert id, it drops a slot."""
         return self._ctx.ep_config.num_experts
 
     @property
     def rows_sent(self) -> NDArray[np.int64]:
-        """[world_size]: the number of this rank's slots that chose an expert of each rank, including this rank."""
+        """[world_size]: slots of this rank's tokens for the experts of each rank, including this rank."""
         own = self._require_prepared().counts[self._ctx.ep_config.rank]
         rows: NDArray[np.int64] = own.reshape(-1, self.experts_per_rank).sum(axis=1)
         return rows
@@ -138,9 +138,9 @@ class DispatchCombine:
     def prepare(
         self, tokens: Any, expert_ids: Any, weights: Any = None, *, stream: StreamLike = None
     ) -> NDArray[np.int64]:
-        """Exchanges the routing. Returns when the number of rows of every rank is known.
+        """Exchanges the routing. Returns when the numbers of rows of all ranks are known.
 
-        The tokens must not change before `dispatch`, which reads them.
+        `dispatch` reads the tokens again: leave the tokens unchanged until then.
 
         Args:
             tokens: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks.
@@ -151,7 +151,7 @@ class DispatchCombine:
             stream: where to queue the work; None for the default stream.
 
         Returns:
-            [experts_per_rank]: the number of rows of each of this rank's experts. The sum of these numbers is R.
+            [experts_per_rank]: rows of each of this rank's experts. The sum of these numbers is R.
 
         Raises:
             ArgumentError: an argument is wrong on this rank; or an expert id of any rank is out of range, which is
@@ -172,14 +172,14 @@ class DispatchCombine:
     def dispatch(
         self, x: Any = None, *, weighted: bool = False, out: Any = None, stream: StreamLike = None
     ) -> tuple[Any, NDArray[np.int64]]:
-        """Sends each token's row to its experts: one row for each slot that is not dropped.
+        """Sends each token's row to the token's experts: one row for each slot that is not dropped.
 
         Args:
-            x: [T, hidden] of `dtype`: the rows to send by the prepared routing; None for the prepared tokens.
+            x: [T, hidden] of `dtype`, to send with the prepared routing; None for the prepared tokens.
             weighted: multiply each row by its slot's weight, rounded once to `dtype`.
             out: at least R rows of `hidden`, of which the first R are written; None for a new array of R rows.
-            stream: where to queue the call. With None the call waits on the host runtime, and uses the default stream
-                on a GPU.
+            stream: where to queue the call. With None, the call waits for its end on the host runtime, and uses the
+                default stream on a GPU.
 
         Returns:
             The rows, ordered by local expert, then source rank, then token and k; and the number of rows of each
@@ -202,8 +202,8 @@ class DispatchCombine:
     def combine(self, rows: Any, *, weighted: bool = True, out: Any = None, stream: StreamLike = None) -> Any:
         """Sends the experts' rows back, and sums the rows of each token.
 
-        The rows are added in the order of k, in float32 (float64 for float64), and the sum is rounded once. Across
-        nodes, each node's partial sum is also rounded.
+        The rows of a token are added in the order of k, in float32 (in float64 for float64), and the sum is rounded
+        once. Between nodes, each node's partial sum is also rounded.
 
         Args:
             rows: [R, hidden] of `dtype`, in the order of `dispatch`; further rows are ignored.
@@ -220,7 +220,7 @@ class DispatchCombine:
         return self._forms.combines.call(rows, factors, None, None, (), prepared.desc, out, stream)
 
     def collect(self, values: Any, *, stream: StreamLike = None) -> Any:
-        """Sends each row's value back to the row's slot.
+        """Sends each row's value back to the row's slot on the token's rank.
 
         Args:
             values: [R] of float32 or `dtype`: a value for each row, in the order of `dispatch`.

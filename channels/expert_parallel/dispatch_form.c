@@ -1,5 +1,6 @@
-/* Makes the dispatches of one form: fills in the arguments that differ from call to call, and issues the call. Python
- * checked everything else, and chose the kernel, when it prepared the form. */
+/* A form of dispatches: a dispatch that Python prepared for certain kinds of arrays. Preparing it checked everything
+ * that is the same in all calls, and chose the kernel. This code fills in the arguments that differ from call to call,
+ * and issues the call. */
 #include <string.h>
 
 #include "layer_form.h"
@@ -7,9 +8,10 @@
 
 enum { ROWS, SCALES, IDS, WEIGHTS, SCATTER, ARRAYS };
 enum { NONE_BEFORE, QUANTIZES_BEFORE, PACKS_BEFORE };
-/* How calls of the form are made: whole; in halves; whole with rows that go to an output buffer; by several launches,
- * between which Python waits for the number of rows; or by the routing of an earlier dispatch. A whole call returns its
- * rows, their weights and the descriptor, a half a SentCall, and any other call the result of `proceed`. */
+/* How calls of the form are made. WHOLE: by one launch. HALVES: in two halves. STORED: by one launch that stores the
+ * rows in an output buffer. COUNTED: by several launches, between which Python waits for the number of rows. AGAIN:
+ * with the routing of an earlier dispatch. A WHOLE call returns its rows, their weights and the descriptor; the first
+ * half of HALVES returns a SentCall; all other calls return the result of `proceed`. */
 enum { WHOLE, HALVES, STORED, COUNTED, AGAIN };
 
 /* The fields are in the order of the constructor's arguments. */
@@ -17,21 +19,21 @@ typedef struct {
   LayerForm form;
   int way;
   Py_ssize_t topk, max_tokens;
-  int grows; /* whether all ranks are told if a rank has more than max_tokens tokens */
+  int grows; /* whether all ranks are notified if a rank has more than max_tokens tokens */
   ProxycclDispatch* call;
   int before;                  /* whether a kernel before the dispatch makes the rows to send, and which kernel */
   ProxycclCombine* quantizing; /* the arguments of the kernel before, if it quantizes tokens */
   uint64_t* packing[2];        /* the arguments of the kernel before, if it packs float8 rows */
   uint32_t* packed_tokens;
   const char* packed;                    /* where the kernel before stores the rows */
-  PyObject* new_lost;                    /* None unless ranks are lost; in that case a kernel renumbers ids first: */
+  PyObject* new_lost;                    /* None if no ranks are lost; otherwise a kernel renumbers ids first: */
   uint64_t *renumbered_ids, *lost_slots; /* that kernel's arguments: the ids, and the output of lost slots */
   uint32_t* renumbered;                  /* that kernel's argument: the number of ids */
   const char* kept_ids;                  /* the address of that kernel's output, the new ids */
   ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL if not needed */
   int cleared;                           /* that table's index among ProxycclExpertLayout's fields */
   uint32_t phases, send_phases, receive_phases;
-  /* `missing` and the owner of a new descriptor are not_received and context. */
+  /* A new descriptor gets `not_received` as its field `missing`, and `context` as its owner. */
   PyObject *descriptor_type, *not_received, *context, *numbers;
   PyObject *tables, *new_tables; /* the `Tables` of a call, and a function that makes their array */
   const uint64_t* offsets;       /* the tables' offsets in that array */
@@ -39,17 +41,18 @@ typedef struct {
   int counts_rows;
   Py_ssize_t received;                           /* offset of the number of received rows in the tables */
   uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
-  PyObject *new_rows, *new_scales, *new_weights; /* make the output's arrays; None if it lacks them */
+  PyObject *new_rows, *new_scales, *new_weights; /* make the output's arrays; None for parts that it lacks */
   PyObject* begun; /* begun(like, stream, given): returns the output buffer of a call that `proceed` completes */
   /* Completes a call: proceed(desc, buffer, weights) for STORED, (desc, arrays) for COUNTED, (desc, stream, out,
    * arrays) for AGAIN, and (sent, stream) for a second half whose number of rows is not known. */
   PyObject* proceed;
-  char* buffers; /* the output buffers; NULL if rows do not go there */
+  char* buffers; /* the output buffers; NULL if rows do not go to output buffers */
   Py_ssize_t buffer_bytes, scales_offset;
 } Form;
 
 /* Fills in the tokens of the dispatch, and of a kernel that makes the rows to send. A layer that grows sends nothing if
- * there are too many tokens. Returns whether their number fits: `expected`, or any number if `expected` is negative. */
+ * there are too many tokens. `expected` is the number of tokens that the call must have; if it is negative, any number.
+ * Returns whether the number of tokens is valid. */
 static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t expected) {
   const Py_ssize_t tokens = given[ROWS].extent;
   const int wanted = tokens > self->max_tokens;
@@ -83,8 +86,8 @@ static int fill_inputs(const Form* self, const ListedArray* given) {
   return 1;
 }
 
-/* Adds to a descriptor the parts that only some descriptors have: the caller's indices and the slots of lost ranks.
- * Returns 0, or -1 with an exception set. */
+/* Adds the parts that only some descriptors have: the caller's indices and the slots of lost ranks. Returns 0, or -1
+ * with an exception set. */
 static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
   if (scatter != Py_None && PyObject_SetAttrString((PyObject*)desc, "_scatter", scatter) != 0) return -1;
   if (self->new_lost == Py_None) return 0;
@@ -98,7 +101,8 @@ static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
   return set;
 }
 
-/* Returns a descriptor with its tables, without a number yet. Returns NULL with an exception set on failure. */
+/* Returns a new descriptor with its tables; the dispatch's number is set later. Returns NULL with an exception set on
+ * failure. */
 static Descriptor* new_descriptor(const Form* self, const ListedArray* given, PyObject* stream) {
   uintptr_t at = 0;
   PyObject* tables = proxyccl_new_array(&self->form, self->new_tables, 0, &at);
@@ -118,7 +122,7 @@ static Descriptor* new_descriptor(const Form* self, const ListedArray* given, Py
   return desc;
 }
 
-/* Gives a dispatch its number, as the last step before it is issued. Returns 0, or -1 with an exception set. */
+/* Numbers a dispatch, the last step before its issue. Returns 0, or -1 with an exception set. */
 static int number_call(const Form* self, Descriptor* desc) {
   PyObject* number = PyIter_Next(self->numbers);
   if (number == NULL) return -1;
@@ -152,8 +156,7 @@ static void fill_output(const Form* self, const Descriptor* desc, uint32_t phase
   }
 }
 
-/* Makes a new array and finds its address. If there is no maker, returns None and the address 0; on failure, returns
- * NULL with an exception set. */
+/* Makes a new array and finds its address. Returns None and 0 without a maker, NULL with an exception on failure. */
 static PyObject* new_array(const Form* self, PyObject* maker, uintptr_t* at) {
   *at = 0;
   return maker == Py_None ? Py_NewRef(Py_None) : proxyccl_new_array(&self->form, maker, 0, at);
@@ -175,7 +178,7 @@ static int new_output(const Form* self, uintptr_t* at, CallArrays* arrays) {
   return scales == NULL || arrays->rows == NULL ? -1 : 0;
 }
 
-/* Records that a descriptor's rows were received. */
+/* Records in a descriptor that its rows have been received. */
 static void mark_received(Descriptor* desc) {
   PyObject* old = desc->missing;
   desc->missing = Py_NewRef(Py_None);
@@ -233,7 +236,7 @@ static PyObject* begin_counted(Form* self, Descriptor* desc, const CallArrays* a
   return result;
 }
 
-/* Makes a call by the routing of an earlier dispatch. */
+/* Makes a call with the routing of an earlier dispatch. */
 static PyObject* call_again(Form* self, const ListedArray* given, PyObject* const* further) {
   PyObject *const desc = further[0], *const of_caller = further[1], *const out = further[2];
   if (!fill_tokens(self, given, ((Descriptor*)desc)->tokens)) return NULL;
@@ -326,7 +329,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 int proxyccl_add_dispatch_form(PyObject* module) {
-  static PyTypeObject* type; /* made once for the process */
+  static PyTypeObject* type; /* the type is made once per process */
   return proxyccl_add_layer_form(module, &type, "proxyccl.channels.calls._calls.DispatchForm", sizeof(Form), make,
                                  methods);
 }

@@ -1,4 +1,4 @@
-"""The forms of a dispatch, whole or in two halves, and of a dispatch by an earlier dispatch's routing.
+"""The forms of a dispatch, whole or in two halves, and of a redispatch, which uses an earlier dispatch's routing.
 
 C makes the calls whose number of rows is known (dispatch_form.c). For calls that wait on the CPU for that number, or
 whose rows go to output buffers, C only makes the first launch.
@@ -42,7 +42,8 @@ _COPY_LATER = CopyBytes(1, 2, 1)
 
 class _Rows:
     """Makes arrays for one part of a result: the rows, their scales or their weights. `tail` is the shape of a row. If
-    rows are stored as columns, `column` is the number of elements of a column.
+    a row's elements are not consecutive but each lies in a column with those of other rows, `column` is the number of
+    elements of a column.
     """
 
     def __init__(
@@ -66,11 +67,11 @@ class _Rows:
 
 
 class _Outputs:
-    """Makes arrays for the results of a layer's calls. A row has `width` elements of `dtype` or, with `float8`, of
+    """Makes arrays for the results of a layer's calls, of `width` elements of `dtype` in a row; with `float8`, rows in
     float8 with scales. Raises ArgumentError if the library can't make such arrays.
 
     Attributes:
-        rows, scales, weights: the makers of the parts of a result; None for parts that results lack.
+        rows, scales, weights: make the parts of a result; None for parts that results lack.
         dtype: the type of a row's elements.
     """
 
@@ -99,7 +100,7 @@ class _Outputs:
 
     def make(self, rows: int, *, of_rows: bool = True) -> tuple[Any, Any, tuple[int, int, int]]:
         """Returns new arrays for this many rows, as a dispatch returns them; new arrays for their weights, or None; and
-        the addresses of rows, scales and weights, 0 for those that are missing. Without `of_rows`, makes only the
+        the addresses of rows, scales and weights, 0 for those that are missing. If `of_rows` is False, makes only the
         weights.
         """
         values, rows_at = self.rows.new(rows) if of_rows else (None, 0)
@@ -116,15 +117,14 @@ class _Outputs:
 class Dispatch(CallForm):
     """A dispatch.
 
-    A dispatch is one launch, unless it is made in two halves or the CPU must know the number of rows before they are
-    received. Kernels before it may quantize the tokens, pack the caller's float8 rows, and renumber ids where ranks are
-    lost.
+    A dispatch is one launch, except in two halves, or if the CPU must know the number of rows before they are received.
+    Kernels before it may quantize the tokens, pack the caller's float8 rows, and renumber ids where ranks are lost.
 
     Args:
         x, ids, weight, scatter: the arguments of the first call of the form, which are checked.
         halves: whether calls are made in two halves.
-        buffered: whether the rows of a whole call may stay in an output buffer; otherwise they are copied from the
-            buffer.
+        buffered: whether the rows of a whole call may stay in an output buffer. If False, the rows are copied from the
+            output buffer to new arrays.
         prepares: whether calls only exchange the routing, as `DispatchCombine.prepare` does.
 
     Attributes:
@@ -157,14 +157,14 @@ class Dispatch(CallForm):
         row, parts_of_rows = (options.config.hidden, options.config.token), (options.quantized, weight is not None)
         self._outputs = _Outputs(parts, self._arrays, *row, *parts_of_rows)
         self._copies: StreamOperations | None = None
-        # In the exact mode, a call without output buffers takes several launches.
+        # An exact call without output buffers takes several launches.
         proceed: Callable[..., Any]
         if halves:
             way, proceed = _HALVES, self._receive_sent
         elif self._buffers is not None and not prepares:
             way, proceed = _STORED, self._receive_stored
         else:
-            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # a whole call doesn't use it
+            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # a whole call never calls this
         self.form = self._make_form(way, proceed, id_bytes, is_pair=is_pair, scatters=scatter is not None)
 
     def _make_form(
@@ -184,11 +184,10 @@ class Dispatch(CallForm):
         call.id_bytes = 4 if renumbering else id_bytes
         call.row_bytes = config.hidden * self._outputs.dtype.itemsize + ctx.scale_bytes
         call.padded_rows = options.padded_rows
-        # Entries of rows that no rank writes must be recognizable: rows that the caller's indices leave out, and rows
-        # in gaps.
+        # A table must show the rows that no rank writes: those that the caller's indices leave out, and those in gaps.
         cleared = "first_rows" if scatters else "row_slots" if options.expert_alignment else None
         clear = [] if cleared is None else [SetBits(0, 0)]
-        at_first = self._rows is not None and self._at_once  # if false, the first launch receives no rows
+        at_first = self._rows is not None and self._at_once  # False, because the first launch receives no rows
         first = in_order(runtime, [*before, *(clear if at_first else []), launch])
         second = in_order(runtime, [*([] if at_first else clear), launch])
         clearing, step = first if at_first else second, 0
@@ -221,9 +220,9 @@ class Dispatch(CallForm):
         )
 
     def _renumbering(self, id_bytes: int) -> tuple[list[Launch], tuple[Any, ...]]:
-        """Returns a list with the launch of the kernel that renumbers ids, or an empty list if no rank is lost. Also
-        returns, for C (dispatch_form.c), a function that gives the maker of `lost_slots` for a number of tokens, and
-        the addresses of the kernel's arguments and of the new ids.
+        """Returns the launch of the kernel that renumbers ids, or an empty list if no rank is lost. Also returns, for C
+        (dispatch_form.c), a function that gives the maker of `lost_slots` for a number of tokens, and the addresses of
+        the kernel's arguments and of the new ids.
         """
         surviving, topk = self._ctx.surviving, self._parts.options.config.topk
         if surviving is None:
@@ -241,8 +240,8 @@ class Dispatch(CallForm):
 
     def _take(self, _x: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer:
         """Returns the output buffer of a whole call on a stream. A layer with output buffers needs a buffer for each
-        call, because peers store the call's rows there. Raises ArgumentError if the call must wait and its stream is
-        being captured. `given` is the caller's stream, or None.
+        call, because peers store the call's rows in that buffer. Raises ArgumentError if the call must wait and its
+        stream is being captured. `given` is the caller's stream, or None.
         """
         self._parts.refuse_capture(stream)
         if self._buffers is None:
@@ -277,8 +276,8 @@ class Dispatch(CallForm):
     def _receive_counted(
         self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...], stream: StreamLike, phases: int, refused: int
     ) -> Dispatched:
-        """Waits for the number of rows, and receives the rows by a launch of these phases. If the ranks refuse the
-        call, runs the phases `refused` instead: rows that were sent must still be received.
+        """Waits for the number of rows, and then runs the phases that receive the rows. If the ranks refuse the call,
+        runs the phases `refused` instead, because rows that were sent must still be received.
         """
         desc.rows = self._ctx.await_rows(desc)
         bad = self._parts.learn_counts(desc)
@@ -311,7 +310,7 @@ class Dispatch(CallForm):
 
 
 class Redispatch(CallForm):
-    """A dispatch of other values by an earlier dispatch's routing: `EPAll2AllLayer.redispatch`.
+    """A dispatch of other values with the routing of an earlier dispatch: `EPAll2AllLayer.redispatch`.
 
     Args:
         argument: the name of `x` in errors.
@@ -369,7 +368,7 @@ class Redispatch(CallForm):
         )
 
     def _send(self, desc: EPAllToAllLayoutDesc, stream: StreamLike, out: Any, owners: tuple[Any, ...]) -> Any:
-        """Sends the tokens. `owners` begins with the array of their values. Returns the rows, in `out` if given."""
+        """Sends the tokens. The first of `owners` is the array of the values. Returns the rows, in `out` if given."""
         if out is None:
             rows, _, addresses = self._outputs.make(desc.rows)
         else:
@@ -384,7 +383,7 @@ class Redispatch(CallForm):
 
 def _check_dispatch(parts: LayerParts, x: Any, ids: Any, weight: Any, scatter: Any) -> tuple[bool, int]:
     """Checks a call's arrays, and that the layer accepts the call. Returns whether `x` is a pair of rows and scales,
-    and the bytes of an id.
+    and the size of an id in bytes.
     """
     options, names, group = parts.options, parts.arguments, parts.ctx.group
     rows, scales = parts.given_rows(x, -1, names.tokens)

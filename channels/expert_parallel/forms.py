@@ -18,16 +18,18 @@ from proxyccl.device.runtime import StreamLike
 
 
 class Forms:
-    """The calls of one layer. Each attribute is a list of forms of one call, and is called with the arguments of the
-    list's `prepare`.
+    """The calls of one layer. Each kind of call has a list of forms, which is called with the arguments of the list's
+    `prepare`.
 
     Attributes:
         dispatches: two lists: dispatches whose rows are copied from an output buffer, and dispatches whose rows may
             stay in the buffer.
-        sends, prepares: first halves of dispatches, and dispatches of the routing alone.
+        sends: first halves of dispatches.
+        prepares: dispatches that exchange only the routing.
         redispatches: dispatches of other values of the same tokens, to new rows or to `out`.
         spreads: redispatches of float32 [T, topk]: each row of a token gets all of its weights.
-        combines, returns: whole combines, and first halves of combines.
+        combines: whole combines.
+        returns: first halves of combines.
     """
 
     def __init__(self, parts: LayerParts) -> None:
@@ -57,7 +59,7 @@ class Forms:
     def collect(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         """Returns each row's value to the row's slot: [T, topk] of the values' type, zero for slots without a row. This
         is a combine of rows that are zero except in the slot's column. The values are [R], of the type of tokens or
-        weights. With a row for each rank, they are float32 [R, topk], and a token's rows are summed.
+        weights. If each rank gets one row of a token, they are float32 [R, topk], and the rows of a token are summed.
         """
         rows = values.owner if self._parts.options.by_rank else self._by_columns(values, desc, stream)
         return self._collects.call(rows, None, None, None, (), desc, None, stream)

@@ -9,8 +9,9 @@ from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.device._native import ffi, lib
 
 ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
-"""The most slots of all ranks together for which ranks announce their choices to every block. With more slots they send
-counts instead."""
+"""If all ranks together have at most this many slots, ranks announce their choices to every block, instead of sending
+counts.
+"""
 DISPATCH_KERNELS: dict[str, str] = {
     "counts": "dispatch",
     "ids": "dispatch_ids",
@@ -19,7 +20,7 @@ DISPATCH_KERNELS: dict[str, str] = {
 }
 """The dispatch kernel for each kind of announcement."""
 STORE_KERNEL = "dispatch_masks_store"
-"""A smaller kernel for announcements by "masks", which makes whole dispatches of unquantized rows to output buffers."""
+"""A smaller kernel for "masks": whole dispatches of unquantized rows to output buffers."""
 AS_BYTES = "uint8"
 """The element type of dispatch kernels that don't quantize rows."""
 FEW_TOKENS = 32
@@ -27,14 +28,15 @@ FEW_TOKENS = 32
 only send.
 """
 MESSAGE_BYTES = 2 << 20
-"""Between nodes, the least bytes of rows that are sent as a separate message. The parts of such a message keep all
-wires busy."""
+"""The least bytes of rows that are sent to another node as a separate message; a message of this size is long enough to
+keep all network links busy.
+"""
 BATCH_TOKENS = 1024
-"""The most tokens of a batch. They are limited because each segment scans the tokens of the batch before its own."""
+"""The most tokens of a batch, limited because each segment of a batch scans the tokens before its own."""
 _TOKENS_PER_BLOCK = 4
-_TOKENS_PER_PACKET = 64  # each token is one bit of a mask's packet
+_TOKENS_PER_PACKET = 64  # each token has a bit of a mask's packet
 _LINE = 128
-_LEAST_COPY = 64 << 10  # bytes; another process's shorter copies take turns with kernels
+_LEAST_COPY = 64 << 10  # bytes; shorter copies of another process take turns with kernels
 _PIECES = 4  # kMaxPieces of experts/expert_team.h: the weights that follow a combine's row
 
 
@@ -43,7 +45,9 @@ def aligned(nbytes: int, to: int = _LINE) -> int:
 
 
 def blocks_for(max_tokens: int, num_sm: int) -> int:
-    """Returns the number of blocks of a kernel. Each block should have work, because blocks wait for each other."""
+    """Returns the number of blocks of a kernel. It is at most the number that has work, because a block waits for all
+    other blocks.
+    """
     return min(num_sm, -(-max_tokens // _TOKENS_PER_BLOCK))
 
 
@@ -64,15 +68,15 @@ class OutputLayout:
     """How a dispatch lays out the rows that a rank receives.
 
     Attributes:
-        chosen_per_rank: if each rank gets one row of a token, the number of experts of each rank that tokens can
-            choose; else 0. If not 0, the configuration counts each rank as one expert.
-        padded_rows: if rows are padded, the number of rows that each expert has room for; else 0.
+        chosen_per_rank: experts of each rank that tokens choose, if each rank gets one row of a token; else 0. If not
+            0, the configuration counts each rank as one expert.
+        padded_rows: rows that each expert has room for, if rows are padded; else 0.
         expert_alignment: each expert's rows begin at a multiple of this number, and the CPU learns each expert's number
             of rows; 0 for neither.
         buffers: the number of output buffers in the workspace; 0 unless there is a row for each rank, on one node whose
             ranks reach each other.
         buffer_rows: rows of each output buffer.
-        stays: whether outputs stay valid as long as they are referenced (`KeptOutputs`).
+        stays: whether an output stays valid as long as the program references it (`KeptOutputs`).
     """
 
     chosen_per_rank: int = 0
@@ -92,7 +96,7 @@ class WorkspaceShape:
     """The sizes that a workspace has room for.
 
     Attributes:
-        blocks, threads: the kernels' number of blocks, and of threads per block.
+        blocks, threads: the kernels' blocks, and the threads of each.
         local_combine: whether each rank first sums its own rows of a token in a combine.
         scale_bytes: bytes of the scales of a float8 row. An output buffer has room for float8 rows with scales, or for
             tokens, whichever take more.
@@ -107,10 +111,10 @@ class WorkspaceShape:
 
 
 class Geometry:
-    """The geometry of a workspace, the same on all ranks. Computing it needs neither a device nor a peer.
+    """The geometry of a workspace, the same on all ranks. The geometry is computed without a device and without peers.
 
     Args:
-        nodes, local_size: the number of the kernels' nodes, and the number of ranks of each node.
+        nodes, local_size: the number of the kernels' nodes, and of the ranks of each.
         copied: whether GPU copies move the data between nodes.
         output_room: returns the size of an output buffer that must hold this many bytes.
 
@@ -139,11 +143,11 @@ class Geometry:
         e.output_buffers, e.output_rows = (layout.buffers, layout.buffer_rows) if nodes == 1 else (0, 0)
         e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if layout.chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
-        # With two kept calls, the first half of a call can send few tokens without waiting for any peer.
+        # With two kept calls, a call in halves with few tokens sends its rows without waiting for any peer.
         e.kept_calls = 2 if layout.padded_rows and nodes == 1 and not shape.local_combine else 1
         self._cut(config, blocks)
         self.announces = self._announce(config)
-        # A float8 row includes its scales. A row may instead hold a token's weights, which `collect` returns.
+        # A float8 row also contains its scales. A row may also hold a token's weights, which `collect` returns.
         scaled_bytes = config.hidden + shape.scale_bytes if shape.scale_bytes else 0
         row_bytes = aligned(max(config.hidden * config.token.itemsize, scaled_bytes, config.topk * 8), 16)
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
@@ -163,11 +167,11 @@ class Geometry:
         e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
         e.places_offset = routing.take(4 * e.segment_tokens)
         e.weights_offset = routing.take(e.weight_bytes * slots)
-        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # sent as one message
+        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # a batch is sent as one message
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 
-        groups = shape.threads  # an upper bound, because only a kernel knows how many threads make a group
+        groups = shape.threads  # an upper bound: only a kernel knows how many threads make a group
         areas, crossing = Areas(), 2 * nodes if nodes > 1 else 0
         e.routed = areas.take(8 * ranks * e.segments)
         e.sent = areas.take(8 * ranks * blocks * groups)
@@ -194,23 +198,23 @@ class Geometry:
         self.experts.segments, self.experts.segment_tokens = segments, -(-config.max_tokens // segments)
 
     def _apart(self, config: EPConfig) -> int:
-        """Returns how many blocks of a dispatch only send or, with output buffers, only store rows that stay on this
-        rank.
+        """Returns the number of a dispatch's blocks that only send rows; with output buffers, the number of blocks that
+        only store rows that stay on this rank.
 
         A multiprocessor issues stores in order, so stores to its own memory would wait behind stores that wait for a
-        link. Therefore a block either sends or receives. The blocks are divided in proportion to the bytes that each
-        side loads and stores per token, if experts are chosen evenly. A byte stored in a peer's memory counts as 4/3
-        bytes, as measured on 4 H200.
+        link. Therefore a block either sends or receives. The numbers of the two kinds of blocks are in proportion to
+        the bytes that each kind loads and stores per token if experts are chosen evenly. A byte stored in a peer's
+        memory counts as 4/3 bytes, as measured on 4 H200.
         """
         ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
-        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # expected ranks with an expert of a token
+        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # number of ranks at which a token has an expert
         crossing, by_rank = arriving * (1 - 1 / ranks) * 4 / 3, self.experts.chosen_per_rank != 0
         sending, receiving = 1 + crossing, arriving + (arriving if by_rank else config.topk)
         apart, others = (2 * arriving / ranks, sending) if self.experts.output_buffers else (sending, receiving)
         return max(1, round(blocks * apart / (apart + others)))
 
     def _announce(self, config: EPConfig) -> str:
-        """Decides the kind of the announcement, and its number of packets; the same on all ranks."""
+        """Decides the kind of the announcement, and its number of packets. All ranks make the same decision."""
         e, ranks = self.experts, config.world_size
         ids = -(-config.max_tokens * config.topk // lib.PROXYCCL_IDS_PER_PACKET)
         own = e.segment_tokens * config.topk

@@ -38,10 +38,11 @@ class UnderWay(Struct):
     """The calls of a layer whose first halves are queued.
 
     Attributes:
-        sent: the dispatch, or None.
-        returned: the combine, or None.
-        end_dispatch, end_combine: functions that make the second half of that dispatch or combine when a later call
-            finds it in flight. If None, the later call is refused.
+        sent: the dispatch in flight; None if there is none.
+        returned: the combine in flight; None if there is none.
+        end_dispatch, end_combine: a function that makes the second half of that dispatch or combine; another call of
+            its kind runs the function first. None if other calls of the kind are refused until the program makes the
+            second half.
     """
 
     sent: SentCall | None = None
@@ -61,12 +62,12 @@ class EPAll2AllLayer:
     the number of received rows, but not for the rows. With it, `dispatch` does not wait and can be captured in a graph.
 
     If torch records gradients and an input requires one, `dispatch`, `redispatch` and `combine` are recorded, also in
-    two halves. Either all ranks or none must record a call, because the backward pass also calls the layer, in whole
-    calls. Dispatches in float8 and layout="padded" are not recorded.
+    two halves. A call must be recorded on all ranks or on none, because the backward pass also calls the layer (in
+    whole calls). Dispatches in float8 and layout="padded" are not recorded.
 
     Args:
-        ep_group: a `Communicator`, an MPI communicator or a torch process group. For the last two the layer makes a
-            Communicator, which `finalize` closes.
+        ep_group: a `Communicator`, an MPI communicator or a torch process group. From an MPI communicator or a process
+            group the layer makes a Communicator, which `finalize` closes.
         max_tokens: the most tokens of one rank in one dispatch.
         hidden: elements of a token.
         topk: experts that each token chooses, 1 to 16.
@@ -74,63 +75,63 @@ class EPAll2AllLayer:
         num_tot_experts: experts of all ranks together; rank r has the r-th equal share.
         local_world_size: ranks of a node; 1 if nodes have different numbers of ranks.
         world_size: ranks of the group.
-        dtype: the type of tokens: "bfloat16", "float16", "float32" or "float64", by name or as torch's or numpy's type.
-        weight_dtype: the type of routing weights, one of the same four types.
+        dtype: of tokens: "bfloat16", "float16", "float32" or "float64", by name or torch's or numpy's type.
+        weight_dtype: the type of routing weights: one of the same four.
         num_sm: the most blocks, and so the most multiprocessors, of a kernel that moves rows between ranks.
-        enable_local_combine: whether `combine` first sums a token's rows on each rank, rounded to `dtype`. This sends
-            less data, but rounds the result twice. It is possible only on one node.
-        use_aot: whether to use only kernels that were compiled beforehand (`proxyccl compile`).
+        enable_local_combine: sum a token's rows on each rank first, rounded to `dtype`. This sends less data, but
+            rounds the result twice. Only on one node.
+        use_aot: use only kernels that were compiled beforehand (`proxyccl compile`).
         max_recv_tokens: the number of rows of every output; None for outputs of the exact size.
         dispatch_dtype: None to send tokens unchanged, or "float8_e4m3fn" to send them in float8: each 128 elements
             of a row share a float32 scale, and element times scale is the value. `combine` still uses `dtype`.
         scale_elements: how many elements share a scale; the last scale of a row may have fewer. Unless the number is
             128 and divides `hidden`, the layer does not make float8 rows; callers pass pairs. Scales are any 4 bytes:
             four packed exponents (UE8M0) for 512 elements, for example.
-        num_scales: with dispatch_dtype: the number of scales of a row, if callers pad the scales; None for the number
-            that follows from scale_elements.
-        scales_by_columns: with dispatch_dtype and layout="padded", for tensors of torch: whether scales are stored by
-            columns, so that the scales of an expert's consecutive rows are adjacent. Columns begin at multiples of 16
-            bytes, as bulk copies (TMA) need. The shape of the scales does not change.
+        num_scales: with dispatch_dtype: the number of scales of a row, if callers pad them; None for the number that
+            follows from scale_elements.
+        scales_by_columns: with dispatch_dtype and layout="padded", for tensors of torch: the scales of an expert's
+            consecutive rows lie side by side, in columns that begin at multiples of 16 bytes, as bulk copies (TMA) need
+            them. The shape of the scales does not change.
         grows: in the exact mode, a rank with more than max_tokens tokens makes `dispatch` raise CapacityError on all
             ranks, with the most tokens of any rank in `needed`; the layer stays usable. Otherwise only that rank
             raises ArgumentError.
         layout: "expert" for a row for each slot, ordered by expert; "rank" for one row for each token that has an
-            expert on this rank, ordered by source rank and token. The program then finds a row's experts in
+            expert on this rank, ordered by source rank and token. The program then finds its experts in
             `desc.local_expert_ids`. "padded", for few tokens, gives each expert room for all rows that the ranks may
-            send it, world_size * max_tokens; `desc.expert_rows` says how many arrived. With "padded" nothing waits on
+            send it, world_size * max_tokens; `desc.expert_rows` says how many arrived. With "padded" no call waits on
             the CPU.
         lost_ranks: the ranks that the group has lost, by their original numbers; see `shrink`. The group's rank r is
             then the r-th of the remaining ones, and has that rank's experts. num_tot_experts counts the experts of all
             ranks, including the lost ones. A slot that chooses an expert of a lost rank is dropped, and
             `desc.lost_slots` marks the dropped slots.
         expert_alignment: with layout="expert", each expert's rows begin at a multiple of this number, so outputs have
-            gaps, whose rows are not written; `desc.row_slots` is -1 there. In the exact mode
+            gaps, whose rows are not written; `desc.row_slots` is -1 for rows in gaps. In the exact mode
             `desc.num_tokens_per_expert` then returns the rows of each expert. None for rows without gaps.
         output_buffers: with layout="rank": the number of outputs for which the layer has memory. On one node whose
             ranks reach each other's memory, senders then store rows directly where the caller reads them. With n output
             buffers, an output of `dispatch` stays valid until the n-th next call of `dispatch`, and ends with
             `finalize`. `combine` loads rows that lie in that memory, such as outputs and arrays of `combine_input`;
             others are sent. Each output takes room for max_recv_tokens rows, or world_size * max_tokens. With 0,
-            outputs are new arrays, and rows pass through other memory of the layer. For `dispatch_recv` and
-            `redispatch` this is always so. If torch records a call, its results are copied from the output's memory to
-            new arrays.
+            outputs are new arrays, to which rows are copied from other memory of the layer; `dispatch_recv` and
+            `redispatch` always do this. If torch records a call, its results are copied from the output's memory to new
+            arrays.
         keeps_outputs: with output_buffers: an output of `dispatch` stays valid as long as it is referenced, like a new
             array, also in calls that torch records. A buffer is then free again when the last array in it is gone. If
             none is free, the rows of a dispatch pass through one more buffer, and are copied to new arrays. On GPUs the
-            same happens with arrays of other libraries than torch 2.8 or later, and in dispatches that are captured in
-            a graph or get a stream. Rows of a combine that lie elsewhere are copied to that additional buffer, from
-            which peers load them.
+            rows are also copied if the arrays are not torch's, if torch is older than 2.8, or if the dispatch is
+            captured in a graph or is given a stream. If rows of a combine lie in other memory, they are copied to that
+            additional buffer, and peers load them from it.
         minus_one_drops: expert ids are as DeepEP's callers pass them: int32 or int64 with every layout, and only -1
             drops a slot. The id num_tot_experts is then out of range.
         capacity: see `DispatchCombineContext.create`.
 
     Attributes:
-        ep_config: sizes and types; with lost_ranks, those for the remaining ranks.
-        lost_ranks: the argument, in ascending order.
-        layout, max_recv_tokens: the arguments; with layout="padded", max_recv_tokens is the number of padded rows.
+        ep_config: sizes and types; with lost_ranks those of the remaining ranks.
+        lost_ranks: the argument, sorted.
+        layout, max_recv_tokens: as given; max_recv_tokens is the number of padded rows with layout="padded".
         quantized: whether tokens are sent in float8.
         ctx: the buffers and launches.
-        forms: the forms of the layer's calls.
+        forms: the forms of its calls.
         under_way: the calls in two halves whose second half is pending.
 
     Raises:
@@ -199,9 +200,9 @@ class EPAll2AllLayer:
         """Returns a layer for calls of at most max_tokens tokens per rank; all ranks pass the same number. With
         layout="padded" its outputs have room for that number of tokens from each rank.
 
-        The narrowed layer shares this layer's memory, and is unusable after this layer's `finalize`. One dispatch and
-        one combine can be in flight in this layer and its narrowed layers together. A descriptor may be used only with
-        the layer that made it. The layers of the latest few numbers are cached.
+        The narrowed layer shares this layer's memory, and ends with this layer. One dispatch and one combine can be in
+        flight in this layer and its narrowed layers together. A descriptor can be used only with the layer that made
+        it. The layers of the latest few numbers are cached.
 
         Args:
             max_tokens: from 1 to this layer's max_tokens.
@@ -234,20 +235,19 @@ class EPAll2AllLayer:
         )
 
     def finalize(self) -> None:
-        """Releases the layer's memory. All ranks call this together; a second call does nothing."""
+        """Releases the layer's memory. All ranks call this together; further calls do nothing."""
         self.ctx.finalize()
 
     def shrink(self, communicator: Communicator | None = None) -> EPAll2AllLayer:
-        """Returns this layer on the remaining ranks, whether or not a rank has failed. All remaining ranks call this
+        """Returns this layer on the remaining ranks, after a failure or without one. All remaining ranks call this
         together.
 
-        Experts keep their numbers, and the options stay the same. Slots that choose an expert of a lost rank are
-        dropped, and `desc.lost_slots` marks them. Tokens in flight in this layer when it failed must be dispatched
-        again.
+        Experts keep their numbers, and all options stay. Slots that choose an expert of a lost rank are dropped;
+        `desc.lost_slots` names them. Tokens in flight in this layer when it failed must be dispatched again.
 
         Args:
-            communicator: the result of `Communicator.shrink` of this layer's communicator. If None, this call shrinks
-                the communicator, and the new layer's `finalize` closes the shrunk one.
+            communicator: the result of `Communicator.shrink` of this layer's communicator. With None, this call shrinks
+                the communicator, and the new layer's `finalize` closes the shrunk communicator.
 
         Raises:
             ArgumentError: `communicator` was not shrunk from another.
@@ -297,17 +297,17 @@ class EPAll2AllLayer:
         """Sends each token to its experts.
 
         Args:
-            input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype it
-                may also be a pair of rows in float8 and their scales, float32 [T, scales of a row].
+            input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype
+                also a pair of rows in float8 and their scales, float32 [T, scales of a row].
             exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
                 is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost also drop the slot.
-                With layout="rank" the ids may also be int64, and -1 also drops a slot. See also minus_one_drops. With
+                With layout="rank" ids may also be int64, and -1 also drops a slot. See also minus_one_drops. With
                 layout="padded" a token that chooses an expert twice takes two of the expert's rows.
             weight: [T, topk] of `weight_dtype`, to send with the tokens; or None. All ranks or none pass weights.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
-                numbered over all ranks, in the order of ranks. For each rank the indices must be a permutation of the
+                numbered over all ranks, in the order of ranks. For each rank, the entries must be a permutation of the
                 rank's rows. Not with layout="rank" or "padded", or expert_alignment.
-            stream: where to queue the call; as for `Communicator.all_reduce`.
+            stream: where to queue it; as for `Communicator.all_reduce`.
 
         Returns:
             The rows, [R, hidden]: one for each slot of this rank's experts, ordered by expert, then the source's rank,
@@ -322,9 +322,9 @@ class EPAll2AllLayer:
 
         Raises:
             ArgumentError: an argument is wrong on this rank, and the call had no effect; or an expert id is out of
-                range on any rank: then all ranks raise this, and the layer stays usable.
+                range on any rank, which all ranks raise, and the layer stays usable.
             CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
-                it has room for; see `check`. With `grows`, also if a rank has more than max_tokens tokens.
+                it has room for; see `check`. With `grows` also: a rank has more than max_tokens tokens.
             MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
@@ -332,7 +332,7 @@ class EPAll2AllLayer:
         if recorder is None:
             return self.dispatch_unrecorded(input, exp_indices, weight, full_scatter_indices, stream)
         self._refuse_under_way()
-        # A backward pass needs the rows, so later dispatches must not overwrite them.
+        # A recorded call's rows are copied: a backward pass needs them, so later dispatches must not overwrite them.
         forms = self.forms.dispatches[self._parts.options.keeps_outputs]
 
         def call() -> Any:
@@ -368,7 +368,7 @@ class EPAll2AllLayer:
         *,
         stream: StreamLike = None,
     ) -> SentCall:
-        """Makes the first half of `dispatch`: queues the sends, without waiting.
+        """The first half of `dispatch`: queues the sends and does not wait.
 
         The arguments must not change until `dispatch_recv`. One dispatch can be in flight at a time.
         """
@@ -379,7 +379,7 @@ class EPAll2AllLayer:
         return sent
 
     def dispatch_recv(self, pending: SentCall, *, stream: StreamLike = None) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        """Makes the second half of `dispatch`: receives the rows. Returns and raises as `dispatch`."""
+        """The second half of `dispatch`: receives the rows. Returns and raises as `dispatch`."""
         self.ctx.require_usable()
         under_way = self.under_way
         if pending is not under_way.sent or pending is None:
@@ -397,7 +397,8 @@ class EPAll2AllLayer:
         return received
 
     def redispatch(self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None) -> Any:
-        """Sends other values of the same tokens by the routing of an earlier dispatch, without counting rows again.
+        """Sends other values for the same tokens, with the routing of an earlier dispatch. The call does not count the
+        rows again.
 
         `redispatch` is the adjoint of `combine`.
 
@@ -432,23 +433,23 @@ class EPAll2AllLayer:
     ) -> Any:
         """Sends the experts' rows back, and sums the rows of each token.
 
-        On one node the rows are added in the order of k, or with layout="rank" in the order of ranks, in float32
-        (float64 for float64), and the sum is rounded once. With enable_local_combine each rank's partial sum is
-        rounded, and the partial sums are added in the order of ranks. Across nodes, each node's partial sum is likewise
-        rounded before these sums are added.
+        On one node the sum is made in the order of k, or with layout="rank" in the order of ranks, in float32 (float64
+        for float64), and rounded once. With enable_local_combine, each rank's partial sum is rounded, and the partial
+        sums are added in the order of ranks. Between nodes, each node's partial sum is rounded, and the partial sums
+        are added in the order of nodes.
 
         Args:
             input: [R, hidden] of `dtype`, in the order of the dispatch's output.
             ep_a2a_layout_desc: the descriptor of that dispatch.
             weights: float32 [R]: the factor of each row in the sum, such as the weights that the dispatch returned;
                 None for 1. Either all ranks pass weights, or none.
-            topk_weights: float32 [T, topk]: instead of `weights`, the factor of each slot of this rank's tokens,
-                applied by this rank when it sums. Possible only if all ranks reach each other's memory, and without
+            topk_weights: float32 [T, topk], instead of `weights`: the factor of each slot of this rank's tokens,
+                which this rank applies when it sums. Only if all ranks reach each other's memory, and without
                 enable_local_combine.
-            added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. They get no gradients.
-            order_ids: the expert ids of the dispatch. A token's ranks are then summed in the order in which the token's
-                last slots for each rank come. Possible only on one node, with layout="rank" or enable_local_combine,
-                and without lost ranks.
+            added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. These arrays get no gradients.
+            order_ids: the expert ids of the dispatch. The rows that a token has on several ranks are then added in the
+                order of the token's last slot on each rank. Only on one node, with layout="rank" or
+                enable_local_combine, and no lost ranks.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 
@@ -488,8 +489,8 @@ class EPAll2AllLayer:
 
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
         """With output_buffers, returns an array for the experts' results, [R, hidden] of `dtype`: `combine` lets peers
-        load its rows instead of sending them. The array has the same memory for every dispatch, and the memory may be
-        reused after `combine`. With keeps_outputs the array stays valid, and is a new array if no buffer is free.
+        load its rows instead of sending them. Every dispatch gets the same memory, which is free again after `combine`.
+        With keeps_outputs the array stays valid, and is a new one if no buffer is free.
 
         Args:
             ep_a2a_layout_desc: the descriptor of the dispatch.
@@ -498,7 +499,7 @@ class EPAll2AllLayer:
         config, outputs, arrays = self.ep_config, self.ctx.workspace.outputs, self.ctx.arrays.like(desc.like)
         shape, native = (*self._parts.leading(desc.rows), config.hidden), arrays.type_of(config.token)
         if outputs is not None:
-            # Only torch's current stream is known.
+            # For libraries other than torch, the current stream is not known at this point.
             on_current = arrays.is_torch and self._parts.outlives_no_graph(self.ctx.stream_for(None, desc.like))
             taken = outputs.take_for_combine(arrays, config.token, on_current_stream=on_current)
             if taken.whole is not None:
@@ -514,7 +515,7 @@ class EPAll2AllLayer:
         topk_weights: Any = None,
         stream: StreamLike = None,
     ) -> SentCall:
-        """Makes the first half of `combine`: queues the sends, without waiting.
+        """The first half of `combine`: queues the sends and does not wait.
 
         `input` and the weights must not change until `combine_recv`. One combine can be in flight at a time.
         """
@@ -525,7 +526,7 @@ class EPAll2AllLayer:
         return sent
 
     def combine_recv(self, pending: SentCall, *, out: Any = None, stream: StreamLike = None) -> Any:
-        """Makes the second half of `combine`: sums the received rows. Returns and raises as `combine`."""
+        """The second half of `combine`: sums the received rows. Returns and raises as `combine`."""
         self.ctx.require_usable()
         under_way = self.under_way
         if pending is not under_way.returned or pending is None:
@@ -540,14 +541,14 @@ class EPAll2AllLayer:
                 return pending.receive(stream, out)
             rows, weights = pending.recorded
             return recorder.combine(self, lambda: pending.receive(stream), rows, weights, pending.desc)
-        except ArgumentError:  # the caller's mistake, so the call had no effect
+        except ArgumentError:  # the caller's error: the call had no effect
             under_way.returned, under_way.end_combine = pending, end
             raise
 
     def combine_weights(
         self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None
     ) -> Any:
-        """Sends a number for each slot from the rank of the slot's expert back to the token's rank.
+        """Sends one number for each slot from the rank of the slot's expert back to the token's rank.
 
         Args:
             input: float32 [R]: the number of each row. With layout="rank" [R, topk], zero where `local_expert_ids` is
@@ -592,15 +593,15 @@ class EPAll2AllLayer:
     # -- checking ---
 
     def check(self) -> None:
-        """Raises the errors of the dispatches that ended since the last check. All ranks that have waited for these
-        dispatches raise the same errors.
+        """Raises the errors of the dispatches that ended since the last check: the same errors on all ranks that have
+        waited for these dispatches.
 
-        With max_recv_tokens only this method raises these errors, because `dispatch` does not wait.
+        With max_recv_tokens only this call raises these errors, because `dispatch` does not wait.
 
         Raises:
             CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
                 it has room for, because tokens chose it twice. Rows that did not fit were dropped, and count as zero in
-                `combine`. The error's `needed` is the most rows that a rank, or an expert, received.
+                `combine`. `needed` is the most rows of a rank, or of an expert.
             ArgumentError: an expert id was out of range, and its slot was dropped; or full_scatter_indices were not a
                 permutation, or covered fewer tokens than the ranks have. Only ranks whose rows are affected raise the
                 error about full_scatter_indices.

@@ -89,7 +89,7 @@ PyObject* proxyccl_stream(LayerForm* form, PyObject* x, PyObject* given) {
   return PyErr_Occurred() != NULL ? NULL : Py_NewRef(form->latest_stream);
 }
 
-/* Whether a stream is torch's current stream and also the dispatch's stream, in whose order torch reuses memory.
+/* Whether a stream is both torch's current stream, in whose order torch reuses memory, and the dispatch's stream.
  * Returns -1 with an exception set on failure. */
 static int is_in_order(const LayerForm* form, const Descriptor* desc, PyObject* stream) {
   PyObject* const kind = form->stream_type;
@@ -131,7 +131,7 @@ PyObject* proxyccl_new_array(const LayerForm* form, PyObject* maker, int may_be_
 
 /* -- calls whose first half is queued --- */
 
-static PyTypeObject* sent_type; /* made once for the process */
+static PyTypeObject* sent_type; /* the type is made once per process */
 
 PyObject* proxyccl_sent_call(LayerForm* form, const Descriptor* desc, PyObject* stream, PyObject* rows,
                              PyObject* weights, PyObject* owners, const uintptr_t* at) {

@@ -1,5 +1,5 @@
-/* The base of the forms of a layer's calls: finds a call's stream, issues the call, and makes new arrays. Also
- * SentCall, a call whose first half is queued. */
+/* The base of the forms of a layer's calls; a form is a call that was prepared for certain kinds of arrays. The base
+ * finds a call's stream, issues the call, and makes new arrays. SentCall is a call whose first half is queued. */
 #ifndef PROXYCCL_LAYER_FORM_H
 #define PROXYCCL_LAYER_FORM_H
 
@@ -26,9 +26,9 @@ typedef struct LayerForm {
   PyObject* current;     /* current(device): returns the handle of torch's current stream; None for other libraries */
   PyObject* stream_type; /* CurrentStream */
   PyObject* stream_of; /* stream_of(x, given): returns the stream of a call that does not use torch's current stream */
-  PyObject* queue;     /* queue(desc, prepared, stream, owners): issues a call on the stream of stream_of */
+  PyObject* queue;     /* queue(desc, prepared, stream, owners): issues a call on the stream that stream_of returned */
   PyObject* device;
-  uint64_t* number;  /* the field of the call that names its dispatch */
+  uint64_t* number;  /* the field of the call that holds the number of its dispatch */
   PyObject* address; /* address(array): returns the address of an array that the layer made; None for torch's arrays */
   PreparedCall first, second; /* first: a whole call or its first half; second: its other parts */
 } LayerForm;
@@ -40,7 +40,7 @@ typedef struct CallArrays {
   PyObject *rows, *weights;
 } CallArrays;
 
-/* These functions add their types to the module. They return 0, or -1 with an exception set. */
+/* Each of these functions adds a type to the module. It returns 0, or -1 with an exception set. */
 int proxyccl_add_sent_call(PyObject* module);
 int proxyccl_add_dispatch_form(PyObject* module);
 int proxyccl_add_combine_form(PyObject* module);
@@ -67,8 +67,8 @@ PyObject* proxyccl_stream(LayerForm* form, PyObject* x, PyObject* given);
  * has run. Returns 0, or -1 with an exception set. */
 int proxyccl_issue(const LayerForm* form, const PreparedCall* call, const Descriptor* desc, PyObject* stream,
                    const CallArrays* arrays);
-/* Calls `maker` for a new array, and finds its address, which is not 0 unless the array may be empty. Returns NULL with
- * an exception set on failure. */
+/* Calls `maker` for a new array, and finds the array's address, which is 0 only if the array may be empty. Returns NULL
+ * with an exception set on failure. */
 PyObject* proxyccl_new_array(const LayerForm* form, PyObject* maker, int may_be_empty, uintptr_t* at);
 /* Returns a tuple of a call's arrays, or NULL with an exception set. */
 PyObject* proxyccl_owners(const CallArrays* arrays);

@@ -1,4 +1,6 @@
-"""The descriptor of one dispatch: the origin of every row, for combine and for inspection."""
+"""The descriptor of one dispatch, which tells where each row came from. Combines need it, and programs can inspect
+it.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,21 @@ class _Table:
 
 
 class EPAllToAllLayoutDesc(Descriptor):
-    """Describes the rows of a dispatch. `combine` and `redispatch` need it.
+    """Describes the rows of a dispatch, for `combine` and `redispatch`.
 
     The tables lie on the device, in arrays of the tokens' library. Three tables are only for inspection
     (`token_dst_scatter_idx`, `topk_indices_tensor`, `send_reqs_recv_tensor`) and are made on first access, which waits
     for the dispatch, or raises ArgumentError if it was not received yet. The other tables are undefined until the
-    dispatch has ended. Row numbers count the rows of one rank's output. A *counterpart* is the rank of another node
-    with this rank's number within its node.
+    dispatch has ended. A row number is an index into the output of one rank. A *counterpart* is the rank of another
+    node with this rank's number within its node.
 
     Attributes:
         owner: the DispatchCombineContext that made the dispatch.
         num_dispatch_token_cur_rank: T, the tokens that this rank dispatched.
         counts_rows: whether kernels count the received rows in `num_recv_tokens`.
         lost_slots: bool [T, topk]: the slots that were dropped because their experts' ranks are lost; None if the layer
-            has no lost ranks. All other fields number the remaining ranks and their experts.
+            has no lost ranks. In all other fields, the numbers of ranks and experts count only the remaining ranks and
+            their experts.
         chosen_rows: in the exact mode with layout="rank", or with expert_alignment: for each expert of this rank the
             number of rows that chose it. Else None.
         output_buffer: the number, from 1, of the layer's output buffer that holds the rows; 0 if no buffer does.
@@ -59,9 +62,9 @@ class EPAllToAllLayoutDesc(Descriptor):
         source_tokens: With layout="rank" or "padded", int32 [R]: each row's token, by its number on the source rank.
             Else None.
         row_slots: int32 [R]: the slot, among its token's topk slots, that each row is for. With expert_alignment, rows
-            in gaps have -1 here, and undefined entries in the other tables.
+            in gaps have -1 in this table, and undefined entries in the other tables.
         slot_rows: int32 [world_size, max_tokens, topk]: this rank's row of each slot of each rank's tokens; negative if
-            the slot is dropped, belongs to another rank, or its row did not fit. Entries past a rank's tokens are
+            the slot is dropped, belongs to another rank, or its row did not fit. Entries after a rank's last token are
             undefined.
         expert_rows: With layout="padded", int32 [experts of this rank]: the rows of each expert, at most its room. Else
             None.
@@ -92,7 +95,9 @@ class EPAllToAllLayoutDesc(Descriptor):
             raise ArgumentError(argument, self.missing)
 
     def mark_received(self, *, refused: bool = False) -> None:
-        """Records that the kernels that fill the tables are queued; with `refused`, that they never will be."""
+        """Records that the kernels that fill the tables are queued; with `refused`, records that these kernels will
+        never be queued.
+        """
         self.missing = _REFUSED if refused else None
 
     def table(self, name: str) -> Any:
@@ -153,8 +158,8 @@ class EPAllToAllLayoutDesc(Descriptor):
     @cached_property
     def topk_indices_tensor(self) -> Any:
         """int32 [T, topk] on one node: the expert ids. Across nodes [nnodes, max_tokens, topk]: entry a has the ids of
-        the counterpart on node a, and -1 past the counterpart's tokens. With layout="rank" the ids are ranks, each once
-        for a token.
+        the counterpart on node a, and -1 past the counterpart's tokens. With layout="rank" the ids are numbers of
+        ranks, and a token has each rank at most once.
         """
         ids = self._expert_ids()
         if self.owner.ep_config.is_intra_node:
@@ -194,7 +199,7 @@ class EPAllToAllLayoutDesc(Descriptor):
                 starts = np.searchsorted(ordered, ordered, side="left")
                 positions[order] = np.arange(slots.size) - starts
                 rows[kept] = first[slots[kept], source] + positions[kept]
-                if room:  # rows beyond an expert's room were left out
+                if room:  # the rows for which an expert had no room were left out
                     kept = kept & (rows < (slots % per_rank + 1) * room)
             else:
                 begin = int(tokens[:source].sum())

@@ -1,5 +1,6 @@
-"""The communicator that a layer's user passes, and the nodes of its ranks. All other modules of this package take a
-`Group`."""
+"""The communicator that a layer's user passes, and the nodes of its ranks. All other modules of this directory take a
+`Group`.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from proxyccl.channels.segment.error_record import raised
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
 
-# The names by which ranks compare the making of a layer, the exchange of their numbers of tokens before that, and its
-# end. Ranks may finalize several layers in different orders.
+# The names by which ranks compare three calls: making a layer, the exchange of numbers of tokens before that, and
+# finalizing a layer. Ranks may finalize several layers in different orders.
 NEW_LAYER, LAYER_SIZE, FINALIZE = "new_layer", "layer_size", "finalize"
 register_names(NEW_LAYER, LAYER_SIZE, FINALIZE)
 
@@ -59,7 +60,7 @@ class Members:
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Returns a context that, if its body raises, closes a communicator that was made for the layer."""
+        """Returns a context that closes a communicator that was made for the layer if the body raises an exception."""
         try:
             yield
         except BaseException as error:
@@ -70,7 +71,7 @@ class Members:
     def agree_on(self, arguments: Mapping[str, Any], name: str) -> int:
         """Checks that a new layer's arguments are the same on all ranks, which call this together. All ranks raise the
         same ArgumentError, which names the argument. `name` is the layer's name in mismatch errors. Returns the layer's
-        number, by which its calls are compared.
+        number, which ranks compare in the layer's calls.
         """
         number = self.group.launches.number_object(name)
         self.group.launches.agree(CollectiveCall(NEW_LAYER, of=number))
@@ -90,8 +91,9 @@ class Members:
 
 
 def node_size(group: Group) -> int:
-    """Returns the number of ranks per node, the same on all ranks. If nodes differ in size, returns 1: every rank then
-    counts as a node."""
+    """Returns the number of ranks per node, which is the same on all ranks; 1 if nodes differ in size, because every
+    rank then counts as a node.
+    """
     sizes = {len(members) for members in group.topology.node_members()}
     return sizes.pop() if len(sizes) == 1 else 1
 
@@ -150,7 +152,7 @@ class Nodes:
 
     @property
     def rails(self) -> list[int]:
-        """For each node, the rank whose number within that node equals this rank's number within its own node."""
+        """For each node, the rank that has this rank's number within its node."""
         return [of_node[self.local_rank] for of_node in self.members]
 
     def copied(self, group: Group) -> bool:
@@ -160,8 +162,7 @@ class Nodes:
         return not group.topology.has_remote_pairs() or group.topology.stages_remote_pairs()
 
     def counterpart(self, node: int) -> int:
-        """Returns the rank of one of the configuration's nodes whose number within that node equals this rank's number
-        within its own node."""
+        """The rank of one of the configuration's nodes that has this rank's number within its node."""
         members = self.topology.node_members()
         if len(members) == self.config.num_nodes:
             return members[node][self.topology.local_rank]

@@ -1,5 +1,6 @@
-"""The checked options of an expert-parallel layer, and the values derived from them. Computing these needs neither a
-device nor a peer."""
+"""The options of an expert-parallel layer, checked, and the values derived from them. This module needs no device and
+no peers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from proxyccl.device.errors import ArgumentError
 FLOAT8 = "float8_e4m3fn"
 MOST_BUFFERS = 64
 """The most output buffers of a layer."""
-_SCALES_ALIGNMENT = 16  # in bytes; a row's scales begin at a multiple of this
+_SCALES_ALIGNMENT = 16  # bytes; a row's scales begin at a multiple of this number
 _LAYOUTS = ("expert", "rank", "padded")
 _FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
@@ -37,12 +38,13 @@ _MAY_DIFFER = {"rank", "use_aot", "capacity", "config"}  # these options may dif
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """The arguments of an `EPAll2AllLayer` except its group; its docstring describes them.
+    """The arguments of an `EPAll2AllLayer` except its group; the docstring of `EPAll2AllLayer` describes them.
 
     Attributes:
         proxied: whether all rows go through the proxies.
         call_tokens: the most tokens of one rank in a call; None for max_tokens.
-        config: sizes and types, for the remaining ranks. Its experts are the experts that tokens choose.
+        config: sizes and types, for the remaining ranks. The configuration's experts are the experts that tokens
+            choose.
     """
 
     max_tokens: int
@@ -204,7 +206,7 @@ class LayerOptions:
 
     @cached_property
     def all_experts(self) -> int:
-        """The number of experts, including those of lost ranks."""
+        """Number of experts, including those of lost ranks."""
         return self.config.num_experts_per_rank * self.all_ranks
 
     @cached_property
@@ -218,7 +220,7 @@ class LayerOptions:
 
     @cached_property
     def padded_rows(self) -> int:
-        """If rows are padded, the number of rows that each expert has room for; else 0."""
+        """Rows that each expert has room for, if rows are padded; else 0."""
         return self.all_ranks * self.most_of_call if self.layout == "padded" else 0
 
     @cached_property
@@ -242,7 +244,7 @@ class LayerOptions:
 
     @cached_property
     def scales(self) -> int:
-        """The number of scales of a float8 row, of 4 bytes each; 0 if rows have another type."""
+        """The number of scales, of 4 bytes each, of a row in float8; 0 if rows are of another type."""
         if not self.quantized:
             return 0
         return self.num_scales or -(-self.config.hidden // self.scale_elements)

@@ -18,7 +18,7 @@ class TakenBuffer(Struct, frozen=True):
     """A buffer for one output.
 
     Attributes:
-        number: the buffer's number, from 1; 0 for none.
+        number: the buffer's number, from 1; 0 if there is no buffer.
         whole: the array in whose memory the output's arrays are made: bytes, or for torch any element type. None to
             make new arrays.
         passed: whether rows only pass through the buffer, and are then copied to the output's arrays.
@@ -61,14 +61,14 @@ class OutputBuffers:
         return self._in_turn(number + 1, arrays)
 
     def take_for_combine(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
-        """Returns the buffer for the experts' results of a combine: always the last."""
+        """Returns the buffer for the experts' results of a combine, which is always the last buffer."""
         return self._in_turn(self._count, arrays)
 
     def address(self, number: int) -> int:
         return self._parts[number - 1].ptr
 
     def close(self) -> None:
-        """Releases the memory. Arrays that still exist keep it alive."""
+        """Drops this object's reference to the memory. Arrays that still exist keep the memory alive."""
 
     def _in_turn(self, number: int, arrays: LibraryArrays) -> TakenBuffer:
         key = number, arrays
@@ -97,9 +97,9 @@ def _lease_of(nbytes: int) -> Any:
 class KeptOutputs(OutputBuffers):
     """Buffers whose arrays stay valid as long as they are referenced, like new arrays.
 
-    A buffer is free again when the last array in it is gone. On the host runtime nothing else matters. On a GPU,
-    several streams may still have queued work on an array when it is freed. torch's caching allocator knows these
-    streams (`record_stream`), so it allocates the buffers, as places of a pool.
+    A buffer is free again when the last array in it is gone. On the host runtime the buffer can then be reused without
+    further conditions. On a GPU, several streams may still have queued work on an array when it is freed. torch's
+    caching allocator knows these streams (`record_stream`), so it allocates the buffers, as places of a pool.
 
     Rows pass through the last buffer, and are copied, if no other buffer is free, or if the end of the arrays can't be
     observed: on a GPU for libraries other than torch and for a torch without pools, in a graph (which may run after the

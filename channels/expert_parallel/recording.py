@@ -1,4 +1,6 @@
-"""Finds out whether an array library records a call for a backward pass. The library's face does the recording."""
+"""Finds out whether an array library records a call for a backward pass. The face of that library (faces/) does the
+recording.
+"""
 
 from __future__ import annotations
 

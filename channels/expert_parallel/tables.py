@@ -69,7 +69,7 @@ def number_of(table: str | None) -> int:
 
 
 def _rounded(rows: int) -> int:
-    """Rounds a number up to the next number that has at most four significant bits."""
+    """Rounds a number up to the next number with at most four significant bits."""
     unit = 1 << max(0, rows.bit_length() - _LEADING_BITS)
     return -(-rows // unit) * unit
 
@@ -92,7 +92,7 @@ class TableLayouts:
         self._kept_of_rows: dict[tuple[int, bool], Tables] = {}
 
     def of_call(self, rows: int | None, *, buffered: bool, wide_ids: bool) -> Tables:
-        """Returns the tables of a dispatch. They include the tables with an entry for each row only if `rows`, the most
+        """Returns the tables of a dispatch. The tables with an entry for each row are included only if `rows`, the most
         rows of the output, is known. `buffered`: whether rows go to an output buffer.
         """
         key = buffered, rows, wide_ids

@@ -23,7 +23,7 @@ class ExpertWorkspace:
         announces: see `Geometry`.
         sleepers: the sleepers of the proxy that sends data to other nodes; None on one node.
         outputs: the output buffers, or None.
-        received_rows: the ProxycclReceivedRows at its CPU address.
+        received_rows: the ProxycclReceivedRows in pinned memory, at its address for the CPU.
     """
 
     def __init__(self, group: Group, nodes: Nodes, shape: WorkspaceShape) -> None:
@@ -113,14 +113,16 @@ class ExpertWorkspace:
 
     @property
     def chosen_rows(self) -> list[int]:
-        """Returns how many slots chose each of this rank's experts, in the dispatch that was counted last. Valid only
-        with a row for each rank, or with expert_alignment.
+        """Returns how many slots chose each of this rank's experts, in the dispatch that was counted last. The result
+        is valid only with layout="rank" or with expert_alignment.
         """
         numbers = ffi.cast("char *", self._received_rows.host_ptr + self._chosen_at)
         return memoryview(ffi.buffer(numbers, 4 * self._told_experts)).cast("I").tolist()
 
     def close(self) -> None:
-        """Frees memory and channels. No kernel of any rank may still use them, and all proxies must have drained."""
+        """Frees memory and channels. No kernel of any rank may still use them, and all proxies must have carried out
+        their triggers.
+        """
         if not self._group.failure.closed:
             free_handles(self._group, self._channels)
         self._memory.close()

@@ -16,7 +16,7 @@ _KINDS = 3
 
 
 class ScheduleLinks:
-    """Channels of this rank's proxy for schedules. All ranks make their channels together.
+    """The channels of this rank's proxy that schedules use. All ranks make these channels together.
 
     Attributes:
         posts: by peer, the channel on which both ranks post to each other the places of their outputs.
@@ -32,7 +32,7 @@ class ScheduleLinks:
         self.posts, self.scratch_posts, self.sends = schedule_channels(group, peers, _KINDS)
 
     def post(self, peer: int, place: ScheduleSpan) -> SchedulePost:
-        """Returns the step that lets a peer write its part of this rank's output at `place`."""
+        """Returns a post that lets a peer write its part of this rank's output at `place`."""
         return SchedulePost(self.posts[peer], place.memory.id_at(peer), place.offset)
 
     def send(
@@ -47,8 +47,9 @@ class ScheduleLinks:
         stage: int | None = None,
         to_scratch: bool = False,
     ) -> ScheduleSend:
-        """Returns the step that sends bytes at `place` to where the peer has posted its output, or its scratch
-        memory."""
+        """Returns a send of the bytes at `place` to the place that the peer has posted, in its output or its scratch
+        memory.
+        """
         channels = self.scratch_posts if to_scratch else self.posts
         return ScheduleSend(
             self.sends[peer],
@@ -64,7 +65,7 @@ class ScheduleLinks:
 
 
 def schedule_channels(group: Group, peers: Sequence[int], kinds: int) -> list[dict[int, int]]:
-    """Makes channels to each of the peers, together with all ranks. Returns them by kind and peer.
+    """Makes channels to some peers, and returns them by kind and peer. All ranks make the channels together.
 
     Args:
         peers: other ranks, each of which names this rank among its peers.

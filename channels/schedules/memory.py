@@ -1,8 +1,8 @@
 """Memory that schedules name: its addresses, and its ids in this rank's proxy and in the peers' proxies.
 
 On one host schedules use the memory that the rank has announced (symmetric.py): peers' proxies map it when the rank
-first receives there. Between hosts they use memory that all ranks registered together, because only registration tells
-peers addresses and keys.
+first receives data in it. Between hosts they use memory that all ranks registered together, because only registration
+tells peers addresses and keys.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _BOX_IDS = Codec[dict[int, int]](dict[int, int], 1 << 20, name="memory ids of pi
 _BOX_BYTES = 256 << 10
 _BOX_OFFSETS: dict[Side, int] = {"source": 0, "target": _BOX_BYTES, "scratch": _BOX_BYTES}
 CHUNKS_DONE, HERE, TAKEN, BLOCKS_DONE, OPENED = 0, STAGES, 2 * STAGES, 2 * STAGES + 1, 2 * STAGES + 2
-"""Offsets of the words by which the blocks of a reduction synchronize (ProxycclArrived). At each of the first two
-offsets, an array with one word per stage begins.
+"""Offsets of the words by which the blocks of a reduction synchronize (ProxycclArrived). The first two offsets begin
+arrays with one word for each stage.
 """
 
 
@@ -51,7 +51,7 @@ class ScheduleMemory(Protocol):
 
 
 class ScheduleSpan(Struct, frozen=True):
-    """The bytes of a `ScheduleMemory` from `offset` on, which begin at the address `ptr`."""
+    """The bytes of a `ScheduleMemory` from `offset` on; `ptr` is the address of the first byte."""
 
     memory: ScheduleMemory
     offset: int
@@ -74,8 +74,7 @@ class _AnnouncedMemory(Struct, frozen=True):
 
 class _PinnedBoxes:
     """Pinned memory of each rank through which its schedules send and receive short data, which the proxies' CPUs copy.
-    A rank sends from one box and receives in the other; two boxes suffice, because only one side of a schedule
-    receives. All ranks make the boxes together.
+    Schedules send from one box and receive in the other. All ranks make the boxes together.
     """
 
     def __init__(self, group: Group) -> None:
@@ -90,15 +89,15 @@ class _PinnedBoxes:
 
 
 class ScheduleMemories:
-    """Finds memory that schedules can name for arrays, and stages the other arrays. All ranks construct a
-    `ScheduleMemories` together.
+    """Finds the memory by which schedules can name an array, or gives staging memory for the array. All ranks construct
+    a `ScheduleMemories` together.
 
     Attributes:
         staged_together: whether all ranks make staging memory together, including ranks that need none.
-        pinned_bytes: the most bytes of one side of a schedule that go through pinned memory, where the CPU moves them.
-        own_box_bytes: the most bytes of a copy within the device that a stream makes by way of the next rank's memory.
-        reduction_words: device memory for the words from `CHUNKS_DONE` to `OPENED`, which are 0 whenever no kernel
-            runs.
+        pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them. If transports
+            stage data, a limit for each peer.
+        own_box_bytes: most bytes that a stream copies within the device through the next rank's memory.
+        reduction_words: device memory for the words from `CHUNKS_DONE` to `OPENED`; zero between kernels.
     """
 
     def __init__(self, group: Group) -> None:
@@ -109,8 +108,8 @@ class ScheduleMemories:
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
         own_box = group.world_size > 1 and not self.staged_together  # on one host all ranks have the same driver
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
-        # The next rank's box is opened now, because its first use may be in a capture. The previous rank uses this
-        # rank's box.
+        # The next rank's box is mapped now, because a captured graph may be the first to use it. The previous rank uses
+        # this rank's box.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
@@ -141,21 +140,21 @@ class ScheduleMemories:
         return None if announced is None else self._received(announced, ptr)
 
     def pinned(self, side: Side, nbytes: int) -> ScheduleSpan | None:
-        """Returns pinned memory for data that is so short that the CPU moves it faster than the driver would; None for
-        longer data.
+        """Returns pinned memory if the data is so short that CPUs move it faster than the driver; None for longer data.
 
         Args:
             side: the memory's purpose.
-            nbytes: the bytes of the longest side of any rank, so that either all ranks get pinned memory or none does.
+            nbytes: size of the longest input or output of any rank, so that either all ranks find pinned memory or no
+                rank does.
         """
         if self._boxes is None or nbytes > min(self.pinned_bytes, _BOX_BYTES):
             return None
         return ScheduleSpan(self._boxes, _BOX_OFFSETS[side], self._boxes.ptr + _BOX_OFFSETS[side])
 
     def own_copy(self, dst: int, src: int, nbytes: int) -> list[CopyBytes]:
-        """Returns the operations by which a stream copies within the device. Short copies go to the next rank's device
-        and back, by copy engines, because a direct copy would be a kernel that waits for a multiprocessor. One stream
-        at a time may use such copies.
+        """Returns a stream's copies within the device. Short copies go to the next rank's device and back, by copy
+        engines, because a direct copy would be a kernel that waits for a multiprocessor. One stream at a time may use
+        such copies.
         """
         if self._own_box is None or dst == src or not 0 < nbytes <= self.own_box_bytes:
             return [CopyBytes(dst, src, nbytes)]
@@ -164,8 +163,8 @@ class ScheduleMemories:
     def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
         """Returns the span that `source` or `target` found, else memory to stage this many bytes in.
 
-        Where `staged_together`, all ranks call this together, each with the span that it has found. Raises the errors
-        of `stage`.
+        If `staged_together`, all ranks call this together, each with the span that it has found. Raises the errors of
+        `stage`.
         """
         if found is not None and not self.staged_together:
             return found
@@ -173,10 +172,9 @@ class ScheduleMemories:
         return found or stage
 
     def stage(self, side: Side, nbytes: int) -> ScheduleSpan:
-        """Returns device memory of at least this many bytes that peers' proxies reach. Later calls for the same side
-        return the same memory.
+        """Returns device memory of at least this many bytes that peers' proxies reach; all calls share it.
 
-        Where `staged_together`, all ranks call this together with the same arguments.
+        If `staged_together`, all ranks call this together with the same arguments.
 
         Raises:
             ResourceError: the device has no room, or a proxy has no ids left for memory.
@@ -200,7 +198,7 @@ class ScheduleMemories:
         return span
 
     def close(self) -> None:
-        """Frees the memory that this object has made. No schedule of any rank may still use it."""
+        """Frees the memory that this object allocated. No schedule of any rank may still use it."""
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()
@@ -219,11 +217,10 @@ class ScheduleMemories:
         return None
 
     def _find(self, ptr: int, nbytes: int) -> Announced | None:
-        """Returns the announced range of an array; None if there is none, or arrays have used up their share of memory
-        ids.
+        """Returns the announced range of an array; None if arrays have taken their limit of memory ids.
 
-        Also returns None if `Calls` has classed the array as memory that schedules don't name, because one form serves
-        all such arrays.
+        Also None if `Calls` treats the array as memory that schedules don't name, since one form serves all such
+        arrays.
         """
         if not self._group.launches.calls.reach_of(ptr, nbytes) & NAMED_BY_PROXIES:
             return None
@@ -232,7 +229,7 @@ class ScheduleMemories:
         return announced if may else None
 
     def _received(self, announced: Announced, ptr: int) -> ScheduleSpan | None:
-        if announced.lent:  # not registered by the program, so the call must not wait for late replies
+        if announced.lent:  # the program did not register the array; the call must not wait, as peers may reply late
             found = self._group.symmetric.memories_at_peers(announced) if announced.for_proxies else None
         else:
             found = self._memories_at_peers(announced)
@@ -248,8 +245,8 @@ class ScheduleMemories:
         return ScheduleSpan(_AnnouncedMemory(own, at_peers), ptr - announced.start, ptr)
 
     def _memories_at_peers(self, announced: Announced) -> dict[int, int]:
-        """Returns the ids of the memory in the peers' proxies, once all peers have replied. Peers reply in their
-        watchers' threads or in their calls, even while they wait.
+        """Waits until peers' proxies have the memory. The reply comes from the peers' watchers or from calls that peers
+        are making, so the wait can't deadlock with a wait of the peers.
         """
         symmetric, failure = self._group.symmetric, self._group.failure
         deadline = time.monotonic() + self._group.timeout
@@ -263,13 +260,13 @@ class ScheduleMemories:
                         operation="map for schedules",
                     )
                 )
-            symmetric.update()  # sends this rank's replies, for which peers may be waiting
+            symmetric.update()  # this update sends this rank's replies, for which peers may be waiting
             time.sleep(_POLL_SECONDS)
         return found
 
 
 def _at_next(group: Group, box: Array | None) -> int | None:
-    """Returns the address of the next rank's box, which only this rank uses; None if this rank can't reach that box."""
+    """The address of the next rank's box, which only this rank uses; None if this rank can't reach that box."""
     if box is None:
         return None
     memory, following = register(group, box), (group.rank + 1) % group.world_size

@@ -21,14 +21,14 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations, WaitV
 from proxyccl.proxy.schedule import Schedule, ScheduleReceive, ScheduleSend
 
 _MOST_PREPARED = 1024
-_COPY = 1  # index of the copy among a receive's operations, which begin and end with words
+_COPY = 1  # index of the copy among a receive's steps: operations on words, the copy, operations on words
 
 
 class _Flow:
-    """The data that one rank sends to a neighbour, and the slots for it.
+    """The data that goes from one rank to a neighbour.
 
     Attributes:
-        channel: carries the data in one direction, and the signals for free slots in the other.
+        channel: carries the data in one direction, and the signals that free slots in the other direction.
         count: the number of sends, or of receives, that this rank has made.
         begin: offset of the flow's slots in this rank's memory.
         sent: by slot, the event at the end of the slot's latest send; only on GPUs.
@@ -42,14 +42,14 @@ class _Flow:
 
 class RingSlots:
     """Slots between the ranks of a group and their neighbours. All ranks construct a `RingSlots` together, with the
-    same arguments.
+    same numbers.
 
     Sends and receives of one rank run one after the other, whatever their streams, in the order of the calls. A send
-    delays its stream only until the data is copied to a slot of this rank.
+    delays its stream only until its data is copied to a slot of this rank.
 
     Args:
-        group: a group of at least two ranks that is used for nothing else. The slots live until the group ends.
-        slot_bytes: the most bytes of a send.
+        group: at least two ranks; the group must not be used for anything else. The slots live until the group ends.
+        slot_bytes: most bytes of a send.
         slots: how many sends of a rank to a neighbour may have no receive yet. The next send waits for a receive.
 
     Attributes:
@@ -63,7 +63,7 @@ class RingSlots:
     def __init__(self, group: Group, slot_bytes: int, slots: int) -> None:
         self._group, self._slot_bytes, self._slots = group, slot_bytes, slots
         self.neighbours = _neighbours(group.rank, group.world_size)
-        up, down = schedule_channels(group, self.neighbours, 2)  # for sends to higher ranks, and to lower ranks
+        up, down = schedule_channels(group, self.neighbours, 2)  # `up` for data to higher ranks, `down` to lower
         self._array = allocate(group, 2 * len(self.neighbours) * slots * slot_bytes, "uint8", symmetric=True)
         self._memory = register(group, self._array)
         self._rings = ScheduleRings(group)
@@ -77,7 +77,7 @@ class RingSlots:
             self._receives[peer] = _Flow(back[peer], self._begin(number))
             self._sends[peer] = _Flow(to[peer], self._begin(len(self.neighbours) + number))
             self._memory.source_id(peer)
-            self._memory.peer_id(peer)  # maps the memory before any stream waits for a peer
+            self._memory.peer_id(peer)  # maps the peer's memory before any stream waits for a peer
         group.keep(self)
         group.exchange.barrier("slots: all ranks have made their slots")
 
@@ -85,9 +85,9 @@ class RingSlots:
         """Sends an array to a neighbour. Later work of the stream may change the array.
 
         Args:
-            view: the array, of at most `slot_bytes`.
+            view: at most `slot_bytes`.
             peer: a neighbour.
-            stream: None on the host runtime: then the call returns when the array is in the neighbour's slot.
+            stream: None on the host runtime; the call then returns when the array is in the neighbour's slot.
 
         Raises:
             CommunicatorError: the group has failed.
@@ -163,7 +163,7 @@ class RingSlots:
         return [Schedule(sends=(send,), receives=(freed,)), *self._turn(), *rings.end([0], gated=True)]
 
     def _turn(self) -> tuple[WaitValue, WriteValue]:
-        """Returns what a stream does during a schedule: it waits for the receive, does its work, and opens the gate."""
+        """Returns two operations of a stream: it waits for the schedule's receive, and opens the schedule's gate."""
         words = self._rings.words
         return WaitValue(words.stages[0], 1), WriteValue(words.gate, 1)
 
@@ -174,7 +174,7 @@ class RingSlots:
         )
         came = ScheduleReceive(flow.channel, stage=0)
         source = self._array.ptr + flow.begin + slot * self._slot_bytes
-        copy = CopyBytes(source + 1, source, nbytes)  # a placeholder, whose addresses each receive sets
+        copy = CopyBytes(source + 1, source, nbytes)  # a placeholder: each receive sets the addresses
         came_in, opens = self._turn()
         return [
             Schedule(sends=(frees,), receives=(came,)),

@@ -1,5 +1,6 @@
-"""How streams ring schedules: a stream's operations for one call, the schedules' numbers, and the removal of
-schedules."""
+"""How streams start schedules: the operations of a stream for one call, and the adding and removing of numbered
+schedules.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from proxyccl.device.stream_operations import Operation, StreamOperations, WaitV
 from proxyccl.proxy.schedule import Schedule
 
 Step = Operation | Schedule
-"""A step of a stream: it rings a `Schedule`, or carries out an `Operation`."""
+"""The next step of a stream, which rings a `Schedule` and carries out an `Operation`."""
 
 _MOST_DROPPED = 1024
 
@@ -21,8 +22,8 @@ _MOST_DROPPED = 1024
 class ScheduleRings:
     """Adds schedules to the proxy, and removes schedules that streams can no longer ring.
 
-    A captured graph may ring its schedules as long as it lives. The library can't know how long that is, so these
-    schedules are never removed.
+    A captured graph may ring its schedules as long as the graph lives, which the library can't know: these schedules
+    stay.
 
     Attributes:
         words: the memory words by which streams, kernels and the proxy wait for one another.
@@ -31,18 +32,18 @@ class ScheduleRings:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.words = group.links.proxy.schedule_pointers
-        self._dropped: list[tuple[Any, list[int]]] = []  # operations issued by C, and their schedules' numbers
+        self._dropped: list[tuple[Any, list[int]]] = []  # operations that C issued, and the numbers of their schedules
 
     def stage(self, number: int, least: int) -> Operation:
-        """Returns an operation that waits, during a schedule, until the word of a stage is at least `least`."""
+        """Returns an operation that waits, within a schedule, until the word of a stage is at least the value."""
         return WaitValue(self.words.stages[number], least)
 
     def end(self, stages: Collection[int] = (), *, gated: bool = False) -> list[Operation]:
-        """Returns operations that wait for the end of the schedule, and then reset the words that the schedule and the
+        """Returns operations that wait for the end of the schedule, and reset the words that the schedule and the
         stream wrote.
 
         Args:
-            stages: numbers of the stages that no kernel resets. Each such stage costs a write by the stream, which
+            stages: numbers of the stages that no kernel resets. For each such stage the stream makes a write, which
                 takes time.
             gated: whether the schedule's gate was used.
         """
@@ -51,8 +52,8 @@ class ScheduleRings:
         return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:
-        """Adds the schedules among a stream's steps to the proxy, and returns the stream's operations, in which writes
-        of the schedules' numbers to the bell replace the schedules.
+        """Adds the schedules among these operations to the proxy, and returns the operations with the schedules'
+        numbers in place of the schedules.
 
         Raises:
             ResourceError: no numbers are left.
@@ -78,7 +79,7 @@ class ScheduleRings:
         if len(self._dropped) < _MOST_DROPPED or last is None or self._group.runtime.is_capturing(last):
             return
         dropped = self._dropped[:_MOST_DROPPED]
-        del self._dropped[:_MOST_DROPPED]  # only these, because more may be dropped during the wait
+        del self._dropped[:_MOST_DROPPED]  # other threads may add schedules to the list during this call
         event: Event = self._group.runtime.create_event()
         event.record(last)
         event.synchronize()

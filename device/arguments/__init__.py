@@ -1,1 +1,1 @@
-"""Values from callers: flags, integers and texts, checked."""
+"""Checks of values from callers: flags, integers and texts."""

@@ -1,4 +1,5 @@
-"""Integers from callers: Python's, numpy's and torch's, and any other object that can be an index. Rounding them."""
+"""Integers from callers: Python's, numpy's and torch's, and any other object that can be an index. Also rounds
+integers."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def find_items(value: Any) -> list[Any] | None:
     """Returns the items of a caller's collection, in order; None if the value is not a collection."""
     try:
         return list(value)
-    except TypeError:  # an array of no dimensions also raises it, although it has __iter__
+    except TypeError:  # an array of no dimensions also raises TypeError, although it has __iter__
         return None
 
 

@@ -114,7 +114,8 @@ class Array:
     def free(self) -> None:
         """Frees the memory now, not only with the last reference to the array. No queued work may use it.
 
-        On a GPU the caller must end views by ``__cuda_array_interface__`` first: their lifetime is unknown here.
+        On a GPU the caller must drop views by ``__cuda_array_interface__`` first: this library does not know how long
+        they live.
 
         Raises:
             BufferError: numpy, or another library by DLPack, still has views of the array.

@@ -120,7 +120,7 @@ def export_dlpack(array: Exportable) -> Any:
 
 
 def from_dlpack(x: Any, argument: str) -> ArrayView:
-    """Returns a view of an array with ``__dlpack__``.
+    """Returns a view of an array that has ``__dlpack__``.
 
     Raises:
         ArgumentError: the array has no memory, is not contiguous, has an unknown element type or device, or its library

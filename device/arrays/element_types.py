@@ -1,8 +1,8 @@
-"""The table of element types: a new one is one row here.
+"""The table of element types: a new element type needs only a row in it.
 
-From it `dtypes.py` makes the library's `DType` objects, setup.py the host's library of kernels for each type
-that kernels reduce, and `compile_cache.py` the source of one kernel for a run-time compiler. Both sources repeat the
-table's entry for a type, so that no target compiles if `reduce.h` differs.
+From it `dtypes.py` makes the library's `DType` objects, setup.py the host's library of kernels for each type that
+kernels reduce, and `compile_cache.py` the source of one kernel for a run-time compiler. Each of these sources repeats
+the table's entry for a type, so that it does not compile if `reduce.h` differs.
 
 This module imports nothing of the project: setup.py reads it before anything is installed.
 """
@@ -50,7 +50,7 @@ class ElementType:
         return bool(self.c_name) and self.dlpack[0] in (_INT, _UINT)
 
     def c_check(self) -> str:
-        """A line for a kernel source that compiles only if ``reduce.h`` agrees with the table on the type."""
+        """Returns a line for a kernel source that compiles only if ``reduce.h`` agrees with the table on the type."""
         name = self.c_name or self.plan_name
         return (
             f"static_assert(sizeof({name}) == {self.itemsize} && "

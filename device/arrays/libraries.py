@@ -15,7 +15,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 def is_torch(kind: type) -> bool:
-    """Whether a type is torch.Tensor or a subclass. Does not import torch."""
+    """Whether a type is torch.Tensor or a subclass. This check does not import torch."""
     return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__)
 
 
@@ -69,8 +69,8 @@ def _find_instead(kind: type) -> str | None:
 def require_tensor_memory(x: Any, argument: str) -> None:
     """Raises ArgumentError unless a tensor's elements lie in memory of a CPU or a GPU, contiguous or not.
 
-    DTensors and other tensors that are made of tensors have no memory. The same holds for tensors of FakeTensorMode,
-    those within ``torch.vmap`` and other transformations, and those whose storage was freed by ``resize_(0)``.
+    DTensors and other tensors that are made of tensors have no memory. Nor have tensors of FakeTensorMode, those within
+    ``torch.vmap`` and other transformations, and those whose storage was freed by ``resize_(0)``.
     """
     kind = type(x)
     instead = libraries[kind].instead
@@ -100,7 +100,7 @@ def _torch_stream(x: Any) -> int | None:
     device = x.get_device()
     if device < 0:  # -1 is the CPU
         return None
-    # torch's compiled code uses this function too. torch.cuda.current_stream() makes objects and takes microseconds.
+    # torch's compiled code also uses this function. torch.cuda.current_stream() makes objects and takes microseconds.
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
     return stream
 
@@ -116,8 +116,8 @@ def _nothing(_: Any) -> None:
 
 
 class _Library(Struct, frozen=True):
-    """The properties of a type of arrays: its current stream, whether torch owns it, and the advice if it has no
-    memory.
+    """What this module knows about an array type: the function that returns the array's current stream, whether the
+    type is torch's, and the advice in the error for an array without memory.
     """
 
     stream: Callable[[Any], StreamLike]

@@ -22,7 +22,7 @@ def compile_kernels(compiler: Compiler, architecture: str, kernels: Sequence[Shi
         threads: how many are compiled at a time.
 
     Returns:
-        How many images were compiled, and how many were already in the cache.
+        The number of images that were compiled, and the number that were already in the cache.
 
     Raises:
         CompileError: the compiler failed, for example because it does not know the architecture.

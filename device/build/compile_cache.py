@@ -1,9 +1,9 @@
 """A cache of compiled kernels on disk, keyed by everything that goes into them.
 
-The key covers the source with its includes, the options, the compiler and every shipped header, so a cached file
-is never stale. A file ends with its length and digest: a damaged file is compiled again. A new file is written under a
-temporary name and moved into place. Of threads and processes that need the same source at once, the first compiles it
-and the others wait. Loaded code runs as this user, so neither directory nor file may be another user's.
+The key covers the source with its includes, the options, the compiler and every shipped header, so a cached file is
+never stale. A file ends with its length and digest: a damaged file is compiled again. A new file is written under a
+temporary name and moved into place. Of threads and processes that need the same source at the same time, the first
+compiles it and the others wait. Loaded code runs as this user, so neither directory nor file may be another user's.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def shipped_source(file: str, kernel: str, dtype: str | None, op: str | None) ->
 
 
 def cache_dir() -> Path:
-    """``$PROXYCCL_CACHE``, else ``proxyccl`` in the user's cache directory, else a directory of ``$TMPDIR``."""
+    """Returns ``$PROXYCCL_CACHE``, else ``proxyccl`` in the user's cache directory, else a directory of ``$TMPDIR``."""
     explicit = os.environ.get("PROXYCCL_CACHE")
     return Path(explicit) if explicit else user_directory("XDG_CACHE_HOME", ".cache", "cache")
 
 
 @functools.cache
 def headers_digest() -> str:
-    """A digest of all shipped headers and kernels."""
+    """Returns a digest of all shipped headers and kernels."""
     digest = hashlib.sha256()
     for path in sorted([*INCLUDE_DIR.rglob("*.h*"), *KERNEL_DIR.rglob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -133,8 +133,7 @@ def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> t
 
 
 def _found(directory: int, path: Path) -> bytes | None:
-    """Returns a file's contents. None if the file does not exist; also if it is damaged or untrusted, which is
-    logged."""
+    """Returns a file's contents; None if the file does not exist, or if it is damaged or untrusted, which is logged."""
     try:
         content = unsealed(read_private(directory, path))
     except FileNotFoundError:
@@ -167,7 +166,7 @@ _open: dict[tuple[int, int], int] = {}  # by device and inode
 
 
 def _keep_open(descriptor: int) -> int:
-    """Returns a descriptor of the same directory that stays open, so that paths of loaded objects stay unique."""
+    """Returns a descriptor of the same directory, which stays open, so that paths of loaded objects stay unique."""
     info = os.fstat(descriptor)
     identity = info.st_dev, info.st_ino
     kept = _open.setdefault(identity, descriptor)
@@ -198,7 +197,7 @@ def _file_in_memory(name: str) -> Path:
 
 
 def shipped_options(compiler: Compiler, architecture: str) -> tuple[str, ...]:
-    """The compiler options of shipped kernels for an architecture."""
+    """Returns the compiler options of shipped kernels for an architecture."""
     return (*compiler.options(architecture), f"-I{INCLUDE_DIR}", f"-I{KERNEL_DIR}")
 
 

@@ -20,7 +20,7 @@ _OWN_HEADER = re.compile(
     r'[ \t]*(?:"{0}"|<{0}>)[ \t]*'.format(
         r"(?:proxyccl/\w+\.h|mscclpp/\w+\.hpp|cuda_(?:fp16|bf16|fp8)\.h|assert\.h|c(?:assert|stdint|stddef)|stdint\.h)"
     )
-)  # and headers that certainly contain no kernels
+)  # also matches other headers that certainly contain no kernels
 _TOKEN = re.compile(r"\w+|[(){};<>]|\[\[|\]\]")
 _NOT_A_FUNCTION = {"alignas", "decltype", "noexcept", "sizeof"}
 
@@ -68,7 +68,7 @@ def kernel_names(source: str) -> list[str]:
 
 
 def _defined(tokens: list[str], at: int) -> str | None:
-    """Returns the name of the function whose definition continues here; None for a declaration."""
+    """Returns the name of the function whose definition continues with token `at`; None for a declaration."""
     name, depth = None, 0
     for here in range(at, len(tokens)):
         token = tokens[here]
@@ -98,7 +98,7 @@ def kernels_of_image(image: bytes) -> list[str]:
 
 
 def symbols_in_namespace(image: bytes) -> dict[str, str]:
-    """Returns the symbols of an image's kernels in the namespace `proxyccl`, by their names there."""
+    """Returns the symbols of an image's kernels in the namespace `proxyccl`, by their names within the namespace."""
     return {
         match[2][: int(match[1])].decode(): match[0].removesuffix(b".kd").decode()
         for match in _IN_NAMESPACE.finditer(image)

@@ -15,7 +15,7 @@ _PAUSE = 0.01  # seconds between two attempts to lock
 
 @contextlib.contextmanager
 def one_builder(directory: int, path: Path) -> Iterator[bool]:
-    """A context in which other processes that want to build the same file wait, for at most 10 minutes.
+    """Returns a context in which other processes that want to build the same file wait, for at most 10 minutes.
 
     The lock ends with the process, even if the process is killed.
 

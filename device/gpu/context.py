@@ -40,6 +40,6 @@ class DeviceContext:
                 self.driver.make_current(before)
 
     def call(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Returns call(*args), made with the device current."""
+        """Makes the device current, calls `call(*args)` and returns the result."""
         with self.current():
             return call(*args)

@@ -1,4 +1,4 @@
-"""NVIDIA's driver as a `Driver`: cuda-bindings from PyPI, no toolkit."""
+"""NVIDIA's driver as a `Driver`, by cuda-bindings from PyPI; it needs no CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class CudaDriver(Driver):
     def device_count(self) -> int:
         return int(self.call("DeviceGetCount"))
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (one object a process)
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (one object per process)
     def device(self, ordinal: int) -> DeviceInfo:
         handle = self.call("DeviceGet", ordinal)
 
@@ -205,7 +205,7 @@ class CudaDriver(Driver):
         return int(self.call("ThreadExchangeStreamCaptureMode", cu.CUstreamCaptureMode(mode)))
 
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
-        """Raises the kernel's limit, which is 48 KiB at first."""
+        """Raises the kernel's limit of shared memory, which is 48 KiB at first."""
         if nbytes > 48 * 1024:
             kind = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self.call("FuncSetAttribute", cu.CUfunction(function), kind, nbytes)

@@ -47,7 +47,7 @@ class _Export(Struct):
 
 
 class VirtualMemory:
-    """Exports and imports ranges of mapped blocks. One object a process.
+    """Exports and imports ranges of mapped blocks. A process has one such object.
 
     Args:
         driver: CUDA's driver.
@@ -60,10 +60,10 @@ class VirtualMemory:
         self._imported: dict[int, int] = {}
         self._allocated: dict[int, int] = {}
         self._exported: dict[bytes, _Export] = {}  # by request
-        self._lock = threading.RLock()  # of the exports; reentrant for garbage collection
+        self._lock = threading.RLock()  # guards the exports; reentrant, because garbage collection may end an export
 
     def allocate(self, nbytes: int) -> int:
-        """Allocates a separate block on the current context's device and maps it there. Returns its base.
+        """Allocates a separate block on the current context's device and maps it for that device. Returns its base.
 
         Raises:
             DriverError: the device is full, or the driver does not share blocks by file descriptors.
@@ -159,7 +159,7 @@ class VirtualMemory:
             self._driver.release("MemRelease", block)
 
     def end_export(self, handle: bytes) -> None:
-        """Ends an `export`. The last end for a range releases the blocks' memory."""
+        """Ends an `export`. The last `end_export` for a range releases the blocks' memory."""
         self._end(_HANDLE.unpack_from(handle)[2])
 
     def _end(self, request: bytes) -> None:

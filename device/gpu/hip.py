@@ -39,7 +39,7 @@ def _version(number: int) -> str:
 
 
 class HipDriver(Driver):
-    """AMD's driver. ROCm also loads kernels lazily, but is not known to block other calls meanwhile.
+    """AMD's driver. ROCm also loads kernels lazily, but is not known to block other calls while it loads one.
 
     Raises:
         RuntimeUnavailableError: the package, ROCm or a device is missing, or the driver is too old.
@@ -84,7 +84,7 @@ class HipDriver(Driver):
             raise RuntimeUnavailableError(f"hip: ROCm's runtime library lacks {name}: {error}") from None
         return int(status), tuple(results)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (one object a process)
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (one object per process)
     def _address_of(self, name: str) -> int:
         return int(ctypes.cast(getattr(library(), name), ctypes.c_void_p).value or 0)
 
@@ -104,7 +104,7 @@ class HipDriver(Driver):
         status, _ = self._status_of("hipGetDeviceCount")
         return 0 if status == hip.hipError_t.hipErrorNoDevice else int(self.call("GetDeviceCount"))
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (one object a process)
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (one object per process)
     def device(self, ordinal: int) -> DeviceInfo:
         properties = self.call("GetDeviceProperties", ordinal)
         # The order is 0, which means unordered writes, if HIP lacks the attribute.

@@ -20,7 +20,8 @@ def compiler_version() -> tuple[int, int]:
 
 
 def compile_options(architecture: str) -> tuple[str, ...]:
-    """The options of every source, for "gfx942" and the like. Before ROCm 7 __shfl_sync must be requested."""
+    """Returns the options of every source, for an architecture such as "gfx942". Before ROCm 7 __shfl_sync must be
+    requested."""
     return (f"--offload-arch={architecture}", "-std=c++17", "-O3", "-DHIP_ENABLE_WARP_SYNC_BUILTINS")
 
 

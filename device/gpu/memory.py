@@ -90,7 +90,7 @@ class GpuAllocation(GpuMemory):
 
 
 class GpuPinnedMemory(GpuMemory):
-    """Shared memory of the host that the device reaches too. `ptr` is the device's address."""
+    """Shared memory of the host that the device also reaches. `ptr` is the device's address."""
 
     def __init__(self, ptr: int, shared: SharedMemory, unused: UnusedMemory, release: Callable[[], None]) -> None:
         super().__init__(ptr, shared.nbytes, unused.append, release)
@@ -173,7 +173,7 @@ class _PinHolds:
         self._holds: Counter[tuple[str, int]] = Counter()
 
     def unchanged(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which no other thread begins or ends a hold, so that a decision to unpin stays valid."""
+        """Returns a context in which no other thread begins or ends a hold, so that a decision to unpin stays valid."""
         return self._lock
 
     def begin(self, device: tuple[str, int]) -> None:
@@ -194,7 +194,7 @@ class _PinHolds:
 
 
 class _Pin(Struct, frozen=True):
-    """Pinned memory of the host, from an address on.
+    """A range of pinned host memory.
 
     Attributes:
         addresses: an object that keeps the addresses from reuse while they are pinned; None if other code prevents the
@@ -255,8 +255,8 @@ class GpuMemoryRuntime(Runtime):
         return self.context.current()
 
     def share_across_namespaces(self) -> None:
-        """From here on, memory is made of blocks of the driver's virtual memory, which descriptors can pass to other
-        processes.
+        """Makes later calls of `allocate` use blocks of the driver's virtual memory, which descriptors can pass to
+        other processes.
         """
         self._new = self.driver.allocate_block
 
@@ -409,7 +409,7 @@ class GpuMemoryRuntime(Runtime):
         return mapped + nbytes <= base + size
 
     def _check_own(self, device: int, base: int, allocation: int, end: int) -> None:
-        """Raises ArgumentError if a handle of this process is damaged, or its memory was freed."""
+        """Raises ArgumentError if a handle of this process is damaged, or the memory that it names was freed."""
         if not 0 <= device < self.driver.device_count():
             raise ArgumentError("handle", f"names device {device}, which this process does not have")
         with DeviceContext(self.driver, device).current():

@@ -63,7 +63,7 @@ class _LoadedModule:
 
     Attributes:
         handle: the driver's handle.
-        symbols: see `symbols_in_namespace`.
+        symbols: what `symbols_in_namespace` returns for the image.
     """
 
     def __init__(self, context: DeviceContext, image: bytes, unused: UnusedMemory) -> None:
@@ -89,7 +89,7 @@ class GpuRuntime(GpuMemoryRuntime):
             efficient_blocks=min(64, processors),
             copy_blocks=min(32, processors),
             small_threads=32 if small else 512,
-            small_blocks=2 * processors if small else min(32, processors),  # these blocks wait only for running blocks
+            small_blocks=2 * processors if small else min(32, processors),  # its blocks wait only for running blocks
             small_bytes=2 * 1024 if small else 16 * 1024,
             awaits_data=True,
             bytes_per_block=16 * 1024,
@@ -140,7 +140,8 @@ class GpuRuntime(GpuMemoryRuntime):
         )
 
     def warm_up(self, peers: Collection[str]) -> None:
-        """Opens the peers' memory to this device, once, and makes each driver call of a copy and its signal once."""
+        """Opens the peers' memory to this device, if that was not done before, and makes each driver call of a copy and
+        of its signal once."""
         cold = {self.device_id, *peers} - self._warm
         self._warm |= cold
         for peer in range(self.driver.device_count()) if cold else ():
@@ -157,7 +158,7 @@ class GpuRuntime(GpuMemoryRuntime):
                 each.close()
 
     def numa_node(self) -> int | None:
-        """The NUMA node that sysfs names for the device; None if it names none."""
+        """Returns the NUMA node that sysfs names for the device; None if sysfs names none."""
         path = Path("/sys/bus/pci/devices") / self.info.pci_address / "numa_node"
         number = int(path.read_text()) if path.exists() else -1
         return number if number >= 0 else None
@@ -175,14 +176,14 @@ class GpuRuntime(GpuMemoryRuntime):
         return self.info.orders_rdma_writes
 
     def _ordinal(self, device_id: str) -> int | None:
-        """Returns this process's number for a device; None if it does not see the device."""
+        """Returns the number by which this process knows a device; None if the process does not see the device."""
         every = range(self.driver.device_count())
         return next((each for each in every if self.driver.device(each).device_id == device_id), None)
 
     def can_access_peer(self, device_id: str) -> bool:
         """Whether this device's kernels can access the other device's memory.
 
-        Returns True if this process does not see the device: drivers can map such a device's memory too.
+        Returns True if this process does not see the device: drivers can also map such a device's memory.
         """
         if not device_id.startswith(f"{self.name}:"):
             return False
@@ -214,7 +215,7 @@ class GpuRuntime(GpuMemoryRuntime):
     # -- streams ---
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> GpuStream:
-        """Creates a stream. A proxy's stream has priority over others."""
+        """Creates a stream. A proxy's stream has priority over other streams."""
         return GpuStream(self.context, first=for_proxy)
 
     def create_event(self, *, times: bool = True) -> GpuEvent:
@@ -288,7 +289,7 @@ class GpuRuntime(GpuMemoryRuntime):
         Args:
             image: an image for this device's architecture.
             name: the kernel's name.
-            parameters: size and kind of each (kernel.py).
+            parameters: size and kind of each parameter (kernel.py).
             shared: bytes of dynamic shared memory of its launches.
         """
         self.in_flight.wait()

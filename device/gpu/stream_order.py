@@ -29,7 +29,7 @@ _CALLS: dict[str, Callable[..., int]] = {
 
 
 class StreamMark:
-    """The point in a stream that an event marks; see `StreamOrder.mark`. The event is reused when the mark is freed.
+    """A point in a stream, recorded by an event (`StreamOrder.mark`). The event is reused when the mark is freed.
 
     Args:
         order: the order of the stream's device.
@@ -45,7 +45,7 @@ class StreamMark:
         self._order._idle.append(self._event)
 
     def hold(self, stream: int) -> None:
-        """Makes later work of the stream with this handle wait for the mark."""
+        """Makes later work of the stream with this handle wait until the marked point is reached."""
         status = lib.proxyccl_stream_wait(self._order._order, stream, self._event)
         if status:
             self._order.finish(status, "stream wait", (stream, self._event))
@@ -55,7 +55,7 @@ class StreamOrder:
     """Orders the streams of one device, named by their handles. Any thread may use the object; `of` returns the object
     of a device.
 
-    The methods raise DriverError, among others once the device's context is lost.
+    The methods raise DriverError if the driver reports an error, for example because the device's context is lost.
     """
 
     def __init__(self, context: DeviceContext) -> None:
@@ -103,7 +103,7 @@ class StreamOrder:
         """
         event = self._take()
         status = lib.proxyccl_stream_follow(self._order, event, first, then, alike)
-        self._idle.append(event)  # the wait refers to this record, even if the event is recorded again
+        self._idle.append(event)  # the wait refers to this recording of the event, even if the event is recorded again
         if status:
             self.finish(status, "order of streams", (event, first, then, alike))
 

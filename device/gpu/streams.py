@@ -64,7 +64,7 @@ class GpuEvent(Owned):
         super().__init__(context.call, self._driver.release, "EventDestroy", self.handle)
 
     def record(self, stream: StreamLike = None) -> None:
-        """Marks the stream's current end.
+        """Records the event at the stream's current end.
 
         Raises:
             ArgumentError: `stream` is not a stream; or it is None while the calling thread captures a stream into a

@@ -21,7 +21,7 @@ class Hold(Protocol):
     """A condition that may keep this process's allocations from being freed."""
 
     def holds(self) -> bool:
-        """Whether kernels that this process can't wait for may use its memory now. Any thread may ask."""
+        """Whether kernels that this process can't wait for may use its memory now. Any thread may call this method."""
 
 
 _lock = threading.RLock()  # reentrant: garbage collection may free memory anywhere
@@ -29,19 +29,19 @@ _holds: list[Hold] = []
 
 
 def add_hold(hold: Hold) -> None:
-    """Queries a hold before memory is freed, until `remove_hold`."""
+    """Registers a hold, which is queried before memory is freed, until `remove_hold`."""
     with _lock:
         _holds.append(hold)
 
 
 def remove_hold(hold: Hold) -> None:
-    """Ends `add_hold`. A second call does nothing."""
+    """Removes a hold that `add_hold` registered. A second call does nothing."""
     with _lock, contextlib.suppress(ValueError):
         _holds.remove(hold)
 
 
 def is_held() -> bool:
-    """Whether any hold is active. Queries each of them."""
+    """Whether any hold is active. Queries each hold."""
     with _lock:
         holds = list(_holds)
     held = False
@@ -51,7 +51,7 @@ def is_held() -> bool:
 
 
 class UnusedMemory:
-    """The pending calls that free one device's unreferenced memory. Objects for the same device share them."""
+    """The pending calls that free one device's unreferenced memory. A device has one such object."""
 
     _on: ClassVar[dict[tuple[str, int], UnusedMemory]] = {}
     _kept: ClassVar[list[tuple[int, Free]]] = []
@@ -68,7 +68,8 @@ class UnusedMemory:
 
     @classmethod
     def keep_all(cls) -> int:
-        """Keeps the allocations that are pending now, on all devices, and never frees them. Returns their number."""
+        """Keeps the allocations that are pending now, on all devices, and never frees them. Returns the number of these
+        allocations."""
         kept = [each for unused in list(cls._on.values()) for each in take_each(unused._allocations)]
         cls._kept += kept
         return len(kept)
@@ -77,11 +78,11 @@ class UnusedMemory:
         return bool(self._others or self._pins or self._allocations)
 
     def append(self, free: Free) -> None:
-        """Adds a resource that no other device's kernels use: a mapping, a module."""
+        """Adds the call that frees a resource that no other device's kernels use, such as a mapping or a module."""
         self._others.append(free)
 
     def append_pin(self, ptr: int, nbytes: int, free: Free) -> None:
-        """Adds the pin of a range of the host's memory, which its owner may have freed."""
+        """Adds the call that unpins a range of the host's memory, which its owner may have freed."""
         self._pins.append((ptr, nbytes, free))
 
     @classmethod
@@ -95,21 +96,21 @@ class UnusedMemory:
                 if first < ptr + nbytes and ptr < first + size:
                     try:
                         unused._pins.remove(pin)
-                    except ValueError:  # another thread has taken it
+                    except ValueError:  # another thread has taken the call
                         continue
                     free()
 
     def append_allocation(self, ptr: int, free: Free) -> None:
-        """Adds an allocation of this process, by its address."""
+        """Adds the call that frees an allocation of this process, with its address."""
         self._allocations.append((ptr, free))
 
     def has_allocation(self, ptr: int) -> bool:
-        """Whether the allocation at an address is pending here, or will never be freed."""
+        """Whether the allocation at an address is to be freed by this object, or will never be freed."""
         return any(ptr == unused for unused, _ in (*self._allocations, *self._kept))
 
     def free(self) -> None:
-        """Makes the pending calls, except for allocations while a hold is active. The caller has waited for the
-        device."""
+        """Makes the pending calls, except those that free allocations if a hold is active. The caller must have waited
+        for the device."""
         for free in take_each(self._others):
             free()
         for *_, free in take_each(self._pins):

@@ -1,7 +1,7 @@
 """The host runtime: runs kernels on the CPU, a fiber for each GPU thread.
 
-The host runtime needs no GPU, and lets a race detector see a kernel. Device memory is anonymous shared memory, so that
-ranks can be processes and a killed one leaves no files.
+The host runtime needs no GPU, and allows a race detector to check a kernel. Device memory is anonymous shared memory,
+so that ranks can be processes and a killed one leaves no files.
 
 The runtime is imported at its first use: the import, with numpy, takes 0.1 s, and some commands need only the compiler.
 """

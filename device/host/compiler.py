@@ -50,7 +50,7 @@ def find_compiler() -> list[str]:
 
 @functools.cache
 def compiler_version(command: tuple[str, ...]) -> str:
-    """The first line of the compiler's version."""
+    """Returns the first line of the compiler's version."""
     out = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False, timeout=30)
     return out.stdout.split("\n", 1)[0]
 
@@ -61,7 +61,7 @@ def load_source(
     """Compiles a source into a shared object, unless it is in the cache, and returns the result of `load(path)`.
 
     Raises:
-        CompileError: no compiler, or the source does not compile; carries the compiler's messages.
+        CompileError: there is no compiler, or the source does not compile; the error has the compiler's messages.
     """
     command = _command(options, include_dirs)
     key = text = text_with_exports(for_the_host(source), names)
@@ -73,8 +73,8 @@ def load_source(
 def load_shipped(
     source: str, name: str, options: tuple[str, ...], load: Callable[[Path], T], *, compiled_only: bool = False
 ) -> T:
-    """`load_source` for a shipped kernel. With `compiled_only`, raises CompileError unless the kernel is in the
-    cache."""
+    """Does what `load_source` does, for a shipped kernel. With `compiled_only`, raises CompileError unless the kernel
+    is in the cache."""
     command = _command((*options, f"-I{KERNEL_DIR}"), ())
     text = text_with_exports(source, ())
 
@@ -84,13 +84,14 @@ def load_shipped(
             raise CompileError(f"kernel {name} was not compiled beforehand{how}; run: proxyccl compile")
         return _compiled(command, text, name)
 
-    # The cache's key covers shipped headers. Only options may include other headers.
+    # The cache's key covers shipped headers. Only options can make a shipped kernel include other headers.
     key = _run([*command, "-E"], text, "preprocess") if _may_include(options) else text
     return _loaded(key, command, build, load)
 
 
 def _may_include(options: tuple[str, ...]) -> bool:
-    """Whether options may include other projects' headers. Levels, such as -O1 and -g, and sanitizers do not."""
+    """Whether options may include other projects' headers. Options for levels, such as -O1 and -g, and for sanitizers
+    do not."""
     return not all(re.fullmatch(r"-(O|g)\w?|-fsanitize=\w+", option) for option in options)
 
 

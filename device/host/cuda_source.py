@@ -46,7 +46,8 @@ def _in_a_function(before: str) -> bool:
 
 
 def missing(log: str) -> str:
-    """Returns the CUDA names that a compiler's log reports as unknown, as a clause for an error; "" if none."""
+    """Returns the CUDA names that a compiler's log reports as unknown, as a clause for an error message; "" if it
+    reports none."""
     unknown = dict.fromkeys(match["name"] for match in _UNKNOWN.finditer(log))
     names = [name for name in unknown if _CUDA.fullmatch(name)]
     return f": the host runtime has no {', '.join(names)}" if names else ""

@@ -19,7 +19,7 @@
 #include <new>
 #include <vector>
 
-// Weak: null unless the process runs under ThreadSanitizer.
+// These symbols are weak: they are null unless the process runs under ThreadSanitizer.
 extern "C" {
 void* __tsan_get_current_fiber() __attribute__((weak));
 void* __tsan_create_fiber(unsigned flags) __attribute__((weak));
@@ -63,7 +63,7 @@ proxyccl_host_switch:
   ret
 .size proxyccl_host_switch,.-proxyccl_host_switch
 )");
-constexpr uint64_t kSwitchFrame = 7 * 8;  // six registers and the return address
+constexpr uint64_t kSwitchFrame = 7 * 8;  // the six saved registers and the return address
 constexpr uint64_t kReturnAddress = 6 * 8;
 #elif defined(__aarch64__)
 asm(R"(
@@ -151,7 +151,7 @@ struct Block {
 };
 
 // The stacks of one OS thread, reused by its blocks. The stacks that a larger block adds share one mapping, because the
-// system limits a process's mappings (vm.max_map_count), and many threads may run large blocks at once.
+// system limits a process's mappings (vm.max_map_count), and many threads may run large blocks concurrently.
 class StackPool {
  public:
   ~StackPool() {
@@ -306,7 +306,8 @@ bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberSta
       fiber->exchange_result = bits;
     } else {
       const uint32_t source = fiber->exchange_source;
-      // If the source lane does not take part, the result is undefined on a GPU; here it is the reader's own value.
+      // If the source lane does not take part, the result is undefined on a GPU; in this emulator it is the reader's
+      // own value.
       fiber->exchange_result =
           members >> source & 1 ? laneOf(block, warp_index, source)->exchange_value : fiber->exchange_value;
     }

@@ -67,7 +67,7 @@ Mappings& mappings() { return proxyccl::host::Lasting<Mappings>::get(); }
 uintptr_t roundUp(uintptr_t value, uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // Maps a whole file. A file with room for a huge page is mapped at a multiple of the huge page's size, as the kernel
-// uses huge pages only there.
+// uses huge pages only at such addresses.
 void* mapAligned(int descriptor, size_t bytes) {
   constexpr int kProtection = PROT_READ | PROT_WRITE;
   void* mapping = mmap(nullptr, bytes, kProtection, MAP_SHARED, descriptor, 0);
@@ -136,7 +136,8 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes) {
 int proxyccl_host_memory_unmap(void* address, size_t bytes) {
   Mappings& all = mappings();
   {
-    // The entry is removed before the address is unmapped, because another thread may map memory there at once.
+    // The entry is removed before the address is unmapped, because another thread may map memory at that address right
+    // after it is unmapped.
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.by_address.erase(reinterpret_cast<uintptr_t>(address));
   }

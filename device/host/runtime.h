@@ -28,18 +28,18 @@ enum {
   PROXYCCL_HOST_MAX_THREADS_PER_BLOCK = 1024,
   PROXYCCL_HOST_MAX_RESIDENT_BLOCKS = 512,
   PROXYCCL_HOST_MAX_SHARED_BYTES = 160 * 1024,
-  PROXYCCL_HOST_BUFFER_ID = 7 /* the attribute that returns a mapping's number; CUDA and HIP have the same value */
+  PROXYCCL_HOST_BUFFER_ID = 7 /* CU_POINTER_ATTRIBUTE_BUFFER_ID: the number of a mapping; HIP has the same value */
 };
 
 /* The thread that runs a stream's operations, in order and one at a time. */
 enum {
   /* The stream's own thread. */
   PROXYCCL_HOST_QUEUED,
-  /* The calling thread, before the call returns. For a proxy's stream, which a single thread uses, and which accepts
-   * neither launches nor waits. */
+  /* The calling thread, before the call returns. This is for a proxy's stream, which a single thread uses, and which
+   * accepts neither launches nor waits. */
   PROXYCCL_HOST_INLINE,
-  /* The calling thread, before the call returns, also for launches and waits; other threads' calls wait meanwhile. As
-   * for a queued stream, query and synchronize report failures. */
+  /* The calling thread, before the call returns, also for launches and waits; other threads' calls on the stream wait
+   * until it has returned. As for a queued stream, query and synchronize report failures. */
   PROXYCCL_HOST_IN_CALLER
 };
 int proxyccl_host_stream_create(void** stream, int kind);
@@ -47,7 +47,8 @@ int proxyccl_host_stream_destroy(void* stream); /* waits for queued work */
 int proxyccl_host_stream_query(void* stream);
 int proxyccl_host_stream_synchronize(void* stream);
 /* Synchronizes for at most this many milliseconds, then returns PROXYCCL_HOST_NOT_READY: the caller runs signal
- * handlers and calls again. *target is 0 in the first call, and then identifies the wait. */
+ * handlers and calls again. *target must be 0 in the first call, which stores a number there that identifies the wait
+ * in later calls. */
 int proxyccl_host_stream_await(void* stream, uint64_t* target, unsigned milliseconds);
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned flags);
 
@@ -69,9 +70,9 @@ int proxyccl_host_write32(void* stream, uint32_t* address, uint32_t value, unsig
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);
 
 /* Registers a helper. Threads of this process call help(argument, 1) while a kernel or a stream waits, before they
- * yield; it returns whether it made progress. They call help(argument, 0) when a kernel ends, for its last triggers.
- * One thread at a time is in a helper, possibly on a kernel's stack. If memory is short, the helper is not registered:
- * helpers are optional. */
+ * yield; help() returns whether it made progress. They call help(argument, 0) when a kernel ends, so that the helper
+ * takes the kernel's last triggers. Only one thread at a time runs a helper, possibly on a kernel's stack. If memory is
+ * short, the helper is not registered: helpers are optional. */
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
 void proxyccl_host_remove_helper(void* argument); /* returns when no thread is in the helper */
 
@@ -83,13 +84,13 @@ void proxyccl_host_look_around(uint64_t thread, void (*look)(void* stream));
 int proxyccl_host_is_looking(void);
 
 /* A module is one use of a shared object, which stays loaded. Modules of one object have different control blocks. */
-int proxyccl_host_module_load(void** module, const char* path); /* error text by dlerror */
+int proxyccl_host_module_load(void** module, const char* path); /* after a failure, dlerror() gives the error text */
 int proxyccl_host_module_unload(void* module);                  /* work that was queued before still runs */
 const char* proxyccl_host_module_error(void);
 int proxyccl_host_module_function(void** function, void* module, const char* name); /* lives as long as the module */
 /* Returns the address of a variable, or NULL if there is none. Each module has its own proxyccl_default_control. */
 void* proxyccl_host_module_variable(void* module, const char* name);
-/* Returns the kernel's parameter table (kernel.h), or NULL. */
+/* Returns the kernel's parameter table (kernel.h), or NULL if it has none. */
 const uint32_t* proxyccl_host_function_parameters(void* function);
 int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                          unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** parameters,
@@ -100,11 +101,12 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
 int proxyccl_host_memory_create(int* descriptor, size_t bytes);
 int proxyccl_host_memory_map(void** address, int descriptor, size_t bytes);
 int proxyccl_host_memory_unmap(void* address, size_t bytes);
-/* Moves a range that was used before to huge pages, if the kernel has them. The range stays mapped and usable
- * meanwhile. Stops after two seconds, because peers may wait. Does nothing for memory that was not mapped here. */
+/* Moves a range that was used before to huge pages, if the kernel has them. During the call the range stays mapped and
+ * usable. Stops after two seconds, because peers may wait. Does nothing for memory that proxyccl_host_memory_map() has
+ * not mapped. */
 void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes);
 
-/* Allocate and free memory like a driver's calls, which free memory by its address. */
+/* These two functions allocate and free memory as a driver's calls do: memory is freed by its address. */
 int proxyccl_host_allocate(uint64_t* ptr, size_t bytes);
 int proxyccl_host_free(uintptr_t ptr);
 /* Finds the allocation of proxyccl_host_allocate that contains an address, or returns PROXYCCL_HOST_NOT_FOUND. */

@@ -51,8 +51,8 @@ class HostRuntime(Runtime):
         device: any small number, because all devices are this machine's memory.
         async_copies: whether the proxy's copies to each peer run in a separate thread, like a copy engine's. By default
             the proxy's thread makes the copies, which is faster with few cores.
-        cxxflags: options added to every compilation, for example for a sanitizer; shipped kernels are then compiled at
-            run time too.
+        cxxflags: options added to every compilation, for example for a sanitizer; shipped kernels are then also
+            compiled at run time.
         blocks: most blocks of a shipped collective, the same on all ranks. Each block takes a core: several blocks are
             slower unless each rank has that many cores.
     """
@@ -150,7 +150,7 @@ class HostRuntime(Runtime):
         lib.proxyccl_host_memory_use_huge_pages(ptr, nbytes)
 
     def allocate_pinned(self, nbytes: int) -> SharedMemory:
-        """Allocates zeroed shared memory: device memory and pinned memory are the same here."""
+        """Allocates zeroed shared memory: on this runtime, device memory and pinned memory are the same."""
         return self.allocate(nbytes)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
@@ -207,7 +207,7 @@ class HostRuntime(Runtime):
         return ((ptr, number[0]),)
 
     def free_later(self, ptr: int) -> None:
-        """Frees memory at once: the system keeps it until its last mapping ends."""
+        """Frees memory immediately: the system keeps the memory until its last mapping ends."""
         check_status(lib.proxyccl_host_free(ptr), "free")
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> HostStream:
@@ -300,7 +300,7 @@ class HostRuntime(Runtime):
             for stream in self._all_streams():  # including streams of ranks that are threads
                 try:
                     stream.finish()
-                except KernelError as error:  # raised later: the other streams are waited for first
+                except KernelError as error:  # this error is raised later, after the waits for the other streams
                     failed = failed or error
         if failed is not None:
             try:
@@ -352,7 +352,7 @@ class HostRuntime(Runtime):
         check_status(status, call)
 
     def pointer_device(self, ptr: int) -> int:
-        """Returns this device: every address is the CPU's."""
+        """Returns this device, because every address is the CPU's."""
         return self.device
 
     def _load(self, path: Path, control: int = 0) -> VoidPointer:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def group_of(file: str, dtype: str | None) -> str:
-    """Returns the group of a kernel in a file, for an element type or None: "experts", "norms", the element type of a
-    reduction, or "moves" for kernels that only move bytes.
+    """Returns the name of the group to which a kernel in a file belongs, for an element type or None: "experts",
+    "norms", the element type of a reduction, or "moves" for kernels that only move bytes.
     """
     if file.startswith("experts/"):
         return "experts"

@@ -19,8 +19,8 @@ int statusOf(Call&& call) noexcept {
   }
 }
 
-// The process's only T. The object is never destroyed, because threads may still use it at exit. It is not on the heap,
-// which may be full.
+// The process's only object of type T. The object is never destroyed, because threads may still use it at exit. It is
+// not on the heap, which may be full.
 template <class T>
 class Lasting {
  public:

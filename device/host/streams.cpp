@@ -76,7 +76,7 @@ class BlockThreads {
 
 [[maybe_unused]] const int kForksStartAnew = pthread_atfork(nullptr, nullptr, Lasting<BlockThreads>::startAnew);
 
-// Waits for a condition. A thread that runs a stream's work itself calls lookAround() meanwhile.
+// Waits for a condition. A thread that runs a stream's work itself calls lookAround() while it waits.
 template <class Condition>
 void waitFor(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, Condition condition) {
   if (!mayLook()) {
@@ -297,8 +297,8 @@ class Event {
     pending_.push_back(++recorded_);
     return recorded_;
   }
-  // Withdraws a record that begin() returned and no stream will finish. Waits for this record become waits for the
-  // record before it.
+  // Withdraws a record that begin() returned and no stream will finish. Whoever waits for this record then waits for
+  // the record before it.
   void withdraw(uint64_t record) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (recorded_ == record) --recorded_;

@@ -37,11 +37,11 @@ class HostStream(OwnedStream):
         """Destroys the stream once its queued work is done and no thread waits for it in `finish`."""
         with self._end:
             if not self.closed and self._process.is_here:
-                self._await()  # waits here, because the wait in the destroy call can't be interrupted
+                self._await()  # waits before the destroy call, whose own wait can't be interrupted
             super().close()
 
     def finish(self) -> None:
-        """Waits for all queued work, even if the stream is closed meanwhile."""
+        """Waits for all queued work, even if another thread closes the stream during the wait."""
         with self._end:
             if not self.closed:
                 self.synchronize()
@@ -89,7 +89,7 @@ class HostEvent(Owned):
         self._process.require("the event")
         target = ffi.new("uint64_t *")
         while lib.proxyccl_host_event_await(self._event, target, SLICE_MS) == lib.PROXYCCL_HOST_NOT_READY:
-            pass  # signal handlers run here
+            pass  # signal handlers run between two calls
 
     def elapsed(self, start: Any) -> float:
         out = ffi.new("float *")

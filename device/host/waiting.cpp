@@ -1,13 +1,13 @@
-// What a thread does while a kernel or a stream waits: it runs helpers, or yields the core. Also what it does when a
-// kernel ends.
+// What a thread does while a kernel or a stream waits: it runs helpers, or yields the core. This file also has what a
+// thread does when a kernel ends.
 //
 // A proxy of this process is a helper. If ranks outnumber cores, a thread that waits for its proxy would have to give
 // its core to the proxy's thread and then get the core back. Instead, the waiting thread does the proxy's work itself.
 // A kernel whose peers' data has already arrived does not wait, so its triggers would stay in the ring until the
 // proxy's thread wakes, while the peers wait for them.
 //
-// A waiting thread also looks around: Python runs signal handlers only in its main thread, and the main thread may be
-// the one that waits.
+// A waiting thread also calls lookAround(): Python runs signal handlers only in its main thread, and the main thread
+// may be the one that waits.
 #include "link_old_symbols.h"
 
 #include <pthread.h>
@@ -65,7 +65,7 @@ class Helpers {
     void* argument;
   };
 
-  std::mutex mutex_;  // guards the list; held while helpers run, so that none is removed meanwhile
+  std::mutex mutex_;  // guards the list; held while helpers run, so that no helper is removed while it runs
   std::vector<Helper> helpers_;
   std::atomic<size_t> count_{0};
 };
@@ -79,7 +79,7 @@ std::atomic<pthread_t> looking_thread{};
 std::atomic<void (*)(void*)> look{nullptr};
 thread_local void* running_here = nullptr;  // the stream whose work this thread runs, if this thread looks around
 thread_local bool is_looking = false;
-thread_local Clock::time_point looked;  // the time of the last look around during this work; 0 before a long wait
+thread_local Clock::time_point looked;  // when this work last called lookAround(); 0 before a long wait
 
 }  // namespace
 

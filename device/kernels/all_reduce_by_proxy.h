@@ -1,21 +1,22 @@
 // All-reduce over a single lane, for ranks of which some or all are reached through the proxy. As part of a hierarchy,
-// short data may also go this way between mapped ranks.
+// mapped ranks may also use this algorithm for short data.
 //
-// Each rank reduces one share of the data for all, in rank order, and distributes the result: 2 (n-1)/n times the bytes
-// in two crossings. A pipeline over pieces lets the transfers overlap. In step k the grid
+// Each rank reduces one share of the data for all, in rank order, and distributes the result. A rank sends 2 (n-1)/n
+// times the bytes, and the data crosses links twice. A pipeline over pieces lets the transfers overlap. In step k the
+// grid
 //   1. scatters piece k + 1: each peer gets the part that it reduces;
 //   2. waits for the peers' scattered parts of piece k, reduces it, and distributes the result;
 //   3. waits for the peers' results of piece k - 1, and stores them.
-// Each of the two kinds of data has its own PROXYCCL_PIPELINE_DEPTH buffers, used in turn. Only the following guards
-// them. A rank that is about to
+// Each of the two kinds of data has its own PROXYCCL_PIPELINE_DEPTH buffers, used in turn. No flag guards them; the
+// order of the steps does. A rank that is about to
 //   - scatter piece k + 1 has finished step k - 1, so it has every peer's results of piece k - 2: the peers have
 //     reduced that piece, and its buffer is free;
 //   - distribute the results of piece k has every peer's data of piece k, which the peers scattered after they had
 //     finished step k - 2: they have stored the results of piece k - 3, and its buffer is free.
-// Data for the proxy to send is staged in buffers that are reused in the same way: data that has arrived has been read.
-// Across kernels: a rank that starts a kernel has seen all results of the previous one, so all peers have reduced all
-// their data. It distributes results only once it has every peer's first data of this kernel, which peers send after
-// they have ended the previous one.
+// Data for the proxy to send is staged in buffers that are reused in the same way: when it has arrived at the peer, the
+// proxy has read its buffer. The same holds across kernels: a rank that starts a kernel has seen all results of the
+// previous one, so all peers have reduced all their data. The rank distributes results only once it has every peer's
+// first data of this kernel, which peers send after they have ended the previous one.
 #pragma once
 
 #include "exchange.h"
@@ -24,8 +25,9 @@
 
 namespace proxyccl {
 
-// An all-reduce in one crossing with (n-1) times the bytes: for data so short that crossings dominate, over links
-// without packets, and between two ranks. If all peers are mapped, one block does all.
+// An all-reduce in which the data crosses links once, but a rank sends (n-1) times the bytes: for data so short that
+// the number of crossings determines the time, over links without packets, and between two ranks. If all peers are
+// mapped, one block does all.
 template <class T, class Op>
 PROXYCCL_DEVICE void allReduceInOneCrossing(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   Exchange exchange(team);
@@ -54,7 +56,7 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
   const Lane lane(team, pipelineBuffers(team), ranks - 1);
   const uint64_t share = team.share, piece = team.piece, pieces = team.pieces;
 
-  // Piece k of a rank's share ends where the next one begins; the last ones may be short or empty.
+  // Piece k of a rank's share ends where piece k + 1 begins; the last pieces may be short or empty.
   auto begin = [&](uint64_t k, uint32_t owner) { return minimum(owner * share + minimum(k * piece, share), count); };
   auto size = [&](uint64_t k, uint32_t owner) { return begin(k + 1, owner) - begin(k, owner); };
   auto buffer = [](uint32_t kind, uint64_t k) { return kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH); };
@@ -105,7 +107,8 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
   scatter(0);
   lane.syncBeforePost();
   post(kData, 0, peer);
-  // Both ends of a link count the same sequence of posts: data 0; then in each step data k + 1, results k.
+  // Both ends of a link count the same sequence of posts: first the data of piece 0; then in step k the data of piece k
+  // + 1 and the results of piece k.
   for (uint64_t k = 0; k <= pieces; ++k) {
     if (k + 1 < pieces) scatter(k + 1);
     lane.syncBeforePost();

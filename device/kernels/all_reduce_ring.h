@@ -1,8 +1,8 @@
-// Ring all-reduce: a reduce-scatter and an all-gather, each of n-1 steps, in which a rank only sends to the next one.
+// Ring all-reduce: a reduce-scatter and an all-gather, each of n-1 steps, in which a rank sends only to the next rank.
 //
-// 2 (n-1)/n times the bytes, spread over 2 (n-1) steps: for large messages, and for links that cannot carry all pairs
-// at once. Partial results travel in the accumulator's type and are rounded once, by the rank that completes the share,
-// so all ranks get the same bits.
+// A rank sends 2 (n-1)/n times the bytes, spread over 2 (n-1) steps. The ring is for large messages, and for links that
+// cannot carry the data of all pairs of ranks at the same time. Partial results travel in the accumulator's type and
+// are rounded once, by the rank that completes the share, so all ranks get the same bits.
 //
 // Each step has its own slot, double-buffered by the round. A slot is reused two rounds later, and no flag guards it. A
 // rank that has finished round r + 1 holds a share that passed through every rank in that round. Each rank started that

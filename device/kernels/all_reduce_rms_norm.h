@@ -1,15 +1,16 @@
 // all_reduce of rows, in packets or lines, then the residual's addition and RMSNorm of each row (rms_norm.h), in one
-// launch. For rows that are multiples of 16 bytes.
+// launch. The size of a row must be a multiple of 16 bytes.
 //
-// A block has whole rows, or a part of them: on every rank the same. Rows past the last one are padding, whose packets
-// are sent too. In one shot every rank sends a row's packets to every other rank, and each reduces all of them: slot r
-// holds the data of rank r. In two shots a packet has an owner, to which the other ranks send theirs. The owner reduces
-// them and sends the sum to all ranks: slot n + r holds sums of rank r. Owners are dealt out by warps, so all threads
-// of a warp take the same steps.
+// A block handles whole rows or a part of each row, and the same ones on every rank. Rows past the last one are
+// padding, but their packets are sent. In one shot every rank sends a row's packets to every other rank, and each rank
+// reduces all of them: slot r holds the data of rank r. In two shots a packet has an owner, which is a rank to which
+// the other ranks send their packets of the same number. The owner reduces these packets and sends the sum to all
+// ranks: slot n + r holds sums of rank r. Owners are assigned warp by warp, so all threads of a warp take the same
+// steps.
 //
 // Why packets' places can be used again in two shots (packets.h): a thread has the same packets and so the same owners
-// in every epoch of a kernel. A rank's thread that goes on to epoch e + 2 has the sum of e + 1, which its owner sent
-// after the same threads of all ranks had sent it their packets of e + 1, so these threads had ended epoch e.
+// in every epoch of a kernel. A rank's thread that goes on to epoch e + 2 has the sum of e + 1, which the owner sent
+// after the same threads of all ranks had sent their packets of e + 1 to the owner. So these threads had ended epoch e.
 #pragma once
 
 #include "instance.h"
@@ -18,7 +19,7 @@
 namespace proxyccl {
 
 // For each epoch calls send(p, own) for this thread's packets p, and then receive(p, own), which returns the ranks' sum
-// of the packet. Takes the sums, and norms each row.
+// of the packet. Takes the sums, and normalizes each row.
 template <bool kWhole, uint32_t kBlocks, class Form, class T, class Send, class Receive>
 PROXYCCL_DEVICE void reduceRows(Lanes<Form>& lanes, const Rows<T>& rows, Send send, Receive receive) {
   NormedRow<Form, T, kWhole, kBlocks> row(rows);
@@ -76,8 +77,8 @@ PROXYCCL_DEVICE void twoShotRows(const ProxycclPacketTeam& team, const Rows<T>& 
       });
 }
 
-// A kernel's name says the form of its packets, the blocks of a row if they are several, and "_apart" if an array of
-// this rank is not aligned to 16 bytes. The other ranks' arrays may be.
+// A kernel's name says the form of its packets, the number of blocks of a row if it is more than one, and "_apart" if
+// an array of this rank is not aligned to 16 bytes. The other ranks' arrays may be aligned.
 #define PROXYCCL_ROWS_KERNEL(suffix, Form, kWhole, kBlocks)                                              \
   template <class T>                                                                                     \
   PROXYCCL_DEVICE void one_shot_rms_norm_##suffix(const ProxycclPacketTeam& team, const Rows<T>& rows) { \
@@ -98,7 +99,7 @@ PROXYCCL_ROWS_KERNEL(lines_4_apart, LineForm, false, 4)
 
 }  // namespace proxyccl
 
-// The blocks that have a row together, by kernel.
+// For each kernel, how many blocks share a row.
 #define PROXYCCL_CLUSTER_one_shot_rms_norm_packets
 #define PROXYCCL_CLUSTER_two_shot_rms_norm_packets
 #define PROXYCCL_CLUSTER_one_shot_rms_norm_packets_apart

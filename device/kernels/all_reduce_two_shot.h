@@ -1,28 +1,29 @@
 // Two-shot all-reduce where all peers are mapped: each rank reduces one share of the data for all
-// (scattered_reduction.h), and distributes the result. 2 (n-1)/n times the bytes in two crossings. Results go straight
-// to the peers' outputs if all are reached (outputs.h), otherwise to their scratch memory.
+// (scattered_reduction.h), and distributes the result. A rank sends 2 (n-1)/n times the bytes, and the data crosses
+// links twice. Results go straight to the peers' outputs if all are reached (outputs.h), otherwise to their scratch
+// memory.
 //
-// Few bytes in place are loaded from the peers' arrays, if all ranks offer theirs. Nothing is stored before that, so
-// the ranks need no fence to meet, which takes longer than the loads. Only its owner reads a share, and then overwrites
-// it. A rank that has offered its input in vain scatters after all, and its peers await one post more.
+// If the all-reduce is in place, short, and all ranks offer their arrays, ranks load the data from their peers' arrays.
+// Nothing is stored before the loads, so the ranks need no fence when they meet; a fence takes longer than the loads. A
+// share is read only by the rank that reduces it and then overwrites it. If a rank has offered its input but another
+// rank has not, the rank scatters after all, and its peers await one more post.
 //
 // Otherwise a rank scatters. Data that does not fit into scratch memory goes in pieces. In step k a block
 //   1. waits for the peers' scattered parts of piece k, and scatters piece k + 1;
 //   2. reduces piece k, and distributes the result;
 //   3. waits for the peers' results of piece k - 1 in its scratch memory, and stores them to its output.
-// Where results go to outputs, part 3 and its posts are skipped. Instead the ranks meet at the end.
-// Each of the two kinds of data has its own PROXYCCL_PIPELINE_DEPTH buffers, used in turn. Only the following guards
-// them. A rank that is about to
+// Where results go to outputs, part 3 and its posts are skipped. Instead the ranks meet at the end. Each of the two
+// kinds of data has its own PROXYCCL_PIPELINE_DEPTH buffers, used in turn. No flag guards them; the order of the steps
+// does. A rank that is about to
 //   - scatter piece k + 1 has every peer's data of piece k, which the peers posted when they had reduced piece k - 2:
 //     its buffer is free;
 //   - distribute the results of piece k has every peer's data of piece k, which the peers posted when they had finished
 //     step k - 2: they have stored the results of piece k - 3, and its buffer is free.
-// An output is written when its rank's data of the same piece has arrived: its kernel runs, so earlier work no longer
-// uses the array, and the kernel has read the data that an in-place result replaces.
-// Across kernels, whatever their grids: a rank that starts a kernel has seen the end of all peers' steps of the
-// previous one, by their results or in the last meeting, so all peers have reduced all their data. It distributes
-// results only once it has every peer's first data of this kernel, which peers send after they have ended the previous
-// one.
+// A rank's output is written when the rank's data of the same piece has arrived: then its kernel runs, so earlier work
+// no longer uses the array, and the kernel has read the data that an in-place result replaces. The same holds across
+// kernels, whatever their grids: a rank that starts a kernel has seen the end of all peers' steps of the previous one,
+// by their results or in the last meeting, so all peers have reduced all their data. The rank distributes results only
+// once it has every peer's first data of this kernel, which peers send after they have ended the previous one.
 #pragma once
 
 #include "outputs.h"
@@ -53,8 +54,8 @@ class TwoShot : ScatteredReduction<T, Op> {
       links_.post();
     }
     if (outputs_.handlesOffer()) links_.awaitOne();
-    // Both ends of a link count the same sequence of posts: data 0; then in each step data k + 1 and, if results are
-    // posted, results k.
+    // Both ends of a link count the same sequence of posts: first the data of piece 0; then in step k the data of piece
+    // k + 1 and, if results are posted, the results of piece k.
     for (uint64_t k = 0; k < team_.pieces; ++k) {
       links_.await();
       if (k + 1 < team_.pieces) {
@@ -92,7 +93,8 @@ class TwoShot : ScatteredReduction<T, Op> {
     reduceRuns<T, Op>(team_.world_size, team_.divisor, count * thread() / threads(), count * (thread() + 1) / threads(),
                       array, store);
 #else
-    // A thread loads one unit at a time from several ranks at once: units are few, and each load crosses a link.
+    // A thread handles one unit at a time, but loads it from several ranks concurrently: units are few, and each load
+    // crosses a link.
     constexpr uint32_t kWide = Units<T>::kWide;
     const uint64_t whole = count / kWide * kWide;
 #pragma unroll 1

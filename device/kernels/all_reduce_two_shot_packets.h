@@ -1,8 +1,8 @@
 // Two-shot all-reduce with packets or lines, for medium messages: each rank reduces one share of the data for all ranks
 // and sends the result to all ranks.
 //
-// Two crossings of the link, 2 (n-1)/n times the bytes. A share is reduced by one rank, in rank order, accumulated in
-// the wide type and rounded once. Slot r holds the data of rank r, slot n + r its result.
+// The data crosses links twice, and a rank sends 2 (n-1)/n times the bytes. A share is reduced by one rank, in rank
+// order, accumulated in the wide type and rounded once. Slot r holds the data of rank r, slot n + r its result.
 #pragma once
 
 #include "instance.h"

@@ -12,7 +12,7 @@ typedef struct ProxycclArrived {
   uint32_t world_size;
   uint32_t divisor; /* divisor of an average */
   uint32_t pieces;
-  uint32_t chunks;  /* chunks of a piece: blocks take one after another */
+  uint32_t chunks;  /* number of chunks of a piece, which blocks take one after another */
   uint64_t chunk;   /* elements of each chunk but the last; a multiple of 16 bytes */
   uint64_t piece;   /* elements of each piece but the last; a multiple of 16 bytes if there are several */
   uint64_t* stages; /* for each piece, the number of complete transfers; in host memory: the proxy writes it, the kernel
@@ -25,6 +25,6 @@ typedef struct ProxycclArrived {
   uint32_t* here;        /* for each piece, 1 once its transfers are complete, for blocks that do not read `stages` */
   uint32_t* taken;       /* number of chunks that blocks have taken */
   uint32_t* blocks_done; /* number of blocks that have ended */
-  uint32_t* opened;      /* number of pieces before the last for which the gate is open */
+  uint32_t* opened;      /* the gate is open for this number of pieces, of those before the last one */
   ProxycclControl* control;
 } ProxycclArrived;

@@ -1,4 +1,5 @@
-// Copies a list of blocks. Meant for many short blocks, because a copy engine takes a microsecond or two for each.
+// Copies a list of blocks. This kernel is for many short blocks, for each of which a copy engine would take a
+// microsecond or two.
 #pragma once
 
 #include "proxyccl/copy.h"

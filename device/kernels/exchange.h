@@ -1,10 +1,10 @@
-// Rounds in which every rank sends to every other rank. The bandwidth-bound collectives are built on them.
+// Rounds in which every rank sends to every other rank, on which the bandwidth-bound collectives are built.
 //
 // In a round a lane writes to its slot in each peer's scratch memory, signals every peer, waits for every peer's signal
 // and reads the slots in its own scratch memory. Slots are double-buffered by the parity of the round. No flag guards
 // them: a rank starts round r + 2 after it has received every peer's signal of round r + 1, and a peer sends that
-// signal after it has read its slots of round r. The same holds for sources in the staging area. The guarantee also
-// holds between kernels, whatever their grids: a peer that has started a kernel has ended the previous one.
+// signal after it has read its slots of round r. Sources in the staging area are reused in the same way. The guarantee
+// also holds between kernels, whatever their grids: a peer that has started a kernel has ended the previous one.
 #pragma once
 
 #include "integers.h"
@@ -64,8 +64,8 @@ class Lane {
         number_(one_lane_ ? 0 : blockIdx.x),
         buffers_(buffers),
         offset_(buffers.offset + static_cast<uint64_t>(number_) * slots * buffers.slot_bytes) {
-    // Where each peer's slots begin, or the slots that stage its data: these addresses are in shared memory, because
-    // every piece needs them.
+    // For each peer, where its slots begin or, if the proxy sends, where the slots that stage its data begin: these
+    // addresses are in shared memory, because every piece needs them.
     const uint32_t peer = threadIdx.x;
     if (peer < team.world_size) {
       char* base = peer < PROXYCCL_MAX_MAPPED_RANKS ? team.remote[peer] : nullptr;
@@ -159,7 +159,7 @@ class Lane {
   uint64_t offset_;
 };
 
-// Rounds in which every rank exchanges data with every other.
+// Rounds in which every rank exchanges data with every other rank.
 class Exchange {
  public:
   PROXYCCL_DEVICE explicit Exchange(const ProxycclTeam& team)
@@ -205,7 +205,7 @@ class Exchange {
     lane_.sync();
   }
 
-  // Posts without data, and waits for every peer's post. Called by all threads, outside rounds.
+  // Posts to every peer without data, and waits for every peer's post. Called by all threads, outside rounds.
   PROXYCCL_DEVICE void post() const {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;
@@ -216,7 +216,7 @@ class Exchange {
     if (lane_.handles(peer)) lane_.await(peer);
     lane_.sync();
   }
-  // Makes the next swap() also wait for a post of each peer that was not awaited.
+  // Makes the next swap() also wait for one earlier post of each peer, which nobody has waited for.
   PROXYCCL_DEVICE void oweAwait() { ++owed_; }
 
   PROXYCCL_DEVICE const char* inbox(uint32_t peer) const {
@@ -252,7 +252,8 @@ class Exchange {
   PROXYCCL_DEVICE void finish() const { finishKernel(team_, round_ - first_round_); }
 
  private:
-  // Returns the elements of a lane's pieces: whole cache lines that fit the slots and give lanes equal shares.
+  // Returns the number of elements in each of a lane's pieces: whole cache lines that fit the slots and give lanes
+  // equal shares.
   PROXYCCL_DEVICE uint64_t pieceLength(uint64_t total, uint64_t size) const {
     const uint64_t lanes = lane_.count(), line = 128 / size;
     const uint64_t rounds = divideUp(total, lanes * (slotBytes() / size));

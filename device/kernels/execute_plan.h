@@ -1,11 +1,11 @@
 // execute_plan: the interpreter of execution plans. A block executes the steps of one threadblock of the plan.
 //
 // Blocks wait for each other (barriers, semaphores, signals), so all must be resident. Threads of a block go through
-// the steps without waiting for one another, except at steps that say so: steps of single threads, such as waits for
-// several channels, then overlap.
+// the steps without waiting for one another, except at steps whose description says so. So steps of single threads,
+// such as waits for several channels, overlap.
 //
-// A failed wait does not end the kernel: it continues with incomplete data, all its later waits end at once, and the
-// CPU raises the error (wait.h).
+// A failed wait does not end the kernel: it continues with incomplete data, all its later waits end immediately, and
+// the CPU raises the error (wait.h).
 #pragma once
 
 #include "execution.h"
@@ -127,7 +127,7 @@ PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& ste
 #else
   const PlanBlock& block = PlanBlock::own();
   constexpr uint32_t kWide = 16 / sizeof(T);
-  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // sums of one byte take a register each too
+  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // a sum of one-byte elements takes a whole register too
   const uint64_t units = count / kWide;
 #pragma unroll 1
   for (uint64_t first = threadIdx.x; first < units; first += static_cast<uint64_t>(kUnits) * blockDim.x) {
@@ -178,7 +178,7 @@ template <class T>
 class PlanExecutor {
  public:
   PROXYCCL_DEVICE void run() const {
-    // Few numbers are kept from step to step, because they would be in local memory (see PlanBlock).
+    // The loop keeps few numbers from step to step, because they would be in local memory (see PlanBlock).
     uint32_t i = 0, loop = kNoLoop, turn = 0;
     for (;;) {
       const ProxycclStep& step = block().step(i);
@@ -267,7 +267,7 @@ class PlanExecutor {
     return reinterpret_cast<DeviceSemaphore*>(block()->semaphores) + step.channel;
   }
 
-  // A part of a put that has no bytes still signals and flushes.
+  // If `bytes` is 0, the step still signals and flushes.
   PROXYCCL_DEVICE void push(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
     const ProxyChannelDeviceHandle channel{block()->port_channels[step.channel]};
     const uint64_t dst = step.dst_offset + offset + (step.dst_alternates ? block().alternate() : 0);

@@ -9,7 +9,7 @@
 enum ProxycclStepCode {
   PROXYCCL_STEP_SYNC =
       0, /* a barrier of the block's threads, after which one thread's release covers all threads' writes */
-  PROXYCCL_STEP_BARRIER = 1, /* a barrier of `option` blocks: number `channel` */
+  PROXYCCL_STEP_BARRIER = 1, /* barrier number `channel`, in which `option` blocks take part */
   PROXYCCL_STEP_SIGNAL = 2,  /* signals by a memory channel */
   PROXYCCL_STEP_RELAXED_SIGNAL = 3,
   PROXYCCL_STEP_WAIT = 4,
@@ -23,7 +23,7 @@ enum ProxycclStepCode {
   PROXYCCL_STEP_AWAIT_PACKETS = 12,
   PROXYCCL_STEP_LOOP =
       13,                /* repeats the next `option` steps `iterations` times, on `unit` bytes at a time; both >= 1 */
-  PROXYCCL_STEP_END = 14 /* the end of the block's steps */
+  PROXYCCL_STEP_END = 14 /* ends the block's steps */
 };
 
 /* The operations of COMBINE. */
@@ -41,7 +41,7 @@ enum ProxycclBase { PROXYCCL_BASE_NONE = 0, PROXYCCL_BASE_INPUT = 1, PROXYCCL_BA
 typedef struct ProxycclOperand {
   uint64_t address;    /* an address, or an offset from `base` */
   uint32_t base;       /* ProxycclBase */
-  uint32_t packets;    /* 1: the range holds packets (LL16Packet), which take twice the bytes */
+  uint32_t packets;    /* 1: the range holds packets (LL16Packet), which take twice the bytes of their data */
   uint32_t alternates; /* 1: the range is in scratch memory, whose halves alternate between executions */
   uint32_t reserved;
 } ProxycclOperand;

@@ -2,7 +2,7 @@
 //
 // The format is e4m3 without infinities (OCP 8-bit floating point, E4M3), whose greatest value is 448. With m the
 // greatest magnitude of the values that share a scale, the scale is m / 448 and an element is its value times 448 / m.
-// If all values are zero, or smaller than a float8 with a finite factor can show, both factors are 1.
+// If all values are zero, or too small for a finite factor to bring them into the range of float8, both factors are 1.
 #pragma once
 
 #include "proxyccl/float8.h"

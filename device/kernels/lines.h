@@ -4,8 +4,8 @@
 // flag is stored after all data of the line and loaded before it.
 //
 // Data is in units of 16 bytes. The eight threads, by their place 0 to 7, have unit `place` and, except the last, unit
-// 8 + `place`. Line 0 holds the units 0 to 6 and the first half of unit 7; line 1 the units 8 to 14 and the second half
-// of unit 7: each in the words of the thread that has it, so no thread gives another a value.
+// 8 + `place`. Line 0 holds the units 0 to 6 and the first half of unit 7; line 1 holds the units 8 to 14 and the
+// second half of unit 7. Each unit is in the words of the thread that has it, so no thread passes a value to another.
 #pragma once
 
 #include "packets.h"
@@ -63,7 +63,7 @@ struct LineForm {
   static constexpr uint32_t kAtOnce = 4;
   using Chunk = Bytes16;
 
-  // The number of packets and of threads is a multiple of a warp's, so a warp's threads take the same steps.
+  // The numbers of packets and of threads are multiples of a warp's size, so a warp's threads take the same steps.
   template <class Body>
   static PROXYCCL_DEVICE void forEach(uint32_t packets, Body body) {
 #pragma unroll 1

@@ -1,4 +1,5 @@
-// A block's links where all peers are mapped: to the blocks with its number on every rank. Thread p handles rank p.
+// A block's links, if all peers are mapped: they lead to the blocks with the same number on every other rank. Thread p
+// handles rank p.
 #pragma once
 
 #include "proxyccl/proxyccl.h"
@@ -8,7 +9,7 @@ namespace proxyccl {
 
 class Links {
  public:
-  // Loads in advance the words that the first post needs.
+  // Prefetches the words that the first post needs.
   PROXYCCL_DEVICE explicit Links(const ProxycclTeam& team) : control_(team.control) {
     const uint32_t peer = threadIdx.x;
     handles_ = peer < team.world_size && peer != team.rank;

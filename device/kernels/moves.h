@@ -1,11 +1,11 @@
 // all_gather, all_to_all, broadcast and barrier: they move bytes without interpreting them.
 //
-// `bytes` is one rank's contribution for one rank. In-place calls are those of NCCL: all_gather with
-// in = out + rank * bytes, all_to_all and broadcast with in = out.
+// `bytes` is the size of what one rank contributes for one rank. In-place calls are those of NCCL: all_gather with in =
+// out + rank * bytes, all_to_all and broadcast with in = out.
 //
 // If every output is reached (outputs.h), a rank stores its bytes directly in the outputs. The ranks then meet first,
-// because an output may be written only once its rank's kernel runs, and once more at the end. Otherwise lanes send
-// through scratch memory, in pieces that fit their slots, and every rank runs the same number of rounds.
+// because an output may be written only once its rank's kernel runs, and they meet again at the end. Otherwise lanes
+// send through scratch memory, in pieces that fit their slots, and every rank runs the same number of rounds.
 #pragma once
 
 #include "exchange.h"
@@ -14,8 +14,8 @@
 
 namespace proxyccl {
 
-// Called by all threads: meets the other ranks, and returns whether every output is reached. A rank whose own output is
-// not reached knows the answer, and does not wait.
+// Called by all threads: waits for the other ranks, and returns whether every output is reached. A rank whose own
+// output is not reached knows the answer, and does not wait.
 PROXYCCL_DEVICE bool meet(const ProxycclTeam& team, Exchange& exchange, const Outputs& outputs) {
   if (!team.meet) return false;
   outputs.tell();
@@ -65,15 +65,16 @@ PROXYCCL_TEAM_KERNEL all_gather(const ProxycclTeam team, const char* in, char* o
   exchange.finish();
 }
 
-// In place, nothing is stored to outputs directly, because each must still be read.
+// If the call is in place, nothing is stored directly to outputs, because each output is also an input that must still
+// be read.
 PROXYCCL_TEAM_KERNEL all_to_all(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
   using namespace proxyccl;
   Exchange exchange(team);
   const Outputs outputs(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
   if (meet(team, exchange, outputs)) {
-    // Takes a piece of every rank in turn, this rank included: its own data does not cross a link, and would leave the
-    // links idle if copied at the end.
+    // Takes a piece of every rank in turn, including this rank: its own data does not cross a link, so copying it at
+    // the end would leave the links idle.
     constexpr uint64_t kPiece = 64 * 1024;
     exchange.forLanePart(bytes, [&](uint64_t begin, uint64_t size) {
       for (uint64_t offset = begin; offset < begin + size; offset += kPiece) {

@@ -1,7 +1,7 @@
 // The addresses of the peers' output arrays, for a team whose members are all mapped. Each rank tells every peer the
-// address at which that peer reaches its output, or tells all of them null. With an address it may offer its input,
-// which lies in the same place. So all ranks see whether every output is reached and every input offered, and act
-// alike.
+// address at which that peer reaches its output, or tells all of them null. If it tells an address, it may also offer
+// its input, which lies at the same address. So all ranks know whether every output is reached and every input offered,
+// and they choose the same algorithm.
 //
 // Blocks with the same number tell each other in packets, which need no post. There are two packets per peer, chosen by
 // the parity of a block's epoch: a rank reuses a packet two kernels later, and starts that kernel when all blocks have
@@ -37,18 +37,18 @@ class Outputs {
       if (outputs()[rank] == 0) return false;
     return true;
   }
-  // Called instead of learn() if this rank's output is not reached, so that the answer is known.
+  // Called instead of learn() if this rank's output is not reached: learn() would then return false on all ranks.
   PROXYCCL_DEVICE void ignore() const { endEpoch(); }
 
-  // After learn(): returns a rank's output.
+  // To be called after learn(): returns a rank's output.
   PROXYCCL_DEVICE char* of(uint32_t rank) const { return reinterpret_cast<char*>(outputs()[rank] & ~kOffered); }
-  // After learn(): whether every rank but this one offers its input.
+  // To be called after learn(): whether every other rank offers its input.
   PROXYCCL_DEVICE bool peersOffer() const {
     for (uint32_t rank = 0; rank < team_.world_size; ++rank)
       if (rank != team_.rank && (outputs()[rank] & kOffered) == 0) return false;
     return true;
   }
-  // After learn(): whether this thread handles a peer that offers its input.
+  // To be called after learn(): whether this thread handles a peer that offers its input.
   PROXYCCL_DEVICE bool handlesOffer() const { return handlesPeer() && (outputs()[peer_] & kOffered) != 0; }
 
  private:
@@ -79,7 +79,7 @@ class Outputs {
   }
 
   const ProxycclTeam& team_;
-  uint32_t peer_;  // the peer that this thread handles
+  uint32_t peer_;  // the number of the peer that this thread handles
   uint32_t flag_;
 };
 

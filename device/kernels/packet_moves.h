@@ -1,7 +1,8 @@
-// all_gather and all_to_all of short shares, in packets or lines: one crossing, without a fence and without a signal.
+// all_gather and all_to_all of short shares, in packets or lines. The data crosses a link once, without a fence and
+// without a signal.
 //
-// `bytes` is one rank's contribution for one rank. In-place calls are those of moves.h. A thread reads and writes the
-// same bytes of every share, so it has sent what it overwrites in place.
+// `bytes` is the size of what one rank contributes for one rank. In-place calls are those of moves.h. A thread reads
+// and writes the same bytes of every share, so it has sent what it overwrites in place.
 #pragma once
 
 #include "instance.h"

@@ -17,7 +17,7 @@ typedef struct ProxycclPacketTeam {
   uint32_t slot_packets;
   /* The call's shape, computed by the host, because division is slow on a device. A rank exchanges `share` payloads of
    * packets, or units of lines, with each peer. A block moves `epoch_packets` of them (at most slot_packets) in each of
-   * `call_epochs` epochs. The blocks may move more packets than there are: the last ones are padding. */
+   * `call_epochs` epochs. The blocks may move more packets than the data needs: the last packets are padding. */
   uint32_t epoch_packets;
   uint32_t call_epochs;
   uint32_t reserved;

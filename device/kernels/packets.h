@@ -1,23 +1,23 @@
 // The common part of the packet algorithms: their scratch memory, and values as packet payloads.
 //
 // A Form says how data and flags lie in that memory: PacketForm, an LL16Packet for each thread; or LineForm (lines.h).
-// A thread's part is a packet in both.
+// In both forms a thread's part is called a packet.
 //
 // Blocks are independent: each has its own epoch and its own packets on every rank, and exchanges packets only with the
-// peers' blocks with the same number. All ranks launch the same grid, so these blocks advance alike. A block that a
-// call does not use keeps its epoch, on all ranks.
+// peers' blocks with the same number. All ranks launch the same grid, so these blocks advance alike. If a call does not
+// use a block, the block keeps its epoch on all ranks.
 //
-// A packet's place is used again two epochs later, by any rank and any algorithm. No flag guards it, but the following
-// does. Let rank x write in epoch e + 2 where rank y read in epoch e.
+// A packet's place is used again two epochs later, by any rank and any algorithm. No flag guards it; the following
+// argument shows that it is free. Let rank x write in epoch e + 2 where rank y read in epoch e.
 //   - Epoch e + 2 in a later kernel than e + 1: x has finished the kernel of e + 1, so it has received data that y sent
 //     in that kernel. So y had started that kernel, and had ended the kernel of epoch e.
-//   - e + 1 and e + 2 in one kernel: a thread has the same packets in every epoch. Before it sends any of e + 2, it has
-//     received those of e + 1 from the same thread of y. That thread sent them after it had read its packets of e; or e
-//     belongs to an earlier kernel, which y has ended.
+//   - e + 1 and e + 2 in one kernel: a thread has the same packets in every epoch. Before the thread sends any packet
+//     of e + 2, it has received the packets of e + 1 from the same thread of y. That thread sent them after it had read
+//     its packets of e; or e belongs to an earlier kernel, which y has ended.
 //   - e and e + 1 in one kernel, e + 2 in the next one, whose threads may have other packets: all threads of x have
-//     finished e + 1, so all threads of y had finished e. Therefore the last epoch is padded: a thread with packets in
-//     e must have some in e + 1.
-// So every algorithm must make a rank need data of every other rank before it finishes an epoch.
+//     finished e + 1, so all threads of y had finished e. Therefore the last epoch is padded: a thread that has packets
+//     in e must also have packets in e + 1.
+// So in every algorithm a rank must need data of every other rank before it finishes an epoch.
 #pragma once
 
 #include "proxyccl/proxyccl.h"
@@ -37,7 +37,7 @@ struct alignas(8) PayloadOf {
   }
 };
 
-// Whether values [i * kCount, (i + 1) * kCount) of array[count] can be moved at once.
+// Whether values [i * kCount, (i + 1) * kCount) of array[count] can be moved by one access.
 template <class T>
 PROXYCCL_DEVICE bool isWholePayload(const T* array, uint64_t count, uint64_t i) {
   return reinterpret_cast<uintptr_t>(array) % sizeof(PayloadOf<T>) == 0 && (i + 1) * PayloadOf<T>::kCount <= count;
@@ -117,8 +117,8 @@ struct PacketForm {
   static PROXYCCL_DEVICE void forEach(uint32_t packets, Body body) {
     proxyccl::forEach(packets, threadIdx.x, blockDim.x, body);
   }
-  // The data of packet p of a share, of which shares of `share` payloads each lie one after the other in array[count].
-  // Padding is not loaded or stored: past the share's end lies the next one, which other threads load and store.
+  // The data of packet p of a share. Shares of `share` payloads each lie one after the other in array[count]. Padding
+  // is not loaded or stored: past the share's end lies the next share, which other threads load and store.
   template <class T>
   static PROXYCCL_DEVICE Payload load(const T* array, uint64_t count, uint64_t share, uint32_t number, uint64_t p) {
     return p < share ? loadPayload(array, count, number * share + p).pack() : Payload{};
@@ -197,8 +197,8 @@ class Lanes {
   PROXYCCL_DEVICE void sendToAll(uint32_t slot, uint64_t p, const Payload& payload) const {
     for (uint32_t i = 1; i < team_.world_size; ++i) send(peerAt(i), slot, p, payload);
   }
-  // Sends payload(rank) to every other rank. Several payloads are loaded at once: a store between two loads would delay
-  // the second.
+  // Sends payload(rank) to every other rank. Several payloads are loaded before any is sent: a store between two loads
+  // would delay the second.
   template <class PayloadFor>
   PROXYCCL_DEVICE void sendToEach(uint32_t slot, uint64_t p, PayloadFor payload) const {
     for (uint32_t first = 1; first < team_.world_size; first += kAtOnce) {
@@ -223,8 +223,8 @@ class Lanes {
     return Form::payloadOf(words, p);
   }
   // Calls use(rank, payload) for every rank in turn: with `own` for this rank, and with the packet in slot first_slot +
-  // rank for every other. Packets of several ranks are loaded at once, because a load takes longer than the wait for
-  // the data.
+  // rank for every other. Packets of several ranks are loaded concurrently, because a load takes longer than the wait
+  // for the data.
   template <class Use>
   PROXYCCL_DEVICE void receiveFromAll(uint32_t first_slot, uint64_t p, const Payload& own, Use&& use) const {
     for (uint32_t first = 0; first < team_.world_size; first += kAtOnce) {
@@ -257,7 +257,7 @@ class Lanes {
  private:
   static constexpr uint32_t kAtOnce = Form::kAtOnce;
   // Flags have 32 bits and wrap, and a packet's place may stay unused for longer than that. So before a flag repeats, a
-  // block clears its packets of each parity: at the end of the epochs whose number is 0 or 1 modulo this.
+  // block clears its packets of both parities: at the end of the epochs whose number is 0 or 1 modulo this.
   static constexpr uint32_t kClearInterval = 1u << 30;
 
   // Epochs count from 0 without a gap; fresh memory holds flag 0, so the flag is the epoch plus one, and skips 0 when

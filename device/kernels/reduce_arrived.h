@@ -1,12 +1,12 @@
 // reduce_arrived: the reduction of a schedule's transfers (channels/schedules/DESIGN.md).
 //
-// The stream launches it when the first piece is there, or when all ranks have joined: a kernel that waited for ranks
-// that are late would keep others from starting. The kernel waits for the other pieces, which are in flight, because a
+// The stream launches it when the first piece has arrived, or when all ranks have joined: a kernel that waited for late
+// ranks would keep other kernels from starting. The kernel waits for the other pieces, which are in flight, because a
 // launch for each piece would take longer. On CUDA its blocks are single warps of few registers, so they start beside a
 // matrix product that fills all multiprocessors. Blocks take chunks in turn: blocks for which a busy GPU has no room
 // start when other blocks have ended. The block with a piece's first chunk waits for the proxy, and the piece's other
-// blocks wait for that block. The block that ends a piece waits for the end of the previous piece, and opens the gate.
-// So a block waits only for blocks that took earlier chunks, which run.
+// blocks wait for that block. The block that completes a piece waits for the end of the previous piece, and opens the
+// gate. So a block waits only for blocks that took earlier chunks, which run.
 #pragma once
 
 #include "arrived.h"
@@ -22,7 +22,8 @@
 
 namespace proxyccl {
 
-// A single warp needs neither a multiprocessor's barriers nor its shared memory: a busy one may have none to give.
+// A single warp needs neither barriers nor shared memory of the multiprocessor, of which a busy multiprocessor may have
+// none left.
 //
 // A barrier of the block, after which one thread's release covers the writes of all its threads.
 PROXYCCL_DEVICE void meetInBlock() {
@@ -62,8 +63,8 @@ PROXYCCL_DEVICE bool awaitOthers(const ProxycclArrived& arrived, uint32_t kind, 
 
 // Waits for the transfers of a piece. Called by all threads of a block. Returns false if the communicator has ended.
 //
-// One thread of the grid reads the proxy's word: the more read a word of host memory at once, the later each sees it
-// change. That thread's block took the piece's first chunk.
+// One thread of the grid reads the proxy's word: the more threads read a word of host memory concurrently, the later
+// each of them sees it change. That thread's block took the piece's first chunk.
 PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece, bool first) {
   const uint64_t transfers = piece == 0 ? arrived.first : arrived.transfers;
   if (transfers == 0) return true;
@@ -134,8 +135,8 @@ struct ChunkSource {
 };
 
 #if PROXYCCL_SMALL_BLOCKS
-// Brings a chunk of all ranks into the device's cache. A warp has too few registers for enough loads in flight to keep
-// the memory busy; a prefetch takes no registers.
+// Prefetches all ranks' data of a chunk into the device's cache. A warp has too few registers for enough loads in
+// flight to keep the memory busy; a prefetch takes no registers.
 template <class T>
 PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, const ChunkSource<T>& source) {
   constexpr uint32_t kLine = 128;
@@ -147,9 +148,10 @@ PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, 
   }
 }
 
-// Reduces `units` units of 16 bytes, all aligned, of a number of ranks that the compiler knows: sums need no register
-// until all values are there. A thread has several loads in flight, as few threads would otherwise wait for memory most
-// of the time. Not inlined, because the caller's variables would leave the threads of a small block too few registers.
+// Reduces `units` units of 16 bytes, all aligned, of a number of ranks that is known at compile time: sums need no
+// register until all values have been loaded. A thread has several loads in flight, as few threads would otherwise wait
+// for memory most of the time. Not inlined, because the caller's variables would leave the threads of a small block too
+// few registers.
 template <class T, class Op, uint32_t kRanks, uint32_t kUnits>
 PROXYCCL_OUT_OF_LINE void reduceUnitsOf(uint32_t divisor, uint32_t units, const ChunkSource<T> source, Bytes16* to) {
   constexpr uint32_t kWide = 16 / sizeof(T);
@@ -277,7 +279,7 @@ PROXYCCL_DEVICE void reduceChunk(const ProxycclArrived& arrived, uint64_t count,
 template <class T, class Op>
 PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in, T* out, uint64_t count) {
   const uint32_t chunks = arrived.pieces * arrived.chunks;
-  uint32_t awaited = 0;  // pieces whose transfers this block has seen: some peers' whole shares come with the first
+  uint32_t awaited = 0;  // pieces whose transfers this block has seen; the first brings whole shares of some peers
 #pragma unroll 1
   for (uint32_t taken = takeChunk(arrived); taken < chunks; taken = takeChunk(arrived)) {
     const uint32_t piece = taken / arrived.chunks, chunk = taken % arrived.chunks;

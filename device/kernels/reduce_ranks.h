@@ -1,4 +1,5 @@
-// The combination of values that each rank has in one place: the bandwidth-bound reductions use it on a round's data.
+// Combines all ranks' values when each rank's values are contiguous in memory: the bandwidth-bound reductions use it on
+// a round's data.
 #pragma once
 
 #include "integers.h"
@@ -39,9 +40,9 @@ struct Run {
   PROXYCCL_DEVICE void store(T* to) const { proxyccl_memmove(to, values, count * sizeof(T)); }
 };
 
-// Calls store(i, run) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [begin, end).
-// Called by one thread. Each loop is over one array, so that C++ compilers vectorise the loop; a run is short enough to
-// stay in the nearest cache until the next loop.
+// Combines source(rank)[begin, end) of all ranks in rank order, and calls store(i, run) for each run of results, which
+// begins at index i. Called by one thread. Each loop is over one array, so that C++ compilers vectorise the loop; a run
+// is short enough to stay in the nearest cache until the next loop.
 template <class T, class Op, class Source, class Store>
 PROXYCCL_DEVICE void reduceRuns(uint32_t ranks, uint32_t divisor, uint64_t begin, uint64_t end, Source source,
                                 Store store) {
@@ -100,11 +101,11 @@ PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint32_t divisor, uin
 template <class T>
 using Unit = Pack<T, 16 / sizeof(T)>;
 
-// When the units of a rank are loaded: in the rank's turn, or while the previous rank's units are in flight, which
+// When a rank's units are loaded: after those of the previous rank have arrived, or while these are in flight, which
 // keeps more data in flight and takes more registers.
 enum class Loads { kInTurn, kAhead };
 
-// Combines unit u, for all u < kUnits, of all ranks in rank order: source(rank)(u). Units are held as bytes, because
+// For each u < kUnits, combines the units source(rank)(u) of all ranks, in rank order. Units are held as bytes, because
 // narrow values would take a register each.
 template <class T, class Op, uint32_t kUnits, Loads kLoads, class Source>
 PROXYCCL_DEVICE void combineUnits(uint32_t ranks, uint32_t divisor, Source source, Bytes16 (&results)[kUnits]) {
@@ -147,7 +148,7 @@ PROXYCCL_DEVICE void combineUnits(uint32_t ranks, uint32_t divisor, Source sourc
 #endif
 
 // Calls store(i, values) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [0, n): on
-// a GPU 16 bytes at once where `aligned`, else value by value; on the host in runs. Called by each of `threads`
+// a GPU 16 bytes at a time where `aligned`, else value by value; on the host in runs. Called by each of `threads`
 // threads. An average divides by `divisor`.
 template <class T, class Op, class Source, class Store>
 PROXYCCL_DEVICE void reduceRanks(uint32_t ranks, uint32_t divisor, uint64_t n, [[maybe_unused]] bool aligned,

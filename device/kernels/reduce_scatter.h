@@ -1,4 +1,4 @@
-// reduce_scatter: each rank gets one share of the reduction, in one crossing.
+// reduce_scatter: each rank gets one share of the reduction. The data crosses a link once.
 //
 // Every rank stores the part that a peer reduces to that peer's scratch memory, straight from its input. The peer
 // reduces in rank order, straight into its output. A short call goes in rounds (exchange.h), a long call in pieces
@@ -42,8 +42,8 @@ class ReduceScatterInPieces : ScatteredReduction<T, Op> {
   T* out_;
 };
 
-// `count` elements per rank: in holds world_size * count, out count. In pieces if team.pieces is not 0; then team.share
-// is `count`.
+// `count` is the number of elements per rank: `in` holds world_size * count, `out` holds count. The call goes in pieces
+// if team.pieces is not 0; then team.share is `count`.
 template <class T, class Op>
 PROXYCCL_DEVICE void reduce_scatter(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   if (team.pieces != 0) return ReduceScatterInPieces<T, Op>(team, in, out).run();

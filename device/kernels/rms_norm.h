@@ -1,12 +1,13 @@
-// Rows that have been reduced: their residuals are added, and they are normed.
+// Adds residuals to rows that have been reduced, and normalizes the rows.
 //
-// A value is added to its residual in T, as torch adds them. Then a row is normed: each value is multiplied by
-// 1 / sqrt(mean of squares + eps) and by its weight, in float, and rounded once (RMSNorm, Zhang and Sennrich, 2019).
+// A value is added to its residual in T, as torch adds them. Then a row is normalized: each value is multiplied by 1 /
+// sqrt(mean of squares + eps) and by its weight, in float, and rounded once (RMSNorm, Zhang and Sennrich, 2019).
 //
-// A row consists of packets (packets.h), whether they are sent or not, in groups of a warp's. A block has a row, or the
-// blocks of a cluster have a part of the row each. A thread norms the packets that it added, so it reads nothing that
-// other threads stored, except one number for each group of packets: the sum of its squares. Every thread adds these
-// numbers in one order, which depends on the row's width and on the form of the packets alone.
+// A row consists of packets (packets.h), whether they are sent or not. The packets of a warp's threads form a group. A
+// row is the work of one block, or of the blocks of a cluster, each of which has a part of the row. A thread normalizes
+// the packets to which it added residuals, so it reads nothing that other threads stored, except one number for each
+// group of packets: the sum of its squares. All threads add these numbers in the same order, which depends only on the
+// row's width and on the form of the packets.
 //
 // The code is short rather than unrolled: a block runs it once for each row, mostly for one row alone, and instructions
 // that no cache holds take longer to fetch than to execute.
@@ -25,7 +26,7 @@ PROXYCCL_DEVICE float inverseRoot(float value) {
 #endif
 }
 
-// Called by a whole warp: returns the combination of its threads' values, the same to all threads.
+// Called by a whole warp: returns the combination of its threads' values; all threads get the same result.
 template <class Combine>
 PROXYCCL_DEVICE float combineInWarp(float value, Combine combine) {
   const uint32_t lane = threadIdx.x % PROXYCCL_WARP_SIZE;
@@ -37,8 +38,8 @@ PROXYCCL_DEVICE float combineInWarp(float value, Combine combine) {
 
 PROXYCCL_DEVICE float added(float a, float b) { return a + b; }
 
-// How the blocks of a row tell one another numbers. start() comes first; awaitStart() before the first tell(); and
-// meet() after tell(), before the number is read.
+// How the blocks of a row send numbers to one another by tell(). A block calls start() first, awaitStart() before its
+// first tell(), and meet() after tell() and before it reads a number.
 template <uint32_t kBlocks>
 struct RowBlocks;
 template <>
@@ -68,7 +69,7 @@ template <class T>
 struct Rows {
   const T* x;          // [rows, width]
   const T* residual;   // [rows, width]; null: nothing is added
-  const T* weight;     // [width]; null: rows are not normed
+  const T* weight;     // [width]; null: rows are not normalized
   void* out;           // [rows, width] of T, or of e4m3 if there is a scale
   T* residual_out;     // [rows, width]: the sums
   float* scales;       // [rows]: each row's scale, which the blocks compute; null: none
@@ -78,16 +79,17 @@ struct Rows {
   float eps;
   uint32_t share;  // chunks of a row
   uint32_t row_packets;
-  uint32_t packets;     // packets that a block has at a time, whole groups
-  uint32_t row_epochs;  // how often, for a whole row
-  uint32_t keeps;       // 1: dynamic shared memory has room for the packets of a block's part of a row; 2: and weights
+  uint32_t packets;     // packets that a block has in an epoch, in whole groups
+  uint32_t row_epochs;  // epochs that a row takes
+  uint32_t keeps;       // what fits in dynamic shared memory: 1: the packets of a block's part of a row; 2: weights too
 };
 
-// A block's part of the rows, one after the other. kWhole: all arrays of rows and the weights are aligned to 16 bytes,
-// and rows are multiples of 16 bytes. kBlocks: the blocks of a cluster, which have one row.
+// A block's part of the rows, which it handles one after the other. kWhole: all arrays of rows and the weights are
+// aligned to 16 bytes, and the size of a row is a multiple of 16 bytes. kBlocks: the number of blocks in a cluster,
+// which share a row.
 //
-// Dynamic shared memory: for each parity of the row's place in the block's order, two numbers for each group; then the
-// packets that are kept, and the weights.
+// Dynamic shared memory: for every other row, alternately, two numbers for each group; then the packets that are kept,
+// and the weights.
 template <class Form, class T, bool kWhole, uint32_t kBlocks>
 class NormedRow {
  public:
@@ -105,8 +107,8 @@ class NormedRow {
     begin(row_ + gridDim.x / kBlocks);
   }
 
-  // Returns the values of the block's packet p of an epoch in `x`; of a row that does not exist, zeros. own() returns
-  // the same later, to the same thread.
+  // Returns the values of the block's packet p of an epoch in `x`; if the row does not exist, zeros. own() later
+  // returns the same values to the same thread.
   PROXYCCL_DEVICE Payload load(uint32_t epoch, uint32_t p) const {
     const Payload payload = exists() ? loadFrom(rows_.x + first_, inRow(epoch, p)) : Payload{};
     if (rows_.keeps) kept()[epoch * rows_.packets + p] = payload;
@@ -119,12 +121,12 @@ class NormedRow {
   PROXYCCL_DEVICE Payload residual(uint32_t epoch, uint32_t p) const {
     return rows_.residual != nullptr && exists() ? loadFrom(rows_.residual + first_, inRow(epoch, p)) : Payload{};
   }
-  // Keeps the weights of a packet. Called once, while the block would wait.
+  // Keeps the weights of a packet. Called once, at a time when the block would otherwise wait.
   PROXYCCL_DEVICE void keepWeights(uint32_t epoch, uint32_t p) const {
     if (rows_.keeps == 2) weights()[epoch * rows_.packets + p] = loadFrom(rows_.weight, inRow(epoch, p));
   }
 
-  // Called by whole warps: takes the sum of a packet, and the residual, which is loaded before the sum arrives.
+  // Called by whole warps: takes a packet's sum, and its residual, which the caller loads before the sum arrives.
   PROXYCCL_DEVICE void take(uint32_t epoch, uint32_t p, const Payload& sum, const Payload& residual) {
     Words words = __builtin_bit_cast(Words, sum);
     if (rows_.residual != nullptr) {
@@ -224,8 +226,9 @@ class NormedRow {
   }
   PROXYCCL_DEVICE Payload* weights() const { return kept() + rows_.row_epochs * rows_.packets; }
 
-  // Tells all blocks of the row the number of the group of a packet. No block reads it before meet(). The place is used
-  // again for the row after the next one, and a block has read the number before it meets the others for the next one.
+  // Sends the number of a packet's group to all blocks of the row. No block reads it before meet(). The place is used
+  // again for the row after the next one; by then every block has read the number, because it reads it before it calls
+  // meet() for the next row.
   PROXYCCL_DEVICE void tell(uint32_t kind, uint32_t in_row, float number) const {
     const uint32_t group = in_row / PROXYCCL_WARP_SIZE;
     if (in_row % PROXYCCL_WARP_SIZE != 0 || group >= groups()) return;
@@ -263,7 +266,7 @@ class NormedRow {
     }
   }
 
-  // Calls body(c, chunk, values) with the normed values of each chunk of a packet.
+  // Calls body(c, chunk, values) with the normalized values of each chunk of a packet.
   template <class Body>
   PROXYCCL_DEVICE void forNormed(uint32_t epoch, uint32_t p, float factor, Body body) const {
     const uint32_t in_row = inRow(epoch, p), in_block = epoch * rows_.packets + p;
@@ -299,7 +302,7 @@ class NormedRow {
   }
 
   const Rows<T>& rows_;
-  uint64_t row_ = 0, first_ = 0;  // the row, and its first element
+  uint64_t row_ = 0, first_ = 0;  // the number of the row, and the index of its first element
   uint32_t parity_ = 0;
 };
 

@@ -27,7 +27,7 @@ struct ScaledPart {
       for (uint32_t i = 0; i < kEach; ++i) given.at[i] = from[i];
     }
   }
-  // Called by a group: makes the elements. Returns the greatest magnitude.
+  // Called by a group: converts its values to float8 elements. Returns the greatest magnitude of the values.
   PROXYCCL_DEVICE float quantize(const Group& group, Elements* elements) const {
     float values[kEach], greatest = 0;
     for (uint32_t i = 0; i < kEach; ++i) {
@@ -45,8 +45,8 @@ struct ScaledPart {
   }
 };
 
-// Makes blocks [first, last) of a row, whatever its values are. The lane with number n among a block's keeps the
-// greatest magnitude of the n-th block that its lanes hold.
+// Makes blocks [first, last) of a row; its values may be infinities or NaNs. Of the lanes that make a block, lane n
+// keeps the greatest magnitude of the n-th block that these lanes make.
 template <class T, class StoreParts>
 PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t first, uint32_t last, bool aligned,
                                   StoreParts storeParts) {
@@ -67,9 +67,9 @@ PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t fir
 }
 
 #ifdef PROXYCCL_HAS_FLOATS_TO_E4M3
-// The same for 16-bit elements, aligned and all of them numbers, in a third of the instructions: magnitudes are
-// compared as integers, two at a time, and a thread has twice the elements. A group makes kParts parts at once, each
-// step for all of them, because with one part alone a thread would wait for each step.
+// Does the same for aligned 16-bit elements without infinities and NaNs, in a third of the instructions: magnitudes are
+// compared as integers, two at a time, and a thread has twice the elements. A group makes kParts parts together, each
+// step for all parts, because with a single part a thread would wait for each step.
 template <class T, uint32_t kParts>
 class ScaledNumbers {
  public:
@@ -90,9 +90,9 @@ class ScaledNumbers {
       for (uint32_t h = 0; h < kHalves; ++h) parts_[i].halves[h] = exists ? words[part * kHalves + h] : Half{};
     }
   }
-  // By a group: makes the elements. *kept is the greatest magnitude of a block: the lane with number n among a block's
-  // lanes has the magnitude of part n. Returns false to the whole group if there was an infinity or a NaN; then the
-  // elements are invalid.
+  // Called by a group: makes the elements. *kept is the greatest magnitude of a block: the lane with number n among a
+  // block's lanes has the magnitude of part n. Returns false to the whole group if there was an infinity or a NaN; then
+  // the elements are invalid.
   PROXYCCL_DEVICE bool quantize(const Group& group, Elements* elements, float* kept) const {
     uint32_t most[kParts];
 #pragma unroll

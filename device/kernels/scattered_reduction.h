@@ -1,6 +1,6 @@
 // Reductions in pieces where all peers are mapped: every rank stores the part of a piece that a peer reduces to that
-// peer's scratch memory, straight from its input, and each reduces its own share, in rank order, accumulated in the
-// wide type and rounded once.
+// peer's scratch memory, straight from its input, and each rank reduces its own share, in rank order, accumulated in
+// the wide type and rounded once.
 //
 // All data that crosses a link is stored, not loaded: NVLink carries stores faster.
 //
@@ -48,8 +48,8 @@ class Units {
   uint64_t count_, whole_;
 };
 
-// The parts of a kernel that scatter and reduce pieces: team.pieces of them, of at most team.piece elements of each
-// rank's team.share.
+// The parts of a kernel that scatter and reduce pieces. There are team.pieces pieces, of at most team.piece elements of
+// each rank's share of team.share elements.
 template <class T, class Op>
 class ScatteredReduction {
  public:
@@ -69,8 +69,8 @@ class ScatteredReduction {
   }
 
 #if PROXYCCL_ON_HOST
-  // The first of this thread's elements of a piece, which lie side by side, in whole units. Their place does not depend
-  // on the length of a piece, because the next piece may come into the same buffer.
+  // The index of this thread's first element of a piece. The thread's elements lie side by side, in whole units. Their
+  // place does not depend on the length of a piece, because the next piece may come into the same buffer.
   uint64_t firstElement(uint64_t thread) const {
     return divideUp(team_.piece, Units<T>::kWide) * thread / threads() * Units<T>::kWide;
   }
@@ -88,7 +88,7 @@ class ScatteredReduction {
   }
 #endif
 
-  // Elements of piece k of a rank's share.
+  // The number of elements in piece k of a rank's share.
   PROXYCCL_DEVICE uint64_t sizeOf(uint64_t k, uint32_t owner) const {
     const uint64_t end = minimum((owner + 1) * team_.share, count_), begin = beginOf(k, owner);
     return begin < end ? minimum(team_.piece, end - begin) : 0;
@@ -130,8 +130,8 @@ class ScatteredReduction {
     }
   }
 
-  // Reduces this rank's part of piece k, and stores the result to target(rank) for each rank, for this rank last; with
-  // `alone` only to target(this rank).
+  // Reduces this rank's part of piece k, and stores the result at target(rank) for each rank, at this rank's own target
+  // last; with `alone` only at this rank's own target.
   template <class Target>
   PROXYCCL_DEVICE void reduce(uint64_t k, bool alone, Target target) const {
     const uint64_t begin = beginOf(k, team_.rank), count = sizeOf(k, team_.rank);
@@ -175,7 +175,7 @@ class ScatteredReduction {
 
 #if !PROXYCCL_ON_HOST
   // Combines kUnits units source(rank)(u) of all ranks, in rank order, and calls store(rank, u, sum) for each rank from
-  // the `first` after this one on, this one last.
+  // after(first) on, for this rank last.
   template <uint32_t kUnits, class Source, class Store>
   PROXYCCL_DEVICE void reduceUnits(uint32_t first, Source source, Store store) const {
     Bytes16 results[kUnits];

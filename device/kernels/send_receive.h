@@ -2,9 +2,9 @@
 // exchanges data with.
 //
 // Each block works on one lane of one transfer. The sender writes a piece into a slot of the receiver's scratch memory
-// and signals; the receiver copies it out and signals back, which is a credit. The sender waits for a credit before
-// each piece except the first PROXYCCL_FLOW_SLOTS of a flow's life. So a slot is written again only after it was read,
-// and where the proxy sends, its staging slot is reused only when the put from it is complete.
+// and signals; the receiver copies the piece out and signals back; this signal is a credit. The sender waits for a
+// credit before each piece except the first PROXYCCL_FLOW_SLOTS of a flow's life. So a slot is written again only after
+// it was read, and where the proxy sends, its staging slot is reused only when the put from it is complete.
 #pragma once
 
 #include "exchange.h"
@@ -87,7 +87,8 @@ class FlowEnd {
     __syncthreads();
   }
 
-  // A different size is an error of the program. After an abort, the slot holds the size of an older transfer.
+  // A different size is an error of the program, except after an abort, when the slot holds the size of an older
+  // transfer.
   PROXYCCL_DEVICE void check(uint64_t sent) const {
     if (sent == transfer_.bytes || aborted(flows_.control)) return;
     const WaitFor what = {PROXYCCL_WAIT_NONE, link_->peer, PROXYCCL_NO_CHANNEL, transfer_.bytes};

@@ -1,8 +1,8 @@
 /* Parameters of the shipped collectives that describe the ranks.
  *
  * Plain C. Links are a table [lanes][world_size]. Where every peer is mapped, each block has its own lane, and blocks
- * never wait for one another inside a collective. Where some are reached through the proxy, there is one lane, on which
- * all blocks work together: copy engines and the proxy's thread are faster with few large pieces.
+ * never wait for one another inside a collective. Where some peers are reached through the proxy, there is one lane, on
+ * which all blocks work together: copy engines and the proxy's thread are faster with few large pieces.
  */
 #pragma once
 
@@ -17,7 +17,7 @@ typedef struct ProxycclLink {
   ProxycclProxyChannel proxy;  /* used if the peer is reached through the proxy */
   char* remote;                /* the peer's scratch memory, mapped */
   uint32_t proxied;
-  uint32_t peer; /* the peer's rank in the communicator, which errors name */
+  uint32_t peer; /* the peer's rank in the communicator, which errors give */
 } ProxycclLink;
 
 /* Scratch memory, the same on each rank, in this order:
@@ -26,13 +26,13 @@ typedef struct ProxycclLink {
  *   all_reduce_two_shot.h and its twin by proxy);
  * - outputs [lanes][world_size]: where peers' outputs lie (outputs.h);
  * - from staging_offset on, the same buffers for data that the proxy is to send; absent if all peers are mapped.
- * Peers that are not mapped use these places in `proxied`.
+ * Data of peers that are not mapped uses the same offsets in `proxied`.
  */
 enum {
   PROXYCCL_ROUND_BUFFERS = 2, /* by the parity of `round` */
   PROXYCCL_PIPELINE_DEPTH = 3,
   PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* the pipeline has two phases */
-  PROXYCCL_MAX_MAPPED_RANKS = 72                           /* most members of a team whose members are all mapped */
+  PROXYCCL_MAX_MAPPED_RANKS = 72 /* greatest number of members in a team whose members are all mapped */
 };
 
 /* Counters in device memory. Only the last block of each kernel advances them, so that a captured graph can be
@@ -52,16 +52,17 @@ typedef struct ProxycclTeam {
   ProxycclControl* control;
   ProxycclLink* links;
   ProxycclTeamCounters* counters;
-  uint32_t* epochs; /* one a lane, in device memory, advanced by its block: kernels that used outputs.h */
+  uint32_t* epochs; /* in device memory, one number for each lane, which the lane's block advances: how many kernels
+                       used outputs.h */
   char* scratch;
   char* proxied;           /* the scratch memory for peers that are not mapped: `scratch`, or pinned memory
                               of the host, where CPUs move what the proxy would stage */
   uint64_t exchange_bytes; /* bytes from all peers that a buffer for rounds holds */
   uint64_t pipeline_bytes; /* bytes from all peers that a buffer for pipelines holds */
   uint64_t outputs_offset, staging_offset;
-  uint64_t one_crossing_bytes; /* most bytes for which an all_reduce by proxy takes one crossing */
-  /* The shape of a call in pieces, worked out by the host, because division is slow on a device. In elements: a rank
-   * reduces a share, in pieces. */
+  uint64_t one_crossing_bytes; /* most bytes for which the data of an all_reduce by proxy crosses a link only once */
+  /* How a call is cut into pieces, computed by the host, because division is slow on a device. In elements: the share
+   * that a rank reduces, and the pieces of a share. */
   uint64_t share, piece, pieces;
   uint64_t slot_bytes; /* bytes of a slot for a peer's piece */
   uint32_t meet;   /* whether ranks learn of each other's outputs before they send anything; the same on all ranks */

@@ -7,7 +7,7 @@
 typedef struct ProxycclAllocationGuard {
   /* cuPointerGetAttribute, hipPointerGetAttribute, proxyccl_host_pointer_attribute */
   int (*pointer_attribute)(void* data, int attribute, uint64_t ptr);
-  int attribute;        /* the attribute that returns the allocation's number, of 64 bits */
+  int attribute;        /* CU_POINTER_ATTRIBUTE_BUFFER_ID or its counterpart: gives the allocation's 64-bit number */
   const uint64_t* ptrs; /* ascending addresses: each allocation ends where the next begins */
   const uint64_t* ids;  /* the expected number for each address */
   uint32_t count;

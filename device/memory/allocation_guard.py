@@ -26,7 +26,7 @@ class AllocationGuard:
 
     @property
     def holds(self) -> bool:
-        """Whether each address still lies in its allocation. Also False if the driver can't tell now."""
+        """Whether each address still lies in its allocation. Returns False if the driver can't tell."""
         return bool(lib.proxyccl_allocations_hold(self._guard, 0, _LAST_ADDRESS))
 
     @property

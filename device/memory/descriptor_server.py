@@ -29,7 +29,7 @@ from proxyccl.device.process.threads import Thread
 
 _TIMEOUT = 10.0
 _PAUSE_SECONDS = 0.01
-_REQUEST_SECONDS = 2.0  # clients send at once, so only a stopped client takes so long
+_REQUEST_SECONDS = 2.0  # clients send immediately after they connect, so only a stopped client takes so long
 _LONGEST_REQUEST = 256
 _PART = struct.Struct("<Q")
 
@@ -70,7 +70,7 @@ class DescriptorServer:
             undo.pop_all()
 
     def listen_in_directory(self) -> None:
-        """Accepts processes of other network namespaces too, where they see the directory of sockets.
+        """Also accepts processes of other network namespaces that see the directory of sockets.
 
         Raises:
             OSError: no socket can be made in the directory.
@@ -155,7 +155,7 @@ def serve() -> DescriptorServer:
     Raises:
         ResourceError: there are too few descriptors or threads.
     """
-    global _server  # noqa: PLW0603  there is one for the process
+    global _server  # noqa: PLW0603  a process has one server
     with _lock:
         if _server is None or not _server.process.is_here:
             _server = DescriptorServer()

@@ -33,8 +33,8 @@ def out_of_descriptors(what: str, number: int | None) -> ResourceError:
 
 @contextlib.contextmanager
 def naming_exhaustion(what: str) -> Iterator[None]:
-    """A context for code that opens descriptors: raises ResourceError, which names their purpose, if there are too
-    few."""
+    """Returns a context for code that opens descriptors: it raises ResourceError, which names their purpose, if there
+    are too few."""
     try:
         yield
     except OSError as error:
@@ -44,7 +44,8 @@ def naming_exhaustion(what: str) -> Iterator[None]:
 
 
 def require_descriptors(count: int) -> None:
-    """Raises OSError unless this process can open this many more. Another thread may take them later."""
+    """Raises OSError unless this process can open this many more. Another thread may open descriptors after this
+    check."""
     opened: list[int] = []
     try:
         opened.append(os.eventfd(0, os.EFD_CLOEXEC))
@@ -57,7 +58,7 @@ def require_descriptors(count: int) -> None:
 
 # The functions of Python 3.11's `socket` that pass descriptors leave out the flags.
 def send_with_descriptors(connection: socket.socket, data: bytes, descriptors: Sequence[int], flags: int = 0) -> None:
-    """Sends a message. Raises OSError as `socket.sendmsg`."""
+    """Sends a message. Raises OSError as `socket.sendmsg` does."""
     passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     connection.sendmsg([data], passed, flags)
 
@@ -65,7 +66,7 @@ def send_with_descriptors(connection: socket.socket, data: bytes, descriptors: S
 def receive_with_descriptors(
     connection: socket.socket, longest: int, most: int, flags: int = 0
 ) -> tuple[bytes, list[int], int]:
-    """Receives a message. Returns its bytes, its descriptors, which the caller closes, and its flags.
+    """Receives a message. Returns the message's bytes, its descriptors, which the caller must close, and its flags.
 
     Child processes do not inherit the descriptors.
 

@@ -17,13 +17,13 @@ _POLL_SECONDS = 0.001
 
 
 class HandleCache:
-    """Mappings of memory that other processes exported, by handle. The most recently used ones stay mapped while
+    """Mappings of memory that other processes exported, by handle. The most recently used mappings stay mapped while
     unused.
 
-    A handle names the memory itself and not its address, so a cached mapping is never stale. But while freed memory is
-    still mapped here, a driver may refuse to map new memory of the same address at its owner: then all idle mappings of
-    this process are removed. In a daemon the old memory may be mapped for another client that has yet to close it:
-    `acquire` waits for that for at most PATIENCE seconds.
+    A handle names the memory itself and not its address, so a cached mapping is never stale. But while this process
+    still maps freed memory, a driver may refuse to map new memory of the same address at its owner: then all idle
+    mappings of this process are removed. In a daemon the old memory may be mapped for another client that has yet to
+    close it: `acquire` then waits for at most PATIENCE seconds.
 
     Args:
         open_handle: maps memory.
@@ -72,12 +72,12 @@ class HandleCache:
         return unmapped
 
     def lease(self, handle: bytes) -> Memory:
-        """Like `acquire`, but closing the result releases it: for a cache on top of this one."""
+        """Does what `acquire` does, for a cache on top of this one: closing the result releases the memory."""
         return _Leased(self, handle)
 
     def release(self, handle: bytes, *, keep: bool = True) -> None:
-        """Ends one use. Without `keep`, unmaps the memory if it is then unused, because its owner frees it, and
-        drivers keep freed memory until it is unmapped everywhere.
+        """Ends one use. Without `keep`, also unmaps the memory if nobody else uses it. That is for memory that its
+        owner frees, because drivers keep freed memory until it is unmapped everywhere.
         """
         self._mappings.release(handle, keep=keep)
         if not keep and self._below is not None:
@@ -90,7 +90,7 @@ class HandleCache:
         return self
 
     def close(self) -> None:
-        """Ends a hold. The last one unmaps everything."""
+        """Ends a hold. When the last holder has called it, all memory is unmapped."""
         with self._caches_lock:
             self._holders -= 1
             if self._holders:

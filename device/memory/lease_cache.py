@@ -30,8 +30,8 @@ class LeaseCache(Generic[Key, Value]):
     driver may take long.
 
     Args:
-        discard: undoes a `make`.
-        keep: most values that are kept idle. The least recently used are discarded first.
+        discard: called with a value when it leaves the cache; undoes what `make` did.
+        keep: most values that are kept idle. The least recently used values are discarded first.
         weigh: the weight of a value; without it every value weighs nothing.
         keep_weight: most weight that is kept idle.
     """
@@ -58,9 +58,9 @@ class LeaseCache(Generic[Key, Value]):
         return self._closed
 
     def acquire(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The key's value, which `make` makes if there is none. Each call is paired with a `release`.
+        """Returns the key's value, which `make` makes if there is none. Each call is paired with a `release`.
 
-        Exceptions of `make` are passed on; then there is nothing to release.
+        If `make` raises an exception, `acquire` raises it too, and there is nothing to release.
 
         Raises:
             ClosedError: the cache is closed.
@@ -156,7 +156,7 @@ class LeaseCache(Generic[Key, Value]):
         with entry.lock:
             with self._lock:
                 value = entry.value
-                if entry.users or value is None:  # another thread acquired or discarded the value meanwhile
+                if entry.users or value is None:  # since the value was chosen, another thread acquired or discarded it
                     return False
                 entry.value = None
                 self._idle.pop(key, None)

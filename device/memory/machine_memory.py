@@ -16,7 +16,7 @@ class Limit:
 
     Attributes:
         nbytes: the limit, with the machine's swap space.
-        origin: the machine or the file that sets it, as the subject of a sentence with its verb.
+        origin: the machine or the file that sets the limit, as the subject of a sentence with its verb.
     """
 
     nbytes: int
@@ -41,7 +41,7 @@ def memory_limit() -> Limit | None:
 
 
 def _group_limits() -> list[tuple[Path, int]]:
-    """The limits of this process's control groups and of those above them, of cgroup v2 and v1."""
+    """Returns the limits of this process's control groups and of the groups above them, of cgroup v2 and v1."""
     found = []
     for line in _text(_PROC / "self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)

@@ -1,11 +1,12 @@
 /* Memory that another library allocates and frees through two C functions, and that communicators offer to peers.
  *
  * A library's caching allocator calls the two functions with its own lock held, possibly without the GIL. Code that
- * waited for the GIL there could deadlock with a Python thread that waits for the allocator. So nothing here is Python,
- * and each allocation, a segment, is only recorded. Python reads the records when it needs them.
+ * waited for the GIL in such a call could deadlock with a Python thread that waits for the allocator. So no code in
+ * this file is Python, and each allocation, called a segment, is only recorded. Python reads the records when it needs
+ * them.
  *
- * A communicator that offers a segment to its peers holds it. A segment that the library frees returns to the driver at
- * once if there is no hold on it; otherwise at the end of the last hold.
+ * A communicator that offers a segment to its peers holds it. A segment that the library frees returns to the driver
+ * immediately if there is no hold on it, otherwise when the last hold ends.
  */
 #pragma once
 

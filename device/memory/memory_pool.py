@@ -20,7 +20,7 @@ def library() -> str:
     """Returns the path of the library that exports the functions."""
     found = importlib.util.find_spec("proxyccl.device._native")
     assert found is not None
-    assert found.origin is not None  # found, because the module was imported above
+    assert found.origin is not None  # the module is found, because it was imported above
     return found.origin
 
 
@@ -31,7 +31,7 @@ class Segment(Struct, frozen=True):
         number: unique to this segment.
         ptr: its address.
         nbytes: its size.
-        freed: whether the library has freed it. Its memory still exists for its holders.
+        freed: whether the library has freed it; its memory then exists until the last hold ends.
     """
 
     number: int
@@ -53,9 +53,9 @@ def _release(runtime: BaseRuntime, number: int) -> None:
 
 
 class MemoryPool:
-    """The segments of a runtime's device. The library's allocations fail until a pool was made.
+    """The segments of a runtime's device. The library's allocations on the device fail until a pool was made for it.
 
-    Objects of the same device are the same pool.
+    All `MemoryPool` objects of a device stand for the same pool.
 
     Args:
         runtime: the source of the segments' memory.
@@ -82,7 +82,7 @@ class MemoryPool:
         return lib.proxyccl_pool_changes(self._device)
 
     def segments(self) -> list[Segment]:
-        """The present segments."""
+        """Returns the present segments."""
         room = lib.proxyccl_pool_segments(self._device, ffi.NULL, 0)
         while True:
             found = ffi.new("ProxycclSegment[]", room)

@@ -3,13 +3,13 @@
  * are used.
  *
  * A thread chooses the places that its next allocations come from. If all places are taken, an allocation gets an
- * unmapped address, which the caller recognises and frees at once. Each such address is unique, because the library
+ * unmapped address, which the caller recognises and frees immediately. Each such address is unique, because the library
  * identifies its allocations by address. A failure would make the library free its cached memory and wait for the
  * device.
  *
- * The library calls with its own lock held, so nothing here is Python (memory_pool.h). Kernels that it queued may still
- * use a place that it has freed; where drivers free memory, they wait for such kernels. So a freed place is idle until
- * a caller that has waited for the device renews it.
+ * The library calls with its own lock held, so no code in this file is Python (memory_pool.h). Kernels that it queued
+ * may still use a place that it has freed; where drivers free memory, they wait for such kernels. So a freed place is
+ * idle until a caller that has waited for the device renews it.
  */
 #pragma once
 
@@ -17,13 +17,15 @@
 
 typedef struct ProxycclPlaces ProxycclPlaces;
 
-/* `count` places of `bytes` each from `start` on. NULL: out of memory. */
+/* Makes `count` places of `bytes` bytes each, from `start` on. Returns NULL if memory has run out. */
 ProxycclPlaces* proxyccl_places_open(uint64_t start, uint64_t bytes, uint32_t count);
 /* Sets the places that this thread's allocations come from; NULL for none. */
 void proxyccl_places_choose(ProxycclPlaces* places);
-/* Returns the number of the last free among places that were not renewed since; 0 if there are none. */
+/* Frees are numbered. Returns the number of the last free of a place that was not renewed since; 0 if there is no such
+ * place. */
 uint64_t proxyccl_places_idle(ProxycclPlaces* places);
-/* Makes places freed up to number `last` available again. The caller must have waited for the device since. */
+/* Makes the places of all frees up to number `last` available again. The caller must have waited for the device after
+ * that free. */
 void proxyccl_places_renew(ProxycclPlaces* places, uint64_t last);
 /* Closes the places if the library uses none of them, and returns whether they are closed. No thread may have chosen
  * these places. */

@@ -38,7 +38,7 @@ class Places:
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _outlived: ClassVar[list[Places]] = []  # closed objects of which the library still uses places
+    _outlived: ClassVar[list[Places]] = []  # closed objects whose places the library still uses
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> None:
         self._runtime, self._memory = runtime, memory
@@ -50,12 +50,12 @@ class Places:
 
     def choose(self) -> None:
         """Makes this thread's allocations until `leave` return a place or, if none is left, an address outside all
-        places. Such an allocation must be freed at once, unused.
+        places. An allocation outside all places must be freed immediately, unused.
         """
         idle = lib.proxyccl_places_idle(self._native)
         if idle:
             self._runtime.synchronize()
-            lib.proxyccl_places_renew(self._native, idle)  # excludes places that other threads have freed meanwhile
+            lib.proxyccl_places_renew(self._native, idle)  # places freed since then are not renewed
         lib.proxyccl_places_choose(self._native)
 
     @staticmethod
@@ -64,7 +64,7 @@ class Places:
         lib.proxyccl_places_choose(ffi.NULL)
 
     def number_at(self, ptr: int) -> int | None:
-        """The number, from 0, of the place that begins at an address; None if there is none."""
+        """Returns the number, from 0, of the place that begins at an address; None if no place begins there."""
         number, behind = divmod(ptr - self._start, self._nbytes)
         return number if behind == 0 and 0 <= number < self._count else None
 

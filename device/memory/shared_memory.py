@@ -31,7 +31,7 @@ taken when first touched, and Linux kills the process if there are none."""
 
 
 class _Origin(Struct, frozen=True):
-    """The process that offers a file, and its descriptor there.
+    """A process that offers a file, and the file's descriptor in that process.
 
     Attributes:
         view: the process's `proc_view`, in which `pid` is valid.
@@ -45,7 +45,7 @@ class _Origin(Struct, frozen=True):
 
     @classmethod
     def here(cls, descriptor: int) -> _Origin:
-        """Returns the origin for a descriptor of this process."""
+        """Returns the `_Origin` of a file of which this process has a descriptor."""
         process = forks.here()
         return cls(proc_view(), process.pid, process.token, descriptor)
 
@@ -59,8 +59,8 @@ class _Mapping:
     """A file mapped into this process, unmapped with the last `SharedMemory` that uses it.
 
     A file is mapped once in a process, so ranks that are threads see one address. A race detector knows memory by its
-    address, so it would miss races between two mappings of the same memory. Addresses that are pinned may outlast their
-    users (`SharedMemory.addresses`); the descriptor does not.
+    address, so it would miss races between two mappings of the same memory. Pinned addresses may stay mapped when they
+    have no more users (`SharedMemory.addresses`); the descriptor is then closed.
     """
 
     _lock = threading.RLock()  # an RLock, because garbage collection may close memory anywhere
@@ -77,22 +77,22 @@ class _Mapping:
         self.address = int(ffi.cast("uintptr_t", address[0]))
         self.nbytes = nbytes
         self._users = 1
-        self._descriptors: list[int] = []  # one descriptor of this process's own file, while it has users
+        self._descriptors: list[int] = []  # a descriptor if the file is this process's own and has users, else empty
         self._name_by(descriptor, origin)
         # The finalizer does not run at exit: communicators close later, and their proxies still use the memory.
         weakref.finalize(self, _Mapping._release, self.address, nbytes, self._descriptors).atexit = False
 
     @property
     def descriptor(self) -> int:
-        """The descriptor of the file; -1 for another process's file, and without users."""
+        """The descriptor of the file; -1 if the file is another process's, or if the mapping has no users."""
         return self._descriptors[0] if self._descriptors else -1
 
     @classmethod
     def of(cls, descriptor: int, origin: _Origin | None = None) -> _Mapping:
         """Returns the mapping of a descriptor's file, for one more user. Takes ownership of the descriptor.
 
-        For a file of another process, no descriptor stays open here: the owner's process and descriptor are enough to
-        name it.
+        For a file of another process, this process keeps no descriptor open: the owner's process and descriptor are
+        enough to name it.
         """
         info = os.fstat(descriptor)
         with cls._lock:
@@ -108,7 +108,7 @@ class _Mapping:
             return mapping
 
     def leave(self) -> None:
-        """Removes a user. After the last one the descriptor is closed."""
+        """Removes a user. When no user is left, the descriptor is closed."""
         self._users -= 1
         if self._users == 0 and self._descriptors:
             os.close(self._descriptors.pop())
@@ -131,7 +131,7 @@ forks.hold_while_forking(_Mapping._lock)
 
 
 class SharedMemory:
-    """Shared memory, or a range of it, mapped here."""
+    """Shared memory, or a range of it, that is mapped in this process."""
 
     def __init__(self, mapping: _Mapping, offset: int, nbytes: int) -> None:
         self._mapping: _Mapping | None = mapping
@@ -188,7 +188,8 @@ class SharedMemory:
 
     @classmethod
     def adopt(cls, descriptor: int, nbytes: int) -> SharedMemory:
-        """Maps a file that another process handed over. The memory owns the descriptor, which is closed on failure too.
+        """Maps a file that another process handed over. The memory owns the descriptor, which is also closed on
+        failure.
 
         Raises:
             ArgumentError: the file is not shared memory of at least `nbytes`.
@@ -225,8 +226,8 @@ class SharedMemory:
 
 
 def find_range(ptr: int, nbytes: int) -> SharedMemory | None:
-    """Returns a `SharedMemory` for a range inside one that this process has mapped; the caller must not close it. None
-    if there is none."""
+    """Returns a `SharedMemory` for a range of memory that this process has mapped; the caller must not close the
+    result. Returns None if this process has not mapped such memory."""
     with _Mapping._lock:
         for mapping in list(_Mapping._by_file.values()):
             if mapping._users and mapping.address <= ptr and ptr + nbytes <= mapping.address + mapping.nbytes:
@@ -271,7 +272,7 @@ class _Handle:
 
     @classmethod
     def open(cls, handle: bytes) -> tuple[int, int, int]:
-        """Opens a handle's file. Returns (a descriptor here, offset, nbytes)."""
+        """Opens a handle's file. Returns (a descriptor of this process, offset, nbytes)."""
         if len(handle) != cls.SIZE:
             raise ArgumentError(
                 "handle", f"expected a handle of shared memory, {cls.SIZE} bytes, not {len(handle)} bytes"

@@ -1,8 +1,8 @@
 """The sockets through which clients reach a process's descriptor server (descriptor_server.py), also from containers.
 
-Processes of one network namespace use an abstract name, which needs no file. Others use a file in a directory that both
-see: ``PROXYCCL_SOCKETS``, else the user's runtime directory. If they share only the node daemon's socket, the daemon
-connects them (proxy/daemon/broker.py).
+Processes of one network namespace use an abstract name, which needs no file. Processes of different network namespaces
+use a file in a directory that both see: ``PROXYCCL_SOCKETS``, else the user's runtime directory. If they share only the
+node daemon's socket, the daemon connects them (proxy/daemon/broker.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _brokers: dict[str, Connect] = {}
 
 
 class UnreachableError(ConnectionRefusedError):
-    """A process can't be reached: it has ended, or its container shares no socket with this process's."""
+    """A process can't be reached: it has ended, or its container shares no socket with this process's container."""
 
 
 def directory() -> Path:
@@ -41,8 +41,8 @@ def directory() -> Path:
 
 
 def usable_directory() -> tuple[str, str]:
-    """Returns a mark that processes with the same directory of sockets share, and the reason if this process can't use
-    the directory; one of the two is "".
+    """Returns two texts, one of which is "": a text that is the same in all processes with the same directory of
+    sockets, and the reason if this process can't use the directory.
 
     The user's runtime directory is made if it is missing.
     """
@@ -64,7 +64,8 @@ def usable_directory() -> tuple[str, str]:
 
 
 def shared_network() -> str:
-    """Returns a mark that processes of one network namespace share; "" if /proc does not show the namespace."""
+    """Returns a text that is the same in all processes of one network namespace; "" if /proc does not show the
+    namespace."""
     number = network_namespace()
     return f"network {number}" if number else ""
 
@@ -128,11 +129,11 @@ def _path(place: Path, token: bytes) -> str:
 
 
 def add_broker(name: str, connect: Connect) -> None:
-    """Registers a broker, a process that connects others, for processes that no other socket reaches.
+    """Registers a broker, which is a process that connects other processes, for processes that no other socket reaches.
 
     Args:
-        name: the broker's name in errors. A broker of the same name is replaced.
-        connect: connects by the broker. Raises OSError if the broker does not know the process.
+        name: the broker's name in errors. It replaces a broker of the same name.
+        connect: connects to a process through the broker. Raises OSError if the broker does not know the process.
     """
     _brokers[name] = connect
 
@@ -146,7 +147,7 @@ def connect(token: bytes, timeout: float) -> socket.socket:
     """Connects to the server of a process.
 
     Args:
-        token: the process's.
+        token: the process's token.
         timeout: seconds for each step.
 
     Raises:
@@ -164,7 +165,7 @@ def connect(token: bytes, timeout: float) -> socket.socket:
 
 
 def _ways(token: bytes) -> Iterator[tuple[str, Callable[[float], socket.socket]]]:
-    """Yields the ways to connect to a process's server, with their names in errors."""
+    """Yields functions that connect to a process's server, each after the name that errors give it."""
     yield "in this network namespace", lambda timeout: _connect(_abstract(token), timeout)
     place = directory()
     if _fits(place):

@@ -23,20 +23,21 @@ def usable_cores(cores: int | None = None) -> int:
 
 
 def core_share(host_ranks: int, container_ranks: int) -> int:
-    """Returns the cores that a rank's threads may keep busy: an equal share of the machine's and of its control
-    groups'.
+    """Returns the number of cores that a rank's threads may keep busy: an equal share of the machine's cores and of the
+    cores that its control groups allow.
 
     Args:
-        host_ranks: the ranks on the machine. A launcher may have bound this one to few cores, so these don't count.
-        container_ranks: of these, the ranks in this process's container, which share its limit.
+        host_ranks: the number of ranks on the machine. The cores to which a launcher has bound this rank don't count,
+            because they may be few.
+        container_ranks: how many of these ranks are in this process's container and share its limit.
     """
     share, allowed = (os.cpu_count() or 1) // host_ranks, cores_allowed()
     return max(1, share if allowed is None else min(share, math.floor(allowed) // container_ranks))
 
 
 def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | None:
-    """Returns the cores that control groups allow this process, by quotas of CPU time and sets of cores. None if there
-    is no limit or none can be read.
+    """Returns the number of cores that control groups allow this process, by quotas of CPU time and sets of cores.
+    Returns None if there is no limit, or none can be read.
 
     Args:
         root: where control groups are mounted.
@@ -77,7 +78,8 @@ def _old_limit(directory: Path) -> float | None:
 
 
 def _cores_of(effective: Path) -> int | None:
-    """The number of cores in a list such as 0-3,8, of which the parents' sets are part already."""
+    """Returns the number of cores in the file's list, such as 0-3,8; the system lists only cores that the parents also
+    allow."""
     with contextlib.suppress(OSError, ValueError):
         bounds = [part.split("-") for part in effective.read_text().strip().split(",")]
         return sum(int(bound[-1]) - int(bound[0]) + 1 for bound in bounds)

@@ -1,6 +1,7 @@
 """Ownership by one process: a fork's child has copies of its parent's objects, but not its threads or its role.
 
-In the child, using such an object raises ClosedError, and its finalizer does nothing. The child may make its own.
+In the child, using such an object raises ClosedError, and its finalizer does nothing. The child may make its own
+objects.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Process(Struct, frozen=True, eq=False):
         return self is _here
 
     def require(self, owned: str) -> None:
-        """Raises ClosedError, which names the fork, in any other process. `owned` names the object."""
+        """Raises ClosedError, which names the fork, in any process other than this one. `owned` names the object in the
+        error."""
         if self is not _here:
             raise ClosedError(self.refusal(owned))
 
@@ -69,7 +71,8 @@ def _release(process: Process, release: Callable[..., Any], arguments: tuple[Any
 
 
 def keep_from_children(connection: socket.socket) -> None:
-    """Closes a socket in forks' children: otherwise its other end would not learn of this process's end."""
+    """Closes a socket in forks' children: otherwise the process at its other end would not learn that this process has
+    ended."""
     _sockets.add(connection)
 
 
@@ -88,7 +91,7 @@ def _begin() -> None:
     global _here  # noqa: PLW0603  the process that this module's objects are made in
     _here = Process()
     for connection in list(_sockets):
-        connection.close()  # closed but not shut down, because the parent still uses it
+        connection.close()  # the socket is closed but not shut down, because the parent still uses it
 
 
 os.register_at_fork(after_in_child=_begin)

@@ -1,4 +1,4 @@
-"""Lets Python's signal handlers run while the main thread waits in C, so that Ctrl-C ends any wait at once.
+"""Lets Python's signal handlers run while the main thread waits in C, so that Ctrl-C ends any wait without delay.
 
 Python runs handlers only in the main thread, and only after it has returned from C. So waits return from time to time.
 Waits that can't return, such as for a kernel that the host runtime runs in its caller, call `_look`: if a handler
@@ -66,7 +66,7 @@ def forget(stream: int) -> None:
 
 
 def raise_interrupt() -> None:
-    """In the main thread, raises the exception that a signal handler raised during a wait in C, if any."""
+    """In the main thread, raises the exception that a signal handler raised during a wait in C, if there is one."""
     global _interrupted
     if _interrupted is not None and threading.current_thread() is threading.main_thread():
         error, _interrupted = _interrupted, None
@@ -82,8 +82,8 @@ def in_handler() -> bool:
 
 
 def await_driver(query: int, handle: int) -> None:
-    """In the main thread, polls until a stream or an event is done. The driver's own wait, made afterwards, returns the
-    status.
+    """In the main thread, polls until a stream or an event is done. The caller then makes the driver's own wait, which
+    returns the status.
 
     Args:
         query: address of the driver's call that queries a stream or an event.
@@ -91,7 +91,7 @@ def await_driver(query: int, handle: int) -> None:
     """
     if threading.current_thread() is threading.main_thread():
         while lib.proxyccl_driver_await(query, handle, SLICE_MS) == lib.PROXYCCL_HOST_NOT_READY:
-            pass  # handlers of signals run here
+            pass  # signal handlers run between two queries
 
 
 class _Outcome:

@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def take_each(left: deque[T]) -> Iterator[T]:
-    """Removes the items, one after another, until there are none. Several threads may do this at once."""
+    """Removes and yields the items, one after another, until none is left. Several threads may do this concurrently."""
     while left:
         try:
             item = left.popleft()
-        except IndexError:  # another thread was faster
+        except IndexError:  # another thread has taken the last item
             return
         yield item

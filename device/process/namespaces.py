@@ -1,4 +1,5 @@
-"""The namespaces of this process: containers have their own, and then processes don't see each other's numbers."""
+"""The namespaces of this process: containers have their own, and processes of different PID namespaces don't see each
+other's numbers."""
 
 from __future__ import annotations
 
@@ -44,6 +45,6 @@ def _link(kind: str) -> str:
 
 
 def _number(link: str) -> int:
-    """The number in a text such as "pid:[4026531836]"; 0 if there is none."""
+    """Returns the number in a text such as "pid:[4026531836]"; 0 if the text contains none."""
     digits = link.partition("[")[2].rstrip("]")
     return int(digits) if digits.isdigit() else 0

@@ -28,8 +28,8 @@ def require_private(directory: Path, argument: str = "directory", *, secret: boo
         secret: whether other users must also be unable to read or enter the directory.
 
     Raises:
-        UntrustedPathError: it belongs to another user, other users can write to it, or it is a link.
-        OSError: it can't be opened; NotADirectoryError: it is a file.
+        UntrustedPathError: the directory belongs to another user, other users can write to it, or it is a link.
+        OSError: the directory can't be opened; NotADirectoryError: the path is a file.
     """
     os.close(open_private(directory, argument, secret=secret))
 
@@ -72,15 +72,15 @@ def read_private(
 
     Args:
         directory: a descriptor of the file's directory.
-        path: the file's path, whose name counts.
+        path: the file's path, of which only the name is used.
         limit: the most bytes to read; None for all.
         argument: its name in the error.
-        secret: other users must not be able to read it either.
+        secret: whether other users must also be unable to read it.
 
     Raises:
         UntrustedPathError: the file belongs to another user, other users can write to it, or it is a link or not a
             file.
-        OSError: the file can't be read. FileNotFoundError: it does not exist.
+        OSError: the file can't be read. FileNotFoundError: the file does not exist.
     """
     try:  # O_NONBLOCK, because opening a pipe would block
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -105,8 +105,8 @@ def write_private(directory: int, path: Path, data: bytes) -> None:
 
     Args:
         directory: a descriptor of the file's directory.
-        path: the file's path, whose name counts. An existing file is replaced.
-        data: its contents.
+        path: the file's path, of which only the name is used. An existing file is replaced.
+        data: the contents.
 
     Raises:
         OSError: the file can't be written.
@@ -126,7 +126,7 @@ def write_private(directory: int, path: Path, data: bytes) -> None:
 
 
 def _make(directory: Path, mode: int) -> None:
-    """Like `Path.mkdir`, which gives parent directories a different mode."""
+    """Makes a directory and its missing parents with the same mode; `Path.mkdir` gives the parents a different mode."""
     for missing in reversed([each for each in (directory, *directory.parents) if not os.path.lexists(each)]):
         missing.mkdir(mode=mode, exist_ok=True)
 

@@ -1,5 +1,5 @@
-"""Threads of the library. Starting one is bounded, and raises ResourceError if memory or threads have run out. An error
-that ends a thread is logged, and passed to the thread's owner.
+"""Threads of the library. Starting a thread takes a bounded time, and raises ResourceError if memory or threads have
+run out. An error that ends a thread is logged, and passed to the thread's owner.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class _Started(threading.Event):
 
 
 class Thread(threading.Thread):
-    """A daemon thread: the process's end does not wait for it.
+    """A daemon thread: the process does not wait for it when it ends.
 
     Args:
         run: the thread's function.
         name: the thread's name in debuggers and reports.
         arguments: the arguments of `run`.
-        failed: called in the thread with an exception of `run`, which is also logged; it should end the thread's
-            dependents.
+        failed: called in the thread with an exception of `run`, which is also logged; it should end what depends on the
+            thread.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Thread(threading.Thread):
         self._call: Callable[[], object] | None = functools.partial(run, *arguments)  # until it begins or is abandoned
 
     def start(self) -> None:
-        """Starts the thread, and returns when it has begun.
+        """Starts the thread, and returns when the thread has begun to run.
 
         Raises:
             ResourceError: the thread can't be started, and will not begin later.

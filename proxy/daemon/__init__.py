@@ -1,1 +1,1 @@
-"""The node daemon: one process that runs the proxies of a node's ranks. It does not know about collectives."""
+"""The node daemon: one process that runs the proxies of a node's ranks. The daemon does not know about collectives."""

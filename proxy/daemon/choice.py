@@ -1,7 +1,7 @@
 """Chooses the daemon of a rank's proxy: the first of several that sees the rank's device.
 
-A rank may connect to the daemon before it uses the proxy. A daemon's start, and its device contexts, take a second or
-two, which then overlap with the program.
+A rank may connect to the daemon before it uses the proxy. A daemon needs a second or two to start and to create its
+device contexts. If the rank connects early, the program runs during that time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from proxyccl.proxy.daemon.hello import DaemonAddress
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A connection to a daemon that has prepared the device."""
+    """A connection to a daemon that has prepared the rank's device."""
 
     address: DaemonAddress
     connection: socket.socket
@@ -39,8 +39,8 @@ class _Prepared:
 
 
 class ChosenDaemon(DaemonAddress):
-    """The first of `addresses`, which are in order of preference, whose daemon sees the rank's device. Each method is
-    for one thread at a time. `peers` are the device_ids of the peers' devices.
+    """The first of `addresses`, which are in order of preference, whose daemon sees the rank's device. Only one thread
+    at a time may call methods. `peers` are the device_ids of the peers' devices.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class ChosenDaemon(DaemonAddress):
         return str(self._chosen)
 
     def begin(self, timeout: float) -> None:
-        """Starts a thread that connects, with this number of seconds for each step. `connect` then uses that
-        connection, or raises the thread's error.
+        """Starts a thread that connects to the daemon, with at most `timeout` seconds for each step. `connect` then
+        uses that connection, or raises the thread's error.
         """
         early: Future[_Prepared] = Future()
 
@@ -80,7 +80,7 @@ class ChosenDaemon(DaemonAddress):
         return early is None or early.done()
 
     def drop(self) -> None:
-        """Closes an unused connection that `begin` made or is making. Does not wait."""
+        """Closes the unused connection that `begin` has made, or closes it as soon as it is made. Does not wait."""
         self._dropped = True
         early, self._early = self._early, None
         if early is not None:
@@ -101,7 +101,7 @@ class ChosenDaemon(DaemonAddress):
             return None
         try:
             prepared = early.result()  # each step of the thread is bounded
-        except ProxyLostError:  # another connection may be made
+        except ProxyLostError:  # connect then makes a new connection
             return None
         if prepared.is_lost:
             prepared.close()

@@ -1,6 +1,7 @@
-"""A rank's proxy in the node daemon: the methods of a service in the rank, as requests over the socket.
+"""A rank's proxy in the node daemon. It has the methods of a `ProxyService`, which it carries out by requests over the
+socket.
 
-Rings, counters and memories are this process's; the daemon gets descriptors and handles of them. A service in this
+Rings, counters and memories belong to this process; the daemon gets descriptors and handles of them. A service in this
 process does the work that the daemon can't do: Python handlers, and copies from memory that no other process can map.
 """
 
@@ -48,7 +49,7 @@ R = TypeVar("R")
 
 
 def _asks(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Makes a client's method that only calls the daemon's method."""
+    """Returns a method for a client that only calls the daemon's method `function`."""
 
     def ask(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = client._daemon.ask(function, *args, **kwargs)
@@ -84,27 +85,27 @@ class DaemonRemote:
 
 
 class DaemonClient(ProxyWords):
-    """A rank's proxy in a daemon. See `ProxyService` for the methods, and for other arguments.
+    """A rank's proxy in a daemon. See `ProxyService` for the methods, and for the arguments that are not listed.
 
     Args:
         runtime: the runtime of the rank's kernels.
         shared: pinned memory that begins with the ProxycclControl whose abort word ends the workers.
         threads: number of workers. Each has its own daemon thread if the daemon has that many.
-        idle: the idle policy that the proxy needs, in the daemon and in this process; None for the daemon's policy, and
-            for the default of `IdlePolicy` here.
+        idle: the idle policy that the proxy's threads need, in the daemon and in this process; None for the daemon's
+            policy in the daemon, and for the default of `IdlePolicy` in this process.
         on_failure: called in a thread of this object when an error ends a worker, and when the daemon is lost.
         timeout: returns the seconds that the daemon may take for an answer.
         address: the daemon's address; None for the node daemon at the default socket.
-        takes_private: whether memory that the daemon can't map may be the source of copies, by a service in this
-            process; otherwise it is refused.
+        takes_private: whether memory that the daemon can't map may be the source of copies, which a service in this
+            process then makes; if not, such memory is refused.
 
     Attributes:
-        daemon: the daemon's process.
+        daemon: the daemon's process id.
         daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
-        sleepers: the threads, which launches wake.
+        sleepers: the proxy's threads, which launches wake.
 
     Raises:
-        ArgumentError: fewer rings than threads, or a device that the daemon does not see.
+        ArgumentError: there are fewer rings than threads, or the daemon does not see the device.
         RuntimeUnavailableError: there is no daemon, or it does not accept this process.
     """
 
@@ -146,13 +147,13 @@ class DaemonClient(ProxyWords):
             "name": name,
             "sleepers": self.sleepers,
         }
-        self._own: ProxyService | None = None  # runs in this process, under the ids that the daemon assigned
+        self._own: ProxyService | None = None  # a service in this process, which uses the ids that the daemon assigned
         self._own_words: PinnedMemory | None = None
         self._own_channels: set[int] = set()
         self._spare_channels: list[int] = []  # free ids that the daemon reserved for this process
         self._takes_private = takes_private
-        # By first id of memory that copies reach: a function that registers the memory with the service in this
-        # process.
+        # For each memory that copies can use, by its first id: a function that registers the memory with the service in
+        # this process.
         self._memories: dict[int, Callable[[ProxyService], int]] = {}
         self._ring_of: dict[int, int] = {}
         self._lock = threading.RLock()
@@ -187,7 +188,7 @@ class DaemonClient(ProxyWords):
         try:
             for handle in handles:
                 self.sleepers.add(SharedMemory.open(handle))
-        except ArgumentError as error:  # without the words, the daemon's threads poll their rings in time
+        except ArgumentError as error:  # nothing then wakes the daemon's threads, which find work when they next poll
             logging.getLogger("proxyccl").warning("launches cannot wake the node daemon's threads: %s", error)
 
     def __repr__(self) -> str:
@@ -228,8 +229,8 @@ class DaemonClient(ProxyWords):
             raise ClosedError("the proxy service is closed")
 
     def check_turns(self, timeout: float) -> None:
-        """Treats the daemon as lost if no worker has taken a turn for `timeout` while a stream waited. Slow handlers
-        don't count: they run in this process, apart from schedules.
+        """Treats the daemon as lost if a worker has taken no turn for `timeout` seconds while a stream waited for a
+        schedule. Slow handlers have no effect on this, because they run in this process and schedules in the daemon.
         """
         if self._daemon.is_open and self._turns.look_for_streams() > timeout:
             self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
@@ -241,8 +242,8 @@ class DaemonClient(ProxyWords):
     remove_schedule = _asks(SessionService.remove_schedule)
 
     def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
-        """Maps memory in the daemon, and registers it there. Raises ArgumentError for memory that no other process can
-        map, unless the client takes private memory.
+        """Makes the daemon map and register memory. Raises ArgumentError for memory that no other process can map,
+        unless the client was created with `takes_private`.
         """
         if handle is None:
             raise ArgumentError("memory", "the node daemon reaches memory only by a handle")
@@ -264,8 +265,8 @@ class DaemonClient(ProxyWords):
         return first
 
     def _repeat(self, first: int, add: Callable[[ProxyService], int]) -> None:
-        """Registers a memory of the daemon with the service in this process too, at once or when that service is
-        created.
+        """Registers memory that the daemon has registered also with the service in this process: immediately, or when
+        that service is created.
         """
         with self._lock:
             self._memories[first] = add
@@ -279,8 +280,8 @@ class DaemonClient(ProxyWords):
         self._daemon.ask(SessionService.remove_memory, first)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
-        """Returns a connection that copies within the host: in the daemon, between mapped memories, or from private
-        memory in this process.
+        """Returns a connection that copies within the host. The daemon copies, or, if the connection is `private`, a
+        service in this process.
         """
         if private and self._takes_private:
             return replace(self._own_service().connect_copy(peer=peer, transport=transport), private=True)
@@ -337,8 +338,8 @@ class DaemonClient(ProxyWords):
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
     ) -> None:
-        """Puts a channel in use. The channel's signals count up a word, which `handle` names on a connection that
-        copies, and `remote_semaphore` names between hosts.
+        """Puts a channel in use. The channel's signals count up a word, which `handle` names if the connection copies
+        within the host, and `remote_semaphore` if it is between hosts.
         """
         if connection.private:
             self._own_service().set_channel(channel, connection, remote_semaphore)
@@ -361,7 +362,7 @@ class DaemonClient(ProxyWords):
             self._spare_channels += freed
 
     def add_handler(self, handler: Handler) -> int:
-        """Makes a channel whose triggers go to a function in this process, through separate rings and threads."""
+        """Makes a channel whose triggers go to a function in this process, through this process's rings and threads."""
         require_callable(handler)
         channel = self._reserve_own()
         self._own_service().add_handler(handler, channel)
@@ -369,7 +370,7 @@ class DaemonClient(ProxyWords):
         return channel
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """See `ProxyService.drain`. An abort also ends the wait."""
+        """See `ProxyService.drain`. An abort, or the loss of the daemon, also ends the wait."""
         if not self._daemon.is_open or given_up():
             return False
         if self._own is not None and not self._own.drain(timeout, given_up):
@@ -380,8 +381,8 @@ class DaemonClient(ProxyWords):
             return False
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Drains the rings, and frees everything of this client in the daemon. Returns False if a handler or a worker
-        did not end in time; its memory is then kept.
+        """Drains the rings, and makes the daemon free all of this client's objects. Returns False if a handler or a
+        worker did not end in time; the memory that it uses is then kept.
         """
         with self._lock:
             own_ended = self._own is None or self._own.close(timeout)

@@ -1,4 +1,6 @@
-"""Runs a daemon's process: `proxyccl daemon`, until a signal, or a job's own daemon, until the ranks have ended."""
+"""Runs the process of a daemon: `proxyccl daemon` serves until a signal ends it, and a job's own daemon until the job's
+ranks have ended.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from proxyccl.proxy.daemon.server import Attendance, Daemon, DaemonOptions, rais
 from proxyccl.proxy.reports import on_signal
 
 Server: TypeAlias = AbstractContextManager[str]
-"""A server that runs in its context, and how to reach it, in words."""
+"""A context in which a server runs. The context's value says in words how to reach the server."""
 
 
 class _Lines(logging.Formatter):
@@ -40,9 +42,9 @@ def _log_to_stderr(level: int) -> None:
 
 
 def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> int:
-    """Serves until SIGTERM or SIGINT, then finishes the clients' requests. Returns the exit code. On SIGUSR1 it writes
-    a report and continues. `servers` serve pages and metrics of this user's programs. Raises as `Daemon`, and
-    ResourceError if a server's port is in use.
+    """Serves until SIGTERM or SIGINT, then finishes the clients' requests. Returns the exit code. After SIGUSR1 it
+    writes a report and continues. `servers` run during that time; they serve pages and metrics of this user's programs.
+    Raises the errors of `Daemon`, and ResourceError if a server's port is in use.
     """
     _log_to_stderr(logging.INFO)
     ending = _Ending()
@@ -55,8 +57,8 @@ def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> i
 
 
 def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[], None]) -> None:
-    """Serves a job's ranks until they have ended. It handles signals as `run` does. `listener` is the descriptor of the
-    listening socket, `options` an encoded `JobOptions`, `starter` the process of the rank that starts the daemon.
+    """Serves a job's ranks until they have ended. Handles signals as `run` does. `listener` is the descriptor of the
+    listening socket, `options` an encoded `JobOptions`, `starter` the process id of the rank that starts the daemon.
     `on_ready` is called before the daemon serves. Raises ArgumentError if an option is wrong.
     """
     _log_to_stderr(logging.WARNING)
@@ -68,8 +70,8 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     # on such a core would run once in a time slice.
     suffice = len(chosen.affinity) >= chosen.threads + chosen.programs
     os.sched_setaffinity(0, chosen.affinity if suffice else every)
-    with contextlib.suppress(ArgumentError):  # the variable's path is not valid
-        reach_through(socket_path())  # clients' peers may share no other socket with it
+    with contextlib.suppress(ArgumentError):  # the path in PROXYCCL_DAEMON_SOCKET is not valid
+        reach_through(socket_path())  # the peers of clients may share no other socket with this process
     daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, programs=chosen.programs)
     with Daemon(HandedOver(listener), daemon_options, Attendance(starter)) as daemon:
         on_ready()
@@ -77,7 +79,7 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
 
 
 class _Ending:
-    """Makes signals end a daemon in order, also during its start, so that it removes its socket."""
+    """Makes SIGTERM and SIGINT end a daemon in an orderly way, even during its start, so that it removes its socket."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -91,10 +93,10 @@ class _Ending:
             self._daemon.stop()
 
     def serve(self, daemon: Daemon) -> None:
-        """Serves until a signal ends it, or returns at once if one has arrived."""
+        """Makes the daemon serve until a signal ends it. Returns immediately if a signal has already arrived."""
         self._daemon = daemon
-        # A signal that the system delivers to another thread would not end the main thread's poll(), as happens if a
-        # stopped process gets SIGCONT and then SIGTERM.
+        # The system may deliver a signal to another thread, as happens if a stopped process gets SIGCONT and then
+        # SIGTERM. Without this descriptor, the main thread's poll() would then not end.
         signal.set_wakeup_fd(daemon.wake_descriptor, warn_on_full_buffer=False)
         if self._asked:
             daemon.stop()

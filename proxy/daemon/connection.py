@@ -1,4 +1,6 @@
-"""A rank's connection to the node daemon: requests and answers, events, and the loss of the daemon."""
+"""A rank's connection to the node daemon. It exchanges requests and answers, receives events, and notices the loss of
+the daemon.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,9 @@ from proxyccl.proxy.processes import is_stopped, process_name, start_of
 from proxyccl.proxy.shared_words import TurnWatch
 from proxyccl.proxy.transports.table import TRANSPORTS
 
-_MARGIN = 10.0  # seconds for an answer beyond the time that the request itself takes
+_MARGIN = 10.0  # seconds to wait for an answer, in addition to the time that the request itself takes
 _HELLO_SECONDS = 10.0
-_LOOK_SECONDS = 0.05  # between two checks of the workers' turns
+_LOOK_SECONDS = 0.05  # seconds between two checks of the workers' turns
 _STOPPED = "is stopped, and SIGCONT lets it go on"
 
 P = ParamSpec("P")
@@ -80,7 +82,7 @@ class NodeDaemon(DaemonAddress):
                 f"no node daemon answers at {self} ({error}); start one with: proxyccl daemon --socket {self}"
             ) from None
         process, _ = peer_credentials(connection)
-        if process != answer.pid:  # the kernel reports the process id in this namespace, or 0
+        if process != answer.pid:  # the daemon is in another PID namespace: the kernel reports its id in this one, or 0
             try:
                 offer(self._path, timeout)
             except ProxyCCLError:
@@ -90,15 +92,16 @@ class NodeDaemon(DaemonAddress):
 
 
 def daemon_process(path: Path) -> int:
-    """The process of the daemon that listens at a path. Raises as `DaemonAddress.connect`."""
+    """Returns the process id of the daemon that listens at a path. Raises the errors of `DaemonAddress.connect`."""
     connection, process = NodeDaemon(path).connect(_HELLO_SECONDS)
     connection.close()
     return process
 
 
 def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
-    """Why this process can't use the daemon ("" if it can), and for each remote transport the daemon's missing
-    requirements."""
+    """Returns why this process can't use the daemon ("" if it can), and, for each remote transport, which of the
+    transport's requirements the daemon lacks ("" if none).
+    """
     remote_transports = [name for name, transport in TRANSPORTS.items() if transport.is_remote]
     try:
         connection, _ = NodeDaemon(socket_path()).connect(timeout)
@@ -114,14 +117,14 @@ def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
 
 
 def prepare_device(connection: socket.socket, timeout: float, runtime: str, device_id: str, peers: list[str]) -> None:
-    """Requests `Session.prepare` over a connection that nothing else uses yet.
+    """Calls `Session.prepare` of the daemon, over a connection that is not used otherwise yet.
 
     Raises:
-        ArgumentError: the daemon does not see the device; the argument is "device".
+        ArgumentError: the daemon does not see the device; the error's `argument` is "device".
         ProxyLostError: the daemon does not answer.
         ProxyCCLError: the daemon's error.
     """
-    limit_waits(connection, timeout, timeout + min(timeout, _MARGIN))  # as long as a request to open a proxy may take
+    limit_waits(connection, timeout, timeout + min(timeout, _MARGIN))  # the limit of a request to open a proxy
     try:
         ask_first(connection, Session.prepare, runtime, device_id, peers)
     except (OSError, ProtocolError) as error:
@@ -130,17 +133,17 @@ def prepare_device(connection: socket.socket, timeout: float, runtime: str, devi
 
 
 class DaemonConnection:
-    """Requests to a daemon, from any thread, one at a time. A thread reads the daemon's messages.
+    """Sends requests to a daemon: one at a time, from any thread. A separate thread reads the daemon's messages.
 
     Args:
         timeout: returns the seconds, up to 10, that the daemon may take for an answer beyond the request's own time.
-        name: name of the thread.
-        on_failure: called, in that thread, when a worker fails and when the daemon is lost.
-        watch_turns: returns a new watch of the turns of this rank's workers, for methods that need turns.
+        name: prefix of the name of the thread that reads the daemon's messages.
+        on_failure: called when a worker fails and when the daemon is lost, usually in that thread.
+        watch_turns: returns a new `TurnWatch` of this rank's workers, for methods whose `needs_turns` is set.
         address: the daemon's address, which `hang_up` closes; None for the node daemon at the default socket.
 
     Attributes:
-        daemon: the daemon's process.
+        daemon: the daemon's process id.
         daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
 
     Raises:
@@ -160,7 +163,7 @@ class DaemonConnection:
         self._on_failure = on_failure
         self._watch_turns = watch_turns
         self._lock = threading.RLock()
-        # An RLock, because a signal's handler may make a request within another one of its thread.
+        # The lock is an RLock, because a signal handler may make a request while its thread makes another one.
         self._news = threading.Condition()
         self._answers: list[AnyReply] = []
         self._numbers = itertools.count()
@@ -183,7 +186,7 @@ class DaemonConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the daemon can still be asked."""
+        """Whether the daemon still takes requests: it is not lost, and this end has not closed the connection."""
         return not self._closed and not self._lost
 
     @property
@@ -195,7 +198,7 @@ class DaemonConnection:
         """Calls a method of the daemon (`proxyccl.proxy.daemon.protocol.method`). Returns the method's result.
 
         Raises:
-            ClosedError: this end has closed the connection, or this process is a fork of the connection's owner.
+            ClosedError: this end has closed the connection, or this process is a fork of the process that opened it.
             ProxyLostError: the daemon is lost or violates the protocol.
             ProxyCCLError: the daemon's error.
         """
@@ -206,7 +209,7 @@ class DaemonConnection:
         try:
             return cast(R, self._result(method, *method.request_of(args, kwargs)))
         except ProxyLostError:
-            if not method.releases:  # the objects ended with the daemon, whose loss is reported elsewhere
+            if not method.releases:  # the daemon's objects ended with it, and its loss is reported elsewhere
                 raise
             return cast(R, nothing)
 
@@ -216,7 +219,7 @@ class DaemonConnection:
             if self._closed:
                 raise ClosedError("the proxy service is closed")
             answer = self._exchange(method, request, descriptors) if not self._lost else None
-            if answer is None and self._closed:  # closed by a signal's handler
+            if answer is None and self._closed:  # a signal handler has closed the connection
                 raise ClosedError("the proxy service is closed")
         if isinstance(answer, Refused):
             raise answer.exception()
@@ -234,12 +237,12 @@ class DaemonConnection:
         takes = method.timeouts * getattr(request, "timeout", 0.0) + (self._timeout() if method.opens else 0.0)
         turns = self._watch_turns() if method.needs_turns else None
         number = next(self._numbers)
-        self._awaited.add(number)  # before the send, because a signal's handler may make a request at any time
+        self._awaited.add(number)  # added before the send, because a signal handler may interrupt it with a request
         try:
             send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
             return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns)
         except BrokenPipeError:
-            self._reader.join(_MARGIN)  # the reading thread finds the reason
+            self._reader.join(_MARGIN)  # the reading thread determines the reason of the loss
         except OSError as error:
             self.give_up(f"does not answer a request to {method.name}: {str(error) or 'too late'}")
         finally:
@@ -263,15 +266,15 @@ class DaemonConnection:
                 self._news.wait(left if turns is None else min(left, _LOOK_SECONDS))
 
     def _arrive(self, answer: AnyReply) -> None:
-        """Stores an answer for its request, unless that request was interrupted (Ctrl-C)."""
+        """Stores an answer for the thread that waits for it. Discards answers to interrupted requests (Ctrl-C)."""
         with self._news:
             known = (*self._answers, answer)
             self._answers = [each for each in known if each.request is None or each.request in self._awaited]
             self._news.notify_all()
 
     def request_report(self, cause: str) -> None:
-        """Asks the daemon to write a report too. Does not wait, because the daemon may be hanging."""
-        with contextlib.suppress(OSError):  # the daemon is lost, which this rank reports
+        """Asks the daemon to write a report as well. Does not wait, because the daemon may hang."""
+        with contextlib.suppress(OSError):  # the daemon is lost, and this rank's own report says so
             request, _ = METHODS["write_report"].request_of((cause,), {})
             send(self._socket, REQUESTS, request, flags=socket.MSG_DONTWAIT)
 
@@ -302,19 +305,19 @@ class DaemonConnection:
         self._on_failure(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, reason))
 
     def give_up(self, what: str) -> None:
-        """Treats a daemon that may be alive as lost. `what` is the symptom, as it follows the process's name in the
-        error.
+        """Treats the daemon as lost, although its process may be alive. `what` is the symptom; in the error it follows
+        the process's name.
         """
         stopped = f"; it {_STOPPED}" if is_stopped(self.daemon) else ""
         self._lose(f"{process_name(self.daemon)} {what}{stopped}")
 
     def stopped(self) -> str:
-        """See `ProxyService.stopped`; also "" if the daemon is lost."""
+        """See `ProxyService.stopped`. Returns "" if the daemon is lost."""
         return f"{process_name(self.daemon)} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
     def close_service(self, timeout: float) -> bool:
-        """Drains the rings and frees everything of this client in the daemon, then hangs up. Returns False if a worker
-        did not end in time, and True if the daemon is lost.
+        """Makes the daemon drain the rings and free all of this client's objects, then hangs up. Returns False if a
+        worker did not end in time, and True if the daemon is lost.
         """
         if not self._process.is_here:
             return True

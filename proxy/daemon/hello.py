@@ -1,5 +1,6 @@
-"""The first steps on a connection to a node daemon: hellos, by which either end may refuse the other, and requests
-before a thread reads the connection (`DaemonConnection`)."""
+"""Opens a connection to a node daemon: exchanges hellos, by which either end may refuse the other, and makes the
+requests that come before a thread reads the connection (`DaemonConnection`).
+"""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ R = TypeVar("R")
 
 
 class DaemonAddress:
-    """The address of a daemon. `str` gives a readable name."""
+    """The address of a daemon. `str` returns a readable name of it."""
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """Connects to the daemon, with this number of seconds for each step. Returns the connection, and the daemon's
-        process id; 0 if it has none in this namespace.
+        """Connects to the daemon, with at most `timeout` seconds for each step. Returns the connection, and the
+        daemon's process id, which is 0 if the daemon has no id in this PID namespace.
 
         Raises:
             RuntimeUnavailableError: no such daemon is running; the message says how to start one.
@@ -51,15 +52,15 @@ class DaemonAddress:
         raise NotImplementedError
 
     def last_words(self) -> str:
-        """The daemon's last output, for the error about its loss; empty if this process can't read the output."""
+        """Returns the daemon's last output, for the error about its loss; "" if this process can't read the output."""
         return ""
 
     def close(self) -> None:
-        """Ends the use of the address."""
+        """Frees what the address holds, such as descriptors."""
 
 
 def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]:
-    """Connects to a daemon and says hello. Returns the connection, and the answer.
+    """Connects to a daemon and exchanges hellos. Returns the connection, and the daemon's hello.
 
     Raises:
         RuntimeUnavailableError: the daemon does not accept this process.
@@ -92,7 +93,7 @@ def _refused(address: str, reason: str) -> RuntimeUnavailableError:
 
 
 def _say_hello(connection: socket.socket) -> HelloAnswer:
-    """Returns the daemon's answer to a hello. Raises ConnectionResetError if the daemon hung up."""
+    """Sends a `Hello`. Returns the daemon's answer. Raises ConnectionResetError if the daemon hung up."""
     with contextlib.suppress(BrokenPipeError):  # the daemon may have refused this user already
         send(connection, HELLOS, Hello(VERSION, LAYOUT))
     message = receive(connection, HELLO_ANSWERS, DAEMON)
@@ -104,7 +105,7 @@ def _say_hello(connection: socket.socket) -> HelloAnswer:
 def ask_first(
     connection: socket.socket, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Calls a method of the daemon over a connection that nothing else reads. Returns its result.
+    """Calls a method of the daemon over a connection that no thread reads yet. Returns the method's result.
 
     Raises:
         OSError, ProtocolError: the daemon does not answer, or sends no valid answer.

@@ -1,4 +1,4 @@
-"""The client's side of the node daemon's introductions (introductions.py), for processes that share no other socket."""
+"""Connects processes that share no other socket, through the node daemon: the client's side of introductions.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _offered: dict[Path, forks.Process] = {}
 
 
 def offer(path: Path, timeout: float) -> None:
-    """Starts to let the daemon at a path introduce other processes to this one, and this one to others.
+    """Offers this process to the daemon at a path. From then on the daemon connects other processes to this one, and
+    this one to others.
 
     Raises:
         RuntimeUnavailableError: no such daemon is running, or it does not accept this process.
@@ -50,12 +51,14 @@ def offer(path: Path, timeout: float) -> None:
 
 
 def reach_through(path: Path) -> None:
-    """Makes this process reach processes without another common socket through the daemon at a path, if one runs."""
+    """Makes this process reach other processes through the daemon at a path, if one runs there and the two processes
+    share no other socket.
+    """
     sockets.add_broker(f"{DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
 
 
 def is_offered(path: Path) -> bool:
-    """Whether the daemon at a path introduces others to this process."""
+    """Whether the daemon at a path connects other processes to this one."""
     with _lock:
         process = _offered.get(path)
     return process is not None and process.is_here
@@ -72,7 +75,7 @@ def _ask(path: Path, connection: socket.socket, function: Callable[[Any, str], R
     try:
         return ask_first(connection, function, token.hex())
     except (OSError, ProxyCCLError) as error:
-        reason = str(error).removeprefix("process: ")  # the error's argument
+        reason = str(error).removeprefix("process: ")  # an ArgumentError's text begins with its argument
         raise RuntimeUnavailableError(f"{DAEMON} at {path} does not introduce this process: {reason}") from None
 
 
@@ -86,7 +89,7 @@ def _answer_all(connection: socket.socket, answer: object, path: Path) -> None:
                     close_all(descriptors)
                     continue
                 Thread(answer, "proxyccl-introduced", socket.socket(fileno=descriptors[0])).start()
-    except (OSError, ProtocolError):  # the daemon's next user finds that the daemon has ended
+    except (OSError, ProtocolError):  # the next use of the daemon reports that the daemon has ended
         pass
     finally:
         with _lock:

@@ -1,4 +1,6 @@
-"""The daemon introduces processes that share no other socket: each end of a new pair of sockets goes to one of them."""
+"""Lets the daemon introduce processes that share no other socket: it makes a pair of connected sockets, and sends one
+to each process.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 
 Hand = Callable[[socket.socket], None]
-"""Hands a process one end of a connection, without waiting for it. Raises OSError. The caller closes the socket."""
+"""A function that sends a process one end of a connection, without waiting for the process. Raises OSError. The caller
+closes the socket.
+"""
 
 
 class Introductions:
-    """The processes that a daemon introduces to others, the daemon included. Thread-safe.
+    """The processes to which a daemon can connect others, including the daemon itself. Thread-safe.
 
     Args:
         name: the daemon's name, for errors.
@@ -31,8 +35,8 @@ class Introductions:
         sockets.add_broker(self._name, self._connect)
 
     def offer(self, process: bytes, hand: Hand, confirm: Callable[[], object]) -> None:
-        """Lets others reach a process, named by its token. Calls `confirm`, which answers the process, before the first
-        connection is handed over. `confirm` must not wait, because all introductions wait for it.
+        """Lets others reach the process with this token. First calls `confirm`, which answers the process's request, so
+        that the answer precedes the first connection. `confirm` must not wait, because all introductions wait for it.
         """
         with self._lock:
             confirm()

@@ -1,4 +1,6 @@
-"""A job's own daemon: ranks find the daemon by a socket name, and the first rank that needs it starts it."""
+"""Connects a rank to a job's own daemon. Ranks find the daemon by a socket name, and the first rank that needs the
+daemon starts it.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,22 @@ from proxyccl.proxy.processes import start_of
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """Variables by which a launcher shows each rank only its own device."""
 _LIMITING = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS")
-"""Variables that limit the queues of a device for a process's streams. Megatron sets the first to 1, for the order of
-its own kernels."""
+"""Variables that limit how many queues of a device a process's streams use. Megatron sets the first variable to 1, for
+the order of its own kernels.
+"""
 _PART_OF_DEVICE = "MIG"
-"""The prefix of the name of a part of a GPU. CUDA shows a process only one part, by default the first."""
+"""The prefix of the names of a GPU's parts. CUDA shows a process only one part: by default the first, so a variable
+that names a part is kept.
+"""
 _PROGRAM = Path(__file__).with_name("job_main.py")
 _START_SECONDS = 30.0
-"""Seconds that a start may always take, even if the communicator's time-out is shorter: the time-out is meant for
+"""The start may take this number of seconds even if the communicator's time-out is shorter: the time-out is meant for
 peers' answers, and a busy machine starts processes slowly.
 """
 _POLL_SECONDS = 0.002
 _MOST_WORDS = 2000
 _served: dict[str, tuple[int, int | None]] = {}
-"""By name, the process of the daemon that this process used last, and when it started."""
+"""For each name, the process id and start time of the daemon that this process last used under that name."""
 _WAY_OUT = "PROXYCCL_PROXY=thread runs the proxies in the ranks instead"
 
 
@@ -59,16 +64,16 @@ JOB_OPTIONS = Codec(JobOptions, 1 << 20)
 
 
 def new_name() -> str:
-    """A unique name that can't be guessed."""
+    """Returns a unique name that can't be guessed."""
     return f"proxyccl-{os.urandom(16).hex()}"
 
 
 class JobDaemon(DaemonAddress):
-    """See `DaemonAddress` for the methods.
+    """The address of a job's own daemon. See `DaemonAddress` for the methods.
 
     Args:
         name: the daemon's name, which is the same on all ranks that share the daemon.
-        options: the options with which this process starts the daemon, unless another process has.
+        options: the options with which this process starts the daemon if no other process has started it.
     """
 
     def __init__(self, name: str, options: JobOptions) -> None:
@@ -106,7 +111,7 @@ class JobDaemon(DaemonAddress):
                 return connection, answer.pid
 
     def _runs(self) -> bool:
-        """Whether the daemon that served this process before is still running, so no start is needed."""
+        """Whether the daemon that this process has used before is still running, so that no start is needed."""
         pid, started = _served.get(self._name, (0, None))
         return started is not None and start_of(pid) == started
 
@@ -127,7 +132,7 @@ class JobDaemon(DaemonAddress):
         return True
 
     def last_words(self) -> str:
-        """The last line that the daemon wrote to stderr."""
+        """Returns the last line that the daemon wrote to stderr; "" if there is none or this process can't read it."""
         if self._errors is None:
             return ""
         lines = _text_of(self._errors).splitlines()
@@ -144,10 +149,10 @@ def _no_daemon(reason: str) -> RuntimeUnavailableError:
 
 
 def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> None:
-    """Starts a process that serves at a socket, and waits until the process serves. Raises RuntimeUnavailableError if
-    it does not, and ResourceError.
+    """Starts a daemon's process with a listening socket, and waits until it serves. Raises RuntimeUnavailableError if
+    the process does not serve in time, and ResourceError if descriptors have run out.
     """
-    import subprocess  # slow to import, and the host's other ranks do not need it
+    import subprocess  # imported here, because it is slow to import and only the rank that starts the daemon needs it
 
     if not sys.executable:
         raise _no_daemon("this process does not know its Python interpreter (sys.executable is empty)")
@@ -161,7 +166,7 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
             stdout=subprocess.DEVNULL,
             stderr=errors,
             pass_fds=[listener.fileno()],
-            start_new_session=True,  # Ctrl-C ends ranks, which may need their proxies for that
+            start_new_session=True,  # Ctrl-C must not end the daemon: ranks may still need their proxies
             env=_environment(),
         )
         try:
@@ -184,7 +189,9 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment and module path, without the variables that hide devices or limit their queues."""
+    """Returns the daemon's environment: this process's environment and module path, without the variables that hide
+    devices or limit their queues.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -194,6 +201,6 @@ def _environment() -> dict[str, str]:
 
 
 def _text_of(file: int) -> str:
-    """The text at the end of a memory file."""
+    """Returns the text at the end of a memory file."""
     size = os.fstat(file).st_size
     return os.pread(file, _MOST_WORDS, max(0, size - _MOST_WORDS)).decode(errors="replace")

@@ -1,8 +1,8 @@
-"""The program of a job's own daemon, which a rank runs as a file: python job_main.py SOCKET OPTIONS STARTER.
+"""The program of a job's own daemon. A rank runs it as a file: python job_main.py SOCKET OPTIONS STARTER.
 
-SOCKET is the descriptor of the listening socket, OPTIONS a `JobOptions`, STARTER the rank's process. The process that
-the rank starts exits with status 0 once the daemon serves. The daemon is a child of that process, so no rank has to
-reap the daemon.
+SOCKET is the descriptor of the listening socket, OPTIONS an encoded `JobOptions`, and STARTER the process id of the
+rank that runs the program. The process that the rank starts exits with status 0 once the daemon serves. The daemon is a
+child of that process, so no rank has to reap the daemon.
 """
 
 import importlib.util
@@ -12,9 +12,11 @@ import types
 
 
 def main(listener: int, options: str, starter: int) -> None:
-    """Runs the daemon in a child. Ends the process with status 1 if the child ends before it serves."""
+    """Runs the daemon in a child process. The parent exits with status 0 once the child serves, and with 1 if the child
+    ends before.
+    """
     serves, tell = os.pipe()
-    if os.fork():  # before imports that start threads
+    if os.fork():  # before the imports below, which start threads
         os.close(tell)
         os._exit(0 if os.read(serves, 1) else 1)
     os.close(serves)
@@ -29,11 +31,13 @@ def main(listener: int, options: str, starter: int) -> None:
     try:
         run_for_job(listener, options, starter, on_ready)
     except ProxyCCLError as error:
-        sys.exit(str(error))  # on stderr, which the rank reads
+        sys.exit(str(error))  # writes the error to stderr, which the rank reads
 
 
 def _leave_out_public_names() -> None:
-    """Puts an empty package in place of `proxyccl`, which would import all modules of the public names."""
+    """Puts an empty package in place of `proxyccl`, because the import of `proxyccl` would also import all modules with
+    public names.
+    """
     spec = importlib.util.find_spec("proxyccl")
     assert spec is not None
     package = types.ModuleType("proxyccl")

@@ -1,4 +1,6 @@
-"""A daemon's listening socket: a socket file of its user, or a socket that a rank has bound and handed over."""
+"""The two kinds of a daemon's listening socket: a socket file of the daemon's user, or a socket that a rank has bound
+and passed to the daemon.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ BACKLOG = 512
 
 
 class SocketFile:
-    """A socket in the file system, and its name in reports and logs. A lock beside it tells a live daemon from the
-    socket that a dead one left.
+    """A listening socket in the file system, and its name in reports and logs. A lock file beside the socket shows
+    whether a daemon is alive or a dead daemon left the socket.
 
     Raises:
-        ArgumentError: the directory can't be made, or the path names a file that is not a socket.
-        UntrustedPathError: the directory is a link or other users can write to it, even if it is sticky; or the socket
-            or its lock belongs to another user.
+        ArgumentError: the directory can't be created, or the path names a file that is not a socket.
+        UntrustedPathError: the directory is a link, or other users can write to it (even if it is sticky), or the
+            socket or its lock belongs to another user.
         ResourceError: another daemon listens at the path.
     """
 
@@ -51,10 +53,10 @@ class SocketFile:
 
 
 class HandedOver:
-    """A socket that another process has bound to an abstract name, which needs no file and no lock."""
+    """A listening socket that another process has bound to an abstract name. It needs no file and no lock."""
 
     def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)  # a child process would keep the name in use
+        os.set_inheritable(descriptor, False)  # otherwise a child process would keep the name in use
         self.socket = socket.socket(fileno=descriptor)
         self.name = shown(self.socket.getsockname())
 
@@ -69,17 +71,19 @@ Listener: TypeAlias = SocketFile | HandedOver
 
 
 def abstract(name: str) -> str:
-    """The abstract socket address of a name, which vanishes with the last process that holds the socket."""
+    """Returns the abstract socket address for a name. The address disappears with the last process that holds the
+    socket.
+    """
     return f"\0{name}"
 
 
 def shown(address: str | bytes) -> str:
-    """A readable address, with @ for the zero byte of an abstract address."""
+    """Returns a readable form of an address, with @ for the zero byte of an abstract address."""
     return os.fsdecode(address).replace("\0", "@")
 
 
 def _open_directory(directory: Path) -> int:
-    """Opens the socket's directory, which is created if it is missing. Returns a descriptor."""
+    """Opens the socket's directory, and creates it if it is missing. Returns a descriptor."""
     try:
         if not os.path.lexists(directory):
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -89,7 +93,9 @@ def _open_directory(directory: Path) -> int:
 
 
 def _require_own(info: os.stat_result, path: Path) -> None:
-    """Raises UntrustedPathError for a file that another user left when that user could write there."""
+    """Raises UntrustedPathError if a file belongs to another user, who may have created it when the directory was
+    writable.
+    """
     if info.st_uid not in (0, os.geteuid()):
         reason = f"{path} belongs to user {info.st_uid}; remove it, or name another --socket"
         raise UntrustedPathError("socket", reason)
@@ -101,15 +107,15 @@ def _require_file(info: os.stat_result, path: Path) -> None:
 
 
 def _lock_beside(path: Path, directory: int) -> int:
-    """Locks a file beside the socket until this process ends. A socket without a lock was left by a killed daemon.
-    `directory` is a descriptor of the socket's directory.
+    """Locks a file beside the socket until this process ends. If no process holds the lock, the socket was left by a
+    killed daemon. Returns the lock file's descriptor. `directory` is a descriptor of the socket's directory.
     """
     name = path.with_name(path.name + ".lock")
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(name.name, flags, 0o600, dir_fd=directory)
     except OSError as error:
-        with contextlib.suppress(FileNotFoundError):  # another owner may be the problem
+        with contextlib.suppress(FileNotFoundError):  # reports another owner if that is the cause
             _require_own(os.stat(name.name, dir_fd=directory, follow_symlinks=False), name)
         if error.errno == errno.ELOOP:
             raise UntrustedPathError("socket", f"{name} is a link; remove it, or name another --socket") from None
@@ -119,7 +125,7 @@ def _lock_beside(path: Path, directory: int) -> int:
         _require_own(info, name)
         _require_file(info, name)
         if info.st_uid == os.geteuid():
-            os.fchmod(descriptor, 0o600)  # any process that can open the file can lock it
+            os.fchmod(descriptor, 0o600)  # because any process that can open the file could lock it
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)

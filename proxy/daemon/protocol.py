@@ -1,12 +1,12 @@
-"""The protocol between a client and the node daemon: address, frames, messages and methods.
+"""The protocol between a client and the node daemon: the daemon's address, the frames, the messages and the methods.
 
 Both ends first identify their build, by `Hello` and `HelloAnswer`. Then the client calls methods: the functions of the
-daemon's `Session` and `SessionService` that are marked with `method`. The function alone defines the method: the
-function's name and types give the request, the checks of arguments, the session's dispatch and the client's call.
-The daemon answers in order and with the request's number. It sends an event when a worker fails, when it introduces
-another process, and when it ends itself.
+daemon's `Session` and `SessionService` that have the decorator `method`. A function completely defines its method: the
+request, the checks of arguments, the session's dispatch and the client's call follow from the function's name and
+types. The daemon answers requests in order, and each answer has the request's number. The daemon sends an event when a
+worker fails, when it introduces another process, and when the daemon itself ends.
 
-A frame is one packet of a Unix socket: one message, with file descriptors if it needs any.
+A frame is one packet of a Unix socket. It contains one message, and the file descriptors that belong to the message.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ from proxyccl.proxy.workers import MAX_RINGS
 VERSION = 16
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = MAX_RINGS + 1
-"""Descriptors in a frame: the control segment's and the rings'."""
+"""The highest number of descriptors in a frame: one for the control segment, and one for each ring."""
 DAEMON = "the node daemon"
 
 CONTROL_BYTES = int(native.sizeof("ProxycclControl"))
 LAYOUT = [CONTROL_BYTES, SharedWords.BYTES, int(engine.sizeof("ProxycclObserved"))]
-"""Sizes of the structs in shared memory, which both ends must have built alike."""
+"""Sizes of the structs in shared memory, which must be equal in the builds of both ends."""
 
 Descriptors: TypeAlias = Annotated[Sequence[int], "descriptors"]
-"""File descriptors that travel in a message's frame. A method takes them as its first parameter, or returns them."""
+"""File descriptors that travel in a message's frame. A method takes descriptors as its first parameter, or returns
+them.
+"""
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -60,15 +62,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Hello(Message, frozen=True):
-    """A client's first frame, of the same form in every version; `hello` is the client's version of the protocol."""
+    """A client's first frame. Its fields are the same in every version of the protocol; `hello` is the client's
+    version.
+    """
 
     hello: Uint64
     layout: list[Uint64]
 
 
 class HelloAnswer(Message, frozen=True, omit_defaults=True):
-    """The daemon's first frame, of the same form in every version: version and process, or the reason for refusing the
-    client."""
+    """The daemon's first frame: its version and process, or the reason why it refuses the client. The fields are the
+    same in every version of the protocol.
+    """
 
     version: Uint64 = 0
     pid: Uint64 = 0
@@ -77,7 +82,7 @@ class HelloAnswer(Message, frozen=True, omit_defaults=True):
 
 
 class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="do"):
-    """A client's request: the arguments of the method that the tag names. `request` is the request's number."""
+    """A client's request, with the arguments of the method that the tag names. `request` is the request's number."""
 
     request: Uint64 | None = None
 
@@ -89,7 +94,7 @@ class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field=
 class Reply(
     Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="kind", tag=lambda class_name: class_name.lower()
 ):
-    """Base of answers, which carry the request's number, and of events, which carry none."""
+    """Base of answers, which carry their request's number, and of events, whose `request` is None."""
 
     request: Uint64 | None = None
 
@@ -110,7 +115,7 @@ _KINDS: dict[_Kind, type[ProxyCCLError]] = {
 
 
 class Refused(Reply, frozen=True):
-    """A request that the daemon did not carry out.
+    """The answer to a request that the daemon did not carry out.
 
     Attributes:
         error: the kind of exception that the client raises. After "protocol" the daemon hangs up.
@@ -124,7 +129,7 @@ class Refused(Reply, frozen=True):
 
     @classmethod
     def of(cls, error: ProxyCCLError) -> Refused:
-        """The answer to a request that raised `error`."""
+        """Returns the answer to a request that raised `error`."""
         text = str(error)
         if isinstance(error, ArgumentError):
             return cls("argument", text.removeprefix(f"{error.argument}: "), error.argument)
@@ -151,7 +156,9 @@ class Failed(Reply, frozen=True):
 
 
 class Introduced(Reply, frozen=True):
-    """An event: another process has connected to the client's server of descriptors; its frame carries the socket."""
+    """An event: another process has connected to the client's server of descriptors. The event's frame carries the
+    client's end of the connection.
+    """
 
 
 class Ending(Reply, frozen=True):
@@ -176,11 +183,12 @@ class Method(Struct, frozen=True, kw_only=True):
         result: the codec of the method's results.
         takes_descriptors: whether the request's frame carries descriptors.
         returns_descriptors: whether the answer's frame carries descriptors instead of a result.
-        timeouts: how many times its argument `timeout` the method may take.
-        opens: whether the method may open a device or register memory, and so take another time-out of the client's.
-        needs_turns: whether the client's wait ends early if the client's workers take no turns for the time-out.
-        releases: whether the method only frees objects that the daemon holds for the client. The objects end with the
-            daemon and the connection, after which the client's call does nothing.
+        timeouts: the factor by which the method may take longer than its argument `timeout`; 0 if it has no such
+            argument.
+        opens: whether the method may open a device or register memory, which may take one more time-out of the client.
+        needs_turns: whether the client stops waiting if the client's workers take no turns during a time-out.
+        releases: whether the method only frees objects that the daemon holds for the client. These objects are freed
+            when the daemon or the connection ends, so after that the client's call does nothing.
         answered: whether the daemon answers the request.
     """
 
@@ -210,11 +218,13 @@ class Method(Struct, frozen=True, kw_only=True):
 
 
 METHODS: dict[str, Method] = {}
-"""All methods, by name. `proxyccl.proxy.daemon.session` completes it."""
+"""All methods, by name. The table is complete once `proxyccl.proxy.daemon.session` is imported."""
 
 
 def method(**properties: Any) -> Callable[[F], F]:
-    """Marks a function of the session as a method. The arguments are the last attributes of a `Method`."""
+    """Decorates a function of `Session` or `SessionService` to be a method. The arguments are attributes of `Method`,
+    from `timeouts` on.
+    """
 
     def mark(function: F) -> F:
         name, hints = function.__name__, get_type_hints(function, include_extras=True)
@@ -242,16 +252,17 @@ def method(**properties: Any) -> Callable[[F], F]:
 def send(
     connection: socket.socket, codec: Codec[T], message: T, descriptors: Sequence[int] = (), flags: int = 0
 ) -> None:
-    """Sends a frame. Raises ProtocolError if the message is too long for a frame, and the socket's OSError."""
+    """Sends a frame. Raises ProtocolError if the message is too long for a frame, and the errors of the socket."""
     send_with_descriptors(connection, codec.encode(message), descriptors, flags)
 
 
 def receive(connection: socket.socket, codec: Codec[T], source: str, flags: int = 0) -> tuple[T, list[int]] | None:
-    """Receives a frame. Returns its message, and descriptors for the caller to close; None if the sender has hung up.
+    """Receives a frame. Returns the frame's message and its descriptors, which the caller closes. Returns None if the
+    sender has hung up.
 
     Raises:
         ProtocolError: `source` sent an invalid frame.
-        OSError: as the socket does.
+        OSError: the socket's errors.
     """
     frame, descriptors, came = receive_with_descriptors(connection, LONGEST_FRAME, MOST_DESCRIPTORS, flags)
     try:
@@ -278,8 +289,8 @@ def close_all(descriptors: list[int]) -> None:
 
 
 def limit_waits(connection: socket.socket, send_seconds: float, receive_seconds: float) -> None:
-    """Sets time-outs of the socket's sends and receives; 0 for none. Sets the kernel's time-outs, because with Python's
-    time-outs a non-blocking send would still wait.
+    """Sets time-outs for a socket's sends and receives; 0 for no time-out. Uses the kernel's time-outs, because with
+    Python's time-outs a send with MSG_DONTWAIT would still wait.
     """
     for option, seconds in ((socket.SO_SNDTIMEO, send_seconds), (socket.SO_RCVTIMEO, receive_seconds)):
         parts = divmod(int(seconds * 1e6), 1_000_000)
@@ -287,8 +298,8 @@ def limit_waits(connection: socket.socket, send_seconds: float, receive_seconds:
 
 
 def socket_path(path: str | os.PathLike[str] | None = None) -> Path:
-    """The daemon's socket: the path given, else ``PROXYCCL_DAEMON_SOCKET``, else this user's default. Raises
-    ArgumentError if the path is too long for a socket.
+    """Returns the path of the daemon's socket: `path` if it is given, else ``PROXYCCL_DAEMON_SOCKET``, else this user's
+    default. Raises ArgumentError if the path is too long for a socket.
     """
     chosen = path or os.environ.get("PROXYCCL_DAEMON_SOCKET")
     if not chosen:

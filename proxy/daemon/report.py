@@ -1,4 +1,6 @@
-"""The contents of a node daemon's report: its threads and its clients at one moment. `DaemonReporter` makes it."""
+"""The contents of a node daemon's report: its threads and its clients at one moment. `DaemonReporter` writes such
+reports.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,10 @@ class Worker(Message, frozen=True):
 
     Attributes:
         thread: name of the thread that runs the worker.
-        ended: whether the worker ended: it failed, the client's communicator failed, or the proxy is closed.
-        looks_meanwhile: polls of the worker's rings in `DaemonReport.meanwhile` seconds; 0 if the thread was blocked,
-            or slept that long.
+        ended: whether the worker has ended, because it failed, the client's communicator failed, or the proxy was
+            closed.
+        looks_meanwhile: number of polls of the worker's rings within the report's interval of `DaemonReport.meanwhile`
+            seconds; 0 if the thread was blocked or slept during the whole interval.
         seen: the worker's counters.
     """
 
@@ -47,7 +50,7 @@ class Worker(Message, frozen=True):
 
 
 class Request(Message, frozen=True):
-    """An unanswered request, and its age in seconds."""
+    """A request that is not answered yet: its method's name, and its age in seconds."""
 
     name: str
     seconds: float
@@ -57,16 +60,16 @@ class Client(Message, frozen=True):
     """A process whose proxy the daemon runs.
 
     Attributes:
-        pid: the process; None before its hello.
+        pid: the process's id; None before its hello.
         description: the rank that the proxy works for; None if the client has no open proxy, or gave no description.
         device_id: the rank's device.
         seconds: time since the client connected.
         request: the request in progress, or None.
-        failure: the reason of its last failed worker, or None.
-        workers: by number.
-        rings: by number.
-        connections: by worker and number.
-        channels: those in use, by id.
+        failure: why the client's last failed worker has failed, in words; None if no worker has failed.
+        workers: the client's workers, by number.
+        rings: the client's rings, by number.
+        connections: the client's connections, by worker and number.
+        channels: the client's channels in use, by id.
     """
 
     pid: int | None
@@ -91,11 +94,11 @@ class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemo
         command: the process's command line.
         written: date and time of the report in UTC.
         cause: the reason for the report, in words.
-        meanwhile: seconds in which `looks_meanwhile` were counted.
-        longest_sleep: seconds that an idle thread sleeps at most between two polls of its rings.
+        meanwhile: length in seconds of the interval in which `Worker.looks_meanwhile` was counted.
+        longest_sleep: the longest time, in seconds, that an idle thread sleeps between two polls of its rings.
         threads: the threads that run the workers.
-        clients: in the order in which they connected.
-        unread: the parts that could not be read, and why.
+        clients: the daemon's clients, in the order in which they connected.
+        unread: the parts of the state that could not be read, each with the reason.
     """
 
     version: Literal[4]
@@ -121,7 +124,7 @@ class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemo
         return None
 
     def encode(self) -> str:
-        """The report as text for a file."""
+        """Returns the report as text for a file."""
         return _DAEMON_REPORTS.encode(self, indent=1).decode() + "\n"
 
 

@@ -1,7 +1,7 @@
 """Writes the node daemon's reports, when a signal or a client asks for one.
 
-The reporter takes no lock that a session or an engine thread may hold, and waits for neither. It reads a proxy's state
-from the memory that observers read, in a mapping of its own, so the proxy may be closed during the report.
+The reporter takes no lock that a session or an engine thread may hold, and waits for neither. It maps the memory that
+observers read, and reads a proxy's state there, so the proxy may be closed during the report.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from proxyccl.proxy.reports.document import Member
 from proxyccl.proxy.thread import ProxyThread
 
 _MEANWHILE = 0.1
-"""Seconds between two snapshots, which show whether workers poll their rings."""
+"""Seconds between two snapshots, whose difference shows whether workers poll their rings."""
 _COVERED_SECONDS = 5.0
-"""All ranks of a job ask for a report when it fails. One report shows them all, so later requests within this time are
-ignored.
+"""When a job fails, all its ranks ask for a report. One report shows all of them, so a job's further requests within
+this number of seconds are ignored.
 """
 _TURN_SECONDS = 10.0
 
@@ -43,8 +43,8 @@ log = logging.getLogger("proxyccl.daemon")
 
 
 class DaemonReporter:
-    """Writes reports of one daemon at the socket `place`. `threads` run the clients' workers; `sessions` returns the
-    current sessions, without waiting. Clients and signals may ask for reports if they are `enabled`.
+    """Writes reports about the daemon at the socket `place`. `threads` run the clients' workers; `sessions` returns the
+    current sessions without waiting. Clients and signals may ask for reports if `enabled`.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class DaemonReporter:
         self._requested: dict[str, float] = {}  # by job: time.monotonic() of the last request that started a report
 
     def request(self, job: str, cause: str) -> None:
-        """Writes a report in a separate thread, unless one was just started for the job. The clients' state is read
-        before this function returns, so the requesting client may leave.
+        """Writes a report in a separate thread, unless a report for the job was started within the last seconds. The
+        clients' state is read before this function returns, so the requesting client may leave.
         """
         now = time.monotonic()
         with self._lock:
@@ -79,7 +79,7 @@ class DaemonReporter:
         Thread(self._write, "proxyccl-report", cause, snapshots).start()
 
     def write(self, cause: str) -> Path | None:
-        """Writes a report. Returns None on failure, which the log explains."""
+        """Writes a report. Returns the file's path; None if it can't be written, and then the log has the reason."""
         return self._write(cause, _Snapshots(self._sessions()))
 
     def _write(self, cause: str, snapshots: _Snapshots) -> Path | None:
@@ -123,15 +123,15 @@ class DaemonReporter:
 def _collecting_errors(unread: list[str], what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # reports are for broken states: a report lists what it cannot read
+    except Exception as error:  # reports are for broken states, so a report lists the parts that it cannot read
         unread.append(f"{what}: {type(error).__name__}: {error}")
 
 
 class _Snapshots:
-    """The clients' state at one moment, which `finish` completes.
+    """The clients' state at one moment. `finish` adds the workers, as they are at a later moment.
 
     Attributes:
-        unread: the parts that could not be read, and why.
+        unread: the parts of the state that could not be read, each with the reason.
     """
 
     def __init__(self, sessions: Sequence[Session]) -> None:
@@ -145,8 +145,9 @@ class _Snapshots:
             self._clients.append((client, workers))
 
     def _with_proxy(self, client: Client, session: Session) -> tuple[Client, Callable[[], list[Worker]]]:
-        """Adds a client's proxy to the report's `client`, if it has one and a description. Also returns a function
-        that, when called, returns the workers and how often they have polled their rings since this snapshot.
+        """Adds the state of the session's proxy to `client`, if there is a proxy and it is published for observers.
+        Returns the client and a function. When called, the function returns the workers, with the number of polls of
+        their rings since this snapshot.
         """
         service, threads = session.served, session.threads
         if service is None or service.publication is None:
@@ -165,7 +166,7 @@ class _Snapshots:
         return structs.replace(client, rings=rings, connections=connections, channels=channels), workers
 
     def finish(self) -> list[Client]:
-        """The clients as of the snapshot, with their workers as of this call."""
+        """Returns the clients as they were at the snapshot, with their workers as they are now."""
         clients = []
         with self._opened:
             for client, workers_of in self._clients:

@@ -1,4 +1,4 @@
-"""The daemon: the socket, the threads that run the clients' workers, and a session for each client."""
+"""The daemon: its listening socket, the threads that run the clients' workers, and a session for each client."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ from proxyccl.proxy.reports import files
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread, choose_idle
 from proxyccl.proxy.workers import MAX_RINGS
 
-_FULL_MS = 100  # pause before the next client when descriptors have run out
+_FULL_MS = 100  # milliseconds to wait before accepting again after descriptors have run out
 _DRAIN_SECONDS = 10.0
 MOST_GREETED = 128
-"""Clients that may be silent at once. Each has a thread and a descriptor."""
-_SILENT_SECONDS = 1.0  # seconds for which a client may always be silent
+"""The highest number of connections that have not sent a hello. The number is limited because each of them has a thread
+and a descriptor.
+"""
+_SILENT_SECONDS = 1.0  # a client that connected less than this many seconds ago is never disconnected as silent
 
 START_SECONDS = 30.0
-"""Seconds that a daemon waits for its first client, while the rank that started it lives."""
+"""Seconds that a job's own daemon waits for its first client, while the rank that started it lives."""
 LINGER_SECONDS = 1.0
-"""Seconds that a daemon waits for the next client while a process of an earlier client lives."""
+"""Seconds that a job's own daemon waits for the next client, while a process of an earlier client lives."""
 
 log = logging.getLogger("proxyccl.daemon")
 
@@ -54,8 +56,8 @@ class DaemonOptions:
         threads: number of threads that run the workers of all clients.
         cores: cores that the threads may run on; None for any. Cores near the GPUs or network devices have the lowest
             latency.
-        idle: the policy of a thread whose clients ask for none; None to choose by cores.
-        programs: number of clients' processes to expect.
+        idle: the idle policy for clients that request none; None to choose it by the number of cores.
+        programs: the expected number of clients' processes.
     """
 
     threads: int = 1
@@ -65,14 +67,15 @@ class DaemonOptions:
 
 
 class Attendance:
-    """The live processes that have been clients, by their pidfds, and the time since the last client left.
+    """Decides when a job's own daemon ends. Knows the live processes that have been clients, and when the last client
+    left.
 
     Args:
-        starter: the process that starts the daemon and will be a client.
+        starter: id of the process that starts the daemon and will be a client.
     """
 
     def __init__(self, starter: int) -> None:
-        self._pids: dict[int, int] = {}  # by descriptor
+        self._pids: dict[int, int] = {}  # process ids, by pidfd
         self._anybody_came = False
         self._empty_since: float | None = time.monotonic()
         self._add(starter)
@@ -83,7 +86,9 @@ class Attendance:
         return list(self._pids)
 
     def came(self, pid: int) -> int | None:
-        """Records that a process has connected. Returns a new pidfd if the process is new and alive."""
+        """Records that a process has connected. Returns a new pidfd for the process; None if it has one already, has
+        ended, or is in another PID namespace.
+        """
         self._anybody_came = True
         return self._add(pid)
 
@@ -98,13 +103,13 @@ class Attendance:
         return descriptor
 
     def ended(self, descriptor: int) -> int:
-        """Forgets a process that has ended. Returns its process id."""
+        """Forgets the process with this pidfd, which has ended. Returns its process id."""
         os.close(descriptor)
         return self._pids.pop(descriptor)
 
     def milliseconds_left(self, clients: int) -> int | None:
-        """The time to wait for another client, given the number of connected clients; None while clients are
-        connected.
+        """Returns how long the daemon waits for another client before it ends, in milliseconds. `clients` is the number
+        of connected clients; None if there are any.
         """
         if clients:
             self._empty_since = None
@@ -123,12 +128,13 @@ class Attendance:
 
 
 class Daemon:
-    """A daemon, which listens once it is created. `serve` accepts clients; `close` ends their sessions.
+    """A daemon. Its constructor starts to listen, `serve` accepts clients, and `close` ends their sessions.
 
     Args:
         place: path of the socket to create, or a listening socket.
         options: options of the threads.
-        attendance: for a job's own daemon, which ends after its clients; None for a daemon that serves until `stop`.
+        attendance: for a job's own daemon, the `Attendance` by which it ends after its clients; None for a daemon that
+            serves until `stop`.
 
     Attributes:
         path: path of the socket, as reports name it.
@@ -136,7 +142,7 @@ class Daemon:
 
     Raises:
         ArgumentError: an option is wrong, or the path names a file that is not a socket.
-        ResourceError: another daemon listens there.
+        ResourceError: another daemon listens at the path.
     """
 
     def __init__(
@@ -167,7 +173,8 @@ class Daemon:
                 for i in range(chosen.threads)
             ]
             undo.pop_all()
-        # Copied in one step, without the lock, under which a driver may hang: a report must not wait.
+        # The list of sessions is copied in one step and without the lock, because a report must not wait and a thread
+        # that holds the lock may hang in the driver.
         self.reporter = DaemonReporter(
             self._listener.name, self._threads, lambda: list(self._sessions), enabled=reports
         )
@@ -185,11 +192,11 @@ class Daemon:
 
     @property
     def wake_descriptor(self) -> int:
-        """The descriptor to which a written byte wakes `serve`."""
+        """A descriptor; a byte written to it wakes `serve`."""
         return self._wake_write
 
     def stop(self) -> None:
-        """Makes `serve` return. Callable from any thread and from signal handlers."""
+        """Makes `serve` return. May be called from any thread and from signal handlers."""
         self._stopping = True
         self._wake()
 
@@ -240,16 +247,18 @@ class Daemon:
         self._admit(connection)
 
     def _make_room(self) -> None:
-        """Disconnects the longest silent client if too many clients have not sent a hello."""
+        """If too many clients have sent no hello, disconnects the one that connected first."""
         with self._lock:
             silent = [session for session in self._sessions if not session.greeted]
         if len(silent) >= MOST_GREETED:
             longest = min(silent, key=lambda session: session.since)
-            if time.monotonic() - longest.since > _SILENT_SECONDS:  # on a busy machine many may come at once
+            if time.monotonic() - longest.since > _SILENT_SECONDS:  # many clients may connect at about the same time
                 longest.abandon()
 
     def _process_ended(self, descriptor: int) -> None:
-        """Ends the sessions of an ended process, because a forked child may still hold its sockets open."""
+        """Ends the sessions of a process that has ended. Its sockets may still be open, because a forked child may hold
+        them.
+        """
         assert self._attendance is not None
         pid = self._attendance.ended(descriptor)
         with self._lock:
@@ -281,13 +290,13 @@ class Daemon:
         try:
             session.run()
         finally:
-            with self._lock:  # held for the wake too: `close` closes the wake's pipe once no session is listed
+            with self._lock:  # also held for the wake, because `close` closes its pipe once no session is listed
                 del self._sessions[session]
                 if not self._stopping:
                     self._wake()
 
     def _open_runtime(self, name: str, device_id: str) -> Runtime:
-        """The runtime of a device, which all its clients share."""
+        """Returns the runtime of a device, which all clients of the device share."""
         key = name if name == "host" else device_id  # all devices of the host runtime are this machine's memory
         with self._lock:
             opening = self._opening[key]
@@ -297,14 +306,16 @@ class Daemon:
             return self._runtimes[key]
 
     def _assign_threads(self, workers: int) -> Sequence[ProxyThread]:
-        """Returns the threads with the fewest workers, with repetitions only if workers outnumber threads."""
+        """Returns a thread for each worker: those with the fewest workers, and each thread several times only if there
+        are more workers than threads.
+        """
         with self._lock:
             users = [thread for session in self._sessions for thread in session.threads]
             by_load = sorted(self._threads, key=users.count)
             return [by_load[i % len(by_load)] for i in range(workers)]
 
     def _choose_idle(self) -> IdlePolicy:
-        """Chooses the policy for a client that asks for none."""
+        """Chooses the idle policy for a client that requests none."""
         if self._options.idle is not None:
             return self._options.idle
         with self._lock:

@@ -1,4 +1,4 @@
-"""The daemon's side of one client's connection.
+"""Serves one client's connection in the daemon.
 
 The daemon trusts a client's user but not the client's messages: a client can name only objects that the daemon has
 given it (`SessionService`), and an error ends only that client's session.
@@ -69,7 +69,7 @@ def refuse_user(connection: socket.socket, user: int) -> None:
     with connection:
         with contextlib.suppress(OSError):
             send(connection, HELLO_ANSWERS, refusal, flags=socket.MSG_DONTWAIT)
-        with contextlib.suppress(OSError, ProtocolError):  # closing a socket with unread data would discard the refusal
+        with contextlib.suppress(OSError, ProtocolError):  # a close with unread data would discard the refusal
             message = receive(connection, HELLOS, f"user {user}", socket.MSG_DONTWAIT)
             close_all(message[1] if message is not None else [])
 
@@ -80,19 +80,20 @@ class Session:
     Args:
         connection: the socket; the session closes it.
         open_runtime: returns the runtime for a name and a device_id.
-        assign_threads: returns the threads that run this number of workers.
-        choose_idle: returns the idle policy for a client that needs none.
+        assign_threads: returns the threads for this number of workers.
+        choose_idle: returns the idle policy for a client that requests none.
         request_report: called with a job and a cause when the client asks for a report; it must not wait.
         introductions: the daemon's introductions.
 
     Attributes:
-        name: the client, for logs and errors.
+        name: the client's name in logs and errors.
         description: the rank that the proxy works for; None before a proxy is open, or if the client gives none.
         since: time.monotonic() when the client connected.
-        request: name of the request in progress, and time.monotonic() when it arrived.
-        failure: the failure of the last failed worker.
+        request: name of the method whose request is in progress, and time.monotonic() when the request arrived; None
+            without a request.
+        failure: the failure of the worker that failed last; None if no worker has failed.
         served: the client's proxy, kept for inspection after its end.
-        threads: the threads that run its workers.
+        threads: the threads that run the client's workers.
     """
 
     def __init__(
@@ -152,13 +153,13 @@ class Session:
         return self._greeted
 
     def end(self, timeout: float) -> None:
-        """Makes the session's thread finish the triggers in the client's rings and end. For any thread."""
+        """Makes the session's thread finish the triggers in the client's rings, then end. Any thread may call this."""
         self._end_within = timeout
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RD)
 
     def abandon(self) -> None:
-        """Ends the session as if the client had hung up. For any thread."""
+        """Ends the session as if the client had hung up. Any thread may call this."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -168,7 +169,7 @@ class Session:
     # -- frames ---
 
     def _greet(self) -> bool:
-        """Exchanges hellos. Returns False if the client hung up instead."""
+        """Exchanges hellos. Returns False if the client hung up before its hello."""
         limit_waits(self._connection, _ANSWER_SECONDS, HELLO_SECONDS)
         self.pid, _ = peer_credentials(self._connection)
         self.name = process_name(self.pid)
@@ -197,16 +198,16 @@ class Session:
                 close_all(handed)
 
     def _next_request(self) -> tuple[Request, list[int]] | None:
-        """Waits for the next request; None if the client hung up. Meanwhile tries to unmap memory that the client
-        removed.
+        """Waits for the next request, and returns it; None if the client hung up. During the wait, tries to unmap
+        memory that the client has removed.
         """
         while self._service is not None and self._service.memories.unmaps_later and not self._arrived.poll(_QUIET_MS):
             self._service.memories.unmap_if_quiet()
         return receive(self._connection, REQUESTS, self.name)
 
     def _answer(self, request: Request, descriptors: list[int], handed: list[int]) -> AnyReply | None:
-        """Carries out a request. Returns the answer, and adds its descriptors to `handed`; None if the answer is sent
-        or none is expected.
+        """Carries out a request. Returns the answer, and adds the answer's descriptors to `handed`. Returns None if the
+        answer has been sent already or the client expects no answer.
         """
         called = request.method
         self._number, self._answered = request.request, not called.answered
@@ -223,7 +224,7 @@ class Session:
             raise
         except ProxyCCLError as error:
             refused = Refused.of(error)
-        except OSError as error:  # a problem of the daemon, such as a lack of descriptors
+        except OSError as error:  # the daemon has a problem, such as a lack of descriptors
             refused = Refused.of(ResourceError(f"{DAEMON} can't do {called.name}: {error}"))
         finally:
             self.request = None
@@ -236,12 +237,12 @@ class Session:
         return self._service
 
     def _confirm(self) -> None:
-        """Answers the request in progress before its function returns."""
+        """Sends the answer to the request in progress before the request's function returns."""
         self._answered = True
         self._send_event(Answer(Raw(b"null"), request=self._number))
 
     def _hand(self, theirs: socket.socket) -> None:
-        """Sends the client one end of a connection. For any thread."""
+        """Sends the client its end of a connection from another process. Any thread may call this."""
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: AnyReply) -> None:
@@ -270,7 +271,9 @@ class Session:
 
     @method()
     def remote_missing(self) -> dict[str, str]:
-        """The requirements that the daemon lacks, by remote transport; "" for a transport without missing ones."""
+        """Returns, for each remote transport, which of the transport's requirements the daemon lacks, in words; "" if
+        it lacks none.
+        """
         return missing_transports()
 
     @method(answered=False)
@@ -281,16 +284,16 @@ class Session:
 
     @method()
     def offer(self, process: str) -> None:
-        """Makes the daemon introduce other processes to the client's process, by an `Introduced` event for each.
-        `process` is the token of the client's process, in hexadecimal.
+        """Lets other processes connect to the client's process: for each connection the daemon sends an `Introduced`
+        event. `process` is the token of the client's process, in hexadecimal.
         """
         self._offered = _token(process)
         self._introductions.offer(self._offered, self._hand, self._confirm)
 
     @method()
     def reach(self, process: str) -> Descriptors:
-        """Returns a connection to the process with this token, in hexadecimal, which has made an `offer` or is the
-        daemon.
+        """Returns a connection to the process with this token (in hexadecimal), which must have made an `offer`, or is
+        the daemon.
         """
         return [self._introductions.reach(_token(process)).detach()]
 
@@ -305,7 +308,7 @@ class Session:
 
     @method(opens=True)
     def open(self, descriptors: Descriptors, options: ServiceOptions) -> tuple[bytes, list[bytes]]:
-        """Opens a proxy service over the client's control segment and rings. Returns the handle of its
+        """Opens a proxy service that uses the client's control segment and rings. Returns the handle of its
         `ObservedSegment`, and the handles of the words that wake its threads.
         """
         if self._service is not None:
@@ -342,7 +345,9 @@ class Session:
         self._send_event(Failed(structs.replace(failure, exception=None)))
 
     def _free(self, timeout: float) -> bool:
-        """Ends the workers at once and frees everything. Returns False and keeps the memory if one did not end."""
+        """Ends the workers immediately, and frees all of the client's objects. If a worker did not end in time, returns
+        False and keeps the memory.
+        """
         service = self._service
         if service is None:
             return True

@@ -1,6 +1,6 @@
-"""The memory that the daemon maps for one client.
+"""Manages the memory that the daemon maps for one client.
 
-Memory stays mapped while a worker may use it, whatever the client requests.
+Memory stays mapped while a worker may use it, even if the client has removed it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from proxyccl.device.runtime import Memory, PinnedMemory, Runtime
 from proxyccl.proxy.service import ProxyService
 
 REST_SECONDS = 4.0
-"""Seconds to wait until a worker is idle. A request waits at most twice, and a client waits 10 s for an answer."""
+"""The longest time, in seconds, to wait until the workers are idle. A request waits at most twice, so the client gets
+its answer within the 10 s for which it waits.
+"""
 _QUIET_SECONDS = 0.05
 _MOST_RETIRED = 4096
 
@@ -22,23 +24,25 @@ _Unmap = Callable[[], None]
 
 
 class SessionMemories:
-    """Mappings of a client's handles, by the objects that need them."""
+    """The mappings of a client's handles. Each mapping belongs to an object, such as a channel, that needs it."""
 
     def __init__(self, proxy: ProxyService, runtime: Runtime) -> None:
         self._proxy = proxy
         self._runtime = runtime
         self._mappings = HandleCache(runtime.open)
         self._kept: dict[tuple[str, int], _Unmap] = {}
-        self._retired: list[_Unmap] = []  # unmap memory that the worker may still use
+        self._retired: list[_Unmap] = []  # functions that unmap memory that a worker may still use
 
     def map(self, handle: bytes, nbytes: int, undo: contextlib.ExitStack) -> Memory:
-        """Maps the memory that a handle names, until `undo` is closed. The mapping is not cached afterwards, because
-        the owner may free the memory. Raises ArgumentError if it cannot be mapped, or has fewer than `nbytes` bytes.
+        """Maps the memory that a handle names, until `undo` is closed. The mapping is not cached after that, because
+        the owner may free the memory. Raises ArgumentError if the memory cannot be mapped, or has fewer than `nbytes`
+        bytes.
         """
         try:
             memory = self._mappings.acquire(handle)
         except ArgumentError:
-            # A driver may refuse a handle whose memory reuses the address of freed memory that is still mapped here.
+            # A driver may refuse a handle if its memory reuses the address of freed memory that this process still
+            # maps.
             if not self._retired or not self._proxy.drain(REST_SECONDS):
                 raise
             self.unmap_retired()
@@ -49,19 +53,21 @@ class SessionMemories:
         return memory
 
     def map_pinned(self, handle: bytes, undo: contextlib.ExitStack) -> PinnedMemory:
-        """Maps pinned memory, until `undo` is closed. Raises ArgumentError if it cannot be mapped."""
+        """Maps pinned memory, until `undo` is closed. Raises ArgumentError if the memory cannot be mapped."""
         memory = self._runtime.open_pinned(handle)
         undo.callback(memory.close)
         return memory
 
     def keep(self, kind: str, number: int, unmap: _Unmap) -> None:
-        """Calls `unmap` when the object of this kind and number is retired or replaced, or the session ends."""
+        """Keeps `unmap` for the object of this kind and number. It is called after the object is retired or replaced,
+        or when the session ends.
+        """
         replaced = self._kept.get((kind, number))
         self._kept[kind, number] = unmap
         self._retire(replaced)
 
     def retire(self, kind: str, number: int) -> None:
-        """Unmaps an object's memory, if any, once the worker is idle. Until then copies may be in flight."""
+        """Unmaps an object's memory, if it has any, once the workers are idle. Until then copies may be in flight."""
         self._retire(self._kept.pop((kind, number), None))
 
     def _retire(self, unmap: _Unmap | None) -> None:
@@ -77,18 +83,18 @@ class SessionMemories:
         return bool(self._retired)
 
     def unmap_if_quiet(self) -> None:
-        """Unmaps retired memory if the worker is idle, or soon will be."""
+        """Unmaps retired memory if the workers are idle, or become idle within a short wait."""
         if self._proxy.drain(_QUIET_SECONDS):
             self.unmap_retired()
 
     def unmap_retired(self) -> None:
-        """Unmaps retired memory. The worker must be idle."""
-        with contextlib.ExitStack() as each:  # continues if one raises
+        """Unmaps retired memory. The workers must be idle."""
+        with contextlib.ExitStack() as each:  # continues if an unmap raises
             while self._retired:
                 each.callback(self._retired.pop())
 
     def close(self) -> None:
-        """Unmaps everything. The service must have ended."""
+        """Unmaps all memory of the client. The client's service must have ended."""
         with contextlib.ExitStack() as each:
             each.callback(self._mappings.close)
             for unmap in self._kept.values():

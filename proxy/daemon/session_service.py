@@ -1,4 +1,6 @@
-"""The proxy service that the daemon runs for one client, over the client's rings, and the service's methods."""
+"""The proxy service that the daemon runs for one client, with the client's rings, and the methods by which the client
+uses the service.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ class ServiceOptions(Message, frozen=True):
 
     Attributes:
         runtime: name of the runtime.
-        device_id: the device that pushes to the rings.
+        device_id: device_id of the device whose kernels push to the rings.
         fifo_size: slots in each ring.
         threads: number of workers.
         shared_offset: offset of `SharedWords` in the control segment.
@@ -79,15 +81,15 @@ class ServiceOptions(Message, frozen=True):
 class SessionService:
     """A client's service with its memories, channels, schedules and remote links.
 
-    A client names only objects that the daemon has given it: a method raises ProtocolError for any other. Tables change
-    while workers are paused, because a trigger may name an id at any time. The client's remote links have a separate
-    device context, so the client's keys work for no other client.
+    A client may name only objects that the daemon has given it: a method raises ProtocolError for any other object.
+    Tables change while workers are paused, because a trigger may name an id at any time. The client's remote links have
+    a separate device context, so the client's keys work for no other client.
 
     Args:
         options: the client's options.
         descriptors: descriptors of the control segment and the rings, which the caller closes.
         runtime, threads, idle, on_failure: see `ProxyService`.
-        has_left: whether the client has hung up.
+        has_left: returns whether the client has hung up.
 
     Attributes:
         proxy: the service.
@@ -148,7 +150,7 @@ class SessionService:
 
     @method()
     def add_memory(self, handle: bytes, nbytes: Nbytes, key: Uint32) -> MemoryId:
-        """Registers memory that copies reach, which the daemon maps by its handle. Returns its first id."""
+        """Maps memory by its handle, and registers it for copies. Returns the memory's first id."""
         if nbytes == 0:
             return self._register(0, lambda: self.proxy.add_memory(0, 0, key))
         with contextlib.ExitStack() as undo:
@@ -157,14 +159,16 @@ class SessionService:
 
     @method()
     def add_pinned_memory(self, handle: bytes) -> MemoryId:
-        """Registers pinned memory, which the daemon maps by its handle for copies and for its CPU."""
+        """Maps pinned memory by its handle, and registers it for copies by the device and by the CPU. Returns the
+        memory's first id.
+        """
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(handle, undo)
             return self._register(memory.nbytes, lambda: self.proxy.add_pinned_memory(memory), undo)
 
     @method()
     def add_remote_memory(self, address: Uint64, nbytes: Nbytes, key: Uint64) -> MemoryId:
-        """Registers memory that remote transports reach by an address and a key."""
+        """Registers memory that remote transports reach by an address and a key. Returns the memory's first id."""
         return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, key))
 
     def _register(self, nbytes: int, add: Callable[[], int], undo: contextlib.ExitStack | None = None) -> int:
@@ -177,7 +181,7 @@ class SessionService:
 
     @method(releases=True)
     def remove_memory(self, first: MemoryId) -> None:
-        """Frees the ids of a memory, of which `first` is the first."""
+        """Frees the ids of the memory whose first id is `first`."""
         if first not in self._sizes:
             raise ProtocolError(f"first: no memory of this client begins at id {first}")
         with self.proxy.paused(REST_SECONDS):
@@ -214,7 +218,7 @@ class SessionService:
 
     @method()
     def reserve_elsewhere(self) -> ChannelId:
-        """Reserves a channel id that the client's process serves."""
+        """Reserves a channel id for a channel that the client's own process serves."""
         channel = self.proxy.reserve_elsewhere()
         self._channels[channel] = None
         return channel
@@ -227,8 +231,8 @@ class SessionService:
 
     @method()
     def set_channel(self, channel: ChannelId, connection: Uint64, word: bytes = b"", address: Uint64 = 0) -> None:
-        """Puts a channel in use. `word` is the handle of the 8-byte word that its signals count up, on a connection
-        that copies; `address` is the peer's address of that word, on a remote connection.
+        """Puts a channel in use. The channel's signals count up an 8-byte word. If the connection copies within the
+        host, `word` is that word's handle; if the connection is remote, `address` is the peer's address of it.
         """
         found = self._require_channel(channel, connection)
         if find_transport(found.transport).is_remote:
@@ -258,7 +262,9 @@ class SessionService:
 
     @method()
     def add_schedule(self, schedule: Schedule) -> ScheduleNumber:
-        """Adds a schedule, which the client's streams may start. The proxy looks up its ids when the schedule runs."""
+        """Adds a schedule, which the client's streams may then start. Its ids are looked up only when the schedule
+        runs.
+        """
         number = self.proxy.add_schedule(schedule)
         self._schedules.add(number)
         return number
@@ -267,7 +273,7 @@ class SessionService:
     def remove_schedule(self, number: ScheduleNumber) -> None:
         if number not in self._schedules:
             raise ProtocolError(f"number: this client has no schedule {number}")
-        with self.proxy.paused(REST_SECONDS):  # a stream may start the schedule nevertheless
+        with self.proxy.paused(REST_SECONDS):  # paused, because a stream may start the schedule even now
             self.proxy.remove_schedule(number)
         self._schedules.remove(number)
 
@@ -283,8 +289,8 @@ class SessionService:
         local_rank: Rank,
         core_share: Annotated[int, Meta(ge=1, le=2**16)],
     ) -> None:
-        """Opens a network device for this client, given `RdmaOptions` and `FabricOptions` by field. See
-        `ProxyService.open_remote` for the other arguments.
+        """Prepares remote links for this client. `rdma` and `fabric` have the fields of `RdmaOptions` and
+        `FabricOptions`. See `ProxyService.open_remote` for the other arguments.
         """
         if self._remote is not None:
             raise ProtocolError("open_remote: a network device is open already")
@@ -313,12 +319,14 @@ class SessionService:
 
     @method(opens=True)
     def expose(self, handle: bytes, nbytes: PositiveNbytes, transport: str) -> ExposedMemory:
-        """Lets peers on other hosts reach the client's memory. The result's `owner` is the number for `withdraw`."""
+        """Lets peers on other hosts reach the client's memory. The result's `owner` is the number that `withdraw`
+        takes.
+        """
         remote = self._opened
         with contextlib.ExitStack() as undo:
             memory = self.memories.map(handle, nbytes, undo)
-            # The empty handle keeps the registration out of the cache: once the mapping is removed, its address may
-            # belong to other memory.
+            # The empty handle keeps the registration out of the cache, because once the mapping is removed, the
+            # mapping's address may belong to other memory.
             return self._expose(remote.expose(memory.ptr, nbytes, transport, b""), undo)
 
     @method(opens=True)
@@ -342,7 +350,7 @@ class SessionService:
         if exposed is None:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
         if remote_functions(exposed.transport).stages:
-            self._opened.withdraw(exposed)  # refuses further data of peers, and waits for data in flight
+            self._opened.withdraw(exposed)  # now refuses peers' data, and waits for data in flight
         self.memories.retire("exposed", number)
 
     # -- the end ---
@@ -353,8 +361,8 @@ class SessionService:
         return self.proxy.drain(timeout, self._has_left)
 
     def free(self) -> None:
-        """Unmaps and closes everything that the service used. The service's workers must have ended."""
-        with contextlib.ExitStack() as steps:  # in reverse order, even if one raises
+        """Unmaps and closes all objects that the service used. The service's workers must have ended."""
+        with contextlib.ExitStack() as steps:  # closes the objects in reverse order, even if one close raises
             steps.callback(self._segment.close)
             steps.callback(self.memories.close)
             if self._remote is not None:
@@ -363,7 +371,9 @@ class SessionService:
 
 
 def _from_fields(kind: type[T], given: dict[str, str | int | None]) -> T:
-    """Makes the options that a client sent. Raises ArgumentError for an impossible value."""
+    """Makes the options from the fields that a client sent. Raises ArgumentError for a value out of range, and
+    ProtocolError for other fields.
+    """
     expected = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     if given.keys() != set(expected):
         raise ProtocolError(f"{kind.__name__} has the fields {', '.join(given)}; expected {', '.join(expected)}")

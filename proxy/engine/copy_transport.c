@@ -1,10 +1,11 @@
-/* Copies, the signal after them and the flush word are operations of one stream, which executes them in order. So
- * neither a signal nor a flush makes the engine wait, and a slow link to one peer does not delay other peers' streams.
+/* Copies, the write of the signal and the write of the flush word are operations of one stream, which executes them in
+ * order. So neither a signal nor a flush makes the engine wait, and a slow link to one peer does not delay other peers'
+ * streams.
  *
  * While nothing is outstanding on the stream, the CPU stores words itself, and copies short data and values between
- * memories that it may access. Otherwise a value is put in aligned parts: of 8 and 4 bytes by stream writes, of 2 and 1
- * by copies out of a table in the device's memory. A copy from pinned memory into another GPU's takes a millisecond
- * where a third process makes it. */
+ * memories that it may access. Otherwise the stream stores a value in aligned parts: parts of 8 and 4 bytes by stream
+ * writes, parts of 2 and 1 bytes by copies from a table in the device's memory. A copy from pinned memory into another
+ * GPU's takes a millisecond where a third process makes it. */
 #include "copy_transport.h"
 
 #include <stdlib.h>
@@ -20,8 +21,8 @@ typedef struct {
   void *stream;
   void *event;
   const char *shorts;
-  int issued;   /* work was issued after `event` was last recorded */
-  int recorded; /* `event` is recorded, and no query has found it complete yet */
+  int issued;   /* whether work was issued after `event` was last recorded */
+  int recorded; /* whether `event` is recorded and no query has found it complete yet */
 } CopyConnection;
 
 static CopyConnection *self_of(ProxycclConnection *base) { return (CopyConnection *)base; }
@@ -31,8 +32,8 @@ static int copy_idle(const ProxycclConnection *base) {
   return !self->issued && !self->recorded;
 }
 
-/* A put or a get. After the CPU's copy the connection is still idle, so the signal is the CPU's store, which releases
- * the copy. */
+/* Makes a put or a get. After a copy by the CPU the connection is still idle, so the CPU also stores the signal after
+ * the copy, with release order. */
 static int copy_transfer(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
                          const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   CopyConnection *self = self_of(base);
@@ -91,7 +92,8 @@ static int copy_put_value(ProxycclConnection *base, const ProxycclMemory *dst, u
   return 0;
 }
 
-/* If nothing is outstanding, the CPU stores the word itself, which arrives in half the time of a stream's write. */
+/* Stores a signal or a flush word. If nothing is outstanding, the CPU stores the word, in half the time of a stream's
+ * write. */
 static int copy_write(ProxycclConnection *base, uint64_t *address, uint64_t value) {
   CopyConnection *self = self_of(base);
   if (copy_idle(base)) {
@@ -124,8 +126,8 @@ static int copy_put_many(ProxycclConnection *base, const ProxycclPut *puts, uint
   return self->runtime.copy_many(dst, src, bytes, count, &attributes, &first, 1, self->stream);
 }
 
-/* A failed copy shows in the status of an event after it. One event is enough: it is recorded again once it is complete
- * and more has been issued. */
+/* Queries an event that was recorded after the last copies; if a copy failed, the query returns the error. A connection
+ * needs only one event, because it records the event again only once the event is complete. */
 static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
   CopyConnection *self = self_of(base);
   int status;
@@ -148,7 +150,7 @@ static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
 
 static void copy_destroy(ProxycclConnection *base) { free(base); }
 
-/* All options are valid: 0 is also a stream. */
+/* Never refuses an option: even 0 is a valid stream. */
 static ProxycclConnection *copy_create(const void *options, const ProxycclRuntimeTable *runtime, const char **refused) {
   const ProxycclCopyOptions *given = options;
   CopyConnection *self = calloc(1, sizeof *self);

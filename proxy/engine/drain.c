@@ -6,7 +6,8 @@ static ProxycclOutcome refuse(ProxycclExitInfo *info, const char *reason) {
   return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, reason);
 }
 
-/* Fills in the error of a refused transfer: the first failed check, the source's before the destination's. */
+/* Fills in the error of a refused transfer. If several checks fail, the error names the first: registrations are
+ * checked before ranges, and the source before the destination. */
 static __attribute__((noinline)) ProxycclOutcome refuse_transfer(const ProxycclMemory *dst, const ProxycclMemory *src,
                                                                  uint64_t src_offset, uint64_t bytes,
                                                                  ProxycclExitInfo *info) {
@@ -17,20 +18,21 @@ static __attribute__((noinline)) ProxycclOutcome refuse_transfer(const ProxycclM
       info, info->of_source ? "the transfer leaves the source memory" : "the transfer leaves the destination memory");
 }
 
-/* Bytes of the value that a trigger carries; 0 if its source is a memory. */
+/* Returns the number of bytes of the value that a trigger carries; 0 if the trigger's source is a memory. */
 static uint32_t value_bytes(ProxycclTrigger trigger) {
   const uint32_t id = trigger_field(trigger.word1, PROXYCCL_SRC_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS);
   return id < PROXYCCL_MAX_MEMORIES ? 0 : 1u << (id - PROXYCCL_MAX_MEMORIES);
 }
 
-/* A route stays in registers only if its address is never taken. */
+/* For functions that take a Route. They are inlined, because the compiler keeps a route in registers only if its
+ * address is never taken. */
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
-/* The common part of the triggers of a run. A kernel's triggers mostly differ only in offsets and sizes, so the ids in
- * word 1 are looked up when they change. The entries of the tables of memories and channels are read again for each
- * trigger. */
+/* What consecutive triggers with equal ids, a run, have in common. A kernel's triggers mostly differ only in offsets
+ * and sizes, so the ids in word 1 are looked up only when they change. The contents of the table entries are still read
+ * for each trigger. */
 typedef struct {
-  uint64_t names; /* word 1 above the destination's offset, with the direction of a put or get in place of the parity */
+  uint64_t names; /* the bits of word 1 above the destination's offset; the put-or-get bit replaces the parity bit */
   uint32_t op;    /* the trigger's operations, PROXYCCL_OP_GET included */
   Channel *channel;
   const ProxycclMemory *dst, *src;
@@ -38,7 +40,7 @@ typedef struct {
                   const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes); /* the transport's put or get */
   ProxycclCounters *counters;
   uint64_t triggers, bytes; /* added to `counters` later: a sum in a register is cheaper than one in memory */
-  uint32_t first;           /* triggers that the visit had taken when the run began */
+  uint32_t first;           /* number of triggers that the visit had taken when the run began */
 } Route;
 
 static ALWAYS_INLINE void publish_counts(Route *route) {
@@ -51,7 +53,7 @@ static ALWAYS_INLINE void publish_counts(Route *route) {
   route->triggers = route->bytes = 0;
 }
 
-/* Records the ticket before which all triggers of a channel are issued. */
+/* Records that all triggers of a channel before ticket `end` are issued. */
 static ALWAYS_INLINE void note_issued(Channel *channel, uint64_t end) {
   ProxycclConnection *connection = channel->connection;
   channel->issued = (Extent){connection->progress.issued, end};
@@ -72,14 +74,14 @@ static ALWAYS_INLINE void end_run(Route *route, uint32_t taken, uint64_t end) {
   route->first = taken;
 }
 
-/* Returns `names` of a trigger, with the direction in place of the parity bit. The direction of a trigger without a
- * transfer, or with a value, has no meaning. */
+/* Returns a trigger's `names` (see Route). The put-or-get bit is meaningless in a trigger that has no transfer or
+ * carries a value. */
 static uint64_t names_of(ProxycclTrigger trigger) {
   _Static_assert(PROXYCCL_GET_SHIFT == PROXYCCL_PARITY_SHIFT - PROXYCCL_SRC_MEMORY_SHIFT, "where the parity was");
   return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1) | (trigger.word0 & 1ull << PROXYCCL_GET_SHIFT);
 }
 
-/* Sets the route for a trigger. Returns CONTINUE, or why the thread must return to Python. */
+/* Sets the route for a trigger. Returns CONTINUE, or the reason why the thread must return to Python. */
 static ALWAYS_INLINE ProxycclOutcome find_route(ProxycclService *service, ProxycclTrigger trigger, Route *route,
                                                 ProxycclExitInfo *info) {
   const uint32_t id = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
@@ -103,13 +105,15 @@ static ALWAYS_INLINE ProxycclOutcome find_route(ProxycclService *service, Proxyc
   return CONTINUE;
 }
 
-/* Times a flush that has to wait: its completion takes longer than reading the clock. */
+/* Starts timing a flush that is not complete yet, unless the connection is timing another one. Only such flushes are
+ * timed, because reading the clock would take longer than the others. */
 static void time_flush(ProxycclWorker *worker, const Channel *channel, uint64_t awaited, ProxycclCounters *counters) {
   TimedFlush *timed = &worker->timed[channel->connection->number];
   if (timed->flushed == NULL) *timed = (TimedFlush){channel->flushed, awaited, now_ns(), counters};
 }
 
-/* Puts the value that a trigger carries. Not inlined: values are rare, and the loop has no registers to spare. */
+/* Puts the value that a trigger carries. The function is not inlined, because values are rare and the drain loop has no
+ * registers to spare. */
 static __attribute__((noinline)) ProxycclOutcome put_value(ProxycclConnection *connection, const ProxycclMemory *dst,
                                                            ProxycclTrigger trigger, ProxycclExitInfo *info) {
   const uint64_t offset = trigger_field(trigger.word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
@@ -120,7 +124,8 @@ static __attribute__((noinline)) ProxycclOutcome put_value(ProxycclConnection *c
   return status == 0 ? CONTINUE : exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "put of a value");
 }
 
-/* Checks one trigger, then issues its operations. Returns CONTINUE, or why the thread must return to Python. */
+/* Checks one trigger, then issues its operations. Returns CONTINUE, or the reason why the thread must return to
+ * Python. */
 static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *route, uint64_t ticket,
                                              ProxycclTrigger trigger, ProxycclExitInfo *info) {
   Channel *channel = route->channel;
@@ -132,7 +137,8 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
     const uint64_t src_offset = trigger_field(trigger.word0, PROXYCCL_SRC_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
     const uint64_t dst_offset = trigger_field(trigger.word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
     const ProxycclMemory *dst = route->dst, *src = route->src;
-    /* The fields have 32 bits, so no sum overflows. The ids of values do not name memory, so their bytes are 0. */
+    /* The fields have at most 32 bits, so no sum overflows. A source id that stands for a value is not a memory's, so
+     * the `bytes` of its entry are 0. */
     if (src->bytes == 0 || dst->bytes == 0 || src_offset + bytes > src->bytes || dst_offset + bytes > dst->bytes) {
       if (value_bytes(trigger) == 0) return refuse_transfer(dst, src, src_offset, bytes, info);
       const ProxycclOutcome result = put_value(connection, dst, trigger, info);
@@ -173,9 +179,9 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
 /* Acts on up to `limit` triggers of a ring, and adds their number to *progress. If a trigger's connection has no room,
  * the trigger and all after it stay in the ring, and *held is set.
  *
- * Works on a copy of the ring, which the compiler keeps in registers; through the pointer it would store and load the
- * cursor for each trigger. `info` is filled only at an exit, for the same reason. The function is compiled twice, so
- * that a trigger that is not traced costs no branch. */
+ * Works on a local copy of the ring, which the compiler keeps in registers; through the pointer, each trigger would
+ * load and store the ring's cursor in memory. For the same reason `info` is filled only at an exit. The function is
+ * compiled once with and once without tracing, so that triggers that are not traced cost no branch. */
 static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared, uint32_t limit, ProxycclExitInfo *info,
                                            uint32_t *progress, int *held, int traced) {
   ProxycclTraceRecord *record = trace_next(&worker->trace, worker->stats);
@@ -211,7 +217,7 @@ static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared,
     ++ring.next;
     if (++taken % RING_RELEASE_BATCH == 0) ring_release(&ring);
   }
-  end_run(&route, taken, ring.next); /* before the store to the tail, which lets sync() return */
+  end_run(&route, taken, ring.next); /* publishes counts before the store to the tail, which lets sync() return */
   ring_release(&ring);
   *shared = ring;
   *progress += taken;
@@ -219,8 +225,8 @@ static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared,
   return result;
 }
 
-/* Visits a ring in parts, each with as many triggers as share a reading of the clock. Not inlined: with both loops in
- * one function, the compiler would have too few registers for the traced loop. */
+/* Visits a ring in parts, each with as many triggers as share one reading of the clock. The function is not inlined,
+ * because with both loops in one function the compiler would have too few registers for the traced loop. */
 static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *worker, Ring *ring, uint64_t now,
                                                               ProxycclExitInfo *info, uint32_t *progress, int *held) {
   const uint32_t before = *progress, number = (uint32_t)(ring - worker->rings);
@@ -243,7 +249,7 @@ static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *wo
     now = end;
     if (result != CONTINUE || taken < limit || taken == left) break;
   }
-  if (trace->next == begin + 1) trace->next = begin; /* the trigger stays in the ring, and will be recorded again */
+  if (trace->next == begin + 1) trace->next = begin; /* no trigger was taken: drops the mark of this visit */
   trace_publish(trace, worker->stats);
   return result;
 }

@@ -1,12 +1,12 @@
 /* The proxy engine: drains rings of triggers and issues their operations.
  *
  * A service has one table of memories, one of channels, and some workers, each of which drains its own rings. All
- * triggers of a channel go through one ring, so their order is kept whatever the number of workers. A thread runs
- * workers in turn, of one service or of many. The engine does not know about Python, drivers or ranks; it moves data
- * through connections (transport.h).
+ * triggers of a channel go through one ring, so they stay in order with any number of workers. A thread runs workers in
+ * turn, of one service or of many. The engine does not know about Python, drivers or ranks; it moves data through
+ * connections (transport.h).
  *
- * service.c has the tables and other threads' requests to a worker, schedule.c, drain.c and poll.c the work of a
- * worker's turn, thread.c the turns and the idling.
+ * service.c has the tables and other threads' requests to a worker; schedule.c, drain.c and poll.c have the work of a
+ * worker's turn; thread.c gives workers their turns and idles.
  */
 #ifndef PROXYCCL_ENGINE_H
 #define PROXYCCL_ENGINE_H
@@ -22,8 +22,8 @@ typedef struct ProxycclService ProxycclService;
 typedef struct ProxycclWorker ProxycclWorker;
 typedef struct ProxycclThread ProxycclThread;
 
-/* Counters of one channel. Only the channel's worker writes; any process may read at any time. The counters that most
- * triggers touch share a cache line. */
+/* Counters of one channel. Only the channel's worker writes the counters; any process may read them at any time. The
+ * counters that most triggers touch share a cache line. */
 typedef struct ProxycclCounters {
   uint64_t triggers;
   uint64_t puts;
@@ -31,21 +31,25 @@ typedef struct ProxycclCounters {
   uint64_t signals;
   uint64_t flushes;
   uint64_t flush_ns;      /* sum of the timed flushes' times, from issue to completion */
-  uint64_t timed_flushes; /* number of timed flushes: flushes that had to wait, one at a time for each connection */
+  uint64_t timed_flushes; /* number of timed flushes; a connection times one flush at a time, and only flushes that had
+                             to wait */
   uint64_t errors;
   uint64_t gets;
 } __attribute__((aligned(128))) ProxycclCounters;
 
-/* A service's words that kernels, streams, adapters, observers or other processes reach, by channel or memory id. */
+/* A service's words in memory that kernels, streams, network adapters, observers or other processes access. The arrays
+ * are indexed by channel id or memory id. */
 typedef struct ProxycclSharedWords {
   ProxycclCounters counters[PROXYCCL_MAX_CHANNELS];
   uint64_t flushed[PROXYCCL_MAX_CHANNELS];       /* one more than the ticket of the last completed flush */
-  uint64_t completed[PROXYCCL_MAX_CHANNELS];     /* one more than the ticket up to which all triggers are complete */
-  uint64_t memory_limits[PROXYCCL_MAX_MEMORIES]; /* bytes from the id's first byte to the memory's end; 0: unused */
+  uint64_t completed[PROXYCCL_MAX_CHANNELS];     /* one more than the ticket up to which all triggers of the channel are
+                                                    complete */
+  uint64_t memory_limits[PROXYCCL_MAX_MEMORIES]; /* bytes from the id's first byte to the end of its memory; 0 if the id
+                                                    is not in use */
   ProxycclScheduleWords schedule;
 } ProxycclSharedWords;
 
-enum { PROXYCCL_MAX_RINGS = 64 }; /* rings of one worker */
+enum { PROXYCCL_MAX_RINGS = 64 }; /* most rings of one worker */
 
 typedef struct ProxycclExitInfo {
   ProxycclWorker *worker;
@@ -53,24 +57,25 @@ typedef struct ProxycclExitInfo {
   uint32_t channel;
   uint32_t code;                  /* ProxycclErrorCode */
   int32_t status;                 /* status of the transport or the driver */
-  const char *reason;             /* static text: why a trigger is refused, or what failed */
-  ProxycclConnection *connection; /* the failed connection, or the trigger's; NULL if none is concerned */
-  uint32_t schedule;              /* number of the schedule that failed; 0 if none is concerned */
+  const char *reason;             /* static text: why a trigger was refused, or what failed */
+  ProxycclConnection *connection; /* the failed connection, or the trigger's; NULL if the error concerns none */
+  uint32_t schedule;              /* number of the schedule that failed; 0 if the error concerns no schedule */
   uint32_t wait;                  /* after a time-out: the ProxycclWaitKind */
-  uint32_t of_source;             /* 1 if the trigger is refused for its source, 0 for its destination */
+  uint32_t of_source;             /* 1 if a transfer was refused for its source, 0 if for its destination */
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {
-  uint64_t spin_ns;      /* poll this long after the last trigger of any worker, at first without yielding */
-  uint64_t yield_ns;     /* after that, yield the core between polls for this long */
+  uint64_t spin_ns;  /* poll for this long after the last trigger of any worker, at first without yielding the core */
+  uint64_t yield_ns; /* after that, yield the core between polls for this long */
   uint64_t max_sleep_ns; /* after that, sleep between polls, for a 32nd of the idle time, at most this long */
 } ProxycclIdlePolicy;
 
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
-void proxyccl_service_destroy(ProxycclService *service); /* after its workers ended */
+void proxyccl_service_destroy(ProxycclService *service); /* only after the service's workers have ended */
 
-/* Set table entries. `flushed` and `completed` are words of the channel (handles.h). Call these while workers run if no
- * trigger can name the id, otherwise while workers are paused. Return 0, or EINVAL for an id that is out of range. */
+/* These three functions set table entries. `flushed` and `completed` are words of the channel (handles.h). If triggers
+ * may name the id, workers must be paused during the call; otherwise they may run. Return 0, or EINVAL for an id that
+ * is out of range. */
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
                                 uint32_t remote_only, char *host);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
@@ -80,15 +85,16 @@ int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t
 /* Reads, with acquire order, a word that a peer's proxy signals: data that was put before the signal is visible. */
 uint64_t proxyccl_word_acquire(const uint64_t *word);
 
-/* Before workers run: lets streams start schedules. `semaphores`: this rank's words that peers signal, by channel id.
- * */
+/* Lets streams start schedules. Call it before workers run. `semaphores`: this rank's words that peers signal, indexed
+ * by channel id. */
 void proxyccl_service_set_schedule_words(ProxycclService *service, ProxycclScheduleWords *words,
                                          const uint64_t *semaphores);
-/* Releases waiting streams after a failure. `words` may be NULL. */
+/* Ends the waits of streams for schedules after a failure. `words` may be NULL. */
 void proxyccl_schedule_words_end_waits(ProxycclScheduleWords *words);
-/* Adds a schedule, also while workers run. Returns 0, EINVAL for an id that is out of range, EEXIST, or ENOMEM. */
+/* Adds a schedule; workers may run. Returns 0, EINVAL for an id that is out of range, EEXIST if the number is in use,
+ * or ENOMEM. */
 int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, const ProxycclScheduleSteps *steps);
-/* Removes a schedule that streams no longer start. Returns 0, or EBUSY while the schedule runs. */
+/* Removes a schedule, which no stream may start any longer. Returns 0, or EBUSY while the schedule runs. */
 int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 
 /* Creates a worker. `stats` must be zeroed, and stay valid until the worker has ended. All workers of a service are
@@ -99,14 +105,14 @@ void proxyccl_worker_destroy(ProxycclWorker *worker);
  * ENOSPC. */
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);
 int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection);
-/* Before the worker runs, if its thread runs workers of several devices: sets the function that makes the worker's
- * device current (cuCtxSetCurrent, hipSetDevice). */
+/* Sets the function that makes the worker's device current (cuCtxSetCurrent, hipSetDevice). Needed if the worker's
+ * thread runs workers of several devices. Call it before the worker runs. */
 void proxyccl_worker_set_context(ProxycclWorker *worker, int (*make_current)(uintptr_t context), uintptr_t context);
-/* Ends the worker once its rings are empty and nothing is outstanding. For any thread. */
+/* Ends the worker once its rings are empty and nothing is outstanding. Any thread may call this. */
 void proxyccl_worker_stop(ProxycclWorker *worker);
-/* Ends the worker at once, whatever its rings hold. For any thread. */
+/* Ends the worker at its next turn, even if its rings hold triggers. Any thread may call this. */
 void proxyccl_worker_abandon(ProxycclWorker *worker);
-/* Asks a running worker to report that its rings are empty and nothing is outstanding. Returns the request's number;
+/* Asks a running worker to report when its rings are empty and nothing is outstanding. Returns the request's number;
  * proxyccl_worker_drained() returns the number of the last answered request. */
 uint32_t proxyccl_worker_drain(ProxycclWorker *worker);
 uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
@@ -116,26 +122,28 @@ uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
 uint32_t proxyccl_worker_pause(ProxycclWorker *worker);
 uint32_t proxyccl_worker_paused(const ProxycclWorker *worker);
 void proxyccl_worker_resume(ProxycclWorker *worker);
-/* Takes the trigger of PROXYCCL_EXIT_HANDLER out of its ring, before the thread runs again. */
+/* Takes the trigger that was handled after PROXYCCL_EXIT_HANDLER out of its ring. Call it before the thread runs
+ * again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
 
-/* Creates a thread. `asleep`: a zeroed word by which others wake the thread (waking.h), in memory that other processes
- * may map. */
+/* Creates a thread. `asleep`: a zeroed word by which other threads wake this one (waking.h), in memory that other
+ * processes may map. */
 ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle, uint32_t *asleep);
 void proxyccl_thread_destroy(ProxycclThread *thread);
-/* Changes the thread's idle policy. For any thread. */
+/* Changes the thread's idle policy. Any thread may call this. */
 void proxyccl_thread_set_idle(ProxycclThread *thread, const ProxycclIdlePolicy *idle);
-/* Adds a worker, which no other thread may run. Also while the thread runs. */
+/* Adds a worker, which no other thread may run. The thread may be running. */
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
 /* Runs the thread's workers in turn until one of them exits or needs a handler. The caller must not hold the GIL. */
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
-/* Before the thread runs: lets other threads help it. `add` announces the thread to helpers; `remove` ends that, and
- * returns when no helper is running the workers. */
+/* Lets other threads help this one. Call it before the thread runs. `add` announces the thread to helpers; `remove`
+ * withdraws the thread, and returns when no helper is running its workers. */
 void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),
                                void (*remove)(void *thread));
-/* Gives each of the thread's workers a turn, unless another thread is doing so. Called by threads that wait for the
- * workers' results (`waits`) or may have pushed triggers; without `waits`, helps only if there are triggers. Returns 1
- * if anything happened. If an outcome requires proxyccl_thread_run to return, the outcome is left for the proxy thread.
+/* Gives each of the thread's workers a turn, unless another thread is doing so. `waits`: 1 if the caller waits for the
+ * workers' results; 0 if the caller may have pushed triggers, in which case it helps only if a ring has triggers.
+ * Returns 1 if the workers made progress. If a result requires proxyccl_thread_run to return, the proxy thread returns
+ * that result later.
  */
 int proxyccl_thread_help(ProxycclThread *thread, int waits);
 

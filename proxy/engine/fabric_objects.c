@@ -14,8 +14,8 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 
-/* The oldest version of libfabric's interface that has every feature used here. Later libraries emulate this version on
- * request. */
+/* The oldest version of libfabric's interface that has every feature used in this file. Later libraries emulate this
+ * version on request. */
 #define INTERFACE FI_VERSION(1, 11)
 #define READS (FI_READ | FI_REMOTE_READ)
 
@@ -30,12 +30,12 @@ struct ProxycclFabricOffers {
 };
 
 struct ProxycclFabricEndpoint {
-  int binds_regions; /* memory is registered with the endpoint, not with its domain alone */
+  int binds_regions; /* registered memory must be bound to the endpoint; registering it with the domain is not enough */
   int reads;
   struct fid_fabric *fabric;
   struct fid_domain *domain;
   struct fid_cq *queue;
-  int descriptor; /* the queue's descriptor; -1: none */
+  int descriptor; /* the queue's file descriptor; -1 if there is none */
   struct fid_av *peers;
   struct fid_ep *endpoint;
 };
@@ -111,7 +111,7 @@ void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers) {
   free(offers);
 }
 
-/* Opens the completion queue, with a descriptor if `waits` and the provider supports one. */
+/* Opens the completion queue, with a file descriptor if `waits` is set and the provider supports one. */
 static int open_queue(ProxycclFabricEndpoint *self, uint32_t completions, uint32_t waits) {
   struct fi_cq_attr queue = {.size = completions, .format = FI_CQ_FORMAT_CONTEXT, .wait_obj = FI_WAIT_FD};
   self->descriptor = -1;

@@ -1,63 +1,70 @@
-/* Opens libfabric's objects for Python: providers' offers, an endpoint, registered memory, peers' addresses.
+/* Functions with which Python lists libfabric's providers, opens an endpoint, registers memory, and adds peers'
+ * addresses.
  *
- * Python loads the library; this file has the parts that need its headers. Functions that return an int return 0, or
- * the number of libfabric's error, unless they say otherwise. */
+ * Python loads the library; these functions are in C because they need the library's headers. A function that returns
+ * an int returns 0 or libfabric's error number, unless its comment says otherwise. */
 #ifndef PROXYCCL_FABRIC_OBJECTS_H
 #define PROXYCCL_FABRIC_OBJECTS_H
 
 #include <stdint.h>
 
-/* Addresses of the library's functions, of the same names. */
+/* Addresses of the library's functions with the fields' names. */
 typedef struct ProxycclFabricLibrary {
   uintptr_t fi_getinfo, fi_freeinfo, fi_dupinfo, fi_fabric;
 } ProxycclFabricLibrary;
 
-/* A provider's description of an endpoint that it can make. Strings and addresses live as long as the list of offers.
+/* A provider's description of an endpoint that it can make. The strings and `source` are valid as long as the list of
+ * offers.
  */
 typedef struct ProxycclFabricOffer {
   const char *provider, *domain;
-  const void *source; /* the endpoint's own address, `source_bytes` of `address_format`; NULL if not known yet */
+  const void *source; /* the endpoint's own address, which has `source_bytes` bytes; NULL if not known yet */
   uint32_t source_bytes, address_format;
   uint32_t ordered;       /* writes reach the peer's memory in the order of their posts */
-  uint32_t parts;         /* most ranges of memory in one write, on each side */
+  uint32_t parts;         /* most memory ranges that one write may read here, and write at the peer */
   uint32_t reads;         /* the endpoint also supports reads */
   uint32_t remote;        /* the endpoint reaches other hosts */
   uint32_t device_memory; /* memory of GPUs can be registered, if the library supports these GPUs */
-  uint32_t virtual_keys;  /* peers name registered memory by addresses; otherwise by offsets */
-  uint32_t provider_keys; /* the provider chooses keys; otherwise the caller does */
+  uint32_t virtual_keys;  /* peers name registered memory by its addresses; if 0, by offsets from its start */
+  uint32_t provider_keys; /* the provider chooses keys; if 0, the caller does */
   uint32_t key_bytes;
-  uint32_t depth; /* writes that may be outstanding */
+  uint32_t depth; /* most writes that may be outstanding */
   uint64_t max_message;
-  uint64_t bits_per_second; /* the link's rate; 0: not known */
+  uint64_t bits_per_second; /* the link's rate; 0 if not known */
 } ProxycclFabricOffer;
 
-/* The providers' offers for writes to peers' memory. `ordered` asks for order, `reads` for reads, `device_memory` for
- * the memory of GPUs too. Freed by proxyccl_fabric_offers_free. */
+/* Lists the providers' offers of endpoints that can write to peers' memory. With `ordered`, the writes must arrive in
+ * order; with `reads`, the endpoints must also be able to read; with `device_memory`, they must also support the memory
+ * of GPUs. proxyccl_fabric_offers_free frees the list. */
 typedef struct ProxycclFabricOffers ProxycclFabricOffers;
 int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t reads,
                            uint32_t device_memory, ProxycclFabricOffers **offers);
-/* Stores the offer with this number, counted from 0. Returns 1, or 0 if there is no such offer. */
+/* Stores the offer with this number, counted from 0, in *offer. Returns 1, or 0 if there is no such offer. */
 int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer);
 void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers);
 
-/* An endpoint with its domain, completion queue and address vector, enabled. */
+/* An enabled endpoint with its domain, completion queue and address vector. */
 typedef struct ProxycclFabricEndpoint ProxycclFabricEndpoint;
 typedef struct ProxycclFabricParts {
   uintptr_t endpoint, queue, fabric, peers; /* fid_ep *, fid_cq *, fid_fabric *, fid_av * */
-  int32_t descriptor;                       /* readable when the queue has an entry; -1: no descriptor */
+  int32_t descriptor;                       /* a file descriptor that is readable when the queue has an entry; -1 if
+                                               there is none */
 } ProxycclFabricParts;
 
-/* `waits`: the completion queue gets a descriptor, if the provider supports one. `call` is set to the name of the call
+/* Opens an endpoint of the offer with this number. `completions` is the completion queue's size. With `waits`, the
+ * queue gets a file descriptor if the provider supports one. On failure, *call is the name of the libfabric function
  * that failed. */
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
                          uint32_t completions, uint32_t waits, ProxycclFabricEndpoint **endpoint, const char **call);
 void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts);
-/* Requires that all needed requests are complete and all memory is deregistered. Returns the first error. */
+/* Closes an endpoint and frees it. Before, all requests that matter must be complete, and all memory deregistered.
+ * Returns the first error, or 0. */
 int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint);
 
-/* Stores the endpoint's address. `bytes` is the buffer's size, and is set to the address's length. */
+/* Stores the endpoint's address in a buffer. *bytes is the buffer's size before the call, and the address's length
+ * after it. */
 int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *address, uint64_t *bytes);
-/* Adds a peer to the address vector. `peer` is set to the peer's fi_addr_t. */
+/* Adds a peer to the address vector, and stores the peer's fi_addr_t in *peer. */
 int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer);
 /* Removes a peer from the address vector. No request to the peer may be outstanding. */
 int proxyccl_fabric_remove(ProxycclFabricEndpoint *endpoint, uint64_t peer);
@@ -75,8 +82,9 @@ typedef enum ProxycclFabricOwner {
   PROXYCCL_FABRIC_ROCR = 2
 } ProxycclFabricOwner;
 
-/* Registers memory that peers write, or read if the endpoint makes reads, and that this rank's writes and reads name.
- * `key` is for providers that let the caller choose, `device` is the number of a CUDA device. */
+/* Registers memory that peers may write, and read if the endpoint supports reads, and that this rank's own requests may
+ * use. `key` is the memory's key if the provider lets the caller choose keys. `device` is the number of a CUDA
+ * device. */
 int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
                              ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region);
 int proxyccl_fabric_deregister(uintptr_t region);

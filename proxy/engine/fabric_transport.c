@@ -1,19 +1,19 @@
-/* Operations wait in a queue of the connection until a request is free. Requests are numbered from 1; all up to number
- * `retired` are complete.
+/* Operations wait in a queue of the connection until fewer than `depth` requests are outstanding. Requests are numbered
+ * from 1; all up to number `retired` are complete.
  *
- * With a provider whose writes reach the peer's memory in order, one completion retires all requests before it. So a
- * request is held back until the next one or the end of a run of triggers, and only the last of a run asks for a
- * completion. If no flush waits, the last request does not ask either: over sockets a completion is a message from the
- * peer, which costs both sides as much as a signal does. If no request follows for a while, or a flush starts to wait,
- * a write of no bytes asks for the completion. With a provider that does not keep that order, each request has its own
- * completion.
+ * With a provider whose writes reach the peer's memory in order, the completion of one write implies that all earlier
+ * writes are complete. So most writes ask for no completion. Each write is held back until the next one is made or the
+ * connection is polled, because only then is it known whether it is the last. The last write asks for a completion only
+ * if a flush waits, because over sockets a completion is a message from the peer, which costs both sides as much as a
+ * signal does. If no request follows for a while, or a flush begins to wait, a write of zero bytes asks for the
+ * completion. With a provider that does not keep that order, each request has its own completion.
  *
  * If the bytes of one write also reach the peer's memory in order, a signal joins the write that is held back: the
- * signal becomes that request's second part, and over sockets one message carries both.
+ * signal becomes that request's second part, and over sockets one message carries data and signal.
  *
- * Channels promise an order between reads and writes, which no provider does. So a run of reads starts when the writes
- * before it are complete, and the operations after the run start when the run's reads are complete. Each read has its
- * own completion.
+ * Channels promise an order between reads and writes, but no provider keeps such an order. So a run of reads starts
+ * when the writes before it are complete, and the operations after the run start when the run's reads are complete.
+ * Each read has its own completion.
  *
  * A completion of a write means that the data was delivered, as with a reliable connection of verbs: a peer whose
  * workers have ended carries out no further writes. */
@@ -32,19 +32,19 @@
 #include "fabric_queue.h"
 
 enum {
-  RUNS = 4,          /* completions per window, so that the window refills before it is empty */
-  QUIET_NS = 1000000 /* after this time without further requests, the last one gets a completion */
+  RUNS = 4,          /* completions for each `depth` requests, so that new requests can start before all are complete */
+  QUIET_NS = 1000000 /* after this time without further requests, a write of zero bytes asks for a completion */
 };
 
 typedef struct FabricConnection FabricConnection;
 
-/* `context` belongs to the provider from the write to the completion. */
+/* The provider uses `context` from the post until the completion. */
 typedef struct {
   struct fi_context2 context;
   FabricConnection *connection;
   uint64_t values[PROXYCCL_FABRIC_PARTS]; /* the written value of a part that is a value or a signal */
   uint32_t awaited;                       /* whether the request has its own completion */
-  uint32_t state; /* pairing fabric-completion: 0, or the completion's result: DELIVERED or an error number */
+  uint32_t state; /* pairing fabric-completion: 0 before the completion, then DELIVERED or an error number */
 } FabricRequest;
 
 enum { DELIVERED = UINT32_MAX };
@@ -57,13 +57,13 @@ struct FabricConnection {
   ProxycclFabricOptions options;
   struct fid_ep *endpoint;
   struct fid_cq *completions;
-  uint32_t run;   /* most requests without a completion */
-  uint32_t quiet; /* requests since the last request with a completion */
+  uint32_t run;   /* most successive requests without a completion */
+  uint32_t quiet; /* number of requests since the last one with a completion */
   uint64_t made, posted, retired;
-  uint64_t quiet_since; /* when the last request without a completion was posted */
-  int hurried;          /* an awaited flush, or a read, follows requests without a completion */
+  uint64_t quiet_since; /* time when the last request without a completion was posted */
+  int hurried;          /* whether an awaited flush, or a read, follows requests without a completion */
   int reading;          /* whether the outstanding and prepared requests are reads; otherwise writes */
-  uint64_t looks;       /* the shared count of queue polls at this connection's last poll */
+  uint64_t looks;       /* the value of options.looks at this connection's last poll */
   FabricMemory parts;   /* the parts of the request that is prepared but not posted, if any */
   char text[PROXYCCL_FABRIC_ERROR_TEXT];
 };
@@ -72,12 +72,13 @@ static FabricConnection *self_of(ProxycclConnection *base) { return (FabricConne
 
 static int failed(int error) { return PROXYCCL_FABRIC_FAILED + (error > 0 ? error : EIO); }
 
-/* Pairing fabric-completion, release, by whoever takes a completion for the worker of the request's connection. */
+/* Pairing fabric-completion, release: any worker of the rank that takes the completion stores its result for the worker
+ * of the request's connection. */
 static void request_complete(FabricRequest *request, uint32_t state) {
   __atomic_store_n(&request->state, state, __ATOMIC_RELEASE);
 }
 
-/* Pairing fabric-completion, acquire. */
+/* Pairing fabric-completion, acquire, by the worker of the request's connection. */
 static uint32_t request_state(const FabricRequest *request) {
   return __atomic_load_n(&request->state, __ATOMIC_ACQUIRE);
 }
@@ -106,13 +107,13 @@ static int post(FabricConnection *self, int awaited) {
   return 0;
 }
 
-/* Begins the next request, without parts. */
+/* Begins the next request, which has no parts yet. */
 static void begin_request(FabricConnection *self) {
   request_of(self, ++self->made)->connection = self;
   self->parts.count = 0;
 }
 
-/* Adds a part to the prepared request: `bytes` of local memory, and of the peer's. */
+/* Adds a part to the prepared request: `bytes` bytes of local memory and as many of the peer's. */
 static void add_part(FabricConnection *self, uint64_t own, uint64_t own_key, uint64_t theirs, uint64_t their_key,
                      uint64_t bytes) {
   fabric_add_part(&self->parts, (void *)(uintptr_t)own, descriptor_of(self, own_key), theirs, their_key, bytes);
@@ -143,14 +144,15 @@ static void make_request(FabricConnection *self, Operation *operation) {
   }
 }
 
-/* 1 if an operation is a signal that joins the write that is held back. */
+/* Returns 1 if an operation is a signal that can join the write that is held back. */
 static int joins(const FabricConnection *self, const Operation *operation) {
   return self->options.joined && operation->kind == SIGNAL && !self->reading && self->posted < self->made &&
          self->parts.count < PROXYCCL_FABRIC_PARTS &&
          self->parts.own[0].iov_len + sizeof operation->value <= self->options.max_message;
 }
 
-/* 1 if an operation has to wait for outstanding ones: a read for writes, a write for reads. */
+/* Returns 1 if an operation must wait for outstanding requests: a read waits for writes, and a write waits for reads.
+ * Otherwise sets the kind of the next request. */
 static int turns(FabricConnection *self, const Operation *operation) {
   const int reads = operation->kind == GET;
   if (reads == self->reading) return 0;
@@ -199,8 +201,9 @@ static void take_end(void *reader, void *context, int error, const struct fi_cq_
   if (request != NULL) request_complete(request, error != 0 ? (uint32_t)error : DELIVERED);
 }
 
-/* Returns 1 if no connection has polled the queue since this one's last turn: a poll may take several system calls, and
- * one poll in each pass over a worker's connections is enough. The shared count orders nothing. */
+/* Returns 1 if no connection has polled the shared queue since the last call for this connection. So only one
+ * connection polls the queue in each pass over a worker's connections, because a poll may take several system calls.
+ * Relaxed: the shared count orders nothing. */
 static int is_to_look(FabricConnection *self) {
   const uint64_t looks = __atomic_load_n(self->options.looks, __ATOMIC_RELAXED);
   const int is_due = looks == self->looks;
@@ -208,13 +211,14 @@ static int is_to_look(FabricConnection *self) {
   return is_due;
 }
 
-/* Retires all requests before the first incomplete one. */
+/* Retires requests in order up to the first one that is not known to be complete. */
 static int retire(FabricConnection *self) {
   for (uint64_t number = self->retired + 1; number <= self->posted; ++number) {
     const FabricRequest *request = request_of(self, number);
     const uint32_t state = request_state(request);
-    if (state != 0 && state != DELIVERED) return failed((int)state); /* every request reports errors */
-    if (!request->awaited) continue;                                 /* complete once the next awaited request is */
+    /* Even requests without a completion report errors. */
+    if (state != 0 && state != DELIVERED) return failed((int)state);
+    if (!request->awaited) continue; /* complete once the next awaited request is complete */
     if (state == 0) break;
     self->retired = number;
   }
@@ -224,16 +228,17 @@ static int retire(FabricConnection *self) {
 
 static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
   FabricConnection *self = self_of(base);
-  if (flushed != &base->progress.completed) self->hurried = 1; /* no thread waits for the progress mark */
+  if (flushed != &base->progress.completed) self->hurried = 1; /* no thread waits for a flush that reports progress */
   return queued_flush(base, flushed, value);
 }
 
-/* Posts the last request of a run. */
+/* Posts the request that is held back, with a completion if one is due. */
 static int end_run(FabricConnection *self) {
   return post(self, !self->options.ordered || self->hurried || self->quiet + 1 >= self->run);
 }
 
-/* Writes zero bytes after the last request, if requests without a completion need one. */
+/* Posts a write of zero bytes with a completion, if earlier requests without one wait for a flush or have waited for
+ * QUIET_NS. */
 static int ask(FabricConnection *self) {
   if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return 0;
   if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return 0;
@@ -245,10 +250,11 @@ static int ask(FabricConnection *self) {
 
 static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   FabricConnection *self = self_of(base);
-  const int posted = end_run(self); /* before the poll, which takes system calls */
+  const int posted = end_run(self); /* posts before it polls, because a poll takes system calls */
   const int ended = is_to_look(self) ? fabric_drain(self->completions, take_end, self, progress) : 0;
   int status = ended == 0 ? retire(self) : failed(ended);
-  if (status == 0 && posted != WAITS) status = posted; /* the queue may have delivered the cause */
+  /* If the queue reported an error, it may be the cause of a failed post, so it comes first. */
+  if (status == 0 && posted != WAITS) status = posted;
   if (status == 0) status = issue(base);
   if (status == 0) status = end_run(self);
   if (status == 0) status = ask(self);
@@ -258,7 +264,7 @@ static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* A waiting operation implies an outstanding request. */
+/* Operations need no check: an operation waits only while a request is outstanding. */
 static int fabric_idle(const ProxycclConnection *base) {
   const FabricConnection *self = (const FabricConnection *)base;
   return self->made == self->retired;
@@ -272,7 +278,7 @@ const char *proxyccl_fabric_error_text(const ProxycclConnection *connection) {
   return ((const FabricConnection *)connection)->text;
 }
 
-/* Returns the name of an option that is out of range, or NULL. */
+/* Returns the name of an option that is out of range, or NULL if there is none. */
 static const char *fabric_refused(const ProxycclFabricOptions *options) {
   if (options->endpoint == 0) return "endpoint";
   if (options->queue == 0) return "queue";
@@ -304,7 +310,7 @@ static ProxycclConnection *fabric_create(const void *given, const ProxycclRuntim
 
 const ProxycclTransport proxyccl_fabric_transport = {
     .name = "fabric",
-    .copies = PROXYCCL_COPIES_OWN, /* providers over sockets reach local memory by its address, without a key */
+    .copies = PROXYCCL_COPIES_OWN, /* by its address: providers over sockets use no key for local memory */
     .create = fabric_create,
     .ready = queued_ready,
     .put = queued_put,

@@ -1,19 +1,20 @@
-/* The reader's side of the trace. See observe.h. */
+/* Reads a worker's trace, for observers. See observe.h. */
 #include "observe.h"
 
-/* Returns the number of the oldest record that the worker can't be overwriting. */
+/* Returns the number of the oldest record that the worker can't be overwriting, given the number of published
+ * records. */
 static uint64_t oldest(uint64_t traced) {
   enum { KEPT = PROXYCCL_TRACE_RECORDS - PROXYCCL_TRACE_UNPUBLISHED };
   return traced > KEPT ? traced - KEPT : 0;
 }
 
-/* Pairing trace-records, acquire: the number before the records. */
+/* Pairing trace-records, acquire: this load of the number of records comes before the loads of the records. */
 static uint64_t traced_acquire(const ProxycclWorkerStats *stats) {
   return __atomic_load_n(&stats->traced, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing trace-records, acquire: the number again, after the reads of the records, to tell which of these may have
- * been overwritten during the reads. */
+/* Pairing trace-records, acquire: loads the number once more, after the records were read. The number tells which of
+ * these records the worker may have overwritten during the reads. */
 static uint64_t traced_behind_reads(const ProxycclWorkerStats *stats) {
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
   return __atomic_load_n(&stats->traced, __ATOMIC_RELAXED);

@@ -1,7 +1,8 @@
-/* A service's memory for observers: other processes map it and read it at any time.
+/* A service's memory for observers: processes that map this memory and may read it at any time.
  *
  * Each worker writes its own part with plain 8-byte stores. A worker neither knows of readers nor waits for them. The
- * channels' counters are elsewhere (engine.h); the parity of a ring's slots shows how full it is.
+ * channels' counters are in other memory (ProxycclSharedWords in engine.h). How full a ring is follows from the parity
+ * bits of its slots.
  */
 #ifndef PROXYCCL_OBSERVE_H
 #define PROXYCCL_OBSERVE_H
@@ -11,9 +12,10 @@
 #include "proxyccl/trigger.h"
 
 enum {
-  PROXYCCL_OBSERVE_FORMAT = 5, /* version of this layout: observers built for another version do not read */
+  PROXYCCL_OBSERVE_FORMAT = 5, /* version of this layout; observers that were built for another version refuse to read
+                                  it */
   PROXYCCL_MAX_CONNECTIONS = 1024,
-  PROXYCCL_TRACE_RECORDS = 1 << 16, /* records kept of one worker */
+  PROXYCCL_TRACE_RECORDS = 1 << 16, /* number of records that are kept of one worker */
   PROXYCCL_TRACE_UNPUBLISHED = 2048 /* most records that a worker writes between two stores to `traced` */
 };
 
@@ -24,61 +26,67 @@ typedef struct ProxycclChannelPlace {
   uint16_t ring;
 } ProxycclChannelPlace;
 
-#define PROXYCCL_PLACE_HANDLER 0xffffffffu /* in place of a connection: a Python handler */
+#define PROXYCCL_PLACE_HANDLER 0xffffffffu /* the `connection` of a channel with a Python handler */
 
 typedef struct ProxycclConnectionStats {
-  uint64_t issued;    /* triggers, and sends of schedules */
+  uint64_t issued;    /* triggers, and sends of schedules, that were issued */
   uint64_t completed; /* number of `issued` operations, from the first on, that are known to be complete */
   uint64_t errors;
   uint32_t in_use;
   uint32_t peer; /* the peer's rank, or PROXYCCL_NO_PEER */
   char transport[16];
-  uint64_t schedule_wait; /* the wait of an idle or stopped schedule: a ProxycclWaitKind above its number, or 0 */
+  uint64_t schedule_wait; /* what a schedule without progress waits for: a ProxycclWaitKind above the schedule's number;
+                             0 if nothing */
   uint64_t reserved;
 } ProxycclConnectionStats;
 
 #define PROXYCCL_SCHEDULE_WAIT_SHIFT 32 /* position of the kind in `schedule_wait` */
 
-/* A record is a trigger as it was in its ring, but with parity 0, or a mark, which has parity 1. A mark's word 0 is the
- * time by CLOCK_MONOTONIC in ns; its word 1 has a ProxycclTraceMark and a number. A schedule's send is recorded as the
- * trigger that would do the same. */
+/* A record is a trigger or a mark. A trigger is recorded as it was in its ring, but with parity 0. A mark has parity 1;
+ * its word 0 is the time by CLOCK_MONOTONIC in ns, and its word 1 has a ProxycclTraceMark and a number. A schedule's
+ * send is recorded as the trigger that would do the same. */
 typedef struct ProxycclTraceRecord {
   uint64_t word0, word1;
 } __attribute__((aligned(16))) ProxycclTraceRecord;
 
-enum { PROXYCCL_MARK_SHIFT = 60, PROXYCCL_MARK_BITS = 3 }; /* in word 1, above the number and below the parity */
+/* The place of the ProxycclTraceMark in word 1, above the number and below the parity. */
+enum { PROXYCCL_MARK_SHIFT = 60, PROXYCCL_MARK_BITS = 3 };
 
 typedef enum ProxycclTraceMark {
-  PROXYCCL_MARK_SEEN = 0,      /* the triggers after it come from ring number >> 48, from ticket number % 2^48 on */
-  PROXYCCL_MARK_ISSUED = 1,    /* the triggers before it, back to the last mark, are issued; others may follow */
-  PROXYCCL_MARK_COMPLETED = 2, /* connection number >> 32 has completed its triggers before the mark, except the last
+  PROXYCCL_MARK_SEEN = 0,      /* the triggers after the mark come from ring (number >> 48), beginning with ticket
+                                  (number % 2^48) */
+  PROXYCCL_MARK_ISSUED = 1,    /* the triggers between the previous mark and this one are issued; more may follow */
+  PROXYCCL_MARK_COMPLETED = 2, /* connection (number >> 32) has completed its triggers before the mark, except the last
                                   (number % 2^32) of them */
-  PROXYCCL_MARK_HANDLED = 3,   /* the handler of channel number has returned from the last trigger before it */
-  PROXYCCL_MARK_SCHEDULE = 4,  /* the triggers after it come from no ring: they are sends of schedule number */
-  PROXYCCL_MARK_STEP = 5       /* an event of a schedule: a ProxycclTracedStep above a number of 32 bits */
+  PROXYCCL_MARK_HANDLED = 3,   /* the handler of the channel with this number has returned from the last trigger before
+                                  the mark */
+  PROXYCCL_MARK_SCHEDULE = 4,  /* the triggers after the mark come from no ring: they are sends of the schedule with
+                                  this number */
+  PROXYCCL_MARK_STEP = 5       /* an event of a schedule; the number is a ProxycclTracedStep above 32 bits */
 } ProxycclTraceMark;
 
 #define PROXYCCL_TRACED_STEP_SHIFT 32
 
 typedef enum ProxycclTracedStep {
-  PROXYCCL_TRACED_BEGIN = 0,   /* the worker began its part of schedule number */
-  PROXYCCL_TRACED_JOINED = 1,  /* the post on channel number has arrived: its peer has joined */
-  PROXYCCL_TRACED_SENT = 2,    /* the first incomplete send on channel number is complete */
-  PROXYCCL_TRACED_RECEIVED = 3 /* the data of a receive on channel number has arrived */
+  PROXYCCL_TRACED_BEGIN = 0,   /* the worker began its part of the schedule with this number */
+  PROXYCCL_TRACED_JOINED = 1,  /* the post on the channel with this number has arrived, so the channel's peer has joined
+                                  the schedule */
+  PROXYCCL_TRACED_SENT = 2,    /* the oldest incomplete send on the channel with this number has completed */
+  PROXYCCL_TRACED_RECEIVED = 3 /* the data of a receive on the channel with this number has arrived */
 } ProxycclTracedStep;
 
 typedef struct ProxycclWorkerStats {
   /* Written by the worker. */
-  uint64_t looks;      /* polls of the worker's rings and connections */
-  uint64_t idle_ns;    /* time in which the thread had nothing to do, for any worker */
+  uint64_t looks;      /* number of polls of the worker's rings and connections */
+  uint64_t idle_ns;    /* time in which none of the thread's workers had anything to do */
   uint64_t sleeps;     /* number of the thread's sleeps */
   uint64_t slept_ns;   /* time asleep */
-  uint64_t wakes;      /* sleeps that a launch ended */
+  uint64_t wakes;      /* number of sleeps that a launch ended */
   uint64_t started_ns; /* start time by CLOCK_MONOTONIC; 0 once the worker has ended */
   /* Written by the thread's owner. */
   uint64_t thread;                               /* the system's id of the thread, in the worker's process */
   uint64_t spin_ns, yield_ns, max_sleep_ns;      /* the thread's idle policy (engine.h) */
-  uint64_t traced __attribute__((aligned(128))); /* records ever written; the last of them are in `records` */
+  uint64_t traced __attribute__((aligned(128))); /* number of records written so far; `records` has the last of them */
   /* Written by an observer: the time by CLOCK_MONOTONIC until which it wants records, or 0. The worker
    * zeroes a time that has passed, so an observer that was killed soon costs nothing. */
   uint64_t trace_until __attribute__((aligned(128)));
@@ -86,14 +94,14 @@ typedef struct ProxycclWorkerStats {
   ProxycclTraceRecord records[PROXYCCL_TRACE_RECORDS] __attribute__((aligned(4096)));
 } ProxycclWorkerStats;
 
-/* The observed memory of one service. Pages that no worker has touched take no memory. */
+/* The observed memory of one service. Pages to which no worker has written take no memory. */
 typedef struct ProxycclObserved {
   ProxycclChannelPlace channels[PROXYCCL_MAX_CHANNELS];
   ProxycclWorkerStats workers[] __attribute__((aligned(4096)));
 } ProxycclObserved;
 
-/* For observers: copies up to `room` records from number *next on, and advances *next. Returns the number of copied
- * records, and adds the number of overwritten ones to *lost. */
+/* For observers: copies up to `room` records, beginning with record number *next, and advances *next. Returns the
+ * number of copied records. Adds to *lost the number of records that were overwritten before they could be copied. */
 uint32_t proxyccl_trace_read(const ProxycclWorkerStats *stats, uint64_t *next, ProxycclTraceRecord *records,
                              uint32_t room, uint64_t *lost);
 

@@ -1,5 +1,5 @@
-/* Queues for a transport that can't issue everything at once: operations that wait for space, and flushes that wait for
- * completions. Both keep the connection's order.
+/* Queues for transports that can't issue every operation immediately. One queue has operations that wait for room; the
+ * other has flushes that wait for completions. Each queue keeps the connection's order.
  */
 #ifndef PROXYCCL_OPERATIONS_H
 #define PROXYCCL_OPERATIONS_H
@@ -19,7 +19,8 @@ typedef enum { PUT, GET, VALUE, SIGNAL, FLUSH, RELEASE } OperationKind; /* only 
 
 typedef struct {
   OperationKind kind;
-  uint64_t source, destination; /* addresses of the part of a put or get that is not issued yet; a signal's word */
+  uint64_t source, destination; /* addresses of the part of a put or get that is not issued yet; `destination` of a
+                                   signal is its word */
   uint64_t bytes;               /* bytes of that part, or of a value; 0 for a signal */
   uint64_t source_host;         /* the CPU's address of that part of a put's source; 0 if the CPU may not access it */
   uint64_t source_key, destination_key;
@@ -32,20 +33,21 @@ typedef struct {
   Operation entries[OPERATIONS];
 } OperationQueue;
 
-/* The number of triggers for which the queue has room: a transport's `ready`. */
+/* Returns the number of triggers for which the queue has room, as a transport's `ready` does. */
 static inline uint32_t operations_ready(const OperationQueue *queue) {
   return (uint32_t)(OPERATIONS - (queue->last - queue->first)) / PER_TRIGGER;
 }
 
-/* The operation to issue next, or NULL. */
+/* Returns the operation to issue next, or NULL if none waits. */
 static inline Operation *operations_next(OperationQueue *queue) {
   return queue->first == queue->last ? NULL : &queue->entries[queue->first % OPERATIONS];
 }
 
 static inline void operations_pop(OperationQueue *queue) { ++queue->first; }
 
-/* Appends an operation; the engine has checked that there is room. The caller stores fields in place, because a copy of
- * a struct right after the stores of its fields would stall the copy's wider loads. */
+/* Appends an operation; the engine has checked that there is room. Returns the operation, whose other fields the caller
+ * stores in place. A struct that the caller fills and then copies would be slower, because the copy's wide loads would
+ * wait for the narrow stores just before them. */
 static inline Operation *operations_push(OperationQueue *queue, OperationKind kind) {
   Operation *operation = &queue->entries[queue->last++ % OPERATIONS];
   operation->kind = kind;
@@ -91,8 +93,8 @@ typedef struct {
 
 static inline int flushes_have_room(const FlushQueue *queue) { return queue->last - queue->first < FLUSHES; }
 
-/* Stores a flush word, at once if all `issued` requests are complete, otherwise in flushes_complete. Returns 0 if the
- * queue is full. */
+/* Stores a flush's word immediately if all `issued` requests are complete; otherwise queues the flush, whose word
+ * flushes_complete stores later. Returns 1, or 0 if the queue is full. */
 static inline int flushes_push(FlushQueue *queue, const Operation *flush, uint64_t issued, uint64_t completed) {
   if (issued == completed) {
     word_store(flush->flushed, flush->value);
@@ -103,7 +105,7 @@ static inline int flushes_push(FlushQueue *queue, const Operation *flush, uint64
   return 1;
 }
 
-/* Stores the words of all flushes whose requests are complete. */
+/* Stores the words of all flushes whose earlier requests are complete. */
 static inline void flushes_complete(FlushQueue *queue, uint64_t completed) {
   for (; queue->first != queue->last; ++queue->first) {
     const Flush *flush = &queue->entries[queue->first % FLUSHES];
@@ -112,10 +114,11 @@ static inline void flushes_complete(FlushQueue *queue, uint64_t completed) {
   }
 }
 
-/* A connection with both queues, the first member of the connections of transports that queue operations. */
+/* A connection with these two queues. In transports that queue operations, it is the first member of the connection's
+ * struct. */
 typedef struct {
   ProxycclConnection base;
-  int (*issue)(ProxycclConnection *self); /* issues operations in order, as far as there is room */
+  int (*issue)(ProxycclConnection *self); /* issues queued operations in order while there is room */
   uint64_t signal_key;                    /* key of the peer's semaphore words */
   int adds;                               /* whether a signal adds to its word instead of storing a value */
   int no_reads, no_values;                /* statuses for refusing gets and puts of values; 0 if supported */

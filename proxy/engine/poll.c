@@ -1,4 +1,4 @@
-/* Polls a worker's connections, and publishes their progress for observers. */
+/* Polls a worker's connections, and publishes their progress for waits and for observers. */
 #include "clock.h"
 #include "worker.h"
 
@@ -9,8 +9,9 @@ static void end_timed_flush(TimedFlush *timed) {
   timed->flushed = NULL;
 }
 
-/* Publishes the progress of the connection's channels for waits on tickets. A channel waits for the triggers issued
- * before a fixed point, so a steady stream of later triggers does not delay the report. */
+/* Publishes the tickets up to which the triggers of the connection's channels are complete. Each channel keeps waiting
+ * for the same ticket (`awaited`) until it is complete, so a steady stream of later triggers does not delay the
+ * report. */
 static void show_completed(ProxycclConnection *connection) {
   const uint64_t completed = connection->progress.completed;
   for (Channel **place = &connection->unfinished, *channel; (channel = *place) != NULL;) {
@@ -27,7 +28,7 @@ static void show_completed(ProxycclConnection *connection) {
   }
 }
 
-/* Publishes a connection's progress for observers, also as a mark in the trace if one is recorded. */
+/* Publishes a connection's progress for observers. If a trace is being recorded, also adds a mark to the trace. */
 static void show_progress(ProxycclWorker *worker, const ProxycclConnection *connection, uint64_t *traced_ns) {
   const ProxycclProgress *progress = &connection->progress;
   ProxycclConnectionStats *stats = &worker->stats->connections[connection->number];
@@ -40,9 +41,10 @@ static void show_progress(ProxycclWorker *worker, const ProxycclConnection *conn
              (uint64_t)connection->number << 32 | (outstanding & 0xffffffffu), *traced_ns);
 }
 
-/* Whether to poll a connection while a schedule runs. A schedule learns from words in memory that its sends are
- * complete, and a poll that calls a driver delays the next read of these words. So a turn polls only one connection.
- * Bundles need no poll, so with bundles only one turn in TURNS_PER_POLL polls. */
+/* Returns whether to poll a connection in this turn, while a schedule runs. A schedule learns from words in memory that
+ * its sends are complete, and a poll, which calls a driver, delays the next read of these words. So a turn polls at
+ * most one connection. A connection that can carry bundles is polled only in one of TURNS_PER_POLL turns, because
+ * bundles need no poll. */
 static int is_its_turn(const ProxycclWorker *worker, const ProxycclConnection *connection, uint32_t connections) {
   enum { TURNS_PER_POLL = 16 };
   const uint64_t looks = worker->stats->looks;
@@ -53,7 +55,7 @@ static int is_its_turn(const ProxycclWorker *worker, const ProxycclConnection *c
 ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                      int *outstanding) {
   const uint32_t connections = list_count(&worker->connection_count);
-  uint64_t traced_ns = 0; /* time of this poll's marks; 0 before the first */
+  uint64_t traced_ns = 0; /* time of this poll's trace marks; 0 before the first mark */
   *outstanding = 0;
   if (++worker->polled >= connections) worker->polled = 0;
   for (uint32_t i = 0; i < connections; ++i) {

@@ -1,4 +1,4 @@
-/* The consumer's side of the ring (fifo.h is the producers'). */
+/* The consumer's side of a ring of triggers; fifo.h is the producers' side. */
 #ifndef PROXYCCL_RING_H
 #define PROXYCCL_RING_H
 
@@ -6,11 +6,12 @@
 
 #include "proxyccl/trigger.h"
 
-/* Slots to prefetch ahead: four cache lines. A full slot is in the producer's cache, and fetching it takes longer than
- * acting on a trigger. */
+/* Number of slots that the consumer prefetches ahead: four cache lines. A full slot is in the producer's cache, and
+ * fetching it takes longer than acting on a trigger. */
 enum { RING_PREFETCH = 16 };
 
-/* Triggers between two stores to a tail: a store to a line that a GPU polls is expensive. */
+/* Number of triggers between two stores to a ring's tail. Stores to the tail are expensive, because a GPU polls its
+ * cache line. */
 enum { RING_RELEASE_BATCH = 64 };
 
 typedef struct {
@@ -18,14 +19,14 @@ typedef struct {
   uint64_t *tail;
   uint32_t size_log2;
   uint64_t next;     /* ticket of the next trigger to take */
-  uint64_t released; /* value of *tail */
+  uint64_t released; /* the value that was last stored to *tail */
 } Ring;
 
-/* Reads the next slot if it is full, that is, if its parity bit matches the current lap's. The first lap's parity is 1,
- * so zeroed memory is an empty ring.
+/* Reads the next slot and returns 1 if the slot is full; otherwise returns 0. A slot is full if its parity bit is that
+ * of the current lap around the ring. The first lap's parity is 1, so zeroed memory is an empty ring.
  *
- * Pairing trigger, acquire; the producer's release is in storeTrigger. A reader that sees word 1 sees word 0, and
- * everything that the kernel wrote before the push. */
+ * Pairing trigger, acquire; the producer's release is in storeTrigger. A reader that sees word 1 also sees word 0 and
+ * everything that the kernel wrote before it pushed the trigger. */
 static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
   const uint64_t mask = (1ull << ring->size_log2) - 1;
   const ProxycclTrigger *slot = &ring->slots[ring->next & mask];
@@ -38,10 +39,10 @@ static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
   return 1;
 }
 
-/* Returns the slots before `next` to the producers.
+/* Gives the slots before `next` back to the producers.
  *
- * Pairing tail, release; producers acquire the tail in refreshTail() and sync(). So a slot is read before it is
- * overwritten, and a trigger is issued before sync() returns. */
+ * Pairing tail, release; producers acquire the tail in refreshTail() and sync(). So a slot is read before a producer
+ * overwrites it, and a trigger's operations are issued before sync() returns. */
 static inline void ring_release(Ring *ring) {
   if (ring->released == ring->next) return;
   __atomic_store_n(ring->tail, ring->next, __ATOMIC_RELEASE);

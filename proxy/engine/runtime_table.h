@@ -1,8 +1,9 @@
-/* The functions of a runtime that the engine calls: its only connection to a GPU driver.
+/* The driver's functions that the engine calls. The engine uses a GPU's driver only through them.
  *
- * They have the driver API's own signatures, which CUDA and HIP share, so addresses from cuda-bindings, hip-python and
- * the host runtime are used unchanged. No driver header is included and nothing is linked. Each returns 0 for success;
- * event_query returns NOT_READY while work is outstanding (600 in CUDA and HIP). None of them waits for the device.
+ * The functions have the signatures of the driver API, which are the same in CUDA and HIP, so addresses from
+ * cuda-bindings, hip-python and the host runtime are used unchanged. The engine includes no header of a driver and
+ * links no driver. Each function returns 0 for success; event_query returns NOT_READY while work is outstanding (600 in
+ * CUDA and HIP). No function waits for the device.
  */
 #ifndef PROXYCCL_RUNTIME_TABLE_H
 #define PROXYCCL_RUNTIME_TABLE_H
@@ -15,7 +16,7 @@ enum { PROXYCCL_RUNTIME_SUCCESS = 0, PROXYCCL_RUNTIME_NOT_READY = 600 };
 /* Attributes of copies, laid out as a CUmemcpyAttributes. */
 typedef struct ProxycclCopyAttributes {
   uint32_t source_order;
-  uint32_t hints[4]; /* locations of source and destination; 0: the driver finds them */
+  uint32_t hints[4]; /* hints about the locations of source and destination; 0 if the driver is to find them */
   uint32_t flags;
 } ProxycclCopyAttributes;
 
@@ -25,16 +26,16 @@ enum { PROXYCCL_SOURCES_IN_STREAM_ORDER = 1, PROXYCCL_COPIES_BESIDE_KERNELS = 1 
 typedef struct ProxycclRuntimeTable {
   /* cuMemcpyAsync, hipMemcpyDtoDAsync */
   int (*copy)(void *dst, const void *src, size_t bytes, void *stream);
-  /* cuStreamWriteValue64, hipStreamWriteValue64: after all earlier work of the stream */
+  /* cuStreamWriteValue64, hipStreamWriteValue64: stores the value after all earlier work of the stream */
   int (*write64)(void *stream, uint64_t *address, uint64_t value, unsigned flags);
-  /* cuStreamWriteValue32, hipStreamWriteValue32: after all earlier work of the stream */
+  /* cuStreamWriteValue32, hipStreamWriteValue32: stores the value after all earlier work of the stream */
   int (*write32)(void *stream, uint32_t *address, uint32_t value, unsigned flags);
   /* cuEventRecord, hipEventRecord */
   int (*event_record)(void *event, void *stream);
   /* cuEventQuery, hipEventQuery */
   int (*event_query)(void *event);
-  /* cuMemcpyBatchAsync of CUDA 13: copies without an order among each other; NULL if the driver lacks it. The
-   * attributes of number i are for the copies from first[i] on. */
+  /* cuMemcpyBatchAsync of CUDA 13: makes copies in any order; NULL if the driver lacks the function. attributes[i]
+   * applies to the copies from number first[i] on. */
   int (*copy_many)(uint64_t *dst, uint64_t *src, size_t *bytes, size_t count, ProxycclCopyAttributes *attributes,
                    size_t *first, size_t attribute_count, void *stream);
 } ProxycclRuntimeTable;

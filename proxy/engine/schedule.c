@@ -1,4 +1,4 @@
-/* The workers' part of schedules: each worker advances the steps of its own connections. See schedule.h. */
+/* Runs schedules: each worker advances the steps of its own connections. See schedule.h. */
 #include "schedule.h"
 
 #include <errno.h>
@@ -8,11 +8,12 @@
 #include "worker.h"
 
 enum {
-  POLLS_PER_CLOCK = 16,    /* polls of a schedule without progress between two readings of the clock */
+  POLLS_PER_CLOCK = 16,    /* in a schedule without progress, number of polls between two readings of the clock */
   OFFSET_BITS = 32,        /* bits of a post's offset */
   MOST_RECEIVES = 1 << 30, /* most receives of a stage */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
-  SHOWN_AFTER_NS = 1000000 /* observers see a wait after this time without progress; short schedules finish earlier */
+  SHOWN_AFTER_NS = 1000000 /* a wait is published for observers after this time without progress, which short schedules
+                              never reach */
 };
 
 typedef enum { POST, MEET, SEND, RECEIVE } StepKind;
@@ -22,14 +23,16 @@ typedef struct Step {
   StepKind kind;
   StepState state;
   uint32_t channel;
-  const Channel *bundle; /* the channel whose flush word reports the issued send's bundle; NULL without a bundle */
+  const Channel *bundle; /* the channel whose flush word reports the bundle of this issued send; NULL if the send is not
+                            bundled */
   uint64_t flushed;      /* the flush word's value once the bundle is complete */
-  uint64_t value;        /* a complete meeting's post; for other steps, the value of the step's word at completion */
+  uint64_t value;        /* a complete meeting's post; for other steps, the value of the step's word that shows
+                            completion */
   union {
     ProxycclSchedulePost post;
     struct {
       ProxycclScheduleSend send;
-      const struct Step *meeting; /* the meeting that the step waits for, or NULL */
+      const struct Step *meeting; /* the meeting that the send waits for; NULL if none */
       const struct Step *before;  /* the previous send on the same channel, or NULL */
     };
     ProxycclScheduleReceive receive;
@@ -38,7 +41,7 @@ typedef struct Step {
 
 struct Schedule {
   uint32_t number;
-  uint32_t joined; /* the stage that counts meetings, or PROXYCCL_NO_ID */
+  uint32_t joined; /* the stage that counts complete meetings, or PROXYCCL_NO_ID */
   uint32_t count;
   Step steps[]; /* in the order of visits: posts, meetings, sends, receives */
 };
@@ -80,14 +83,14 @@ static Step *add_step(Schedule *schedule, StepKind kind, uint32_t channel) {
   return step;
 }
 
-/* The meeting with the peer that posts on a channel; the first send that needs it creates it. */
+/* Returns the meeting step that waits for the peer's post on a channel; the first call for a channel adds the step. */
 static const Step *meeting_on(Schedule *schedule, uint32_t channel) {
   for (uint32_t i = 0; i < schedule->count; ++i)
     if (schedule->steps[i].kind == MEET && schedule->steps[i].channel == channel) return &schedule->steps[i];
   return add_step(schedule, MEET, channel);
 }
 
-/* The last send on a channel so far, or NULL. */
+/* Returns the last send on a channel that has been added so far, or NULL. */
 static const Step *last_send_on(const Schedule *schedule, uint32_t channel) {
   for (uint32_t i = schedule->count; i-- > 0;)
     if (schedule->steps[i].kind == SEND && schedule->steps[i].channel == channel) return &schedule->steps[i];
@@ -148,8 +151,9 @@ void proxyccl_schedule_words_end_waits(ProxycclScheduleWords *words) {
 
 /* -- one step --- */
 
-/* A post is a number that counts the posts of one pair of ranks, the id of the window that the memory begins in, and
- * the offset in that window. So one store carries everything, and a word without a post holds number 0. */
+/* Returns the word of the next post. A post consists of its number among the posts on its channel, the id of the window
+ * in which the memory begins, and the offset in that window. All three fit one word, so a single store makes a post. A
+ * word that holds no post yet has number 0. */
 static uint64_t next_post(uint64_t last, const ProxycclSchedulePost *post) {
   const uint64_t sequence = (last >> SEQUENCE_SHIFT) + 1, window = post->memory + (post->offset >> OFFSET_BITS);
   return sequence << SEQUENCE_SHIFT | window << OFFSET_BITS | (post->offset & 0xffffffffu);
@@ -159,7 +163,7 @@ static int is_behind(uint64_t post, uint64_t last) {
   return post >> SEQUENCE_SHIFT == (((last >> SEQUENCE_SHIFT) + 1) << SEQUENCE_SHIFT) >> SEQUENCE_SHIFT;
 }
 
-/* Whether this process maps a connection's remote words, so that the CPU stores and reads these words itself. */
+/* Returns whether this process maps the peer's words, so that the CPU can store and read them itself. */
 static int is_mapped(const ProxycclConnection *connection) {
   return (connection->transport->copies & PROXYCCL_COPIES_PEER) != 0;
 }
@@ -170,7 +174,7 @@ static ProxycclOutcome fail(ProxycclConnection *connection, uint32_t code, int s
   return exit_with_error(info, code, status, reason);
 }
 
-/* Returns why a transfer is refused, or NULL. */
+/* Returns the reason why a transfer is refused, or NULL if it is allowed. */
 static const char *refusal(const ProxycclTransport *transport, const ProxycclMemory *dst, uint64_t dst_offset,
                            const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   if (bytes == 0) return NULL;
@@ -181,7 +185,8 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
   return NULL;
 }
 
-/* Issues a post without waiting for the stream's copies, because the peer's schedule does not depend on them. */
+/* Issues a post. A post does not wait for copies of the connection's stream, because the peer's schedule does not
+ * depend on them. */
 static ProxycclOutcome issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
   const uint64_t previous = channel->outbound, value = channel->outbound = next_post(previous, &step->post);
@@ -199,7 +204,7 @@ typedef struct {
   uint64_t offset;
 } Place;
 
-/* The destination of a send whose meeting is complete. */
+/* Returns the destination of a send whose meeting is complete. */
 static Place destination(const Step *step) {
   const ProxycclScheduleSend *send = &step->send;
   if (send->dst_memory != PROXYCCL_NO_ID) return (Place){send->dst_memory, send->dst_offset};
@@ -238,7 +243,8 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   step->value = ++channel->outbound;
   status = transport->signal(connection, channel->remote_semaphore, step->value, step->value - 1);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "signal", info);
-  if (!is_mapped(connection)) /* the schedule may end once its sources are read: receivers see their own data arrive */
+  if (!is_mapped(connection)) /* no completion is awaited: the schedule may end once its sources are read, as receivers
+                                 see data arrive */
     status =
         (transport->release != NULL ? transport->release : transport->flush)(connection, channel->flushed, step->value);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "flush", info);
@@ -250,8 +256,8 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
 
 static int is_met(const Step *step) { return step->meeting == NULL || step->meeting->state == COMPLETE; }
 
-/* Whether a send to a joined peer may be issued, with the value of `gate` that was read. A send never overtakes another
- * send on its channel, because the receiver counts sends. */
+/* Returns whether a send may be issued, apart from its meeting. `gate` is a value that the caller has read from the
+ * word `gate`. A send waits until the send before it on the channel is issued, because the receiver counts sends. */
 static int is_next(const ProxycclService *service, const Step *step, uint64_t gate) {
   const ProxycclScheduleSend *send = &step->send;
   if (step->before != NULL && step->before->state == WAITING) return 0;
@@ -265,15 +271,15 @@ static int may_send(const ProxycclService *service, const Step *step) {
 
 /* -- bundles: sends to several peers, whose copies one call issues --- */
 
-/* The sends of a bundle that waits to be issued: at most one on a channel, because a send waits for the send before it.
- * So a bundle has one piece for each peer, and a piece's signal does not wait for later pieces. */
+/* A bundle that is not issued yet. It has at most one send of each channel, because a send waits for the send before it
+ * on its channel. So the signal of a piece never waits for later pieces to the same peer. */
 typedef struct {
-  ProxycclConnection *carrier; /* the worker's */
+  ProxycclConnection *carrier; /* the worker's connection that carries bundles, or NULL */
   ProxycclPut puts[PROXYCCL_MOST_PUTS];
   Step *steps[PROXYCCL_MOST_PUTS];
   uint32_t count;
-  int awaited;   /* further sends could join the bundle, but their peers have not posted */
-  uint64_t gate; /* the gate's value at the turn's start: sends that open together share a bundle */
+  int awaited;   /* 1 if further sends could join the bundle, but their peers have not posted yet */
+  uint64_t gate; /* the gate's value at the start of the turn, so that sends that it opens together share a bundle */
 } Bundle;
 
 static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
@@ -283,8 +289,8 @@ static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
   return NULL;
 }
 
-/* Whether a send may join a bundle. Short data between pinned memories may not: the CPU copies such data without the
- * driver.
+/* Returns whether a send is to join a bundle. Sends between pinned memories do not, because the CPU copies short data
+ * between them without the driver.
  */
 static int is_bundled(const ProxycclConnection *carrier, const ProxycclConnection *connection, const Step *step,
                       const Ranges *ranges) {
@@ -292,18 +298,20 @@ static int is_bundled(const ProxycclConnection *carrier, const ProxycclConnectio
          (ranges->dst->host == NULL || ranges->src->host == NULL);
 }
 
-/* Whether a send on a connection that bundles may follow the previous send on its channel. The CPU signals bundles, and
- * the CPU's stores would overtake the stream's writes. */
+/* Returns whether a send may already follow the previous send on its channel. If only one of the two is bundled, the
+ * previous one must be complete: the CPU stores the signals of bundles, and these stores could overtake the stream's
+ * writes of other signals. */
 static int may_follow(const Step *step, int bundled) {
   const Step *before = step->before;
   return before == NULL || before->state == COMPLETE || (before->bundle != NULL) == bundled;
 }
 
-/* Issues a bundle. One word after all copies reports them, because a word between copies would delay the next copy. */
+/* Issues a bundle. One flush word after all copies reports their completion, because writing a word between two copies
+ * would delay the second one. */
 static ProxycclOutcome issue_bundle(ProxycclService *service, Bundle *bundle, ProxycclExitInfo *info) {
   ProxycclConnection *carrier = bundle->carrier;
   const Channel *first = &service->channels[bundle->steps[0]->channel];
-  const uint64_t value = first->outbound + 1; /* the value that a flush of the first send alone would have */
+  const uint64_t value = first->outbound + 1; /* the same value as for a flush after the first send alone */
   const char *failed = "put";
   int status = carrier->transport->put_many(carrier, bundle->puts, bundle->count);
   if (status == 0) {
@@ -327,16 +335,16 @@ static void complete_in_stage(ProxycclService *service, Step *step, uint32_t sta
   if (stage != PROXYCCL_NO_ID) stage_add(&service->words->stages[stage]);
 }
 
-/* Whether a send is complete. If the receiver's word is mapped, its value also shows the completion, which saves a
- * flush. */
+/* Returns whether a send is complete. If the receiver's word is mapped, the word's value shows this, and the send needs
+ * no flush. */
 static int is_sent(const Step *step, const Channel *channel) {
   if (step->bundle != NULL) return word_load(step->bundle->flushed) >= step->flushed;
   const uint64_t *word = is_mapped(channel->connection) ? channel->remote_semaphore : channel->flushed;
   return word_load(word) >= step->value;
 }
 
-/* Completes a send, and signals the receiver of a bundled one. Earlier sends on the channel are complete, because they
- * are visited first. */
+/* Completes a send. If the send was bundled, signals its receiver. Earlier sends on the channel are complete, because a
+ * turn visits them first. */
 static void complete_send(ProxycclService *service, Step *step, Channel *channel) {
   if (step->bundle != NULL) word_store(channel->remote_semaphore, step->value);
   complete_in_stage(service, step, step->send.stage);
@@ -360,7 +368,7 @@ static ProxycclOutcome start_send(ProxycclService *service, Bundle *bundle, Step
   return CONTINUE;
 }
 
-/* Advances a step as far as possible, and adds its progress to *progress. */
+/* Advances a step as far as possible, and increments *progress if the step's state has changed. */
 static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step *step, uint32_t joined,
                                  uint32_t *progress, ProxycclExitInfo *info) {
   Channel *channel = &service->channels[step->channel];
@@ -398,8 +406,8 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
 
 /* -- a worker's part of a schedule --- */
 
-/* Whether this worker owns a step, and so alone changes the step's state. Worker 0 owns the steps of channels that are
- * not in use, and reports them as errors. */
+/* Returns whether this worker owns a step. Only the owner changes a step's state. Worker 0 owns the steps of channels
+ * that are not in use, and reports such a step as an error. */
 static int is_own(const ProxycclWorker *worker, const Step *step) {
   const ProxycclConnection *connection = worker->service->channels[step->channel].connection;
   return (connection == NULL ? 0 : connection->worker) == worker->number;
@@ -407,14 +415,15 @@ static int is_own(const ProxycclWorker *worker, const Step *step) {
 
 /* -- the wait of a part --- */
 
-/* A part waits for its incomplete steps of the earliest phase, because steps of later phases may depend on these. */
+/* A worker's part of a schedule is said to wait for its incomplete steps of the earliest phase, because steps of later
+ * phases may depend on them. */
 enum {
   PHASE_POSTS,
   PHASE_MEETINGS,
   PHASE_SENDS,
   PHASE_STAGES, /* receives that a stage counts; each stage is a phase */
   PHASE_GATE = PHASE_STAGES + PROXYCCL_SCHEDULE_STAGES,
-  PHASE_RECEIVES /* receives without a stage, which peers may send after their own gates */
+  PHASE_RECEIVES /* receives without a stage; a peer may make the send only after its own gate opens */
 };
 
 static uint32_t phase_of(const ProxycclService *service, const Step *step) {
@@ -431,7 +440,7 @@ static uint32_t wait_of(const ProxycclService *service, const Step *step) {
   return phase_of(service, step) == PHASE_GATE ? PROXYCCL_WAIT_SCHEDULE_GATE : PROXYCCL_WAIT_SCHEDULE_SEND;
 }
 
-/* Returns the first step that the running part waits for, or NULL if no such step's channel is in use. */
+/* Returns the first step that this worker's part waits for, or NULL if the worker has no incomplete step. */
 static const Step *awaited_step(const ProxycclWorker *worker) {
   const Schedule *schedule = worker->run.schedule;
   const Step *found = NULL;
@@ -469,8 +478,8 @@ static void hide_schedule_waits(ProxycclWorker *worker) {
 
 /* -- the trace --- */
 
-/* Returns the trigger that would do the same as a send. The trigger's size is cut if the send has 2 GiB or more, which
- * a trigger can't express. */
+/* Returns the trigger that would do the same as a send. A send whose size does
+ * not fit a trigger gets the greatest size. */
 static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *step) {
   const ProxycclScheduleSend *send = &step->send;
   const Place place = destination(step);
@@ -487,8 +496,9 @@ static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *st
                (uint64_t)step->channel << PROXYCCL_CHANNEL_SHIFT};
 }
 
-/* Records an issued send, with the time at which the worker found that it may start. Returns the present time.
- * Publishes the records at once, because a turn may issue any number of sends. */
+/* Records an issued send; `seen_ns` is the time when the worker found that the send may start. Returns the present
+ * time. Publishes the records immediately, because a turn may issue more sends than a worker may record without
+ * publishing. */
 static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t seen_ns) {
   Trace *trace = &worker->trace;
   trace_begin();
@@ -508,7 +518,8 @@ static void trace_step(ProxycclWorker *worker, ProxycclTracedStep step, uint32_t
   trace_publish(&worker->trace, worker->stats);
 }
 
-/* Records a turn's work on a step: the issue of a send, or the completion of a step. Returns the present time. */
+/* Records a turn's work on a step: the issue of a send, or the completion of a step. Returns the present time, or
+ * `traced_ns` if the step's state has not changed. */
 static uint64_t trace_turn(ProxycclWorker *worker, const Step *step, StepState before, uint64_t traced_ns) {
   static const ProxycclTracedStep steps[] = {
       [MEET] = PROXYCCL_TRACED_JOINED, [SEND] = PROXYCCL_TRACED_SENT, [RECEIVE] = PROXYCCL_TRACED_RECEIVED};
@@ -533,7 +544,8 @@ static void begin_part(ProxycclWorker *worker, Schedule *schedule) {
   }
 }
 
-/* Finds the schedule that this worker must begin, or NULL. Worker 0 reads the bell and tells the others. */
+/* Sets *schedule to the schedule that this worker must begin, or to NULL. Worker 0 reads the bell; the other workers
+ * learn of the schedule from worker 0. */
 static ProxycclOutcome find_schedule(ProxycclWorker *worker, Schedule **schedule, ProxycclExitInfo *info) {
   ProxycclService *service = worker->service;
   *schedule = NULL;
@@ -577,7 +589,8 @@ static ProxycclOutcome time_out(ProxycclWorker *worker, ProxycclExitInfo *info) 
               reasons[info->wait], info);
 }
 
-/* Returns the outcome of a turn without progress, which depends on the clock, read once in POLLS_PER_CLOCK calls. */
+/* Ends a turn without progress: publishes what the part waits for, or fails after a time-out. Reads the clock only once
+ * in POLLS_PER_CLOCK calls. */
 static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   ScheduleRun *run = &worker->run;
   if (++run->idle_polls % POLLS_PER_CLOCK != 0) return CONTINUE;
@@ -588,9 +601,10 @@ static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   return idle_ns > worker->service->control->timeout_ns ? time_out(worker, info) : CONTINUE;
 }
 
-/* Issues the bundle that a turn has gathered, or waits until all its peers have joined: each rank copies to the next
- * rank first, then to the rank after that, and so on. If all ranks began with the first joined rank, the copies would
- * share that rank's link and take twice as long. Waiting costs nothing: a late rank delays the schedule in any case. */
+/* Issues the bundle that a turn has gathered, unless peers that could join the bundle have not posted yet; then a later
+ * turn issues it. Each rank copies to the next rank first, then to the rank after that, and so on. If instead all ranks
+ * began with the rank that posted first, the copies would share that rank's link and take twice as long. The delay
+ * costs nothing, because a late rank delays the schedule in any case. */
 static ProxycclOutcome end_bundle(ProxycclWorker *worker, Bundle *bundle, uint64_t traced_ns, uint32_t *progress,
                                   ProxycclExitInfo *info) {
   const uint32_t count = bundle->count;
@@ -627,7 +641,8 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
     ++*progress;
   }
   const ScheduleRun *run = &worker->run;
-  uint64_t traced_ns = trace_wanted(worker->stats); /* 0 without a trace, else the time when the next send was found */
+  uint64_t traced_ns = trace_wanted(worker->stats); /* 0 without a trace; otherwise the time when the worker looks for
+                                                       the next send */
   if (traced_ns != 0 && began) trace_step(worker, PROXYCCL_TRACED_BEGIN, run->schedule->number, traced_ns);
   Bundle bundle;
   bundle.carrier = run->carrier;

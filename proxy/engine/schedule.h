@@ -1,29 +1,31 @@
-/* Schedules: the work of a rank's proxy for one call that a stream starts by ringing a bell. See
+/* A schedule is a rank's transfers for one call, which its proxy makes when a stream rings a bell. See
  * channels/schedules/DESIGN.md.
  *
- * A schedule posts to the peers that write here, sends to the peers that posted, and receives. All of it begins when a
- * stream has written the schedule's number to the bell. When all of it is complete, the word `done` is set to 1. In
- * between, a stream may wait for a stage of receives, process the received data, and open the gate for sends. The steps
- * name channels and memories by id, which may be set before or after the schedule.
+ * A schedule has three kinds of steps. A post allows a peer to write to this rank's memory; a send writes to a peer
+ * that has posted; a receive waits for data from a peer. The steps begin when a stream writes the schedule's number to
+ * the bell. When all are complete, the proxy sets the word `done` to 1. In between, a stream may wait for a stage of
+ * receives, process the received data, and open the gate for sends. The steps name channels and memories by id; the
+ * ids' table entries may be set before or after the schedule is added.
  */
 #ifndef PROXYCCL_SCHEDULE_H
 #define PROXYCCL_SCHEDULE_H
 
 #include <stdint.h>
 
-/* Stands for an id that a step lacks. */
+/* In place of an id that a step does not have. */
 #define PROXYCCL_NO_ID 0xffffffffu
 
 enum {
-  PROXYCCL_MAX_SCHEDULES = 65536, /* numbers from 1 to one less than this */
+  PROXYCCL_MAX_SCHEDULES = 65536, /* schedules have numbers from 1 to one less than this */
   PROXYCCL_SCHEDULE_STAGES = 16,
   PROXYCCL_MAX_WORKERS = 64 /* most workers of a service that has schedules */
 };
 
-/* The count of a worker that no longer takes turns. */
+/* The turn count of a worker that takes no more turns. */
 #define PROXYCCL_NO_MORE_TURNS UINT64_MAX
 
-/* The turns that a worker has taken. A worker whose thread is stopped, or does not return from a call, takes none. */
+/* The number of turns that a worker has taken. The number stands still if the worker's thread is stopped or does not
+ * return from a call. */
 typedef struct ProxycclTurns {
   _Alignas(128) uint64_t count;
 } ProxycclTurns;
@@ -33,37 +35,41 @@ typedef struct ProxycclTurns {
 typedef struct ProxycclScheduleWords {
   _Alignas(128) uint64_t bell;    /* a stream writes the number of a schedule, worker 0 resets it */
   _Alignas(128) uint64_t running; /* the number of the running schedule, or 0 */
-  _Alignas(128) uint64_t done;    /* 1: the schedule is complete */
-  _Alignas(128) uint64_t gate;    /* the count, raised by streams, up to which gated sends may go */
-  _Alignas(128) uint64_t stages[PROXYCCL_SCHEDULE_STAGES]; /* completed receives and sends, or posts, by stage */
-  ProxycclTurns turns[PROXYCCL_MAX_WORKERS];               /* by worker, for threads that wait for a schedule */
+  _Alignas(128) uint64_t done;    /* 1 if the schedule is complete */
+  _Alignas(128) uint64_t gate;    /* streams increase this count; a gated send may start once the count has reached the
+                                     send's `gate` */
+  _Alignas(128) uint64_t stages[PROXYCCL_SCHEDULE_STAGES]; /* for each stage, its number of completed receives and
+                                                              sends, or of peers that have posted */
+  ProxycclTurns turns[PROXYCCL_MAX_WORKERS];               /* indexed by worker; threads that wait for a schedule read
+                                                              them */
 } ProxycclScheduleWords;
 
-/* Lets a peer write. The peer writes only after the post, in schedules in which this rank posts to the peer. */
+/* Allows a peer to write to this rank's memory. In a schedule in which this rank posts to a peer, the peer writes only
+ * after the post. */
 typedef struct ProxycclSchedulePost {
-  uint32_t channel; /* used only for posts, which the channel's remote word holds */
+  uint32_t channel; /* a channel that is used only for posts; its remote word holds the post */
   uint32_t memory;  /* first id of the memory to write to, in the peer's service */
-  uint64_t offset;  /* in that memory, in bytes */
+  uint64_t offset;  /* offset in that memory, in bytes */
 } ProxycclSchedulePost;
 
-/* Copies to a peer, then signals. */
+/* Copies data to a peer, then signals. */
 typedef struct ProxycclScheduleSend {
-  uint32_t channel;      /* used only for schedules; the channel's remote word counts sends */
+  uint32_t channel;      /* a channel that is used only for schedules; its remote word counts sends */
   uint32_t post_channel; /* the channel of the receiver's posts; PROXYCCL_NO_ID if the send waits for no post */
   uint32_t src_memory;
-  uint32_t dst_memory; /* the memory to write to; PROXYCCL_NO_ID: the place that the receiver posted */
+  uint32_t dst_memory; /* the memory to write to; PROXYCCL_NO_ID for the place that the receiver posted */
   uint64_t src_offset;
   uint64_t dst_offset; /* offset from the posted place, or in `dst_memory` */
   uint64_t bytes;      /* may be 0 */
   uint64_t gate;       /* the count that the send's gate must reach; 0 without a gate */
-  uint32_t gate_stage; /* index of the word in `stages` that is the gate; PROXYCCL_NO_ID: the gate is the word `gate` */
+  uint32_t gate_stage; /* index of the word in `stages` that is the send's gate; PROXYCCL_NO_ID for the word `gate` */
   uint32_t stage;      /* index of the word in `stages` that counts the complete send, or PROXYCCL_NO_ID */
 } ProxycclScheduleSend;
 
 /* Waits until a peer's sends have arrived. */
 typedef struct ProxycclScheduleReceive {
-  uint32_t channel; /* used only for schedules; this rank's word of the channel counts arrived sends */
-  uint32_t sends;   /* sends to wait for, beyond the sends of earlier receives on the channel */
+  uint32_t channel; /* a channel that is used only for schedules; its word in this rank counts arrived sends */
+  uint32_t sends;   /* number of sends to wait for, after those that earlier receives on the channel wait for */
   uint32_t stage;   /* index of the word in `stages` that counts the complete receive, or PROXYCCL_NO_ID */
 } ProxycclScheduleReceive;
 

@@ -29,7 +29,8 @@ int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *bas
   return 0;
 }
 
-/* Replaces a channel. The old channel first leaves its connection's list, so that no poll confuses the two. */
+/* Replaces a channel. Removes the old channel from its connection's list first, so that no poll takes the new channel
+ * for the old one. */
 static int set_channel(ProxycclService *service, uint32_t id, Channel made) {
   if (id >= PROXYCCL_MAX_CHANNELS) return EINVAL;
   Channel *channel = &service->channels[id];

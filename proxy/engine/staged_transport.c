@@ -1,5 +1,6 @@
-/* A staged connection consists of other connections: one copies into the sending ring, one or several are wires to the
- * peer, and one copies out of the receiving ring. Messages are numbered from 0 and pass through these states in order:
+/* A staged connection consists of other connections: one copies into the sending ring, one or several, the wires, write
+ * to the peer, and one copies out of the receiving ring. Messages are numbered from 0 and pass through these states in
+ * order:
  *
  *   made     the message has a place in the ring, and its copy into the ring is issued
  *   copied   that copy is complete
@@ -10,27 +11,30 @@
  *   credited the sender has the peer's credit: at once if the sender waits for it, else with later credits, after 50
  * us, or when a quarter of the ring waits for credits
  *
- * A message's place is free once the message is sent and credited. On a stream, a credited message is also sent. A wire
- * never waits for a peer's engine, so two engines that wait for each other's credits both return theirs.
+ * A message's place in the ring is free once the message is sent and credited. If the wire is a byte stream, a credited
+ * message has also been sent. Sending on a wire never waits for the peer's engine, so two engines that wait for each
+ * other's credits can both return credits.
  *
- * The message after a long message goes by the next wire, and the message after a short one by the same wire. A put
- * that began while no message waited for its wire ends with a message that leads back to the first wire, so that calls
- * one after another use wires whose threads are awake. Both sides know from each message which wire brings the next
- * one. Messages are taken in order, whatever their wires. A wire of sockets costs a core for each few gigabytes a
- * second. So other threads may give wires their turns: they post messages and credits, and poll. The worker wakes them
- * when long messages are made or taken, and leaves a wire to a thread that is awake and has just polled the wire: while
- * the worker sent a long message, it could not start copies. The worker serves all other wires itself, so short
- * messages need no other thread. The wires of one endpoint, to all peers, share its locks, which the provider holds
- * during system calls. So these wires share a turn, and a thread that finds the turn taken does not wait.
+ * The message after a long message goes by the next wire; the message after a short message goes by the same wire. If a
+ * put begins while all earlier messages are posted, the message after the put goes by the first wire. So successive
+ * calls use the same wires, whose threads are awake. Both sides know from each message which wire carries the next one.
+ * The receiver takes messages in the order of their numbers, regardless of their wires. A wire over sockets keeps a
+ * core busy for every few gigabytes per second. So other threads may serve wires, which means that they post messages
+ * and credits and poll. The worker wakes these threads when it makes or takes long messages. It leaves a wire to a
+ * thread that is awake and has just polled the wire, because the worker could start no copies while it sent a long
+ * message. The worker serves all other wires itself, so short messages need no other thread. The provider holds an
+ * endpoint's locks during system calls, and all wires of the endpoint, to all peers, need these locks. So only one
+ * thread at a time serves the wires of an endpoint (it has the turn), and a thread that finds the turn taken does not
+ * wait for it.
  *
- * A get is a message without data, the request. The request is credited like any message. The peer records the request,
- * and sends the data in its own messages, the answer, when everything that arrived before the request is placed.
- * Requests are answered in order, so the requester itself knows where the data belongs. Until its gets are complete it
- * makes no messages of later operations. The number of noted requests is bounded, so an answer waits only for room in
- * the ring.
+ * A get is a message without data, called the request. The request is credited like any message. The peer records the
+ * request, and sends the data in its own messages, called the answer, when all messages that arrived before the request
+ * are placed. Requests are answered in order, so an answer need not say where its data belongs. Until all its gets are
+ * complete, a side makes no messages for later operations. The number of recorded requests is bounded, so an answer
+ * waits only for room in the ring.
  *
- * Over sockets, a count may arrive in parts, low bytes first. A partly written count is too low and never too high, so
- * the highest value that was read is used. */
+ * Over sockets, a count may arrive in parts, low bytes first. A partly written count may be too low but is never too
+ * high, so each side uses the highest value that it has read. */
 #include "staged_transport.h"
 
 #include <errno.h>
@@ -45,52 +49,53 @@
 
 enum { MESSAGES = PROXYCCL_STAGED_MESSAGES };
 
-/* The header of a message. A message carries a piece of a put or of an answer, a signal to store after the piece, both,
- * or neither, or is a request. */
+/* The header of a message. A message may carry a piece of a put or of an answer, a signal to store after the piece, or
+ * a request; it may also carry nothing. */
 typedef struct {
-  uint64_t address; /* the receiver's address of the put's or the requested data; with ALERTS a number of parts */
-  uint64_t target;  /* key of the receiver's range that contains it */
+  uint64_t address; /* address of the put's or requested data in the receiver's process; with ALERTS, the number of
+                       parts */
+  uint64_t target;  /* key of the receiver's range that contains that address */
   uint64_t bytes;   /* bytes of data in the message */
-  uint64_t word;    /* the receiver's address of a semaphore word; 0 without a signal */
+  uint64_t word;    /* address of a semaphore word in the receiver's process; 0 without a signal */
   uint64_t value;
   uint64_t asked;   /* requested bytes; 0 if the message is not a request */
-  uint64_t answers; /* 1 if the data answers the oldest unanswered request; 0 if it goes to `address` */
+  uint64_t answers; /* 1 if the data answers the receiver's oldest unanswered request; 0 if it goes to `address` */
   uint64_t flags;   /* any of the flags below */
 } Header;
 
 enum {
   AWAITED = 1, /* a flush waits for the message's credit; without this flag the peer may delay the credit */
   REWINDS = 2, /* the next message goes by the first wire */
-  FILLS = 4,   /* the message fills the rest of the ring with bytes that no wire moves */
-  ALERTS = 8   /* a put of `address` parts follows: the receiver wakes the threads of their wires */
+  FILLS = 4,   /* the message only fills the rest of the ring; its data is not sent */
+  ALERTS = 8   /* a put of `address` parts follows; the receiver wakes the threads of these parts' wires */
 };
 
 _Static_assert(sizeof(Header) == PROXYCCL_STAGED_ALIGN, "messages are aligned to their headers");
 
-/* Each word has two cache lines to itself, because some processors fetch lines in pairs. */
+/* Each word has two cache lines of its own, because some processors fetch lines in pairs. */
 typedef struct {
   uint64_t count __attribute__((aligned(128)));
 } Count;
 
 typedef struct {
-  Count arrived[PROXYCCL_STAGED_WIRES]; /* written by the peer: messages that arrived, by wire */
-  Count credited;                       /* written by the peer: messages of this side that are placed */
-  Count copied;                         /* written by the stream of copies into the area */
-  Count placed;                         /* written by the stream of copies out of the area */
+  Count arrived[PROXYCCL_STAGED_WIRES]; /* written by the peer: for each wire, the number of messages that arrived */
+  Count credited;                       /* written by the peer: number of this side's messages that are credited */
+  Count copied;                         /* written by the stream that copies into the area: copied messages */
+  Count placed;                         /* written by the stream that copies out of the area: placed messages */
 } Words;
 
 _Static_assert(sizeof(Words) == PROXYCCL_STAGED_WORDS_BYTES, "the rings begin after the words");
 
-/* An incomplete get: some of its data has not arrived or is not placed. */
+/* A get of this side, some of whose data has not arrived or is not placed. */
 typedef struct {
-  uint64_t destination, bytes; /* range of the data that has not arrived */
-  uint64_t last;               /* number of the peer's message with the last data */
+  uint64_t destination, bytes; /* destination range of the data that has not arrived yet */
+  uint64_t last;               /* number of the peer's messages up to the last one with data of the get */
 } Asked;
 
-/* A request of the peer. */
+/* A get that the peer has requested. */
 typedef struct {
-  uint64_t source, bytes; /* range of the data that is in no message yet */
-  uint64_t behind;        /* number of the request's message: earlier messages must be placed first */
+  uint64_t source, bytes; /* source range of the data that is in no message yet */
+  uint64_t behind;        /* number of messages that must be placed before the answer: all up to the request's */
 } Answer;
 
 enum { GETS = PROXYCCL_STAGED_GETS };
@@ -98,25 +103,27 @@ enum { GETS = PROXYCCL_STAGED_GETS };
 /* The signal of a taken message. */
 typedef struct {
   uint64_t word, value;
-  uint64_t message; /* the message's number: this and all earlier messages must be placed first */
+  uint64_t message; /* number of messages that must be placed before the signal: all up to this one */
 } Signal;
 
 enum {
   HELD_NS = 50000,        /* longest time for which a credit is held back */
-  SERVED_NS = 50000,      /* the worker leaves a wire this long to a thread that is awake and has just polled it */
-  LONG_PART = 1024,       /* a message is long if its data exceeds 1/1024 of the ring, or SHORTEST_PIECE */
-  SHORTEST_PIECE = 65536, /* a piece of at least these bytes is worth a separate message */
-  RESTED_NS = 500000,     /* threads of wires sleep this long after the last long put */
+  SERVED_NS = 50000,      /* for this time after a poll by a thread that is awake, the worker leaves the wire to that
+                             thread */
+  LONG_PART = 1024,       /* a message is long if its data exceeds 1/1024 of the ring or has at least SHORTEST_PIECE
+                             bytes */
+  SHORTEST_PIECE = 65536, /* bytes of the shortest part into which a put is cut to use several wires */
+  RESTED_NS = 500000,     /* if the last long put began this long ago, the wires' threads may be asleep */
   MOST_PARTS = 8,         /* most parts into which a put is cut to use several wires */
-  FILLED_PART = 256,      /* a rest of the ring below 1/256 of it is filled, not used for a short piece */
-  LOOKS_AT_ALL = 64, /* the worker looks at all wires without a thread that is awake once in this many polls: providers
-                        answer peers in their polls */
-  LOOKS_AT_COPIES = 16 /* the worker queries the driver about incomplete copies once in this many polls */
+  FILLED_PART = 256,      /* a rest of less than 1/256 of the ring is filled, and not used for a short piece */
+  LOOKS_AT_ALL = 64,   /* in one of this many polls the worker polls all wires that no awake thread serves, as providers
+                          answer peers in polls */
+  LOOKS_AT_COPIES = 16 /* in one of this many polls the worker asks the driver whether incomplete copies have failed */
 };
 
 typedef struct StagedConnection StagedConnection;
 
-/* A wire. Only the thread that has its turn uses it. */
+/* A wire. Only the thread that has the wire's turn uses the link. */
 typedef struct {
   ProxycclConnection base; /* the connection that another thread polls */
   StagedConnection *staged;
@@ -127,11 +134,12 @@ typedef struct {
   int status;                 /* pairing wire-turn: status of the failure that ended the wire */
   int resting;                /* pairing wire-turn: 1 if nothing is outstanding on the link */
   uint64_t made;              /* pairing wire-message: number of messages assigned to this wire */
-  uint64_t numbers[MESSAGES]; /* pairing wire-message: numbers of this wire's messages, by their number on the wire */
-  uint64_t posted;            /* this wire's posted messages; atomic, because a reader may not have the turn */
-  uint64_t sent;              /* this wire's messages whose requests are complete */
-  uint64_t seen;              /* messages that had arrived by this wire at the other thread's last poll */
-  uint64_t looked_ns;         /* relaxed: when the other thread had its last turn here; 0: never */
+  uint64_t numbers[MESSAGES]; /* pairing wire-message: for the wire's message number i, its number in the connection is
+                                 at i % MESSAGES */
+  uint64_t posted;            /* number of this wire's posted messages; atomic: threads without the turn read it */
+  uint64_t sent;              /* number of this wire's messages whose requests are complete */
+  uint64_t seen;              /* messages that had arrived by this wire when the other thread last polled it */
+  uint64_t looked_ns;         /* relaxed: time of the other thread's last poll of this wire; 0 before the first */
 } Wire;
 
 struct StagedConnection {
@@ -142,38 +150,39 @@ struct StagedConnection {
   Words *words;
   char *sending, *receiving;                       /* the rings */
   ProxycclMemory device_sending, device_receiving; /* the rings as memory for copies */
-  /* Sending. Positions count bytes from the first message. */
-  uint64_t head, tail;   /* positions up to which messages are made, and freed */
-  uint64_t made, marked; /* `marked`: value that the stream will store to `copied` */
+  /* Sending. Positions are byte offsets from the first message, and never wrap around. */
+  uint64_t head, tail;   /* positions after the last made message, and after the last freed message */
+  uint64_t made, marked; /* number of made messages; the last value that the stream was told to store to `copied` */
   uint64_t freed;
   uint64_t credited;            /* the highest credit that was read */
-  uint64_t positions[MESSAGES]; /* positions of messages that are not freed, by number */
-  uint8_t wire_of[MESSAGES];    /* wires of these messages */
+  uint64_t positions[MESSAGES]; /* start positions of messages that are not freed, by message number */
+  uint8_t wire_of[MESSAGES];    /* the wires of these messages */
   uint64_t freed_by[PROXYCCL_STAGED_WIRES];
   uint32_t next_wire; /* wire of the next message */
   Header *last;       /* header of the last message that was made */
-  uint64_t piece;     /* most bytes per message of the put in progress; 0 without one */
-  int rewinds;        /* whether that put's last message leads back to the first wire */
+  uint64_t piece;     /* most bytes per message of the put in progress; 0 if no put is in progress */
+  int rewinds;        /* whether the message after that put goes by the first wire */
   uint64_t put_ns;    /* when the last long put began */
   int has_copied;     /* whether the CPU has copied a long piece since the last poll */
   /* Receiving. */
   uint64_t received;                       /* position after the last message that was taken */
   uint64_t arrived[PROXYCCL_STAGED_WIRES]; /* the highest counts that were read */
   uint64_t taken_by[PROXYCCL_STAGED_WIRES];
-  uint32_t from_wire; /* the wire that brings the next message */
+  uint32_t from_wire; /* the wire by which the next message arrives */
   uint64_t taken, taken_marked;
-  uint64_t ends[MESSAGES]; /* positions after taken messages, by number */
-  uint64_t wanted;         /* messages up to the last whose credit the peer waits for */
+  uint64_t ends[MESSAGES]; /* end positions of taken messages, by message number */
+  uint64_t wanted;         /* number of messages up to the last one whose credit the peer waits for */
   uint64_t signals_taken, signals_stored;
   Signal signals[MESSAGES]; /* signals that are not stored, by message number */
-  uint64_t waiting;         /* the first message whose signal is not stored; UINT64_MAX if all are stored */
-  /* Credits, in the first wire's turns. */
+  uint64_t waiting;         /* one more than the number of the first message whose signal is not stored; UINT64_MAX if
+                               all are */
+  /* Credits, which are used only in turns of the first wire. */
   uint64_t returned;     /* number of returned credits */
   uint64_t returned_end; /* position after the last credited message */
-  uint64_t held_since;   /* when the first message with a held credit was placed; 0 if none is held */
+  uint64_t held_since;   /* when the oldest credit that is held back was first held; 0 if none is held back */
   /* Gets, by number. */
-  uint64_t asked, arriving, got; /* gets requested; the get whose data arrives next; gets complete */
-  uint64_t noted, answered;      /* the peer's requests; requests whose answers are made */
+  uint64_t asked, arriving, got; /* gets requested so far; the get whose data arrives next; gets completed so far */
+  uint64_t noted, answered;      /* number of the peer's requests; number of requests whose answers are made */
   Asked gets[GETS];
   Answer answers[GETS];
   FlushQueue releases; /* flushes that wait for copies out of their sources */
@@ -182,12 +191,12 @@ struct StagedConnection {
 
 static StagedConnection *self_of(ProxycclConnection *base) { return (StagedConnection *)base; }
 
-/* The bytes that a message takes in the ring. */
+/* Returns the number of bytes that a message takes in the ring. */
 static uint64_t message_bytes(uint64_t data) {
   return sizeof(Header) + (data + PROXYCCL_STAGED_ALIGN - 1) / PROXYCCL_STAGED_ALIGN * PROXYCCL_STAGED_ALIGN;
 }
 
-/* The header at a position of the sending ring. */
+/* Returns the header at a position of the sending ring. */
 static Header *header_at(const StagedConnection *self, uint64_t position) {
   return (Header *)(self->sending + position % self->options.ring_bytes);
 }
@@ -201,7 +210,8 @@ static uint64_t count_load(const uint64_t *word, uint64_t *highest) {
   return *highest;
 }
 
-/* Pairing write-target, release: a reader finds either no range, or all of one. */
+/* Pairing write-target, release: the addresses are stored before the size, so a reader finds either no range or a
+ * complete one. */
 void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes, uint64_t host) {
   __atomic_store_n(&target->bytes, 0, __ATOMIC_RELAXED);
   __atomic_store_n(&target->host, host, __ATOMIC_RELEASE);
@@ -209,7 +219,7 @@ void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_
   __atomic_store_n(&target->bytes, bytes, __ATOMIC_RELEASE);
 }
 
-/* Pairing write-target, acquire: `bytes` before the others. */
+/* Pairing write-target, acquire: this load of `bytes` comes before the loads of the addresses. */
 static ProxycclRemoteWriteTarget target_load(const ProxycclRemoteWriteTarget *target) {
   const uint64_t bytes = __atomic_load_n(&target->bytes, __ATOMIC_ACQUIRE);
   const uint64_t base = __atomic_load_n(&target->base, __ATOMIC_ACQUIRE);
@@ -218,12 +228,13 @@ static ProxycclRemoteWriteTarget target_load(const ProxycclRemoteWriteTarget *ta
 
 /* -- sending --- */
 
-/* Whether a message with this many bytes of data is long. Both sides have the ring's size. */
+/* Returns whether a message with this many bytes of data is long. Both sides get the same result, because their rings
+ * have the same size. */
 static int is_long(const StagedConnection *self, uint64_t bytes) {
   return bytes >= SHORTEST_PIECE || bytes > self->options.ring_bytes / LONG_PART;
 }
 
-/* The wire of the message that follows a message with this many bytes of data. */
+/* Returns the wire of the message after one that went by `wire` and had this many bytes of data. */
 static uint32_t wire_after(const StagedConnection *self, uint32_t wire, uint64_t bytes) {
   return is_long(self, bytes) ? (wire + 1) % self->options.wire_count : wire;
 }
@@ -252,9 +263,10 @@ static Header *open_message(StagedConnection *self, uint64_t bytes) {
 }
 
 /* Makes a message with the first bytes at `source`, at most `most`, and returns the message's header; *made is the
- * number of bytes. `host` is the CPU's address of the source, or 0. A message does not wrap, so the rest of the ring
- * limits its data. A message without data fills a small rest: short copies of GPUs may have to wait for kernels. On
- * failure returns NULL, and the status or WAITS. */
+ * number of bytes. `host` is the CPU's address of the source, or 0. A message does not wrap around the ring's end, so
+ * it has at most as much data as fits before the end. If little fits, makes a message without data that fills the rest,
+ * because short copies of a GPU may have to wait for kernels; *made is then 0. If there is no room, returns NULL, and
+ * *status is WAITS. If the copy can't be issued, *status is its status. */
 static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t host, uint64_t most, uint64_t *made,
                           int *status) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
@@ -277,7 +289,7 @@ static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t host
   return header;
 }
 
-/* Whether all messages are posted. */
+/* Returns whether all messages are posted. */
 static int is_calm(const StagedConnection *self) {
   for (uint32_t i = 0; i < self->options.wire_count; ++i)
     if (self->wires[i].made != word_peek(&self->wires[i].posted)) return 0;
@@ -289,9 +301,9 @@ static uint64_t quotient_up(uint64_t dividend, uint64_t divisor) { return (divid
 static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint64_t *marked);
 static int take_turn(Wire *wire, uint32_t *progress);
 
-/* Makes a message that tells the peer to wake the threads of a put's wires, unless a long put was just made and they
- * are awake. The threads then wake while this side copies the first parts. If they woke only when parts arrive, the
- * peer's worker would take all parts itself. */
+/* Makes a message that tells the peer to wake the threads of a put's wires, unless a long put began just before, so
+ * that they are awake. The threads then wake up while this side copies the first parts. If they woke up only when parts
+ * arrive, the peer's worker would handle all parts itself. */
 static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t parts) {
   if (self->options.wire_count == 1 || bytes < 2 * SHORTEST_PIECE) return 0;
   const uint64_t last = self->put_ns;
@@ -308,8 +320,8 @@ static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t par
   return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
 }
 
-/* Cuts the next put into parts of one length: for several wires, and no longer than a message may be, or than the CPU
- * copies. Returns their number. */
+/* Chooses the length of the parts into which the next put is cut, so that it uses several wires, and no part is longer
+ * than a message may be or than the CPU may copy. Returns the number of parts. */
 static uint64_t begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   const uint64_t chunk = self->options.chunk_bytes, wires = self->options.wire_count;
   const uint64_t longest = by_cpu && chunk > PROXYCCL_CPU_COPY_BYTES ? PROXYCCL_CPU_COPY_BYTES : chunk;
@@ -323,8 +335,8 @@ static uint64_t begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   return parts;
 }
 
-/* Makes a piece of a put. Makes at most one long piece that the CPU copies in each poll, so that between two pieces the
- * wires send, and arrived messages are taken. */
+/* Makes a piece of a put. The CPU copies at most one long piece in each poll, so that wires send and arrived messages
+ * are taken between two pieces. */
 static int make_put(StagedConnection *self, Operation *operation) {
   const int by_cpu = operation->source_host != 0;
   uint64_t bytes;
@@ -351,7 +363,7 @@ static int make_put(StagedConnection *self, Operation *operation) {
   return 0;
 }
 
-/* Makes a request. */
+/* Makes the request of a get. */
 static int make_get(StagedConnection *self, Operation *operation) {
   if (self->asked - self->got == GETS) return WAITS;
   Header *header = open_message(self, 0);
@@ -380,8 +392,8 @@ static int make_answer(StagedConnection *self) {
   return 0;
 }
 
-/* Makes a message with a value, which the CPU copies. The ring's rest has room for a header and, unless the ring ends
- * there, for a value. */
+/* Makes a message with a value, which the CPU copies. Up to the ring's end there is always room for a header. If there
+ * is no room for a value after it, a message without data fills that place. */
 static int make_value(StagedConnection *self, Operation *operation) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
   if (place == self->options.ring_bytes && open_message(self, 0) == NULL) return WAITS;
@@ -394,7 +406,7 @@ static int make_value(StagedConnection *self, Operation *operation) {
   return 0;
 }
 
-/* Makes a signal, as part of the last message if no wire can have sent that message yet. */
+/* Makes a signal: adds it to the last message if no wire can have sent that message yet, otherwise makes a message. */
 static int make_signal(StagedConnection *self, const Operation *operation) {
   Header *header = self->last;
   if (self->made == self->marked || header->word != 0) header = open_message(self, 0);
@@ -404,11 +416,12 @@ static int make_signal(StagedConnection *self, const Operation *operation) {
   return 0;
 }
 
-/* Makes a flush. The flush that reports progress to observers asks for no early credit, because nobody waits for it. */
+/* Queues a flush until all earlier messages are freed. Asks the peer for an early credit, except for a flush that only
+ * reports progress to observers, because nobody waits for it. */
 static int make_flush(StagedConnection *self, const Operation *operation) {
   const int awaited = self->made != self->freed && operation->flushed != &self->queue.base.progress.completed;
   if (!flushes_have_room(&self->queue.flushes)) return WAITS;
-  if (awaited && self->made == self->marked) open_message(self, 0); /* if there is no room, credits come anyway */
+  if (awaited && self->made == self->marked) open_message(self, 0); /* without room, credits come anyway */
   if (awaited && self->made != self->marked) self->last->flags |= AWAITED;
   flushes_push(&self->queue.flushes, operation, self->made, self->freed);
   return 0;
@@ -440,7 +453,7 @@ static int make_next(StagedConnection *self) {
   return status;
 }
 
-/* Makes messages for the operations and for answers to the peer, alternately and each in order, while there is room.
+/* Makes messages while there is room, alternately for the next operation and for the next answer to the peer.
  */
 static int issue(ProxycclConnection *base) {
   StagedConnection *self = self_of(base);
@@ -460,18 +473,19 @@ static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint
   return copies->transport->flush(copies, word, count);
 }
 
-/* Pairing wire-turn, acquire: the effects of the last thread with the turn. Returns 0 if another thread has the turn.
+/* Pairing wire-turn, acquire: the thread sees what the last thread with the turn did. Returns 1 if the turn was taken,
+ * or 0 if another thread has it.
  */
 static int turn_taken(Wire *wire) { return __atomic_exchange_n(&wire->thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
 
 /* Pairing wire-turn, release. */
 static void turn_give(Wire *wire) { __atomic_store_n(&wire->thread->turn, 0, __ATOMIC_RELEASE); }
 
-/* Pairing wire-turn, for values that the worker reads without the turn. */
+/* Pairing wire-turn, release and acquire of values that the worker reads without having the turn. */
 static void shown_store(int *shown, int value) { __atomic_store_n(shown, value, __ATOMIC_RELEASE); }
 static int shown_load(const int *shown) { return __atomic_load_n(shown, __ATOMIC_ACQUIRE); }
 
-/* Addresses in the peer's area, as a wire names them; never dereferenced. */
+/* Addresses in the peer's area by which a wire names its words and ring. This process never dereferences them. */
 typedef struct {
   Words *words;
   char *receiving;
@@ -511,7 +525,7 @@ static int post(Wire *wire, uint32_t *progress) {
   return 0;
 }
 
-/* Whether credits up to a placed message may be held back. */
+/* Returns whether the credits of all messages that are placed may be held back. */
 static int may_be_held(StagedConnection *self, uint64_t placed) {
   const uint64_t returned = self->returned, wanted = word_load(&self->wanted);
   if (wanted > returned && placed >= wanted) return 0;
@@ -522,7 +536,7 @@ static int may_be_held(StagedConnection *self, uint64_t placed) {
   return now - self->held_since < HELD_NS;
 }
 
-/* The number of complete messages: their data is placed and their signals are stored. */
+/* Returns the number of messages whose data is placed and whose signals are stored. */
 static uint64_t completed(const StagedConnection *self) {
   const uint64_t placed = word_load(&self->words->placed.count), waiting = word_load(&self->waiting);
   return placed < waiting ? placed : waiting - 1;
@@ -541,8 +555,8 @@ static int return_credits(Wire *wire, uint32_t *progress) {
   return link->transport->signal(link, &peer_area(self, wire).words->credited.count, placed, returned);
 }
 
-/* Serves a wire, unless another thread serves this wire or another wire of the endpoint, for whose lock the provider
- * would make this thread wait. Returns 0 then. A failure is stored in the wire's status. */
+/* Serves a wire. Returns 1, or 0 if another thread is serving a wire of the same endpoint, because the provider would
+ * then make this thread wait for the endpoint's lock. A failure is stored in the wire's status. */
 static int take_turn(Wire *wire, uint32_t *progress) {
   if (!turn_taken(wire)) return 0;
   if (wire->status == 0) {
@@ -556,15 +570,15 @@ static int take_turn(Wire *wire, uint32_t *progress) {
   return 1;
 }
 
-/* Whether the worker has a reason to poll a wire: a message to post or to take, credits to send or to receive, or
- * outstanding requests. */
+/* Returns whether the worker has a reason to poll a wire: a message to post or to take, credits to send or to receive,
+ * or outstanding requests. */
 static int concerns_worker(const StagedConnection *self, const Wire *wire) {
   if (wire->number == self->from_wire || wire->made != word_peek(&wire->posted) || !shown_load(&wire->resting))
     return 1;
   return wire->number == 0 && (self->made != self->freed || word_peek(&self->returned) != self->taken);
 }
 
-/* Whether a wire's thread is awake and has just polled the wire. */
+/* Returns whether a wire's thread is awake and has just polled the wire. */
 static int is_served(const Wire *wire) {
   const ProxycclWireThread *thread = wire->thread;
   if (thread->asleep == NULL || __atomic_load_n(thread->asleep, __ATOMIC_RELAXED) != 0) return 0;
@@ -583,7 +597,7 @@ static int wires_turns(StagedConnection *self, uint32_t *progress) {
   return 0;
 }
 
-/* Whether the requests of the oldest message are complete. */
+/* Returns whether the wire's requests for the oldest message are complete. */
 static int is_sent(const StagedConnection *self) {
   const uint32_t wire = self->wire_of[self->freed % MESSAGES];
   return self->options.credits_tell || self->freed_by[wire] < word_load(&self->wires[wire].sent);
@@ -603,7 +617,8 @@ static int reclaim(StagedConnection *self, uint32_t *progress) {
 
 /* -- receiving --- */
 
-/* Returns 1, and sets *memory, if the message's `bytes` at its address lie in the range that the message names. */
+/* If `bytes` bytes at the message's address lie in the range that the message names, sets *memory to them and returns
+ * 1; otherwise returns 0. */
 static int find_range(const StagedConnection *self, const Header *header, uint64_t bytes, ProxycclMemory *memory) {
   if (header->target >= PROXYCCL_STAGED_WRITE_TARGETS) return 0;
   const ProxycclRemoteWriteTarget target = target_load(&self->options.write_targets[header->target]);
@@ -620,7 +635,7 @@ static int may_signal(const StagedConnection *self, uint64_t word) {
          word - self->options.signals < self->options.signals_bytes;
 }
 
-/* Records a request, whose message is the next to be taken. */
+/* Records a request of the peer, whose message is the one being taken. */
 static int note_request(StagedConnection *self, const Header *header) {
   if (header->bytes > 0 || self->noted - self->answered == GETS)
     return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_REQUEST;
@@ -630,7 +645,7 @@ static int note_request(StagedConnection *self, const Header *header) {
   return 0;
 }
 
-/* Returns the destination of an answer's data, or 0 if there is no such get. The message is the next to be taken. */
+/* Returns the destination of an answer's data, or 0 if no get requested it. The message is the one being taken. */
 static uint64_t take_answer(StagedConnection *self, uint64_t bytes) {
   Asked *get = &self->gets[self->arriving % GETS];
   if (self->arriving == self->asked || bytes > get->bytes) return 0;
@@ -663,8 +678,8 @@ static int place(StagedConnection *self, const Header *header, uint64_t data) {
   return copy_status(status, PROXYCCL_STAGED_COPY_IN);
 }
 
-/* Stores the signals of placed messages. The CPU does this because each store by the stream between two copies would
- * cost a pause and a driver call. */
+/* Stores the signals of placed messages. The CPU stores them, because a store by the stream would cost a driver call
+ * and a pause between two copies. */
 static void store_signals(StagedConnection *self) {
   const uint64_t placed = word_load(&self->words->placed.count);
   for (; self->signals_stored != self->signals_taken; ++self->signals_stored) {
@@ -676,8 +691,8 @@ static void store_signals(StagedConnection *self) {
   word_store(&self->waiting, UINT64_MAX);
 }
 
-/* Polls a stream of copies, which calls the driver. While the stream's word shows incomplete copies, the poll could
- * only find a failure, so most polls are skipped. */
+/* Polls a stream of copies, which calls the driver. While the word that the stream writes shows that copies are
+ * incomplete, a poll could only find a failure, so most polls are skipped. */
 static int poll_copies(const StagedConnection *self, ProxycclConnection *copies, const uint64_t *word, uint64_t marked,
                        uint32_t *progress) {
   if (word_load(word) != marked && self->polls % LOOKS_AT_COPIES != 0) return 0;
@@ -692,12 +707,12 @@ static int take(StagedConnection *self, uint32_t *progress) {
   }
   for (uint32_t wire = self->from_wire; self->taken_by[wire] < self->arrived[wire]; wire = self->from_wire) {
     const uint64_t start = self->received % self->options.ring_bytes, data = start + sizeof(Header);
-    /* One copy, so that the peer can't change the header after its check. */
+    /* Copies the header before checking it, so that the peer can't change it after the check. */
     Header header = *(const volatile Header *)(self->receiving + start);
     const uint64_t bytes = header.bytes;
     int status;
     if (bytes > self->options.ring_bytes - data) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_LENGTH;
-    if (header.flags & FILLS) header.bytes = 0; /* a message that fills the ring has no data, but may carry a signal */
+    if (header.flags & FILLS) header.bytes = 0; /* a message that only fills has no data, but may carry a signal */
     status = place(self, &header, data);
     if (status != 0) return status;
     self->received += message_bytes(bytes);
@@ -727,7 +742,7 @@ static int staged_release(ProxycclConnection *base, uint64_t *released, uint64_t
   return issue(base);
 }
 
-/* Polls in the order of a message's states, so that one poll advances a message through several states. */
+/* Handles messages in the order of their states, so that one poll can advance a message through several states. */
 static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   StagedConnection *self = self_of(base);
   int status = reclaim(self, progress);
@@ -736,7 +751,7 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   complete_gets(self, progress);
   if (status == 0) status = issue(base);
   if (status != 0) return status;
-  *progress += (uint32_t)self->has_copied; /* counts as progress, because more pieces may be left to copy */
+  *progress += (uint32_t)self->has_copied; /* a copied piece is progress, because more pieces may be left to copy */
   status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
   if (status == 0) status = poll_copies(self, self->out, &self->words->copied.count, self->marked, progress);
   if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
@@ -757,7 +772,7 @@ static int are_resting(const StagedConnection *self) {
   return 1;
 }
 
-/* A waiting operation implies a message without a credit, or an incomplete get. */
+/* Operations need no check: an operation waits only while a message has no credit or a get is incomplete. */
 static int staged_idle(const ProxycclConnection *base) {
   const StagedConnection *self = (const StagedConnection *)base;
   return self->asked == self->got && self->answered == self->noted && self->made == self->freed &&
@@ -779,7 +794,7 @@ static void staged_destroy(ProxycclConnection *base) {
 
 /* -- a wire for other threads --- */
 
-/* Polls a wire. Arrivals count as progress, because a wire without requests has no completions. */
+/* Polls a wire. Messages that arrived count as progress, because a wire that only receives has no completions. */
 static int wire_poll(ProxycclConnection *base, uint32_t *progress) {
   Wire *wire = (Wire *)base;
   uint32_t made = 0;
@@ -791,7 +806,7 @@ static int wire_poll(ProxycclConnection *base, uint32_t *progress) {
   return 0;
 }
 
-/* Returns 1, so that the thread may sleep while requests are outstanding: the worker polls the wire too. */
+/* Always returns 1, so that the thread may sleep while requests are outstanding; the worker also polls the wire. */
 static int wire_idle(const ProxycclConnection *base) {
   (void)base;
   return 1;
@@ -823,7 +838,7 @@ static const char *staged_refused(const ProxycclStagedOptions *options) {
   return NULL;
 }
 
-/* Creates a wire. Returns 0 on failure. */
+/* Creates a wire. Returns 1, or 0 on failure. */
 static int make_wire(StagedConnection *self, uint32_t number, const ProxycclTransport *transport,
                      const ProxycclRuntimeTable *runtime, const char **refused) {
   Wire *wire = &self->wires[number];
@@ -833,7 +848,7 @@ static int make_wire(StagedConnection *self, uint32_t number, const ProxycclTran
   wire->number = number;
   wire->resting = 1;
   wire->link = transport->create(self->options.wires[number].options, runtime, refused);
-  self->options.wires[number].options = NULL; /* valid only during this call */
+  self->options.wires[number].options = NULL; /* the caller's struct is valid only during this call */
   return wire->link != NULL;
 }
 
@@ -845,7 +860,7 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
   StagedConnection *self = calloc(1, sizeof *self);
   if (self == NULL) return NULL;
   self->queue.base.transport = transport;
-  self->queue.issue = issue; /* signals have no key, because the peer checks their addresses */
+  self->queue.issue = issue; /* no key for signals is set, because the peer checks the addresses of signals */
   self->options = *options;
   self->waiting = UINT64_MAX;
   self->words = (Words *)options->area;
@@ -876,7 +891,7 @@ const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *base) {
   return proxyccl_fabric_error_text(self->wires[failed].link);
 }
 
-/* The transport over a wire. */
+/* Defines the staged transport `own_name`, whose wires are connections of the transport `wire_name`. */
 #define STAGED_OVER(wire_name, own_name)                                                                      \
   static ProxycclConnection *own_name##_create(const void *options, const ProxycclRuntimeTable *runtime,      \
                                                const char **refused) {                                        \

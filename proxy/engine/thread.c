@@ -1,7 +1,8 @@
 /* A thread that runs workers in turn: its rounds, its idle policy, and its helpers. See engine.h.
  *
- * Only the thread that has the turn runs the workers. The proxy thread gives the turn away for a moment after each
- * round, and keeps the turn when it returns. So nobody helps while a handler runs or an exit is handled. */
+ * Only the thread that has the turn runs the workers. The proxy thread gives the turn away while it backs off after a
+ * round without work. It keeps the turn when proxyccl_thread_run returns, so nobody helps while a handler runs or an
+ * exit is handled. */
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,20 +14,23 @@
 #include "worker.h"
 
 enum {
-  POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock, which take as long as several */
-  SLEEP_PART = 32,      /* an idle thread sleeps for a 32nd of the time that it has been idle */
-  REST_PART = 1024, /* after a long idle time a thread sleeps for this part, even beyond its policy's longest sleep */
+  POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock; a reading takes as long as several
+                           rounds */
+  SLEEP_PART = 32,      /* an idle thread sleeps for 1/32 of the time that it has been idle */
+  REST_PART = 1024, /* after a long idle time it sleeps for 1/1024 of that time, even if its policy's longest sleep is
+                       shorter */
   LONGEST_REST_NS = 10000000,
   OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding, because a program may wait for that work;
                                    also the shortest sleep, because waking takes a large part of this time */
-  TIMER_SLACK_NS = 1000,        /* the system may end a sleep later by this time; 50 µs by default */
+  TIMER_SLACK_NS = 1000,        /* the system may end a sleep this much later; its default is 50 µs */
   TURN_SLEEP_NS = 50000,        /* sleep between two attempts to take the turn from a helper */
-  SPIN_NS = 50000               /* longest spin, because other threads on the core wait for a time slice meanwhile */
+  SPIN_NS = 50000               /* longest spin: during a spin, other threads on the core have to wait, up to a whole
+                                   time slice */
 };
 
-enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers without progress, with progress */
+enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers: without progress, or with progress */
 
-#define IDLE_FOR_LONG UINT64_MAX /* an idle time after which a thread uses its longest sleep */
+#define IDLE_FOR_LONG UINT64_MAX /* in place of an idle time: the thread uses its longest sleep */
 
 #define NO_CONTEXT UINTPTR_MAX /* not 0, because HIP's contexts are device numbers from 0 */
 
@@ -35,8 +39,8 @@ struct ProxycclThread {
   uint32_t *asleep;            /* 1 while the thread sleeps and may be woken (waking.h) */
   int woken;                   /* whether a launch ended the last sleep */
   ProxycclWorker *added;       /* a stack: any thread pushes, this thread pops all */
-  ProxycclWorker *first, **at; /* the workers, and the link to the current one */
-  uintptr_t context;           /* the context that is current */
+  ProxycclWorker *first, **at; /* the list of workers, and the link to the worker whose turn is next */
+  uintptr_t context;           /* the device context that is current in the thread */
   void (*end_help)(void *);    /* NULL if no other thread may take the turn */
   int turn;                    /* pairing turn: 1 while a thread has the turn */
   int helped;                  /* HELPED_… flags since the thread's last check */
@@ -44,19 +48,20 @@ struct ProxycclThread {
   ProxycclExitInfo found_info; /* the details of that outcome */
 };
 
-/* Pairing turn, acquire: the effects of the last thread with the turn. Returns 1 if the turn was taken. */
+/* Pairing turn, acquire: the thread sees what the last thread with the turn did. Returns 1 if the turn was taken, or 0
+ * if another thread has it. */
 static int turn_taken(ProxycclThread *thread) { return __atomic_exchange_n(&thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
 
 /* Pairing turn, release. */
 static void turn_give(ProxycclThread *thread) { __atomic_store_n(&thread->turn, 0, __ATOMIC_RELEASE); }
 
-/* Pairing new-worker, release: the thread sees the worker as it was handed over. */
+/* Pairing new-worker, release: the thread sees everything that was stored in the worker before. */
 static void push_added(ProxycclThread *thread, ProxycclWorker *worker) {
   worker->next = __atomic_load_n(&thread->added, __ATOMIC_RELAXED);
   while (!__atomic_compare_exchange_n(&thread->added, &worker->next, worker, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
 }
 
-/* Pairing new-worker, acquire. Takes all added workers. The first load saves the exchange if there are none. */
+/* Pairing new-worker, acquire. Takes all added workers. The first load avoids the exchange if no worker was added. */
 static ProxycclWorker *pop_added(ProxycclThread *thread) {
   if (__atomic_load_n(&thread->added, __ATOMIC_RELAXED) == NULL) return NULL;
   return __atomic_exchange_n(&thread->added, NULL, __ATOMIC_ACQUIRE);
@@ -106,7 +111,7 @@ static void sleep_for(uint64_t ns) {
   nanosleep(&pause, NULL);
 }
 
-/* Sleeps at most `ns`, or until a launch wakes the thread. Returns whether a launch did. */
+/* Sleeps for at most `ns`, or until another thread wakes this one. Returns whether it was woken. */
 static int sleep_until_woken(uint32_t *asleep, uint64_t ns) {
   const struct timespec longest = timespec_of(ns);
   __atomic_store_n(asleep, 1, __ATOMIC_RELAXED); /* a hint: see waking.h */
@@ -114,15 +119,16 @@ static int sleep_until_woken(uint32_t *asleep, uint64_t ns) {
   return __atomic_exchange_n(asleep, 0, __ATOMIC_RELAXED) == 0;
 }
 
-/* The work that an idle thread may notice late. */
+/* How late a thread without work may notice new work. */
 typedef enum {
   NOTHING_OUTSTANDING,
   OUTSTANDING, /* a program may wait for a completion */
   HELPED       /* helpers run the workers: launches do not wake the thread, which would take a core from helpers */
 } Idleness;
 
-/* Spins, then yields, then sleeps for a part of the time that it has been idle: waking late adds little to that time,
- * and a thread that is idle for a long time takes hardly any CPU time. Returns the time slept. */
+/* Depending on the idle time, returns immediately (a spin), yields the core, or sleeps for a fixed part of the idle
+ * time. So waking late adds little to a pause, and a thread that is idle for long takes hardly any CPU time. Returns
+ * the time slept in ns. */
 static uint64_t back_off(ProxycclThread *thread, uint64_t idle_ns, Idleness idleness) {
   const ProxycclIdlePolicy policy = idle_of(thread);
   thread->woken = 0;
@@ -147,7 +153,7 @@ static uint64_t back_off(ProxycclThread *thread, uint64_t idle_ns, Idleness idle
   }
 }
 
-/* Adds time in which all workers of a thread were idle. */
+/* Adds a time in which all of a thread's workers were idle to their statistics. */
 static void count_idle(ProxycclThread *thread, uint64_t idle_ns, uint64_t slept_ns) {
   for (ProxycclWorker *worker = thread->first; worker != NULL; worker = worker->next) {
     counter_add(&worker->stats->idle_ns, idle_ns);
@@ -170,7 +176,7 @@ static void take_added(ProxycclThread *thread) {
   thread->at = &thread->first;
 }
 
-/* Makes a worker's context current, unless it is. */
+/* Makes a worker's context current, unless it is current already. Returns 0 or the driver's status. */
 static int enter_context(ProxycclThread *thread, const ProxycclWorker *worker) {
   if (worker->make_current == NULL || worker->context == thread->context) return 0;
   const int status = worker->make_current(worker->context);
@@ -187,15 +193,16 @@ static void end_turns(ProxycclWorker *worker) {
     counter_set(&worker->service->words->turns[worker->number].count, PROXYCCL_NO_MORE_TURNS);
 }
 
-/* The results of one round of the workers: whether anything happened, whether triggers or steps were taken, and whether
- * work is outstanding. */
+/* The results of one round, in which each worker has a turn: whether anything happened, whether triggers or steps were
+ * taken, and whether work is outstanding. */
 typedef struct {
   int progress, busy, outstanding;
 } Round;
 
-/* A worker's turn: steps of a schedule, up to POLL_INTERVAL triggers of each ring, and a poll of the connections. The
- * turn after a handler skips the rings and polls: the handler's trigger ended the previous turn before its poll, and
- * the next trigger might do the same. Returns CONTINUE, or why the thread must return. */
+/* Gives a worker a turn: advances a schedule, acts on up to POLL_INTERVAL triggers of each ring, and polls the
+ * connections. The turn after a handler skips the rings: the handler's trigger ended the previous turn before its poll,
+ * and the next trigger could end this turn before its poll. Returns CONTINUE, or the reason why proxyccl_thread_run
+ * must return. */
 static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, Round *round) {
   const uint32_t rings = list_count(&worker->ring_count);
   const uint32_t drain = request_asked(&worker->drain), pause = request_asked(&worker->pause);
@@ -203,11 +210,12 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   uint32_t done = (uint32_t)worker->handled;
   int held = 0, outstanding, running = 0;
   count_turn(worker);
-  /* Before any trigger is taken: triggers after an abort may name memory that is gone, or carry garbage from a stopped
-   * kernel. */
+  /* Checked before any trigger is taken, because triggers after an abort may name freed memory, or carry garbage from a
+   * stopped kernel. */
   if (abort_is_up(worker->service->control)) {
     proxyccl_worker_show_schedule_waits(worker);
-    /* The failure is stored first, so a caller that checks for failures once its stream is done finds it. */
+    /* The abort word was set before these waits end. So a caller that checks for failures when its stream is done finds
+     * the failure. */
     proxyccl_schedule_words_end_waits(worker->service->words);
     return PROXYCCL_EXIT_ABORTED;
   }
@@ -239,7 +247,8 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   return CONTINUE;
 }
 
-/* Gives each worker a turn, for the caller that has the thread's turn. Returns CONTINUE, or why the thread must return.
+/* Gives each worker a turn. The caller must have the thread's turn. Returns CONTINUE, or the reason why
+ * proxyccl_thread_run must return.
  */
 static ProxycclOutcome run_round(ProxycclThread *thread, Round *round, ProxycclExitInfo *info) {
   do {
@@ -272,7 +281,7 @@ void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(v
   add(help, thread);
 }
 
-/* Returns 1 if a worker's ring has a trigger. For the caller that has the turn. */
+/* Returns 1 if a worker's ring has a trigger. The caller must have the thread's turn. */
 static int any_pushed(const ProxycclThread *thread) {
   ProxycclTrigger trigger;
   for (const ProxycclWorker *worker = thread->first; worker != NULL; worker = worker->next) {
@@ -295,12 +304,13 @@ int proxyccl_thread_help(ProxycclThread *thread, int waits) {
   return round.progress;
 }
 
-/* Takes the turn back. A helper keeps the turn for one round at most. */
+/* Takes the turn back. The loop ends soon, because a helper keeps the turn for at most one round. */
 static void take_back(ProxycclThread *thread) {
   while (!turn_taken(thread)) sleep_for(TURN_SLEEP_NS);
 }
 
-/* Backs off after a round without work, without the turn. Returns the time slept. */
+/* Backs off after a round without work; if there may be helpers, gives them the turn while it does. Returns the time
+ * slept in ns. */
 static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, Idleness idleness) {
   if (thread->end_help == NULL) return back_off(thread, idle_ns, idleness);
   turn_give(thread);
@@ -310,14 +320,15 @@ static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, Idleness idleness
 }
 
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info) {
-  /* Returns 1 if a helper has run the workers and the thread itself has since found no triggers or steps. The thread
-   * then leaves the work to helpers: where threads outnumber cores, a thread that wakes takes a core from those with
-   * work. */
+  /* Whether a helper has run the workers and this thread itself has found no triggers or steps since. The thread then
+   * leaves the work to helpers: if there are more threads than cores, each thread that wakes up takes a core from a
+   * thread with work. */
   int is_helped = 0;
   uint64_t idle_since = 0, counted = 0; /* idle time is counted up to the last reading of the clock */
-  uint64_t slept = 0;                   /* after a sleep, a thread polls once before it sleeps again */
+  uint64_t slept = 0;                   /* time of the last sleep: after a sleep, a thread polls only once before it
+                                           sleeps again */
   uint32_t polls = 0;
-  prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* if the call fails, sleeps only end later */
+  prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* if the call fails, sleeps just last longer */
   clear_info(info);
   for (;;) {
     Round round = {0};
@@ -341,7 +352,7 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
     if (idle_since == 0) idle_since = counted = now_ns();
     if (is_helped || slept || ++polls % POLLS_PER_CLOCK == 0) {
       const uint64_t now = now_ns(), idle_ns = is_helped ? IDLE_FOR_LONG : now - idle_since;
-      /* A thread that has just helped handles outstanding work too. */
+      /* If a helper has run the workers since the last round, it also polls for outstanding work. */
       const Idleness idleness = is_helped && (helped || !round.outstanding) ? HELPED
                                 : round.outstanding                         ? OUTSTANDING
                                                                             : NOTHING_OUTSTANDING;

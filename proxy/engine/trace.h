@@ -1,8 +1,9 @@
 /* The worker's side of the trace (observe.h): a ring of records, which the worker overwrites whether or not an observer
  * has read them.
  *
- * Reading the clock takes longer than most triggers, so triggers in quick succession share a reading: their number is
- * chosen so that together they take about TRACE_CLOCK_INTERVAL_NS. A trigger that takes longer has its own times.
+ * Reading the clock takes longer than issuing most triggers. So triggers in quick succession share a reading of the
+ * clock, as many as together take about TRACE_CLOCK_INTERVAL_NS. A trigger that takes longer than that has its own
+ * times.
  */
 #ifndef PROXYCCL_TRACE_H
 #define PROXYCCL_TRACE_H
@@ -12,7 +13,7 @@
 
 typedef struct {
   uint64_t next;  /* number of the next record */
-  uint32_t share; /* triggers that share a reading of the clock; 0: not known yet */
+  uint32_t share; /* number of triggers that share a reading of the clock; 0 if not known yet */
 } Trace;
 
 enum { TRACE_CLOCK_INTERVAL_NS = 2000 };
@@ -26,7 +27,7 @@ static inline void trace_trigger(ProxycclTraceRecord *record, ProxycclTrigger tr
   trace_record(record, trigger.word0, trigger.word1 & ~(1ull << PROXYCCL_PARITY_SHIFT));
 }
 
-/* The place of the next record, and the number that fit contiguously from there. */
+/* Returns the place of the next record; trace_room returns how many records fit contiguously from that place on. */
 static inline ProxycclTraceRecord *trace_next(const Trace *trace, ProxycclWorkerStats *stats) {
   return &stats->records[trace->next % PROXYCCL_TRACE_RECORDS];
 }
@@ -47,24 +48,25 @@ static inline void trace_seen(Trace *trace, ProxycclWorkerStats *stats, uint32_t
   trace_mark(trace, stats, PROXYCCL_MARK_SEEN, (uint64_t)ring << 48 | (ticket & ((1ull << 48) - 1)), now_ns);
 }
 
-/* Returns the number of triggers that share the next reading, at most `most`, given that the last `triggers` took
- * `took_ns`. */
+/* Returns the number of triggers that are to share the next reading of the clock, at most `most`, given that the last
+ * `triggers` triggers took `took_ns`. */
 static inline uint32_t trace_share(uint32_t triggers, uint64_t took_ns, uint32_t most) {
   const uint64_t share = (uint64_t)triggers * TRACE_CLOCK_INTERVAL_NS / (took_ns + 1);
   return share == 0 ? 1 : share > most ? most : (uint32_t)share;
 }
 
-/* Pairing trace-records, release: before records are overwritten. A reader that has read a new record learns that from
- * `traced`. */
+/* Pairing trace-records, release: called before records are overwritten. A reader that has read part of a new record
+ * sees in `traced` that the old record may have been overwritten. */
 static inline void trace_begin(void) { __atomic_thread_fence(__ATOMIC_RELEASE); }
 
-/* Pairing trace-records, release: the records before their number. */
+/* Pairing trace-records, release: the records are stored before their number. */
 static inline void trace_publish(const Trace *trace, ProxycclWorkerStats *stats) {
   __atomic_store_n(&stats->traced, trace->next, __ATOMIC_RELEASE);
 }
 
-/* The time if an observer wants records, otherwise 0. A request that has expired is zeroed, so that the clock is read
- * for it only once, unless the observer has extended it meanwhile. Relaxed: the request orders nothing. */
+/* Returns the present time if an observer wants records, otherwise 0. Zeroes a request that has expired, so that later
+ * calls need not read the clock; a request that the observer extends at the same moment stays. Relaxed: the request
+ * orders nothing. */
 static inline uint64_t trace_wanted(ProxycclWorkerStats *stats) {
   uint64_t until = __atomic_load_n(&stats->trace_until, __ATOMIC_RELAXED);
   if (__builtin_expect(until == 0, 1)) return 0;

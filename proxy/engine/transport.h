@@ -1,8 +1,9 @@
-/* A transport moves data to peers. It has a connection to each peer, which all channels to that peer share.
+/* A transport moves data between this rank and its peers. All channels to one peer share a connection.
  *
- * No function blocks. Functions that return a status return 0, or a status of the transport that ends the communicator.
- * A connection executes its operations in order: a signal arrives after the puts and gets before it, a flush word is
- * written when they are complete, a get reads the data of earlier puts, and a put carries the data of earlier gets.
+ * No function blocks. Functions that return a status return 0 for success; any other status ends the communicator. A
+ * connection executes its operations in order. A signal arrives after the data of all earlier puts and gets; a flush
+ * word is written when these are complete; a get reads the data of earlier puts; a put sends the data that earlier gets
+ * have fetched.
  */
 #ifndef PROXYCCL_TRANSPORT_H
 #define PROXYCCL_TRANSPORT_H
@@ -12,39 +13,39 @@
 #include "outcome.h"
 #include "runtime_table.h"
 
-/* One memory id. A memory longer than a window has consecutive ids, one for each window. */
+/* The table entry of one memory id. A memory longer than a window has consecutive ids, one for each window. */
 typedef struct ProxycclMemory {
-  char *base;           /* address of the window, as the transport reaches it */
+  char *base;           /* address by which the transport names the window */
   uint64_t bytes;       /* bytes from `base` to the end of the memory; 0 if the id is not in use */
-  uint64_t key;         /* a remote key, or the transport's own */
-  uint32_t remote_only; /* only a remote link reaches the memory, by `key`: local copies must not use `base` */
+  uint64_t key;         /* the memory's key for the peer's device or for this rank's, as the transport defines */
+  uint32_t remote_only; /* 1 if only a remote link reaches the memory, by `key`; local copies must not use `base` */
   char *host;           /* the CPU's address of the window; NULL if the CPU may not access the memory */
 } ProxycclMemory;
 
 typedef struct ProxycclConnection ProxycclConnection;
 
-/* The sides of a transfer that a transport copies in this process: local memory, and the peer's. */
+/* Flags for memory that a transport accesses by its address in this process: local memory, and the peer's. */
 enum { PROXYCCL_COPIES_OWN = 1, PROXYCCL_COPIES_PEER = 2 };
 
-/* A put by the addresses of its ranges. */
+/* A put, given by the addresses of its ranges. */
 typedef struct ProxycclPut {
   char *dst;
   const char *src;
   uint64_t bytes;
 } ProxycclPut;
 
-enum { PROXYCCL_MOST_PUTS = 32 }; /* most puts of one call */
+enum { PROXYCCL_MOST_PUTS = 32 }; /* most puts that one put_many makes */
 
 typedef struct ProxycclTransport {
   const char *name;
-  uint32_t copies; /* sides where the engine refuses remote_only memory */
+  uint32_t copies; /* PROXYCCL_COPIES_ flags: for which memory the engine refuses `remote_only` */
   /* Makes a connection. `options` is the transport's options struct; objects that it names must outlive the connection.
-   * Returns NULL on failure: sets *refused to the name of an option that is out of range; or sets errno to ENOMEM, or
-   * to ENOSYS in a build without the transport. */
+   * On failure, returns NULL, and either sets *refused to the name of an option that is out of range, or sets errno to
+   * ENOMEM, or to ENOSYS in a build without the transport. */
   ProxycclConnection *(*create)(const void *options, const ProxycclRuntimeTable *runtime, const char **refused);
-  /* Number of triggers, each with a put, a signal and a flush, for which the connection has room now; NULL: any number.
-   * The engine issues at most that many. At 0 the engine leaves the trigger in its ring and asks again after the next
-   * poll. */
+  /* Returns the number of triggers, each with a put, a signal and a flush, for which the connection has room now. The
+   * engine issues at most that many. If there is no room, the engine leaves triggers in their ring and asks again after
+   * the next poll. NULL if there is always room. */
   uint32_t (*ready)(const ProxycclConnection *self);
   /* Moves at least one byte from local memory to the peer's. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
@@ -55,17 +56,19 @@ typedef struct ProxycclTransport {
   /* Makes at most `most_puts` puts, in any order, to the peers of any connections of this transport. The call counts as
    * one operation of this connection. */
   int (*put_many)(ProxycclConnection *self, const ProxycclPut *puts, uint32_t count);
-  /* Puts the low `bytes` bytes of a value, 1, 2, 4 or 8 of them. No source is read later. */
+  /* Puts the low `bytes` bytes of a value: 1, 2, 4 or 8. The caller need not keep the value. */
   int (*put_value)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
                    uint32_t bytes);
-  /* Stores `value` to the peer's semaphore word, which holds `previous`: some devices can only add. */
+  /* Sets the peer's semaphore word to `value`. The word holds `previous`, from which devices that can only add compute
+   * what to add. */
   int (*signal)(ProxycclConnection *self, uint64_t *remote, uint64_t value, uint64_t previous);
   /* Stores `value` to this rank's word `flushed` when all earlier operations are complete. */
   int (*flush)(ProxycclConnection *self, uint64_t *flushed, uint64_t value);
-  /* Stores `value` to this rank's word `released` when earlier puts no longer read their sources. NULL if sources are
-   * read until the puts are complete, which a flush reports. */
+  /* Stores `value` to this rank's word `released` when earlier puts no longer read their sources. NULL if puts read
+   * their sources until they are complete; use `flush` then. */
   int (*release)(ProxycclConnection *self, uint64_t *released, uint64_t value);
-  /* Makes progress and finds failures. Adds the number of completions to *progress. */
+  /* Advances outstanding operations and returns the status of a failed one. Adds the number of completions to
+   * *progress. */
   int (*poll)(ProxycclConnection *self, uint32_t *progress);
   /* Returns 1 if nothing is outstanding. */
   int (*idle)(const ProxycclConnection *self);
@@ -74,22 +77,22 @@ typedef struct ProxycclTransport {
 
 /* A connection's progress: counts of triggers since its first trigger. */
 typedef struct ProxycclProgress {
-  uint64_t issued;    /* set by the engine, after a run of triggers */
-  uint64_t completed; /* set by the transport, at a poll: at least this many triggers are complete */
-  uint64_t marked;    /* set by the transport: the next value of `completed` */
+  uint64_t issued;    /* number of issued triggers; set by the engine after each run of triggers */
+  uint64_t completed; /* at least this many triggers are complete; set by the transport during polls */
+  uint64_t marked;    /* the next value of `completed`; set by the transport */
 } ProxycclProgress;
 
 struct ProxycclConnection {
   const ProxycclTransport *transport;
   ProxycclProgress progress;
   struct Channel *unfinished; /* the engine's list of channels with triggers that are not known to be complete */
-  uint32_t most_puts;         /* most puts of a put_many; 0 without put_many */
+  uint32_t most_puts;         /* most puts that a put_many of this connection makes; 0 without put_many */
   uint32_t number;            /* the connection's number in its worker */
   uint32_t worker;            /* the worker's number in its service */
 };
 
-/* For the end of a poll of a transport whose flush is free: makes `completed` follow `issued`, with one flush at a
- * time. */
+/* Makes `completed` follow `issued` by flushes of `completed`, one at a time. For transports whose flush costs nothing,
+ * at the end of a poll. */
 static inline int proxyccl_mark_progress(ProxycclConnection *self) {
   ProxycclProgress *progress = &self->progress;
   if (progress->completed < progress->marked || progress->marked == progress->issued) return 0;

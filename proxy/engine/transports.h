@@ -1,19 +1,19 @@
-/* All transports by name. The engine knows only their functions (transport.h). */
+/* The table of all transports, by name. The engine uses transports only through their functions (transport.h). */
 #ifndef PROXYCCL_TRANSPORTS_H
 #define PROXYCCL_TRANSPORTS_H
 
 #include "transport.h"
 
-/* <name>_transport.c defines proxyccl_<name>_transport, <name>_transport.h its options if it has any;
- * staged_transport.c and .h have both staged transports. */
+/* <name>_transport.c defines proxyccl_<name>_transport, and <name>_transport.h defines the transport's options.
+ * staged_transport.c and .h define both staged transports. */
 #define PROXYCCL_TRANSPORTS(each) each(copy) each(verbs) each(staged) each(fabric) each(staged_fabric)
 
 #define PROXYCCL_DECLARE_TRANSPORT(name) extern const ProxycclTransport proxyccl_##name##_transport;
 PROXYCCL_TRANSPORTS(PROXYCCL_DECLARE_TRANSPORT)
 
 /* Makes a connection. `options` is the struct in the transport's header; the objects that it names must outlive the
- * connection. Returns NULL on failure. Then *refused is the name of an option that is out of range, or NULL with errno
- * ENOMEM, or ENOSYS in a build without the transport. */
+ * connection. Returns NULL on failure. On failure, *refused is the name of an option that is out of range; or *refused
+ * is NULL, and errno is ENOMEM, or ENOSYS if this build lacks the transport. */
 ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
                                                const ProxycclRuntimeTable *runtime, const char **refused);
 void proxyccl_connection_destroy(ProxycclConnection *connection);

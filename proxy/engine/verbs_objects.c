@@ -1,5 +1,5 @@
-/* A pointer is accepted if the memory there looks like the expected queue pair: its number, context, domain and
- * completion queues match. */
+/* An ibv_qp * is accepted if the memory to which it points looks like the expected queue pair: the number is the
+ * expected one, and the domain and completion queues have the queue pair's context. */
 #define _GNU_SOURCE
 #include "verbs_objects.h"
 
@@ -11,7 +11,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* Copies this process's memory, by the kernel. Returns 0 or an errno. */
+/* Copies memory of this process by a system call. Returns 0 or an errno. */
 static int copy_from(const void *address, void *out, size_t bytes) {
   const struct iovec local = {out, bytes}, remote = {(void *)address, bytes};
   const ssize_t copied = process_vm_readv(getpid(), &local, 1, &remote, 1, 0);
@@ -24,7 +24,8 @@ static ProxycclVerbsFinding finding(int error, ProxycclVerbsFinding unreadable) 
   return error == EFAULT ? unreadable : PROXYCCL_VERBS_FORBIDDEN;
 }
 
-/* libibverbs' structures each begin with a pointer to their context. */
+/* Checks that a domain or completion queue belongs to the expected context. libibverbs' structures begin with a pointer
+ * to their context. */
 static ProxycclVerbsFinding of_context(const void *part, const struct ibv_context *expected) {
   struct ibv_context *context;
   const ProxycclVerbsFinding result = finding(copy_from(part, &context, sizeof context), PROXYCCL_VERBS_OTHER_PARTS);

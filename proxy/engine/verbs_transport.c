@@ -1,9 +1,9 @@
 /* Operations wait in a queue of the connection until the send queue has room. Requests are numbered from 1; all up to
  * number `retired` are complete.
  *
- * A queue pair starts its requests in their order, and carries them out in that order except in one case: the response
- * to a read may come after later requests. So the first request after a run of reads has a fence: this request and
- * later ones start only when the reads are complete. A read after writes needs no fence. */
+ * A queue pair starts and executes its requests in order, with one exception: the response to a read may come after
+ * later requests were executed. So the first request after a run of reads has a fence: this request and later ones
+ * start only when the reads are complete. A read after writes needs no fence. */
 #include "verbs_transport.h"
 
 #include <errno.h>
@@ -29,9 +29,9 @@ typedef struct {
   struct ibv_qp *qp;
   uint32_t depth;         /* most requests outstanding */
   uint32_t chain_limit;   /* most requests in a chain */
-  uint32_t chained;       /* requests that are made and not yet posted */
+  uint32_t chained;       /* number of requests that are made but not posted yet */
   uint64_t chained_bytes; /* bytes of the puts and gets in the chain */
-  int reading;            /* the last request was a read */
+  int reading;            /* whether the last request was a read */
   uint64_t made, retired;
   struct ibv_send_wr requests[CHAIN]; /* linked in order */
   struct ibv_sge parts[CHAIN];
@@ -40,8 +40,8 @@ typedef struct {
 
 static VerbsConnection *self_of(ProxycclConnection *base) { return (VerbsConnection *)base; }
 
-/* Posts the chain with one call. The chain's last request is signalled: a completion frees the slots of all requests
- * before it, and only a completion does. */
+/* Posts the chain with one call. The chain's last request is signalled, because only a completion frees slots of the
+ * send queue: those of its request and of all earlier ones. */
 static int post(VerbsConnection *self) {
   struct ibv_send_wr *last, *refused;
   int status;
@@ -98,7 +98,7 @@ static void make_request(VerbsConnection *self, Operation *operation) {
   }
 }
 
-/* Makes requests of the operations in order, as far as there is room, and posts each full chain. */
+/* Makes requests for the operations in order while there is room, and posts each full chain. */
 static int issue(ProxycclConnection *base) {
   VerbsConnection *self = self_of(base);
   for (Operation *operation; (operation = operations_next(&self->queue.operations)) != NULL;) {
@@ -126,7 +126,7 @@ static int retire(VerbsConnection *self, uint32_t *progress) {
     taken = ibv_poll_cq(self->qp->send_cq, COMPLETIONS, completions);
     if (taken < 0) return EIO;
     for (int i = 0; i < taken; ++i) {
-      /* The first error is the cause: the requests after it were flushed because of it. */
+      /* The first error is the cause; later requests failed only because the first did. */
       if (completions[i].status != IBV_WC_SUCCESS) return PROXYCCL_VERBS_COMPLETION + completions[i].status;
       self->retired = completions[i].wr_id;
     }
@@ -144,7 +144,7 @@ static int verbs_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* A waiting operation implies an outstanding request. */
+/* Operations need no check: an operation waits only while a request is outstanding. */
 static int verbs_idle(const ProxycclConnection *base) {
   const VerbsConnection *self = (const VerbsConnection *)base;
   return self->made == self->retired;

@@ -1,7 +1,7 @@
-/* RDMA writes and reads on one reliable connected queue pair for each peer.
+/* The transport `verbs`: RDMA writes and reads, on one reliable connected queue pair for each peer.
  *
- * Compiling it needs libibverbs' headers; running it needs no library, because posting and polling are calls through
- * the queue pair's own context. */
+ * The transport is built only with libibverbs' headers. The engine is not linked to the library, because posting and
+ * polling are inline functions that call through the queue pair's context. */
 #ifndef PROXYCCL_VERBS_TRANSPORT_H
 #define PROXYCCL_VERBS_TRANSPORT_H
 
@@ -13,8 +13,8 @@ typedef enum ProxycclVerbsSignal {
 } ProxycclVerbsSignal;
 
 /* A status of this transport is an errno of ibv_post_send or ibv_poll_cq, or PROXYCCL_VERBS_COMPLETION plus an
- * ibv_wc_status. Two more are NO_INLINE (for a put of a value: the device does not support inline data) and NO_READS
- * (for a get: one of the two devices does not support RDMA reads). */
+ * ibv_wc_status. PROXYCCL_VERBS_NO_INLINE refuses a put of a value because the device does not support inline data.
+ * PROXYCCL_VERBS_NO_READS refuses a get because one of the two devices does not support RDMA reads. */
 enum {
   PROXYCCL_VERBS_COMPLETION = 1 << 16,
   PROXYCCL_VERBS_NO_INLINE = (2 << 16) - 1,
@@ -24,29 +24,33 @@ enum {
 enum {
   PROXYCCL_VERBS_OPERATIONS = 256, /* most operations that wait for a connection's send queue */
   PROXYCCL_VERBS_CHAIN = 32,       /* most work requests posted with one call */
-  /* A chain with this many bytes is posted at once: the transfer takes much longer than the call. */
+  /* A chain with this many bytes is posted without waiting for more requests, because its transfer takes much longer
+   * than the call. */
   PROXYCCL_VERBS_CHAIN_BYTES = 16 << 10
 };
 
-/* At most as many requests are outstanding as the smaller queue holds, because after an error each request takes a
- * completion. A chain has at most half of them, so that the device works on one half while the engine makes the other.
+/* At most min(send_depth, cq_depth) requests are outstanding, because after an error each request takes a place in the
+ * completion queue. A chain has at most half as many, so that the device works on one half while the engine makes the
+ * other.
  */
 typedef struct ProxycclVerbsOptions {
-  uintptr_t qp;          /* ibv_qp *, ready to send. Nobody else may use it or its send completion queue. */
-  uint32_t send_depth;   /* work requests that its send queue takes */
-  uint32_t cq_depth;     /* completions that its send completion queue takes */
+  uintptr_t qp;          /* ibv_qp *, ready to send. Nothing else may use it or its send completion queue. */
+  uint32_t send_depth;   /* work requests that the queue pair's send queue can hold */
+  uint32_t cq_depth;     /* completions that the queue pair's send completion queue can hold */
   uint32_t max_message;  /* bytes that one request may carry */
-  uint32_t reads;        /* most RDMA reads that the queue pair may have outstanding; 0: it supports no reads */
+  uint32_t reads;        /* most RDMA reads that the queue pair may have outstanding; 0 if it supports no reads */
   uint32_t signal;       /* ProxycclVerbsSignal */
   uint32_t signal_rkey;  /* rkey of the memory with the peer's semaphore words */
-  uint32_t scratch_lkey; /* FETCH_ADD: lkey of `scratch` */
-  uint64_t scratch;      /* FETCH_ADD: 8 registered bytes, aligned to 8, that receive the words' old values */
+  uint32_t scratch_lkey; /* for FETCH_ADD: lkey of `scratch` */
+  uint64_t scratch;      /* for FETCH_ADD: address of 8 registered bytes, aligned to 8, that receive the words' old
+                            values */
 } ProxycclVerbsOptions;
 
-/* The key of local memory, a put's source or a get's destination, is its lkey. The peer's memory has the peer's own
- * address as its `base` and the rkey as its key; a signal's word is the peer's own address too. */
+/* The key of local memory (a put's source or a get's destination) is its lkey. For the peer's memory, `base` is its
+ * address in the peer's process, and the key is its rkey. A signal's word is also given by its address in the peer's
+ * process. */
 
-/* 1 if this build has the transport: it was built with libibverbs' headers. */
+/* Returns 1 if this build has the transport, which needs libibverbs' headers. */
 int proxyccl_verbs_built(void);
 
 #endif

@@ -11,7 +11,7 @@ static struct sigaction previous;
 static void wake(int signal, siginfo_t *info, void *context) {
   const int kept = errno; /* the errno of the interrupted code */
   const uint64_t one = 1;
-  /* A write to an eventfd fails only if the count would overflow, and then the reader is awake already. */
+  /* A write to an eventfd fails only if its count would overflow; the reader is then awake already. */
   const ssize_t written = write(descriptor, &one, sizeof one);
   (void)written;
   errno = kept;
@@ -25,7 +25,7 @@ static void wake(int signal, siginfo_t *info, void *context) {
 int proxyccl_wake_signal_install(int signal, int eventfd) {
   if (sigaction(signal, NULL, &previous) != 0) return errno;
   descriptor = eventfd;
-  /* System calls of the program's threads are restarted. */
+  /* SA_RESTART: the signal does not interrupt system calls of the program's threads. */
   struct sigaction action = {.sa_sigaction = wake, .sa_flags = SA_SIGINFO | SA_RESTART};
   sigemptyset(&action.sa_mask);
   return sigaction(signal, &action, NULL) != 0 ? errno : 0;

@@ -1,4 +1,4 @@
-/* The state that the engine's files share: a service's tables, and a worker. */
+/* The structs of a service and of a worker, which the engine's files share. */
 #ifndef PROXYCCL_WORKER_H
 #define PROXYCCL_WORKER_H
 
@@ -8,10 +8,10 @@
 #include "ring.h"
 #include "trace.h"
 
-/* A channel's progress, in triggers of its connection and in tickets. */
+/* A point in a channel's progress, as a count of its connection's triggers and as a ticket of the channel. */
 typedef struct {
-  uint64_t triggers; /* triggers of the channel's connection, as ProxycclProgress counts them */
-  uint64_t end;      /* one more than the ticket of the channel's last trigger among them */
+  uint64_t triggers; /* number of triggers of the channel's connection, as ProxycclProgress counts them */
+  uint64_t end;      /* one more than the ticket of the channel's last trigger among these */
 } Extent;
 
 typedef struct Channel Channel;
@@ -22,10 +22,12 @@ struct Channel {
   uint64_t *remote_semaphore;
   uint64_t *flushed;
   uint64_t *completed;
-  uint64_t outbound; /* the peer's word: signals sent, or a schedule's post; the engine is its only writer */
-  uint64_t taken;    /* signals in this rank's word that schedules have consumed, or the last post that was read */
-  /* While triggers are not known to be complete: the progress of all issued triggers, and of the first triggers to wait
-   * for. */
+  uint64_t outbound; /* last value sent to the peer's word: a count of signals, or a post; only the engine writes that
+                        word */
+  uint64_t taken;    /* number of signals in this rank's word that schedules have consumed, or the last post that was
+                        read */
+  /* While triggers are not known to be complete: the point after all issued triggers, and the point that is published
+   * next. */
   Extent issued, awaited;
   Channel *next_unfinished; /* next in the connection's list */
   int unfinished;           /* whether the channel is in that list */
@@ -40,17 +42,17 @@ struct ProxycclService {
   const uint64_t *semaphores;   /* the channels' words in this rank, which peers' proxies signal */
   uint32_t worker_count;
   uint32_t current; /* number of the schedule that was started last */
-  uint32_t started; /* schedules that were started; pairing schedule-start */
-  uint32_t parts;   /* workers that have not ended their part of the current schedule; pairing schedule-end */
+  uint32_t started; /* number of schedules that were started; pairing schedule-start */
+  uint32_t parts;   /* number of workers that have not ended their part of the current schedule; pairing schedule-end */
   Schedule *schedules[PROXYCCL_MAX_SCHEDULES];
   ProxycclMemory memories[PROXYCCL_MEMORY_IDS];
   Channel channels[PROXYCCL_MAX_CHANNELS];
 };
 
-/* The flush that is being timed, one for each connection. */
+/* The flush of a connection that is being timed; a connection times one flush at a time. */
 typedef struct {
   const uint64_t *flushed; /* NULL without a timed flush */
-  uint64_t awaited;        /* value of the flush word at completion */
+  uint64_t awaited;        /* value of the flush word once the flush is complete */
   uint64_t issued_ns;
   ProxycclCounters *counters;
 } TimedFlush;
@@ -59,9 +61,10 @@ typedef struct {
 typedef struct {
   Schedule *schedule;          /* NULL if no schedule runs */
   ProxycclConnection *carrier; /* the connection whose stream copies all bundles; NULL without bundles */
-  uint32_t left;               /* steps that are not complete */
-  uint32_t idle_polls;         /* polls since the last progress */
-  uint64_t idle_since;         /* start of the wait; 0 before the clock was read */
+  uint32_t left;               /* number of steps that are not complete */
+  uint32_t idle_polls;         /* number of polls since the last progress */
+  uint64_t idle_since;         /* when the part was first seen without progress; 0 if the clock was not read since the
+                                  last progress */
   int shown;                   /* whether the waits are published for observers */
 } ScheduleRun;
 
@@ -79,36 +82,37 @@ struct ProxycclWorker {
   ProxycclConnection *connections[PROXYCCL_MAX_CONNECTIONS];
   TimedFlush timed[PROXYCCL_MAX_CONNECTIONS];
   uint32_t ring_count, connection_count; /* pairing worker-list */
-  uint32_t current;                      /* ring to visit next, also after a return to Python */
+  uint32_t current;                      /* index of the ring to visit next; kept while a Python handler runs */
   uint32_t number;                       /* the worker's number in its service; worker 0 reads the bell */
-  uint32_t joined;                       /* schedules that this worker has joined; unused by worker 0 */
-  uint32_t polled;                       /* the connection to poll next while a schedule runs */
+  uint32_t joined;                       /* value of the service's `started` when this worker last began a schedule;
+                                            unused by worker 0 */
+  uint32_t polled;                       /* number of the connection to poll in this turn while a schedule runs */
   ScheduleRun run;
-  int handling;  /* a Python handler has the current ring's next trigger */
-  int handled;   /* a handler has returned, and connections were not polled since */
+  int handling;  /* whether a Python handler is handling the current ring's next trigger */
+  int handled;   /* whether a handler has returned and connections were not polled since */
   int stop;      /* STOP_… flags, pairing request */
-  Request drain; /* a request to report when nothing is left to do */
-  Request pause; /* odd numbers pause, even numbers resume */
+  Request drain; /* requests to report when nothing is left to do */
+  Request pause; /* requests with odd numbers pause the worker, those with even numbers resume it */
 };
 
 enum {
   POLL_INTERVAL = 256 /* most triggers of a ring between two polls of the connections, which call the driver */
 };
 
-/* Triggers for which a connection has room now. */
+/* Returns the number of triggers for which a connection has room now. */
 static inline uint32_t room_of(const ProxycclConnection *connection) {
   return connection->transport->ready == NULL ? POLL_INTERVAL : connection->transport->ready(connection);
 }
 
-/* 1 if a transport would copy from or to memory that only a remote link reaches. */
+/* Returns 1 if a transport would copy from or to memory that only a remote link reaches. */
 static inline int copies_remote_only(const ProxycclTransport *transport, const ProxycclMemory *own,
                                      const ProxycclMemory *peer) {
   return (own->remote_only && transport->copies & PROXYCCL_COPIES_OWN) ||
          (peer->remote_only && transport->copies & PROXYCCL_COPIES_PEER);
 }
 
-/* Fills in the error with which the thread returns. The thread has cleared `info`; the caller adds the channel,
- * connection or schedule. */
+/* Fills in the error with which proxyccl_thread_run returns. `info` was cleared before; the caller of this function
+ * adds the channel, connection or schedule. */
 static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t code, int status, const char *reason) {
   info->code = code;
   info->status = status;
@@ -117,22 +121,23 @@ static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t c
 }
 
 /* Acts on up to POLL_INTERVAL triggers of a ring, and adds their number to *progress. If a trigger's connection has no
- * room, the trigger and all after it stay in the ring, and *held is set. Returns CONTINUE, or why the thread must
- * return. */
+ * room, the trigger and all after it stay in the ring, and *held is set. Returns CONTINUE, or the reason why the thread
+ * must return. */
 ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info,
                                            uint32_t *progress, int *held);
 
-/* Reads the bell if no schedule runs, then advances the running schedule as far as possible. Adds progress to
- * *progress, and sets *running if a schedule is still running. Returns CONTINUE, or why the thread must return. */
+/* Reads the bell if no schedule runs, then advances the running schedule as far as possible. Adds the number of steps
+ * that advanced to *progress, and sets *running if a schedule is still running. Returns CONTINUE, or the reason why the
+ * thread must return. */
 ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                              int *running);
 
 /* Publishes the wait of the running schedule, if any, on each connection that the schedule waits for. */
 void proxyccl_worker_show_schedule_waits(ProxycclWorker *worker);
 
-/* Polls every connection, or one in turn while a schedule runs, and publishes the progress of each for observers. Adds
- * completions to *progress; *outstanding says whether work is outstanding. Returns CONTINUE, or why the thread must
- * return. */
+/* Polls every connection, or one of them in turn while a schedule runs, and publishes the progress of each polled
+ * connection for observers. Adds the number of completions to *progress, and sets *outstanding to whether work is
+ * outstanding. Returns CONTINUE, or the reason why the thread must return. */
 ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                      int *outstanding);
 

@@ -1,4 +1,4 @@
-"""Brings libfabric up: chooses a provider, opens an endpoint, registers memory. The engine then moves the data.
+"""Sets libfabric up: chooses a provider, opens an endpoint, registers memory. The engine then moves the data.
 
-The package does not know about ranks. Callers carry endpoints' addresses to peers, as bytes.
+The package does not know about ranks. Its callers send endpoints' addresses to peers, as bytes.
 """

@@ -1,4 +1,4 @@
-"""A libfabric endpoint, the endpoint's address for peers, and registered memory; one rank's endpoints."""
+"""Opens a rank's libfabric endpoints, encodes their addresses for peers, and registers memory with them."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _ADDRESS_BYTES = 512
 _COMPLETIONS = 8192
-_KEY_EXISTS = 269  # FI_ENOKEY: the key is in use
+_KEY_EXISTS = 269  # FI_ENOKEY, with which providers refuse a key that is in use
 _KEY_TRIES = 8
 _OWNERS = {"cuda": lib.PROXYCCL_FABRIC_CUDA, "hip": lib.PROXYCCL_FABRIC_ROCR}
 _LOCAL_KEYS: int = lib.PROXYCCL_FABRIC_LOCAL_KEYS
 _CORES_PER_STREAM = 2
-"""Cores that streams leave free: for the rank's program, its proxy, and the operating system."""
+"""Number of cores for each stream. A stream keeps one of them busy; the others are for the rank's program, its proxy,
+and the operating system.
+"""
 
 
 class FabricAddress(Message, frozen=True):
-    """An endpoint's description for its peers.
+    """A description of an endpoint, which its rank sends to peers.
 
     Attributes:
-        provider: the provider, which peers must use too.
-        format: libfabric's number of the form of `address`.
-        address: the address.
+        provider: the name of the provider, which must be the same at the peer.
+        format: libfabric's number for the format of `address`.
+        address: the endpoint's address in that format.
         reads: whether peers may read memory that is registered with the endpoint.
-        in_order: whether the bytes of one write reach that memory in order.
+        in_order: whether the bytes of one write reach this rank's memory in order.
     """
 
     provider: Annotated[str, Meta(max_length=256)]
@@ -54,18 +56,19 @@ ADDRESS = Codec(FabricAddress, 2048, "endpoint's address")
 
 
 class FabricEndpoint(RegistrationCache):
-    """An endpoint for all peers of a rank, and memory that is registered with it: a `RegistrationCache` that knows
-    GPUs. Threads may share it.
+    """An endpoint that a rank uses for all peers. It is also the `RegistrationCache` of the memory that is registered
+    with it, of hosts and of GPUs. Several threads may use it.
 
     Args:
         offer: the provider and its interface.
         options: the endpoint's settings.
-        waits: whether the completion queue has a descriptor that becomes readable, if the provider supports one.
+        waits: whether to open the completion queue with a file descriptor that becomes readable when there is a
+            completion; ignored if the provider does not support one.
 
     Attributes:
         offer: the provider and its interface.
-        ordered: whether a signal is posted right after its data.
-        joined: whether a signal may be a part of a write, if the peer's memory supports that.
+        ordered: whether a signal is posted right after its data, because writes arrive in order.
+        joined: whether a signal may be the second part of a write, provided that the peer's memory supports that.
         depth: the most outstanding writes of a connection.
         parts: the endpoint's libfabric objects (a ProxycclFabricParts).
 
@@ -93,11 +96,11 @@ class FabricEndpoint(RegistrationCache):
         self._looks = ffi.new("uint64_t *")
         self._free_keys = deque(range(1, _LOCAL_KEYS))
         self._lock = threading.Lock()
-        self._kept: list[Any] = []  # memory that the provider may touch until the endpoint is closed
+        self._kept: list[Any] = []  # the memory of requests, which the provider may access until the endpoint is closed
 
     @property
     def address(self) -> bytes:
-        """The address for a peer's `connect`, as bytes."""
+        """This endpoint's address, as bytes, which a peer passes to its `connect`."""
         self._require_open()
         room, size = ffi.new("char[]", _ADDRESS_BYTES), ffi.new("uint64_t *", _ADDRESS_BYTES)
         self._check("fi_getname", lib.proxyccl_fabric_address(self._endpoint, room, size))
@@ -106,7 +109,9 @@ class FabricEndpoint(RegistrationCache):
         return ADDRESS.encode(FabricAddress(offer.provider, offer.address_format, raw, offer.reads, offer.in_order))
 
     def insert(self, peer: bytes) -> tuple[int, FabricAddress]:
-        """Adds a peer to the address vector. Returns the peer's fi_addr_t and address. Raises as `connect`."""
+        """Adds a peer to the address vector. Returns the peer's fi_addr_t and its decoded address. Raises as `connect`
+        does.
+        """
         self._require_open()
         try:
             theirs = ADDRESS.decode(peer, "the peer")
@@ -119,21 +124,21 @@ class FabricEndpoint(RegistrationCache):
                 f"{self.offer} of format {self.offer.address_format}; choose with the options provider and interface",
             )
         known = ffi.new("uint64_t *")
-        whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read the format's full length
+        whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read the longest length of the format
         self._check("fi_av_insert", lib.proxyccl_fabric_insert(self._endpoint, whole, known))
         return known[0], theirs
 
     def remove(self, peer: int) -> None:
-        """Removes a peer of `insert`, to which nothing may be outstanding."""
+        """Removes a peer that `insert` added, given its fi_addr_t. No request to the peer may be outstanding."""
         self._require_open()
         self._check("fi_av_remove", lib.proxyccl_fabric_remove(self._endpoint, peer))
 
     def connect(self, peer: bytes, signal_key: int) -> Any:
-        """The ProxycclFabricOptions of a connection to a peer's endpoint, given the peer's `address` and the key of the
-        memory with the peer's semaphore words.
+        """Returns the ProxycclFabricOptions for a connection to a peer's endpoint, given the `address` of that endpoint
+        and the key of the memory with the peer's semaphore words.
 
         Raises:
-            ArgumentError: the bytes are not an address, or are another provider's.
+            ArgumentError: the bytes are not an address, or are an address of another provider.
             ResourceError: the system or the provider is out of memory or descriptors.
             RuntimeUnavailableError: the provider refuses the address.
         """
@@ -163,8 +168,9 @@ class FabricEndpoint(RegistrationCache):
     def register(
         self, ptr: int, nbytes: int, *, device: tuple[str, int] | None = None, allocation: Hashable = None
     ) -> Registration:
-        """Registers a range, or finds it registered. Each call is paired with a `release`. `device` is the runtime and
-        the number of the GPU that owns the memory; None for the host. Raises as `register_of`.
+        """Registers a range, unless it is registered already. Each call must be paired with a `release`. `device` is
+        the runtime's name and the number of the GPU that owns the memory; None for memory of the host. Raises as
+        `register_of` does.
         """
         self._require_open()
         return self._acquire(ptr, nbytes, allocation, lambda: self._register(ptr, nbytes, device, allocation))
@@ -180,7 +186,9 @@ class FabricEndpoint(RegistrationCache):
             return self.register(ptr, nbytes, device=(runtime.name, number), allocation=allocation)
 
     def descriptor(self, registration: Registration) -> int:
-        """The descriptor that this rank's requests pass for local memory; 0 if the provider needs none."""
+        """Returns the descriptor of registered memory that requests of this rank pass to the provider; 0 if the
+        provider needs none.
+        """
         return int(self._descriptors[registration.local_key])
 
     def _register(self, ptr: int, nbytes: int, device: tuple[str, int] | None, allocation: Hashable) -> Registration:
@@ -190,7 +198,7 @@ class FabricEndpoint(RegistrationCache):
         owner = _OWNERS.get(runtime, lib.PROXYCCL_FABRIC_HOST)
         made = ffi.new("ProxycclFabricRegion *")
         for _ in range(_KEY_TRIES):
-            # A peer can write only with the right key, so a key that this side chooses is random.
+            # If this side chooses the key, the key is random, because whoever knows it may write.
             key = 0 if self.offer.provider_keys else secrets.randbits(8 * min(self.offer.key_bytes, 8))
             error = lib.proxyccl_fabric_register(self._endpoint, ptr, nbytes, key, owner, number, made)
             if error != _KEY_EXISTS:
@@ -233,7 +241,7 @@ class FabricEndpoint(RegistrationCache):
             raise ClosedError("the fabric's endpoint is closed")
 
     def close(self) -> None:
-        """Deregisters everything and closes the endpoint. Engines must no longer use it."""
+        """Deregisters all memory and closes the endpoint. Engines must no longer use the endpoint."""
         if self._endpoint is None:
             return
         super().close()
@@ -243,12 +251,12 @@ class FabricEndpoint(RegistrationCache):
 
 
 class FabricContext(RemoteDevice):
-    """The rank's endpoint, with which the control segment is registered.
+    """A rank's libfabric endpoints. The control segment is registered with the first.
 
     Attributes:
-        endpoint: the endpoint, which is also the first of the endpoints for staged data.
-        registered_segment: the control segment's registration.
-        staged_peers: the number of peers with rings.
+        endpoint: the first endpoint, which data that is not staged uses alone.
+        registered_segment: the registration of the control segment.
+        staged_peers: the number of peers for which staging areas were made.
 
     Raises:
         ArgumentError: an option names something that does not exist.
@@ -272,8 +280,8 @@ class FabricContext(RemoteDevice):
         self._wire_endpoints = [self.endpoint]
 
     def wire_endpoints(self) -> list[FabricEndpoint]:
-        """The endpoints for staged data: `FabricOptions.streams` of them, of one offer. The first call opens them, and
-        raises as the constructor does.
+        """Returns the endpoints for staged data, `FabricOptions.streams` endpoints of the same offer. The first call
+        opens those that are missing, and raises as the constructor does.
         """
         offer, made = self.endpoint.offer, self._wire_endpoints
         streams = self.options.streams or (default_streams(self.setup.core_share) if offer.is_stream else 1)
@@ -282,13 +290,13 @@ class FabricContext(RemoteDevice):
         return made
 
     def close(self) -> None:
-        with contextlib.ExitStack() as steps:  # closes all, even if one fails
+        with contextlib.ExitStack() as steps:  # closes all endpoints, even if closing one fails
             for endpoint in self._wire_endpoints:
                 steps.callback(endpoint.close)
 
 
 def default_streams(core_share: int) -> int:
-    """The default number of streams for staged data over sockets, given the cores that the rank's threads may keep
-    busy. Each stream has a thread, for all of a rank's peers.
+    """Returns the default number of streams for staged data over sockets, given the number of cores that the rank's
+    threads may keep busy. Each stream has one thread, which serves all of the rank's peers.
     """
     return max(1, min(MOST_WIRES, core_share // _CORES_PER_STREAM))

@@ -1,4 +1,6 @@
-"""Loads libfabric at run time, which no other module does, lists the providers' offers, and chooses one for a rank."""
+"""Loads libfabric at run time, lists its providers' offers of endpoints, and chooses one for a rank. No other module
+loads libfabric.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,29 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _FUNCTIONS = ("fi_getinfo", "fi_freeinfo", "fi_dupinfo", "fi_fabric")
 _SIGACTION_BYTES = 256  # at least the size of C's struct sigaction
-_NO_DATA = 61  # FI_ENODATA: no provider has a matching offer
+_NO_DATA = 61  # FI_ENODATA, libfabric's error if no provider has a matching offer
 _EXHAUSTED = (12, 24)  # FI_ENOMEM, FI_EMFILE
 _STREAMS = frozenset({"tcp", "net"})
-"""Providers that carry each message in a byte stream, and store its data in the stream's order."""
+"""Providers that send messages over a byte stream and store the received data in the stream's order."""
 _LAST_RESORT = frozenset({"udp", "sockets", "net"})
-"""Providers for old programs or experiments, which are used only by name, or if no other provider exists."""
+"""Providers for old programs or experiments. They are used only if the user names one, or if there is no other
+provider.
+"""
 _ORDERED_STORES = frozenset({"x86_64", "AMD64"})
-"""CPUs whose stores other cores see in program order; others may show a message's end before its begin."""
-# Address formats (rdma/fabric.h) with names that users know.
+"""CPUs whose stores other cores see in program order. With other CPUs, a core may see a message's end before its
+beginning.
+"""
+# libfabric's address formats (rdma/fabric.h) that contain an IP address.
 _SOCKADDR_IN, _SOCKADDR_IN6 = 2, 3
 _IPV4, _IPV6 = slice(4, 8), slice(8, 24)
 
 
 @contextlib.contextmanager
 def keeping_signal_handlers() -> Iterator[None]:
-    """A context that restores this process's signal handlers after libraries were loaded in it.
+    """A context manager for loading libraries: at its end, it restores the process's signal handlers.
 
-    PSM's libraries, which some builds of libfabric load, replace the handlers of SIGINT, SIGTERM and faults by one that
-    ends the process.
+    PSM's libraries, which some builds of libfabric load, replace the handlers of SIGINT, SIGTERM and signals of faults
+    by a handler that ends the process.
     """
     sigaction = ctypes.CDLL(None).sigaction
 
@@ -63,10 +69,10 @@ def keeping_signal_handlers() -> Iterator[None]:
 
 
 class Library:
-    """The loaded library.
+    """libfabric, loaded into this process.
 
     Attributes:
-        functions: addresses of the library's functions, a ProxycclFabricLibrary.
+        functions: a ProxycclFabricLibrary with the addresses of the library's functions.
         version: the library's version, such as "1.17".
 
     Raises:
@@ -92,7 +98,7 @@ class Library:
         return str(self._strerror(error).decode())
 
     def check(self, call: str, subject: str, error: int) -> None:
-        """Raises an error for a nonzero error number: ResourceError if a resource ran out, otherwise
+        """Raises an exception if an error number is not 0: ResourceError if memory or descriptors ran out, otherwise
         RuntimeUnavailableError.
         """
         if error:
@@ -102,31 +108,31 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """The library, which the first call loads: ``PROXYCCL_LIBFABRIC``, else the one that MPI has loaded, else the
-    system's. Raises RuntimeUnavailableError.
+    """Loads libfabric at the first call, and returns it: the file that ``PROXYCCL_LIBFABRIC`` names, otherwise the
+    library that MPI has loaded, otherwise the system's. Raises RuntimeUnavailableError if it can't be loaded.
     """
     return Library(library_name())
 
 
 @dataclass(frozen=True)
 class FabricOffer:
-    """One way in which a provider of libfabric makes endpoints.
+    """A kind of endpoint that a provider of libfabric offers, on one interface.
 
     Attributes:
-        provider: the provider's name, with the providers below it, such as "tcp;ofi_rxm".
-        domain: the provider's name of the interface or device.
+        provider: the provider's name, which includes those of providers that it is layered on, such as "tcp;ofi_rxm".
+        domain: the provider's name for the interface or device.
         address: the endpoint's IP address if known in advance; otherwise None.
-        address_format: libfabric's number of the form of addresses.
+        address_format: libfabric's number for the format of addresses.
         ordered: whether an endpoint's writes reach a peer's memory in order.
-        parts: the most ranges of memory that one write takes, on both sides.
+        parts: the most memory ranges that one write may read from, and the most that it may write to.
         reads: whether an endpoint can also read peers' memory, for gets.
         remote: whether an endpoint reaches other hosts.
-        device_memory: whether access to GPUs' memory was requested and is supported.
-        virtual_keys: whether peers name registered memory by its addresses; otherwise by offsets in it.
-        provider_keys: whether the provider chooses keys.
-        key_bytes: length of keys.
+        device_memory: whether an endpoint can access GPUs' memory; False if the offers were requested without it.
+        virtual_keys: whether peers name registered memory by addresses; if not, by offsets from its start.
+        provider_keys: whether the provider chooses the keys of registered memory; if not, this rank does.
+        key_bytes: length of a key in bytes.
         depth: writes that may be outstanding.
-        max_message: bytes that one write can carry, in order if it is ordered.
+        max_message: most bytes of one write; if `ordered`, most bytes of a write that keeps the order.
         rate: the link's rate in Gbit/s; 0 if unknown.
         source: the list that contains the offer (a ProxycclFabricOffers), and the offer's index in it.
     """
@@ -157,12 +163,14 @@ class FabricOffer:
 
     @property
     def is_stream(self) -> bool:
-        """Whether an endpoint reaches a peer by a byte stream, all of whose data one core carries."""
+        """Whether an endpoint sends data to a peer over one byte stream, whose speed is limited to what one core can
+        move.
+        """
         return not _STREAMS.isdisjoint(self.provider.split(";"))
 
     @property
     def facts(self) -> str:
-        """The offer's properties beyond the provider, in words."""
+        """The offer's properties except its provider, in words."""
         facts = [self.domain, *([str(self.address)] if self.address is not None else [])]
         facts.append("ordered writes" if self.ordered else "unordered writes")
         if self.rate:
@@ -180,8 +188,9 @@ class FabricOffer:
 
 
 def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
-    """The providers' offers for writes to peers' memory, and reads of it, in libfabric's order of preference. With
-    `device_memory` they reach the memory of GPUs too, where a provider can.
+    """Returns the providers' offers of endpoints that can write to peers' memory, and read it if a provider supports
+    that, in libfabric's order of preference. With `device_memory`, endpoints can also access the memory of GPUs if
+    their provider supports that.
 
     Raises:
         ResourceError: out of memory.
@@ -194,8 +203,9 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
 
 
 def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
-    """Merges answers to successively weaker requests. Each offer is taken from the first answer that has it. The offers
-    have the order of the last answer, because libfabric may prefer a provider with fewer capabilities.
+    """Merges libfabric's answers to successively weaker requests. Each offer is taken from the first answer that
+    contains it. The result has the order of the last answer, because libfabric may prefer a provider with fewer
+    capabilities.
     """
     best: dict[tuple[str, str, object, int], FabricOffer] = {}
     for answer in reversed(answers):
@@ -254,11 +264,12 @@ def _ip_address(address_format: int, raw: bytes) -> ipaddress.IPv4Address | ipad
 
 
 def choose_offer(offers: list[FabricOffer], options: FabricOptions, *, local_rank: int = 0) -> FabricOffer:
-    """Chooses the first provider in libfabric's order that reaches other hosts, and one of its interfaces.
+    """Returns the offer to use: that of the first provider in libfabric's order that reaches other hosts, on one of the
+    provider's interfaces.
 
-    Among interfaces with an IP address, loopback and link-local ones are skipped, and IPv4 is preferred. Ranks of a
-    host are spread, by `local_rank`, over a provider's interfaces without IP addresses. Interfaces with addresses may
-    belong to separate networks, so ranks are not spread over them.
+    Interfaces with loopback or link-local addresses are skipped, and IPv4 is preferred. Ranks of a host are spread by
+    `local_rank` over a provider's interfaces without IP addresses. They are not spread over interfaces with IP
+    addresses, because these may belong to separate networks.
 
     Raises:
         ArgumentError: an option names something that does not exist; the message lists what exists.

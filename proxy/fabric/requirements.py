@@ -1,5 +1,5 @@
-"""Checks this machine for libfabric's requirements without loading libfabric, because every rank checks and few
-machines have the library.
+"""Checks whether this machine has what the transport over libfabric needs. The check does not load libfabric, because
+every rank makes it and few machines have the library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from proxyccl.proxy._engine import lib
 
 INSTALL = "apt install libfabric1 (Debian, Ubuntu), dnf install libfabric (Fedora); on AWS the EFA installer"
 NEEDS = "libfabric's headers (Debian, Ubuntu: apt install libfabric-dev; Fedora: dnf install libfabric-devel)"
-"""The build requirements of the transport."""
+"""The transport's build requirements, in words."""
 
 _LIBRARY = "libfabric.so.1"
 _MAPS = Path("/proc/self/maps")
@@ -21,15 +21,17 @@ _LINKER_CACHE = Path("/etc/ld.so.cache")
 
 
 def library_name() -> str:
-    """The name or path of the library: ``PROXYCCL_LIBFABRIC``, else the one that the system's linker finds."""
+    """Returns the library's path from ``PROXYCCL_LIBFABRIC`` if it is set, otherwise the name by which the system's
+    linker finds the library.
+    """
     return os.environ.get("PROXYCCL_LIBFABRIC") or _LIBRARY
 
 
 def missing() -> str:
-    """The requirements of libfabric that this machine lacks, in words; empty if none.
+    """Returns the requirements of the transport over libfabric that this machine lacks, in words; "" if it lacks none.
 
-    The check neither loads the library nor asks providers, which may take a second to answer. A process can load only
-    one libfabric, and a newer one that MPI brings can't be loaded after the system's.
+    The check does not ask providers, because they may take a second to answer. It does not load the library, because a
+    process can load only one libfabric: after the system's, a newer one that MPI brings could not be loaded.
     """
     lacks = []
     if not lib.proxyccl_fabric_built():
@@ -48,7 +50,8 @@ def _is_there(name: str) -> bool:
         return True
     try:
         cache = _LINKER_CACHE.read_bytes()
-    except OSError:  # a system without such a cache
-        return True  # unknown: loading the library will show
-    # The cache (glibc, sysdeps/generic/dl-cache.h) ends with strings, in which the name may only be the end of a path.
+    except OSError:  # the system has no such cache
+        return True  # not known: loading the library will show whether it exists
+    # The cache (glibc, sysdeps/generic/dl-cache.h) ends with strings. One of them is the library's name, or a path that
+    # ends with it.
     return re.search(rb"[/\0]" + re.escape(os.fsencode(name)) + rb"\0", cache) is not None

@@ -1,1 +1,1 @@
-"""Observing a proxy from outside its process: its counters, plain and as metrics, and its trace."""
+"""Observes a proxy from outside its process: reads its counters, formats them as metrics, and traces it."""

@@ -1,8 +1,8 @@
-"""Servers of short connections from this machine: metrics, RAS clients and the page of `top --web`.
+"""Serves short connections from this machine, for the metrics, for RAS clients and for the page of `top --web`.
 
-Every request to an HTTP server is checked in one place, whatever its method and path. The Host header must name this
-machine, so that a page in a browser can't use a foreign name that resolves to the loopback address (DNS rebinding). A
-malformed request gets an answer too.
+`LocalPages.parse_request` checks every HTTP request, whatever its method and path. The Host header must name this
+machine, so that a page in a browser can't reach the server under a foreign name that resolves to the loopback address
+(DNS rebinding). Malformed requests also get an answer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LINGER_BYTES = 1 << 20
 
 
 class BoundedServer(ThreadingTCPServer):
-    """Serves a bounded number of connections, each in a thread. One connection more ends the oldest, so silent clients
-    do not block the server.
+    """Serves at most `MOST` connections at a time, each in a thread. A further connection ends the oldest one, so
+    silent clients do not block the server.
 
     Use it as a context manager, or call `end`.
 
@@ -41,11 +41,11 @@ class BoundedServer(ThreadingTCPServer):
 
     Raises:
         ArgumentError: the port is not from 0 to 65535, or the host has no address.
-        ResourceError: the port is in use, or not permitted.
+        ResourceError: the port is in use, or this process may not use it.
     """
 
     daemon_threads = True
-    allow_reuse_address = True  # reuses addresses of ended connections, not of a listening server
+    allow_reuse_address = True  # allows a port of ended connections, but not one at which another server listens
     MOST = 32
     request_queue_size = MOST
 
@@ -81,7 +81,7 @@ class BoundedServer(ThreadingTCPServer):
         self._thread.join()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Ends the oldest connection if there are too many."""
+        """Serves a connection in a thread. Ends the oldest connection if there are too many."""
         with self._lock:
             self._accepted.append(request)
             if len(self._accepted) > self.MOST:
@@ -89,7 +89,7 @@ class BoundedServer(ThreadingTCPServer):
         super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores clients that have gone, or were silent for too long."""
+        """Ignores the errors of clients that have gone or were silent for too long; reports other errors."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -101,13 +101,13 @@ class BoundedServer(ThreadingTCPServer):
 
 
 def _hang_up(request: Any) -> None:
-    with contextlib.suppress(OSError):  # the connection has just ended
-        request.shutdown(socket.SHUT_RDWR)  # the connection's thread reads the end, and closes the socket
+    with contextlib.suppress(OSError):  # suppresses the error if the connection has just ended
+        request.shutdown(socket.SHUT_RDWR)  # the connection's thread then reads the end, and closes the socket
 
 
 def split_address(text: str, port: int, argument: str) -> tuple[str, int]:
-    """The host and the port of HOST:PORT, HOST, :PORT, PORT, [IPv6] or [IPv6]:PORT. `port` is the default port. Raises
-    ArgumentError for any other text, with the argument's name.
+    """Returns the host and the port of a text of the form HOST:PORT, HOST, :PORT, PORT, [IPv6] or [IPv6]:PORT. `port`
+    is the default port. Raises ArgumentError for any other text; `argument` is the name that the error has.
     """
     host, separator, number = text.rpartition(":")
     if not separator or text.endswith("]"):
@@ -118,7 +118,8 @@ def split_address(text: str, port: int, argument: str) -> tuple[str, int]:
 
 
 class LocalPages(BaseHTTPRequestHandler):
-    """Base class of the servers' handlers. Requests are not logged: they are frequent, and a path may contain a token.
+    """Base class of the handlers of HTTP servers. Requests are not logged, because they are frequent and a path may
+    contain a token.
 
     Attributes:
         host: the name or the address that the server listens at.
@@ -129,11 +130,13 @@ class LocalPages(BaseHTTPRequestHandler):
     timeout = 10.0  # seconds that a client may take for its request, or to read an answer
     server_version = "ProxyCCL"
     sys_version = ""
-    default_request_version = "HTTP/1.0"  # the default gives the answer to a malformed request a status line
+    default_request_version = "HTTP/1.0"  # gives the answer to a malformed request a status line
     host = "localhost"
 
     def parse_request(self) -> bool:
-        """Parses and checks a request. Returns False if the request was refused, else its method's function answers."""
+        """Parses and checks a request. Returns False if it has refused the request. Otherwise the function for the
+        request's method, such as `do_GET`, answers it.
+        """
         if not super().parse_request():
             if not self.requestline.split():  # the base class answers other malformed requests
                 self.send_error(400, "Bad request syntax")
@@ -167,8 +170,8 @@ class LocalPages(BaseHTTPRequestHandler):
 
 
 def is_here(header: str, host: str) -> bool:
-    """Whether a Host header names this machine: by an address, as localhost, or as the machine or the user (`host`)
-    calls it.
+    """Whether a Host header names this machine: by an address, as localhost, by the machine's own name, or by the name
+    `host` at which the server listens.
     """
     text = header.strip().lower()
     name = text if text.endswith("]") else text.rpartition(":")[0] or text

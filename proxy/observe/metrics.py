@@ -1,4 +1,4 @@
-"""Services as Prometheus metrics: the text, and a server of the text on the loopback interface.
+"""Formats the state of services as Prometheus metrics, and serves the text on the loopback interface.
 
 Exposition format 0.0.4: https://prometheus.io/docs/instrumenting/exposition_formats/
 """
@@ -77,7 +77,7 @@ def _labels_of_channel(view: ServiceView, channel: ChannelView) -> Labels:
 
 
 def metrics_text(views: Iterable[ServiceView]) -> str:
-    """The services' metrics in Prometheus's text format."""
+    """Returns the services' metrics in Prometheus's text format."""
     seen = [(view, _labels_of(view)) for view in views]
     lines: list[str] = []
 
@@ -112,8 +112,8 @@ def metrics_text(views: Iterable[ServiceView]) -> str:
 
 @contextlib.contextmanager
 def serve(port: int) -> Iterator[str]:
-    """A context that serves the metrics to this machine only, at a port or, for 0, at any free one. The context's value
-    is a text with the URL. Raises as `BoundedServer`.
+    """Serves the metrics during a context, only to this machine, at a port; at any free port if `port` is 0. The
+    context's value is a text with the URL. Raises the errors of `BoundedServer`.
     """
 
     class Handler(LocalPages):

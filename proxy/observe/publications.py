@@ -1,7 +1,7 @@
-"""How observers find services: each service publishes a small file with its identity and the handles of its memory.
+"""Lets observers find services: each service publishes a small file with its identity and the handles of its memory.
 
-The files lie in a directory that only the user can enter. A service that is killed leaves its file; the next observer
-removes it.
+The files are in a directory that only the user can enter. A service that is killed leaves its file behind, and the next
+observer removes the file.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _WAYS = {
 
 
 class Description(Message, frozen=True):
-    """The rank that a service works for. The service itself does not use it.
+    """Describes the rank that a service works for, to observers. The service itself does not use the description.
 
     Attributes:
         rank: number of the rank.
         world_size: the number of ranks.
-        job: the communicator's name, which only its ranks share.
+        job: the communicator's name, which differs from the names of all other communicators.
         program: the rank's program.
         ways: for each rank of the host in another PID namespace, the kind of socket that passes descriptors.
     """
@@ -69,18 +69,21 @@ class Description(Message, frozen=True):
         return cls(rank, world_size, job, program, dict(ways or {}))
 
     def way_text(self, peer: int | None) -> str:
-        """How the memory of a peer in another PID namespace is reached, in words; "" for other peers."""
+        """Says in words how the memory of a peer in another PID namespace is reached; "" for other peers."""
         return way_text(self.ways.get(peer, "")) if peer is not None else ""
 
 
 def way_text(way: str) -> str:
-    """Says in words how memory of another PID namespace is reached, given the kind of socket that passes descriptors;
-    "" for none."""
+    """Says in words how memory of another PID namespace is reached. `way` is the kind of socket that passes
+    descriptors; returns "" if it is empty.
+    """
     return f"memory by descriptors over {_WAYS.get(way, way)}" if way else ""
 
 
 class RingPlace(Message, frozen=True):
-    """A ring: a handle, in hexadecimal, of memory that holds its slots, followed by the tail."""
+    """A ring: the handle, in hexadecimal, of the memory that holds its slots and tail, the number of the worker that
+    drains it, and the binary logarithm of its number of slots.
+    """
 
     handle: str
     worker: Annotated[int, Meta(ge=0, lt=_MOST_WORKERS)]
@@ -91,7 +94,7 @@ class OfProcess(Message, frozen=True):
     """Base of publications of objects that belong to a process.
 
     Attributes:
-        pid: the process.
+        pid: the process's id.
         started: when the process started (`start_of`), which together with `pid` identifies the process.
         namespace: the PID namespace of `pid`.
     """
@@ -106,7 +109,9 @@ class OfProcess(Message, frozen=True):
 
 
 def this_process(started: int | None = None) -> tuple[int, int, str]:
-    """The first three fields of a publication of this process; `started` is the process's start time if known."""
+    """Returns the first three fields of a publication of this process. `started` is the process's start time, or None
+    to look it up.
+    """
     pid = os.getpid()
     return pid, started or start_of(pid) or 0, pid_namespace()
 
@@ -119,7 +124,7 @@ class Publication(OfProcess, frozen=True):
         runtime: name of the service's runtime.
         workers: number of workers.
         observed: handle of the service's `ObservedSegment`, in hexadecimal.
-        counters: handle of the channels' counters.
+        counters: handle of the channels' counters, in hexadecimal.
         rings: the service's rings.
         format: `FORMAT`, the layout of the observed memory.
     """
@@ -149,7 +154,7 @@ def publications_directory() -> Path:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises ArgumentError unless the path is a directory, and not a link, that only this user can enter."""
+    """Raises ArgumentError unless the path is a directory (not a link to one) that only this user can enter."""
     info = directory.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise ArgumentError("directory", f"{directory} is not a directory")
@@ -160,20 +165,20 @@ def check_directory(directory: Path) -> None:
 
 
 def publish(publication: Publication) -> Path:
-    """Writes a publication's file atomically. Raises as `write`."""
+    """Writes a publication's file atomically. Returns the file's path. Raises the errors of `write`."""
     return write(new_name(_SUFFIX), _PUBLICATIONS.encode(publication))
 
 
 def new_name(suffix: str) -> str:
-    """A unique file name for this process."""
+    """Returns a file name that no other object of this process has."""
     return f"{os.getpid()}-{next(_numbers)}{suffix}"
 
 
 def write(name: str, data: bytes) -> Path:
-    """Writes or replaces a file in the directory of publications, atomically.
+    """Writes or replaces a file in the directory of publications, atomically. Returns the file's path.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
         ArgumentError: the directory is not this user's own.
     """
     directory = publications_directory()
@@ -181,7 +186,7 @@ def write(name: str, data: bytes) -> Path:
     check_directory(directory)
     path = directory / name
     written = path.with_name(f".{path.name}")
-    written.unlink(missing_ok=True)  # left by a killed process with the same id
+    written.unlink(missing_ok=True)  # a killed process with the same id may have left such a file
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(data)
@@ -190,16 +195,18 @@ def write(name: str, data: bytes) -> Path:
 
 
 def try_publish(publication: Publication) -> Path | None:
-    """Like `publish`, but a failure is only logged (`try_write`)."""
+    """Publishes as `publish` does, but only logs a failure, and then returns None."""
     return try_write(new_name(_SUFFIX), _PUBLICATIONS.encode(publication))
 
 
 def try_write(name: str, data: bytes) -> Path | None:
-    """Like `write`, but a failure is only logged, once per process: a service works without observers too."""
+    """Writes as `write` does, but only logs a failure (once per reason) and then returns None, because a service also
+    works without observers.
+    """
     try:
         return write(name, data)
     except (OSError, ArgumentError) as error:
-        with _warning:  # two ranks in threads must not both warn
+        with _warning:  # so that two ranks in threads do not both warn
             _warn(str(error))
         return None
 
@@ -210,13 +217,13 @@ def _warn(reason: str) -> None:
 
 
 def withdraw(path: Path) -> None:
-    """Removes a publication's file. After a failure, observers remove the file once its process has ended."""
+    """Removes a publication's file. If that fails, observers remove the file once its process has ended."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def _read(path: Path, codec: Codec[P]) -> P | None:
-    """Reads a publication from a file; None for another version's file. Raises OSError."""
+    """Reads a publication from a file. Returns None if the file is of another version. Raises OSError."""
     with path.open("rb") as file:
         data = file.read(codec.limit + 1)
     try:
@@ -231,8 +238,8 @@ def _is_stale(path: Path) -> bool:
 
 
 def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
-    """This user's publications of running processes, in files with this suffix. Removes files of ended processes.
-    Raises as `check_directory`.
+    """Returns this user's publications of running processes, from the files with this suffix. Removes the files of
+    ended processes. Raises the errors of `check_directory`.
     """
     found = []
     directory = publications_directory()
@@ -241,7 +248,7 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
     for path in sorted(each for each in directory.glob(f"*{suffix}") if each.is_file()):
         with contextlib.suppress(OSError):  # the file has been withdrawn, or is not readable
             publication = _read(path, codec)
-            if publication is None:  # left to observers of that version
+            if publication is None:  # a file of another version, which only its observers can read
                 if _is_stale(path):
                     withdraw(path)
             elif publication.namespace == pid_namespace():
@@ -255,9 +262,9 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
 def find(
     job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None
 ) -> list[tuple[Path, Publication]]:
-    """This user's services on this machine, ordered by job and rank. Each argument that is not None selects services:
-    of a job, of some ranks, or in a process (a rank's or a node daemon's). Removes files of processes that ended.
-    Raises as `check_directory`.
+    """Returns this user's services on this machine, ordered by job and rank. Each argument that is not None selects
+    services: of a job, of some ranks, or in a process (a rank's or a node daemon's). Removes the files of ended
+    processes. Raises the errors of `check_directory`.
     """
     wanted = [
         (path, publication)
@@ -270,7 +277,7 @@ def find(
 
 
 def none_found(job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None) -> str:
-    """The message for an empty result of `find` with these arguments."""
+    """Returns the message for an empty result of `find` with these arguments."""
     of_job = "" if job is None else f" of job {job}"
     of_ranks = "" if ranks is None else f" of rank {', '.join(map(str, sorted(ranks)))}"
     where = "on this machine" if process is None else f"in process {process}"

@@ -1,4 +1,4 @@
-"""A service's activity between two snapshots."""
+"""Computes a service's activity between two snapshots."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ class WorkerRates(Message, frozen=True):
 
     Attributes:
         number: the worker's number in its service.
-        busy: fraction of the time in which the worker's thread had work, for any worker that shares the thread; 0 to 1.
-        looks_per_s: polls of the worker's rings and connections.
-        sleeps_per_s: sleeps of the thread.
-        wakes_per_s: sleeps that a launch ended.
-        core: CPU time of the thread, as a share of a core; None if the system does not report it.
+        busy: fraction of the time, 0 to 1, in which the worker's thread had work for any of its workers.
+        looks_per_s: polls of the worker's rings and connections per second.
+        sleeps_per_s: sleeps of the thread per second.
+        wakes_per_s: sleeps of the thread per second that a launch ended.
+        core: CPU time of the thread per unit of time; 1.0 is a whole core. None if the system does not report the CPU
+            time.
         idle_times: the fields of the thread's `IdlePolicy`, in order.
     """
 
@@ -46,22 +47,26 @@ class ChannelRates(Message, frozen=True):
         transport: name of the transport; "handler" for a handler's channel.
         worker: number of the worker that serves the channel.
         connection: number of the channel's connection in that worker; None for a handler's channel.
-        triggers: triggers since the channel was created.
-        signals: signals since the channel was created, schedules' sends included.
-        triggers_per_s: triggers of all operations, which kernels push.
-        sends_per_s: sends of schedules, for which no kernel pushes a trigger. Traces show sends beside triggers.
-        puts_per_s: triggers that put data, and sends of schedules that carried data.
-        gets_per_s: triggers that got data.
-        bytes_per_s: bytes that the channel's puts and gets moved.
+        triggers: number of triggers since the channel was created.
+        signals: number of signals since the channel was created, including schedules' sends.
+        triggers_per_s: triggers of all operations per second.
+        sends_per_s: sends of schedules per second. No kernel pushes a trigger for a send, but traces show sends along
+            with triggers.
+        puts_per_s: triggers that put data, and schedules' sends that carried data, per second.
+        gets_per_s: triggers that got data, per second.
+        bytes_per_s: bytes per second that the channel's puts and gets moved.
         ring: number of the channel's ring.
-        ring_full: slots of the ring that hold a trigger now.
-        ring_size: slots of the ring.
-        outstanding: triggers and schedules' sends, over all channels of the connection, without a known completion.
-        completed: triggers and schedules' sends, over all channels of the connection, that are known to be complete.
-        flush_us: mean time from issue to completion of timed flushes; None if there were none.
-        timed_flushes: number of timed flushes.
-        errors: triggers that failed since the channel was created.
-        connection_errors: failures of the connection since its creation, over all of its channels.
+        ring_full: number of the ring's slots that hold a trigger at the second snapshot.
+        ring_size: number of the ring's slots.
+        outstanding: number of triggers and schedules' sends, on all channels of the connection, that are not known to
+            be complete.
+        completed: number of triggers and schedules' sends, on all channels of the connection, that are known to be
+            complete.
+        flush_us: mean time, in µs, from issue to completion of the timed flushes between the snapshots; None if there
+            were no timed flushes.
+        timed_flushes: number of timed flushes between the snapshots.
+        errors: number of triggers that have failed since the channel was created.
+        connection_errors: number of failures of the connection, on all its channels, since it was created.
     """
 
     id: int
@@ -94,12 +99,12 @@ class ServiceRates(Message, frozen=True):
         job: the communicator's name.
         rank: the rank that the service works for.
         world_size: number of ranks of the job.
-        pid: the service's process, the rank's or a daemon.
+        pid: id of the service's process, which is the rank's process or a daemon.
         program: the rank's program.
         runtime: the runtime's name.
         seconds: time between the two snapshots.
-        errors: failed triggers and failures of connections since the service started.
-        workers: by number.
+        errors: number of failed triggers and of failures of connections since the service started.
+        workers: the service's workers, by number.
         channels: the channels in use, by id.
         ways: for each rank of the host in another PID namespace, how this rank reaches that rank's memory, in words.
     """
@@ -117,8 +122,9 @@ class ServiceRates(Message, frozen=True):
     ways: dict[int, str] = msgspec.field(default_factory=dict)
 
     def paths(self) -> dict[str, list[int]]:
-        """The ranks with proxied channels or an entry in `ways`, grouped by transport and, where given, by how their
-        memory is reached."""
+        """Groups the ranks that have proxied channels or an entry in `ways` by their path: the transport, and how the
+        rank's memory is reached, if `ways` says so. Returns the sorted ranks of each path.
+        """
         transports = dict.fromkeys(self.ways, "") | {each.peer: each.transport for each in self.channels}
         found: dict[str, list[int]] = {}
         for peer, transport in transports.items():
@@ -164,7 +170,7 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
     ring = view.rings[new.ring]
     connection = view.connection_of(new)
     old = old or ChannelView(id=new.id, ring=new.ring, worker=new.worker, connection=new.connection)
-    sends = 0 if new.triggers else new.signals - old.signals  # a channel serves kernels or schedules
+    sends = 0 if new.triggers else new.signals - old.signals  # a channel serves either kernels or schedules
     flushes = new.timed_flushes - old.timed_flushes
     counted = ("triggers", "puts", "gets", "bytes")
     return ChannelRates(
@@ -190,20 +196,20 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
 
 
 class Watch:
-    """Observes the proxy services of this machine, or only the services of one job or one process."""
+    """Observes this user's proxy services on this machine, or only the services of one job or of one process."""
 
     def __init__(self, job: str | None = None, process: int | None = None) -> None:
         self._of = job, process
         self._views: dict[Path, ServiceView] = {}
 
     def rates(self) -> list[ServiceRates]:
-        """The services' activity since the last call, ordered by job and rank. New services are left out. Raises as
-        `find`.
+        """Returns the services' activity since the last call, ordered by job and rank. Services that are new since the
+        last call are left out. Raises the errors of `find`.
         """
         before, self._views = self._views, snapshots(*self._of)
         return [rates_between(before[path], view) for path, view in self._views.items() if path in before]
 
     @property
     def views(self) -> list[ServiceView]:
-        """The services at the last call of `rates`, new services included."""
+        """The services at the last call of `rates`, including new services."""
         return list(self._views.values())

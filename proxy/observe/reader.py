@@ -1,7 +1,7 @@
-"""Reads a service's state at one moment: the observer's side of engine/observe.h and of the counters.
+"""Reads a service's state at one moment, from the memory of engine/observe.h and from the channels' counters.
 
-An observer opens the memory that a publication names and does not disturb the service: it writes nothing, and reads
-only a few slots of a ring to find the ring's fill level.
+An observer opens the memory that a publication names. It does not disturb the service: it does not write to that
+memory, and it reads only a few slots of a ring to find the ring's fill level.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class WorkerView(Message, frozen=True):
 
     Attributes:
         number: the worker's number in its service.
-        looks: polls of the worker's rings and connections.
+        looks: number of polls of the worker's rings and connections.
         age_ns: time since the worker's start; 0 once it has ended.
-        idle_ns: part of `age_ns` in which the worker's thread had nothing to do, for any worker that shares the thread.
+        idle_ns: the part of `age_ns` in which the worker's thread had nothing to do for any of its workers.
         sleeps: number of the thread's sleeps.
         slept_ns: time that the thread slept.
-        wakes: sleeps that a launch ended.
-        cpu_ns: CPU time of the thread, for all workers that share it; None if the system does not report it.
+        wakes: number of the thread's sleeps that a launch ended.
+        cpu_ns: CPU time of the thread, for all its workers together; None if the system does not report the CPU time.
         idle_times: the fields of the thread's `IdlePolicy`, in order.
     """
 
@@ -55,14 +55,14 @@ class WorkerView(Message, frozen=True):
 
 
 class RingView(Struct, frozen=True):
-    """A ring.
+    """A ring's state at one moment.
 
     Attributes:
         number: the ring's number in its service.
         worker: number of the worker that drains the ring.
         size: number of slots.
-        taken: triggers that the proxy has taken since the ring was created.
-        full: slots that hold a trigger now.
+        taken: number of triggers that the proxy has taken since the ring was created.
+        full: number of slots that hold a trigger at this moment.
     """
 
     number: int
@@ -73,15 +73,16 @@ class RingView(Struct, frozen=True):
 
 
 class ConnectionView(Message, frozen=True):
-    """A connection to one peer.
+    """A connection's state at one moment.
 
     Attributes:
         worker: number of the worker that serves the connection.
         number: the connection's number in that worker.
         peer: the rank at the other end; None if unknown.
         transport: the transport's name.
-        completed: triggers and sends of schedules that are known to be complete.
-        outstanding: triggers and sends that were not known to be complete at the worker's last poll.
+        completed: number of triggers and of schedules' sends that are known to be complete.
+        outstanding: number of triggers and of schedules' sends that were not known to be complete at the worker's last
+            poll.
         errors: number of failures.
     """
 
@@ -95,7 +96,7 @@ class ConnectionView(Message, frozen=True):
 
 
 class ChannelView(ChannelCounters, frozen=True, kw_only=True):
-    """A channel, and its counters.
+    """A channel's place and counters at one moment.
 
     Attributes:
         id: the channel's id in its service.
@@ -103,8 +104,9 @@ class ChannelView(ChannelCounters, frozen=True, kw_only=True):
         worker: number of the worker that serves the channel.
         connection: number, in that worker, of the channel's connection; None for a Python handler.
         flush_ns: sum of the times of timed flushes, from issue to completion.
-        timed_flushes: number of timed flushes: flushes that had to wait, one at a time on each connection.
-        errors: triggers that failed.
+        timed_flushes: number of timed flushes. Only flushes that have to wait are timed, and each connection times one
+            at a time.
+        errors: number of triggers that have failed.
     """
 
     id: int
@@ -120,13 +122,13 @@ class ServiceView(Struct, frozen=True):
     """A service at one moment.
 
     Attributes:
-        publication: the service.
-        time_ns: the time by CLOCK_MONOTONIC.
-        workers: by number.
-        rings: by number.
-        connections: by worker and number.
+        publication: the service's publication.
+        time_ns: the moment, by CLOCK_MONOTONIC.
+        workers: the service's workers, by number.
+        rings: the service's rings, by number.
+        connections: the service's connections, by worker and number.
         channels: the channels in use, by id.
-        schedule_waits: the waits of schedules without progress, as from `ObservedSegment.schedule_waits`.
+        schedule_waits: the waits of schedules that make no progress, from `ObservedSegment.schedule_waits`.
     """
 
     publication: Publication
@@ -138,19 +140,21 @@ class ServiceView(Struct, frozen=True):
     schedule_waits: tuple[ScheduleWait, ...] = ()
 
     def connection_of(self, channel: ChannelView) -> ConnectionView | None:
-        """The connection that a channel's triggers go over; None for a handler's channel."""
+        """Returns the connection that a channel's triggers go over; None for a handler's channel."""
         return connection_of(channel, self.connections)
 
 
 def connection_of(channel: ChannelView, connections: Iterable[ConnectionView]) -> ConnectionView | None:
-    """The connection, among a service's, that a channel's triggers go over; None for a handler's channel."""
+    """Returns the connection, of a service's `connections`, that a channel's triggers go over; None for a handler's
+    channel.
+    """
     place = channel.worker, channel.connection
     return next((each for each in connections if (each.worker, each.number) == place), None)
 
 
 class Observer:
-    """Observes one service. Use it as a context manager, or call `close`. Raises ArgumentError if the service is gone,
-    or its publication is wrong.
+    """Reads the state of one service. Use an observer as a context manager, or call `close`. Raises ArgumentError if
+    the service is gone, or its publication is wrong.
     """
 
     def __init__(self, publication: Publication) -> None:
@@ -185,14 +189,14 @@ class Observer:
         return self._observed.worker(number)
 
     def snapshot(self) -> ServiceView:
-        """The service's state at this moment."""
+        """Returns the service's state at this moment."""
         now = time.monotonic_ns()
         workers = []
         connections = []
         for number in range(self.publication.workers):
             stats = self.worker_stats(number)
             age = max(0, now - stats.started_ns) if stats.started_ns else 0  # the age is 0 once the worker has ended
-            idle = min(stats.idle_ns, age)  # the last step of idle_ns may end after `now`
+            idle = min(stats.idle_ns, age)  # idle_ns may have grown since `now` was read
             slept = min(stats.slept_ns, idle)
             cpu = cpu_time_of(self.publication.pid, stats.thread)
             times = (stats.spin_ns / 1e3, stats.yield_ns / 1e3, stats.max_sleep_ns / 1e3)
@@ -214,7 +218,7 @@ class Observer:
         return RingView(number, self.publication.rings[number].worker, ring.size, taken, full)
 
     def look_into_rings(self) -> list[RingContents]:
-        """The service's rings at this moment, with the triggers in them."""
+        """Returns the service's rings at this moment, with the triggers in them."""
         return [ring.snapshot() for ring in self._rings]
 
     def _connections_of(self, worker: int) -> list[ConnectionView]:
@@ -234,7 +238,7 @@ class Observer:
         channels = []
         for channel in range(MAX_CHANNELS):
             place = self._observed.pointer.channels[channel]
-            if not place.connection or place.ring >= len(self._rings):  # a ring newer than its publication
+            if not place.connection or place.ring >= len(self._rings):  # the id is unused, or its ring is unknown
                 continue
             of_handler = place.connection == lib.PROXYCCL_PLACE_HANDLER
             connection = None if of_handler else place.connection - 1
@@ -246,11 +250,11 @@ class Observer:
 
 
 def snapshots(job: str | None = None, process: int | None = None) -> dict[Path, ServiceView]:
-    """This user's services on this machine now, by the files of their publications. Arguments and errors are those of
-    `find`.
+    """Returns the state of this user's services on this machine, by the files of their publications. The arguments and
+    errors are those of `find`.
     """
     views = {}
     for path, publication in find(job, process=process):
-        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # the service has closed
+        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # if the service has just closed
             views[path] = observer.snapshot()
     return views

@@ -1,7 +1,8 @@
-"""The memory in which a service publishes its activity (engine/observe.h), from the service's side and from observers'.
+"""The memory in which a service publishes its activity (engine/observe.h). The service writes it, and observers in
+other processes read it.
 
-The memory is not pinned, because GPUs do not read it. So pages that no worker has touched, most of all for trace
-records, take no memory.
+The memory is not pinned, because GPUs do not read it. So pages that no worker has touched, most of which are for trace
+records, take no physical memory.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 def peer_of(stats: _engine.ProxycclConnectionStats) -> int | None:
-    """The rank at a connection's other end; None if unknown."""
+    """Returns the rank at a connection's other end; None if unknown."""
     return None if stats.peer == native.PROXYCCL_NO_PEER else int(stats.peer)
 
 
 def open_published(handle: str, nbytes: int) -> SharedMemory:
-    """Maps memory of at least `nbytes` bytes that a publication names by a handle in hexadecimal, for observers, who
-    only read it. Raises ArgumentError if it can't be opened, or is shorter.
+    """Maps the memory that a publication names by a handle in hexadecimal, for observers, which only read it. Raises
+    ArgumentError if the memory can't be opened, or has fewer than `nbytes` bytes.
     """
     try:
         packed = bytes.fromhex(handle)
@@ -38,14 +39,15 @@ def open_published(handle: str, nbytes: int) -> SharedMemory:
 
 
 class ObservedSegment:
-    """A service's segment: of a service in another process, by its handle in hexadecimal, or a new one.
+    """The segment in which a service publishes its activity: with `handle` (in hexadecimal), the segment of a service
+    in another process; without a handle, a new segment.
 
     Attributes:
         memory: the segment's memory.
         pointer: the memory as a ProxycclObserved.
 
     Raises:
-        ArgumentError: the memory can't be opened, or is shorter.
+        ArgumentError: the memory that `handle` names can't be opened, or is too short for this number of workers.
     """
 
     pointer: _engine.ProxycclObservedPointer
@@ -60,14 +62,16 @@ class ObservedSegment:
         return self.pointer.workers + number
 
     def add_connection(self, worker: int, number: int, peer: int | None, transport: str) -> None:
-        """Describes a connection before its worker gets it."""
+        """Records a connection's peer and transport. Call it before the connection is added to its worker."""
         stats = self.pointer.workers[worker].connections[number]
         stats.peer = native.PROXYCCL_NO_PEER if peer is None else peer
         stats.transport = transport.encode()
         stats.in_use = 1
 
     def place_channel(self, channel: int, worker: int, ring: int, connection: int | None) -> None:
-        """Records the destination of a channel's triggers. `connection` is None for a handler."""
+        """Records the worker, the ring and the connection of a channel's triggers. `connection` is None for a handler's
+        channel.
+        """
         place = self.pointer.channels[channel]
         place.worker, place.ring = worker, ring
         place.connection = lib.PROXYCCL_PLACE_HANDLER if connection is None else connection + 1
@@ -76,7 +80,9 @@ class ObservedSegment:
         self.pointer.channels[channel].connection = 0
 
     def outstanding(self, channel: int) -> int | None:
-        """Returns `ProxyService.outstanding` of a channel; None also for an id that is not in use."""
+        """Returns the result of `ProxyService.outstanding` for a channel. Also returns None for an id that is not in
+        use.
+        """
         place = self.pointer.channels[channel]
         if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
             return None
@@ -85,7 +91,7 @@ class ObservedSegment:
         return int(stats.issued - completed)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """The waits of schedules that make no progress or were stopped, at most one for each connection."""
+        """Returns the waits of schedules that make no progress or were stopped: at most one for each connection."""
         found = []
         for worker in range(self._workers):
             for stats in itertools.takewhile(lambda stats: stats.in_use, self.worker(worker).connections):
@@ -96,6 +102,6 @@ class ObservedSegment:
         return found
 
     def close(self) -> None:
-        """Frees this service's segment, or unmaps another process's. The workers of this process must have ended."""
+        """Frees a new segment, whose workers must have ended, or unmaps the segment of another process."""
         vars(self).pop("pointer", None)  # removed, so that a later access fails in Python and not in C
         self.memory.close()

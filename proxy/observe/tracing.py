@@ -1,4 +1,6 @@
-"""Traces a service: requests records from its workers (engine/observe.h), fetches the records and decodes them."""
+"""Traces a service: requests trace records from the service's workers (engine/observe.h), fetches the records and
+decodes them.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,15 @@ from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger
 ffi, lib = _engine.ffi, _engine.lib
 
 _LEASE_NS = 2_000_000_000
-"""Seconds for which a worker keeps recording after its observer is gone."""
+"""The time in ns for which a worker keeps recording after its observer is gone."""
 
 _CHANNELS_EVERY_NS = 100_000_000
-"""Seconds between two lists of the channels, which take longer to make than fetching records."""
+"""The time in ns between two reads of the channels' list, which take longer than to fetch records."""
 
 MOST_TRIGGERS = 500_000
-"""Triggers that are kept by default: a trace file of at most some 250 MB, which a browser can still show."""
+"""The number of triggers that are kept by default. The trace file then has at most about 250 MB, which a browser can
+still show.
+"""
 
 _PARITY = 1 << PARITY_SHIFT
 _KIND = (1 << lib.PROXYCCL_MARK_BITS) - 1
@@ -40,19 +44,19 @@ _TICKET = (1 << 48) - 1
 class TracedTrigger:
     """The history of one trigger, or of one send of a schedule. Times are those of CLOCK_MONOTONIC in nanoseconds.
 
-    A send of a schedule does not pass a ring: a schedule takes the place of ring and ticket. Triggers that a worker
-    handled between two clock readings share that time evenly.
+    A send of a schedule does not pass through a ring, so it has a schedule instead of a ring and a ticket. If a worker
+    handled several triggers between two clock readings, that time is divided evenly among them.
 
     Attributes:
         worker: the worker that handled the trigger.
         ring: number of the ring that the trigger came through; None for a send.
         ticket: the trigger's ticket in that ring; None for a send.
         schedule: number of the send's schedule; None for a trigger.
-        trigger: the trigger; for a send, the trigger that would do the same.
-        look: number of the worker's clock reading.
+        trigger: the trigger; for a send, a trigger that would have the same effect.
+        look: number of the worker's clock reading, which triggers that were handled together share.
         seen_ns: when the worker found the trigger.
         issued_ns: when the worker had issued the trigger's operations and looked for the next trigger.
-        completed_ns: when the worker found the operations complete, or the handler returned; None if unknown.
+        completed_ns: when the worker found the operations complete, or when the handler returned; None if unknown.
     """
 
     worker: int
@@ -68,7 +72,7 @@ class TracedTrigger:
 
 @dataclass(frozen=True, slots=True)
 class TracedWait:
-    """A wait of a worker's part of a schedule for a peer, measured from the start of that part. Times are as in
+    """A wait for a peer in a worker's part of a schedule, measured from the start of that part. Times are as in
     `TracedTrigger`.
 
     Attributes:
@@ -91,12 +95,14 @@ class ServiceTrace:
     """The trace of one service.
 
     Attributes:
-        publication: the service.
-        triggers: triggers and sends of schedules, worker by worker, in the order of their issue.
-        routes: peer and transport of each used channel; None and "handler" for a handler.
-        lost: lower bound of the records that were overwritten before they were fetched, or never written.
-        left_out: number of triggers that were fetched but not kept, because the allowance was used up.
-        waits: waits of schedules, worker by worker, in the order of their end.
+        publication: the service's publication.
+        triggers: the triggers and the sends of schedules: worker by worker, and for each worker in the order in which
+            they were issued.
+        routes: for each channel in use, its peer and transport; None and "handler" for a handler's channel.
+        lost: a lower bound for the number of records that were overwritten before they were fetched, or that were never
+            written.
+        left_out: number of triggers that were fetched but not kept, because the `Allowance` was used up.
+        waits: the waits of schedules: worker by worker, and for each worker in the order in which they ended.
     """
 
     publication: Publication
@@ -108,8 +114,8 @@ class ServiceTrace:
 
 
 class TraceDecoder:
-    """Decodes the records of one worker into triggers. The caller keeps `connections` up to date: the connection of
-    each channel; None for a handler's.
+    """Decodes the records of one worker into triggers and waits. `connections` has the connection of each channel, or
+    None for a handler's channel; the caller keeps it up to date.
     """
 
     def __init__(self, worker: int, connections: dict[int, int | None]) -> None:
@@ -117,20 +123,22 @@ class TraceDecoder:
         self._connections = connections
         self._ring: int | None = None
         self._ticket: int | None = None  # ticket of the next trigger
-        self._schedule: int | None = None  # schedule of the next send; None for both: unknown
+        self._schedule: int | None = None  # schedule of the next send; if both are None, they are unknown
         self._looked = 0
         self._look = 0
         self._unissued: list[TracedTrigger] = []
         self._outstanding: dict[int, deque[TracedTrigger]] = {}  # by connection
         self._handled: dict[int, TracedTrigger] = {}  # by channel
-        self._sent: dict[int, deque[TracedTrigger]] = {}  # sends of schedules that are not complete, by channel
+        self._sent: dict[int, deque[TracedTrigger]] = {}  # schedules' sends that are not complete, by channel
         self._begun: tuple[int, int] | None = None  # the running schedule, and its start time
         self.triggers: list[TracedTrigger] = []
         self.waits: list[TracedWait] = []
         self.lost = 0
 
     def skip(self, lost: int) -> None:
-        """Records a gap before the next records, so that the outcome of earlier triggers stays unknown."""
+        """Notes that `lost` records are missing before the next records. The completion of earlier triggers then stays
+        unknown.
+        """
         self.lost += lost + len(self._unissued)
         self._unissued.clear()
         self._outstanding.clear()
@@ -196,19 +204,20 @@ class TraceDecoder:
 
 
 class Allowance:
-    """The number of triggers that several tracers may still keep, shared so that their records end at about one moment.
+    """The number of triggers that several tracers may still keep. They share one allowance, so that their records end
+    at about the same moment.
 
     Args:
-        triggers: the number of triggers to keep. Triggers that share a clock reading with the last kept trigger are
-            kept too.
+        triggers: the number of triggers to keep. Triggers that share a clock reading with the last of them are also
+            kept.
     """
 
     def __init__(self, triggers: int) -> None:
         self._left = triggers
 
     def end_of_kept(self, is_mark: npt.NDArray[np.bool_]) -> int | None:
-        """The number of records to keep of a batch, given which of them are marks and not triggers; None for all. The
-        batch's last record is a mark.
+        """Returns the number of records to keep of a batch, or None to keep all. `is_mark` says for each record whether
+        it is a mark (else it is a trigger); the batch's last record is a mark.
         """
         triggers = np.flatnonzero(~is_mark)
         if len(triggers) <= self._left:
@@ -226,7 +235,7 @@ class _Records:
         self._stats = stats
         self._allowance = allowance
         self._next = ffi.new("uint64_t *", stats.traced)
-        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records, and the records after them
+        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # number of lost records, and those after
         self._full = False
         self.left_out = 0
 
@@ -234,7 +243,7 @@ class _Records:
         self._stats.trace_until = moment_ns
 
     def note_pause(self) -> None:
-        """Counts a record as lost if this process was stopped for so long that the worker stopped recording."""
+        """Counts one record as lost if the worker stopped recording while this process was stopped for too long."""
         if self._stats.trace_until == 0:
             self._add(1, np.empty((0, 2), np.uint64))
 
@@ -261,16 +270,16 @@ class _Records:
 
 
 class Tracer:
-    """Records a service's activity until `stop`. Only one tracer can record a service at a time. A worker begins to
-    record with its next poll of its rings.
+    """Records a service's activity until `stop`. Only one tracer at a time can record a service. Each worker begins to
+    record at the next poll of its rings.
 
     Args:
         path: the file of the service's publication.
-        publication: the content of the file.
+        publication: the publication in that file.
         allowance: the number of triggers to keep, shared with other tracers; None for `MOST_TRIGGERS` in this tracer.
 
     Raises:
-        ResourceError: another process traces the service, or its file is gone.
+        ResourceError: another process traces the service, or the service's file is gone.
         ArgumentError: the service is gone.
     """
 
@@ -307,7 +316,9 @@ class Tracer:
             worker.ask_until(moment_ns)
 
     def fetch(self) -> None:
-        """Fetches the new records, and extends the request for more. Call this many times a second."""
+        """Fetches the new records, and extends the time until which workers record. Call this method many times per
+        second.
+        """
         for worker in self._workers:
             worker.note_pause()
         self._ask_until(time.monotonic_ns() + _LEASE_NS)
@@ -328,7 +339,7 @@ class Tracer:
             self._routes[channel.id] = (connection.peer, connection.transport) if connection else (None, "handler")
 
     def stop(self) -> ServiceTrace:
-        """Ends the recording and decodes the records."""
+        """Ends the recording, decodes the records and returns the trace."""
         self._ask_until(0)
         self._fetch()
         self._note_channels()
@@ -345,7 +356,7 @@ class Tracer:
         return ServiceTrace(self._observer.publication, triggers, self._routes, lost, left_out, waits)
 
     def close(self) -> None:
-        """Ends the recording, unless `stop` has, and lets other processes trace the service."""
+        """Ends the recording, unless `stop` has ended it, and lets other processes trace the service."""
         self._ask_until(0)
         self._workers.clear()
         self._opened.close()

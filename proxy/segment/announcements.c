@@ -1,4 +1,5 @@
-/* An entry is a sequence lock; its writer never waits for its readers. */
+/* An entry of the table is a sequence lock: a reader that finds the version changed discards what it has read, and the
+ * writer never waits for readers. */
 #include "announcements.h"
 
 void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char *handle, uint32_t bytes) {
@@ -6,11 +7,11 @@ void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char 
   /* Versions that wrap around skip 0, which marks an entry that was never used. */
   const uint32_t version = own->version + 2 != 0 ? own->version + 2 : 2;
   __atomic_store_n(&own->version, version - 1, __ATOMIC_RELAXED);
-  /* Pairing announced-handle, release: nothing below becomes visible before the odd version. */
+  /* Pairing announced-handle, release: no store after this fence becomes visible before the odd version. */
   __atomic_thread_fence(__ATOMIC_RELEASE);
   __atomic_store_n(&own->handle_bytes, bytes, __ATOMIC_RELAXED);
   for (uint32_t i = 0; i < bytes; ++i) __atomic_store_n(&own->handle[i], handle[i], __ATOMIC_RELAXED);
-  /* Pairing announced-handle, release: the handle before its version. */
+  /* Pairing announced-handle, release: the handle is stored before its version. */
   __atomic_store_n(&own->version, version, __ATOMIC_RELEASE);
   /* Pairing announcement, release: the entry before the count that makes peers look for the entry. */
   __atomic_store_n(&table->changes, table->changes + 1, __ATOMIC_RELEASE);
@@ -19,12 +20,12 @@ void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char 
 void proxyccl_announce_to_proxies(ProxycclAnnouncements *table, uint32_t entry) {
   ProxycclAnnouncement *own = &table->entries[entry];
   __atomic_store_n(&own->for_proxies, own->version, __ATOMIC_RELAXED);
-  /* Pairing announcement, release. */
+  /* Pairing announcement, release: `for_proxies` is stored before the count that makes peers look for the entry. */
   __atomic_store_n(&table->changes, table->changes + 1, __ATOMIC_RELEASE);
 }
 
 uint64_t proxyccl_announcement_changes(const ProxycclAnnouncements *table) {
-  /* Pairing announcement, acquire. */
+  /* Pairing announcement, acquire: this load of the count comes before the loads of entries. */
   return __atomic_load_n(&table->changes, __ATOMIC_ACQUIRE);
 }
 
@@ -39,7 +40,7 @@ uint32_t proxyccl_announcement_changed(const ProxycclAnnouncements *table, uint3
 
 uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t entry, ProxycclAnnouncement *copy) {
   const ProxycclAnnouncement *theirs = &table->entries[entry];
-  /* Pairing announced-handle, acquire: the version before the handle. */
+  /* Pairing announced-handle, acquire: this load of the version comes before the loads of the handle. */
   const uint32_t version = __atomic_load_n(&theirs->version, __ATOMIC_ACQUIRE);
   if (version % 2 != 0) return 0;
   copy->version = version;
@@ -63,7 +64,7 @@ void proxyccl_announcement_reply(ProxycclAnnouncements *table, uint32_t entry, u
 
 void proxyccl_announcement_reply_memory(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
                                         uint32_t id) {
-  /* Pairing announcement-reply, release: the memory's place in the proxy's table before its id. */
+  /* Pairing announcement-reply, release: the proxy's table has the memory before the id is stored. */
   __atomic_store_n(&table->replies[entry][peer].memory, (uint64_t)version << 32 | (id + 1), __ATOMIC_RELEASE);
 }
 
@@ -77,8 +78,8 @@ int proxyccl_announcement_memory(const ProxycclAnnouncements *table, uint32_t en
 int proxyccl_announcement_reached(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer,
                                   uint64_t *address) {
   const ProxycclAnnouncementReply *theirs = &table->replies[entry][peer];
-  /* Pairing announcement-reply, acquire. The peer writes the next address only after the owner has changed the entry
-   * again. */
+  /* Pairing announcement-reply, acquire: this load of the version comes before the load of the address. The peer stores
+   * another address only after the owner has changed the entry again. */
   const uint64_t version = __atomic_load_n(&theirs->version, __ATOMIC_ACQUIRE);
   *address = __atomic_load_n(&theirs->address, __ATOMIC_RELAXED);
   return version == table->entries[entry].version;

@@ -1,5 +1,5 @@
-/* An entry is a sequence lock: its writer zeroes the stamp, writes the fields, and stores the new stamp. A reader that
- * does not find the same stamp before and after its reads ignores them. */
+/* An entry of the log is a sequence lock: its writer zeroes the stamp, writes the fields, and stores the new stamp. A
+ * reader ignores the fields unless it has found the same stamp before and after reading them. */
 #include "calls.h"
 
 #include <string.h>
@@ -10,17 +10,17 @@ static const uint64_t kNumber = ((uint64_t)1 << PROXYCCL_CALL_NUMBER_BITS) - 1;
 
 static void write_entry(ProxycclCallEntry *entry, uint64_t stamp, const ProxycclCall *call) {
   __atomic_store_n(&entry->stamp, 0, __ATOMIC_RELAXED);
-  /* Pairing call-entry, release: no field below becomes visible before the 0 above. */
+  /* Pairing call-entry, release: no field that is stored after this fence becomes visible before the zeroed stamp. */
   __atomic_thread_fence(__ATOMIC_RELEASE);
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i)
     __atomic_store_n(&entry->call.fields[i], call->fields[i], __ATOMIC_RELAXED);
-  /* Pairing call-entry, release: the fields before the stamp. */
+  /* Pairing call-entry, release: the fields are stored before the stamp. */
   __atomic_store_n(&entry->stamp, stamp, __ATOMIC_RELEASE);
 }
 
-/* Returns the entry's stamp, or 0 if it is not of the call with this number. */
+/* Reads an entry. Returns its stamp, or 0 if the entry is not that of the call with this number. */
 static uint64_t read_entry(const ProxycclCallEntry *entry, uint64_t sequence, ProxycclCall *call) {
-  /* Pairing call-entry, acquire: the stamp before the fields. */
+  /* Pairing call-entry, acquire: this load of the stamp comes before the loads of the fields. */
   const uint64_t stamp = __atomic_load_n(&entry->stamp, __ATOMIC_ACQUIRE);
   if ((stamp & kNumber) != (sequence & kNumber)) return 0;
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i)
@@ -39,7 +39,7 @@ void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_
   callers->synchronize = (int (*)(void *))synchronize;
 }
 
-/* A digest of the earlier calls and one more. */
+/* Returns the digest of the earlier calls and of one more call. */
 static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i) {
     history = (history ^ call->fields[i]) * 0x9e3779b97f4a7c15u;
@@ -48,8 +48,8 @@ static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
   return history;
 }
 
-/* Counts a call in a hash table without removal, in memory that was zeroed. Fields are written with plain 8-byte
- * stores, so observers may read at any time. */
+/* Counts a call in a hash table, whose memory was zeroed at first and from which nothing is removed. Fields are written
+ * with plain 8-byte stores, so observers may read the table at any time. */
 static void count_call(ProxycclCallCount *counts, uint64_t collective) {
   for (uint32_t probe = 0; probe < PROXYCCL_CALL_KINDS; ++probe) {
     ProxycclCallCount *const count = &counts[(collective + probe) % PROXYCCL_CALL_KINDS];
@@ -64,7 +64,7 @@ static void count_call(ProxycclCallCount *counts, uint64_t collective) {
 uint32_t proxyccl_calls_choose(const ProxycclCallers *callers, uint32_t wish) {
   const uint64_t number = callers->sequence + 1;
   uint64_t *const place = &callers->choices[number % PROXYCCL_CALL_CHOICES];
-  uint64_t made = __atomic_load_n(place, __ATOMIC_RELAXED); /* relaxed: a choice refers to no other memory */
+  uint64_t made = __atomic_load_n(place, __ATOMIC_RELAXED); /* relaxed: no other data depends on a choice */
   while (made / PROXYCCL_CALL_WAYS < number) {
     const uint64_t own = number * PROXYCCL_CALL_WAYS + wish;
     if (__atomic_compare_exchange_n(place, &made, own, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return wish;
@@ -79,8 +79,9 @@ int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   callers->history = history_with(callers->history, call);
   write_entry(&callers->own[slot], stamp, call);
   count_call(callers->counts, call->fields[0]);
-  /* Pairing call-comparison, with the same fence of a peer: of two ranks, at least one finds the other's entry below. A
-   * release and an acquire alone would let both loads come before both stores. */
+  /* Pairing call-comparison, with the same fence of a peer: of two ranks that log calls concurrently, at least one
+   * finds the other's entry in the loop below. With only a release and an acquire, both ranks' loads could come before
+   * both stores. */
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   for (uint32_t peer = 0; peer < callers->peer_count; ++peer) {
     const uint64_t theirs = read_entry(&callers->peers[peer][slot], sequence, &callers->different);
@@ -93,19 +94,19 @@ int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   return 0;
 }
 
-/* Calls `agree`, then checks the failure words once more right before the driver is called: a kernel that begins after
- * a failure must not use memory that a peer may have freed. */
+/* Calls proxyccl_calls_agree, then checks once more for failures, right before the driver is called, because a kernel
+ * that begins after a failure must not use memory that a peer may have freed. */
 static int agree_to_issue(ProxycclCallers *callers, const ProxycclCall *call) {
   const int status = call == NULL ? 0 : proxyccl_calls_agree(callers, call);
   return status == 0 && failure_is_told(callers->control) ? PROXYCCL_CALL_ABORTED : status;
 }
 
-/* Waits for a launch if calls on its stream are to wait, and returns the status. */
+/* Waits for the stream's work if calls on this stream must wait. Returns the call's status. */
 static int end_call(const ProxycclCallers *callers, uintptr_t stream, int status) {
   if (callers->synchronize == NULL || stream != callers->waited) return status;
   const int ended = callers->synchronize((void *)stream);
-  /* A failure is reported even if this rank's kernel was not stopped, because the kernel's data may come from one that
-   * was. */
+  /* A failure is reported even if this rank's kernel was not stopped, because the kernel may have received data from a
+   * kernel that was stopped. */
   if (failure_is_told(callers->control)) return PROXYCCL_CALL_ABORTED;
   return status != 0 ? status : ended;
 }

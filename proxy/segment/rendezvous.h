@@ -1,8 +1,8 @@
-/* How ranks of a host meet without a bootstrap: through memory that all of them map.
+/* Ranks of a host form groups without a bootstrap, through memory that all of them map.
  *
- * Each rank owns one rendezvous. Ranks that form a new group leave invitations in it, under a key that the members
- * know. Ranks of a group exchange messages through their mailboxes. Proposals for the whole group are decided in the
- * first rank's rendezvous, which outlives that rank as long as others map it.
+ * Each rank owns one rendezvous. A rank that forms a new group leaves invitations in its own rendezvous, under a key
+ * that the group's members know. Ranks of a group exchange messages through their mailboxes. Questions that concern the
+ * whole group are decided in the first rank's rendezvous, whose memory exists as long as any rank maps it.
  */
 #ifndef PROXYCCL_RENDEZVOUS_H
 #define PROXYCCL_RENDEZVOUS_H
@@ -10,9 +10,9 @@
 #include <stdint.h>
 
 enum {
-  PROXYCCL_MAILBOX_BYTES = 8192,   /* bytes of a part of a message */
-  PROXYCCL_INVITATIONS = 64,       /* groups that threads of one rank may make at a time */
-  PROXYCCL_INVITATION_BYTES = 244, /* the longest handle */
+  PROXYCCL_MAILBOX_BYTES = 8192,   /* most bytes of a part of a message */
+  PROXYCCL_INVITATIONS = 64,       /* most groups that threads of one rank may form at the same time */
+  PROXYCCL_INVITATION_BYTES = 244, /* most bytes of a handle */
   PROXYCCL_DECISIONS = 64
 };
 
@@ -23,15 +23,15 @@ typedef struct ProxycclLetter {
   char data[PROXYCCL_MAILBOX_BYTES];
 } ProxycclLetter;
 
-/* Letters alternate between two places. A rank that has posted letter k+1 has read letter k of all ranks. So letter k+2
- * may replace letter k once all letters k+1 are posted. */
+/* Letters are stored alternately in two places. A rank posts letter k+1 only after it has read letter k of every rank.
+ * So a rank may replace its letter k by letter k+2 once every rank has posted its letter k+1. */
 typedef struct ProxycclMailbox {
-  uint64_t posted; /* number of letters */
+  uint64_t posted; /* number of letters posted so far */
   ProxycclLetter letters[2];
 } ProxycclMailbox;
 
 typedef struct ProxycclInvitation {
-  uint64_t key; /* 0: no invitation */
+  uint64_t key; /* 0 if there is no invitation */
   uint32_t handle_bytes;
   char handle[PROXYCCL_INVITATION_BYTES];
 } ProxycclInvitation;
@@ -39,25 +39,27 @@ typedef struct ProxycclInvitation {
 typedef struct ProxycclRendezvous {
   ProxycclMailbox mailbox;
   ProxycclInvitation invitations[PROXYCCL_INVITATIONS];
-  uint64_t decisions[PROXYCCL_DECISIONS]; /* 0: not decided yet */
+  uint64_t decisions[PROXYCCL_DECISIONS]; /* by question: the decision, or 0 if it is not made yet */
 } ProxycclRendezvous;
 
-/* By the owner: posts the next letter, which is a part of a message of `message_bytes`. */
+/* Called by the owner: posts the next letter, which is a part of a message of `message_bytes` bytes. */
 void proxyccl_mailbox_post(ProxycclRendezvous *own, const char *data, uint32_t bytes, uint32_t message_bytes);
-/* By a peer: copies the letter with this number, counted from 0. Returns 1, or 0 if the letter is not posted yet. */
+/* Called by a peer: copies the letter with this number, counted from 0. Returns 1, or 0 if the letter is not posted
+ * yet. */
 int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, ProxycclLetter *copy);
 
-/* By the owner, one thread at a time: leaves a handle under a key, in a place without an invitation. */
+/* Called by the owner, by one thread at a time: leaves an invitation, which has a key and a handle, in a place without
+ * an invitation. */
 void proxyccl_invite(ProxycclRendezvous *own, uint32_t place, uint64_t key, const char *handle, uint32_t bytes);
-/* By the owner: withdraws the invitation in a place. */
+/* Called by the owner: withdraws the invitation in a place. */
 void proxyccl_invitation_withdraw(ProxycclRendezvous *own, uint32_t place);
-/* By a peer: copies the handle under a key. Returns 1, or 0 if there is no such key. */
+/* Called by a peer: copies the invitation with this key. Returns 1, or 0 if there is none or it is being written. */
 int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, ProxycclInvitation *copy);
 
-/* By any rank, in the first rank's rendezvous: decides a question by a nonzero value, unless it is already decided.
- * Returns the decision: the value of the rank that came first. */
+/* Called by any rank, for the first rank's rendezvous: decides a question with a nonzero value, unless the question is
+ * already decided. Returns the decision: the value of the rank that came first. */
 uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value);
-/* Returns the decision; 0 if the question is not decided. */
+/* Returns a question's decision; 0 if the question is not decided yet. */
 uint64_t proxyccl_decision(const ProxycclRendezvous *first, uint32_t question);
 
 #endif

@@ -1,4 +1,4 @@
-/* An agent's inbox, and the ranges of memory that peers may reach. See transfers.h. */
+/* The functions for an agent's inbox, and for the ranges of memory that peers may reach. See transfers.h. */
 #include <errno.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -85,7 +85,7 @@ int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64
 
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent) { return (uintptr_t)agent->secret; }
 
-/* Returns the ranges of a device, or of the host; NULL if out of memory. */
+/* Returns the ranges of a device's memory, or of host memory if `staging` is NULL. Returns NULL if out of memory. */
 static Ranges *ranges_of(ProxycclAgent *agent, const ProxycclStaging *staging) {
   if (staging == NULL) return &agent->host;
   Device *device = agent->devices;
@@ -123,7 +123,7 @@ int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *stagi
 static int hold(const Ranges *ranges, const struct iovec *block) {
   const uint64_t *starts = ranges->bounds, *ends = starts + ranges->count;
   const uint64_t address = (uintptr_t)block->iov_base;
-  uint64_t low = 0, high = ranges->count; /* number of ranges that start at or before the block */
+  uint64_t low = 0, high = ranges->count; /* `low` ends as the number of ranges that start at or before the block */
   while (low < high) {
     const uint64_t middle = (low + high) / 2;
     if (starts[middle] <= address) {
@@ -139,7 +139,7 @@ uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uin
   *device = NULL;
   for (uint64_t i = 0; i < count; ++i) {
     if (*device == NULL && hold(&agent->host, &blocks[i])) continue;
-    if (i > 0 && *device == NULL) return i; /* the first list is the host's */
+    if (i > 0 && *device == NULL) return i; /* all blocks must be in host memory if the first block is */
     Device *holds = agent->devices;
     while (holds != NULL && !hold(&holds->ranges, &blocks[i])) holds = holds->next;
     if (holds == NULL) return i;

@@ -1,4 +1,4 @@
-/* Lists of blocks of memory. See parts.h. */
+/* The functions for lists of blocks of memory. See parts.h. */
 #include <errno.h>
 #include <sys/mman.h>
 #include <unistd.h>

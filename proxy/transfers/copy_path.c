@@ -1,4 +1,4 @@
-/* Transfers whose pieces threads copy: by the CPU where this process has both sides mapped, else by the kernel. See
+/* Transfers that threads copy piece by piece: with the CPU if this process maps both sides, else with the kernel. See
  * transfers.h. */
 #include <errno.h>
 #include <limits.h>
@@ -7,10 +7,10 @@
 
 typedef struct CopyTransfer {
   ProxycclTransfer base;
-  uint64_t faulted;               /* bytes that were left to copy at the fault */
+  uint64_t faulted;               /* bytes that were left to copy when the piece of the recorded fault began */
   pid_t pid;                      /* the process that the kernel copies from and to; 0 if the CPU copies */
-  const ProxycclStaging *staging; /* NULL if pieces are copied without stages */
-  int staged[PROXYCCL_STAGES];    /* whether a thread uses each stage */
+  const ProxycclStaging *staging; /* NULL if pieces are not copied through stages */
+  int staged[PROXYCCL_STAGES];    /* for each stage, whether a thread uses it */
 } CopyTransfer;
 
 int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes) {
@@ -19,7 +19,8 @@ int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t byte
   return read == (ssize_t)bytes ? 0 : read < 0 ? errno : EFAULT;
 }
 
-/* A piece of a copy: whole blocks, which point into the two lists, or a part of a long block, which is in `parts`. */
+/* A piece of a copy: either whole blocks, for which `local` and `remote` point into the transfer's lists, or a part of
+ * one long block, for which they point to `parts`. */
 typedef struct Piece {
   struct iovec parts[2];
   const struct iovec *local, *remote;
@@ -34,7 +35,7 @@ static uint32_t free_stage(const CopyTransfer *transfer) {
   return stage;
 }
 
-/* Takes the next piece. */
+/* Removes the next piece from the data that is left to copy. */
 static void next_piece(CopyTransfer *self, Piece *piece) {
   Request *all = &self->base.request;
   const Position at = all->at;
@@ -82,7 +83,7 @@ static int between(const ProxycclStaging *staging, uint32_t stage, int to_device
   return status != 0 ? status : ended;
 }
 
-/* Copies a piece by way of a stage. Returns 0, an errno, or the negated status of the driver. */
+/* Copies a piece through a stage. Returns 0, an errno, or the driver's negated status. */
 static int copy_staged(const CopyTransfer *self, uint32_t stage, Piece *piece) {
   const ProxycclStaging *staging = self->staging;
   const struct iovec here = {(void *)(uintptr_t)staging->memory[stage], piece->bytes};
@@ -103,8 +104,9 @@ static void drop_rest(CopyTransfer *self) {
   queue_remove(&self->base.agent->copies, self);
 }
 
-/* Records the address where a copy stopped: the local address if it is not mapped, otherwise the peer's. A stage is
- * always mapped. If the CPU copies, this process maps both sides. */
+/* Records the address at which a copy stopped: the local address if it is not mapped, otherwise the peer's address. If
+ * the copy uses a stage, the fault is the peer's, because a stage is always mapped. If the CPU copies, both addresses
+ * are in this process. */
 static void note_fault(CopyTransfer *self, const Piece *piece) {
   ProxycclFault *fault = &self->base.fault;
   Position at = {0, 0};
@@ -126,7 +128,8 @@ static void end(CopyTransfer *self) {
   if (!transfer_stands(transfer)) {
     transfer_end_deregistered(transfer);
   } else if (self->pid != 0 && transfer->error == EFAULT && transfer->fault.kind == PROXYCCL_FAULT_PROTECTED) {
-    /* The peer answers whether the block is mapped. If the peer has gone, the end of the link ends the transfer. */
+    /* Asks the peer whether the block is mapped; its answer ends the transfer. If the peer has gone, the end of the
+     * link ends the transfer. */
     link_start(link, &transfer->request, 0, &transfer->fault);
   } else {
     transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
@@ -162,7 +165,7 @@ static int copy(ProxycclTransfer *transfer) {
     if (agent->waits_for_stage) agent_wake(agent);
   }
   if (error == EFAULT && (transfer->error == 0 || (transfer->error == EFAULT && left > self->faulted))) {
-    note_fault(self, &piece); /* if several pieces fail at once, the first fault is kept */
+    note_fault(self, &piece); /* of several failed pieces, the fault of the first in the list is kept */
     self->faulted = left;
   }
   if (transfer->error == 0) transfer->error = error;
@@ -196,7 +199,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 static void lose(ProxycclTransfer *transfer) {
   drop_rest((CopyTransfer *)transfer);
   if (transfer->copying == 0)
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* if copies are still running, the last copy ends the transfer */
+    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* if copies run, the last one ends the transfer */
 }
 
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,

@@ -1,7 +1,7 @@
-/* Transfers that a device copies: queued on a stream, which writes a word after the copies to show their end.
- * See transfers.h.
+/* Transfers that a device copies. The copies are queued on a stream, and after them the write of a word that shows
+ * their end. See transfers.h.
  *
- * A caller that waits or polls reads the word itself. Otherwise the agent's thread reads the word from time to time.
+ * A caller that waits or polls reads the word itself. The agent's thread also reads the word from time to time.
  */
 #include <time.h>
 
@@ -19,13 +19,13 @@ typedef struct DeviceTransfer {
   uint64_t checked; /* time of the last check for a failure of the device */
 } DeviceTransfer;
 
-/* Whether the stream has written the transfer's word, which it does after the copies. */
+/* Whether the copies have ended, after which the stream writes the transfer's word. */
 static int is_over(const DeviceTransfer *self) {
   return __atomic_load_n((const uint64_t *)(uintptr_t)self->copies.word, __ATOMIC_ACQUIRE) == self->turn;
 }
 
-/* Returns the device's failure, after which the word may never be written, or 0. The event was never recorded, so a
- * query of the event reports only failures. */
+/* Returns the status of a failure of the device, after which the word may never be written, or 0. The event was never
+ * recorded, so a query of the event reports only failures. */
 static int failure(const DeviceTransfer *self) {
   const Entered before = driver_enter(self->copier);
   const int status = self->copier->event_query((void *)(uintptr_t)self->copies.event);
@@ -33,8 +33,9 @@ static int failure(const DeviceTransfer *self) {
   return status == PROXYCCL_RUNTIME_NOT_READY ? 0 : status;
 }
 
-/* Queues the copies and then the write of the word, also after a failed copy, because earlier copies are running.
- * *queued says whether the write was queued. Returns the driver's first failure, or 0. */
+/* Queues the copies and then the write of the word. If a copy can't be queued, the write is queued all the same,
+ * because earlier copies may be running. Sets *queued to whether the write was queued. Returns the driver's first
+ * failure, or 0. */
 static int issue(const DeviceTransfer *self, uint64_t stream, int *queued) {
   const ProxycclLaunch *launch = (const ProxycclLaunch *)(uintptr_t)self->copies.launch;
   void *queue = (void *)(uintptr_t)stream;
@@ -58,7 +59,7 @@ static void end(ProxycclTransfer *transfer) {
 }
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
-  static uint64_t turns; /* unique values, so that a late write of an abandoned transfer is not taken for another's */
+  static uint64_t turns; /* values are unique, so that a late write of an abandoned transfer does not end a later one */
   DeviceTransfer *self = (DeviceTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
   const int is_short = stream == NULL && transfer->bytes <= SHORT_BYTES;
@@ -84,7 +85,7 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
 static int look(ProxycclTransfer *transfer) {
   DeviceTransfer *self = (DeviceTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
-  if (transfer->copying > 0 || transfer->cancel) return 0; /* the thread that polls or cancels the transfer ends it */
+  if (transfer->copying > 0 || transfer->cancel) return 0; /* another thread polls or cancels it, and ends it */
   if (!is_over(self)) {
     const uint64_t now = now_ns();
     if (now - self->checked < CHECK_NS) return 0;
@@ -111,7 +112,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   const uint64_t deadline = now_ns() + LONGEST_CANCEL_S * 1000000000ull;
   const struct timespec pause = {0, SHORTEST_PAUSE_NS};
   (void)timeout_ns;
-  ++transfer->copying; /* keeps the transfer alive, and other threads from polling it */
+  ++transfer->copying; /* keeps the transfer allocated, and keeps other threads from polling it */
   pthread_mutex_unlock(&transfer->agent->lock);
   while (!is_over(self) && failure(self) == 0 && now_ns() < deadline) nanosleep(&pause, NULL);
   pthread_mutex_lock(&transfer->agent->lock);

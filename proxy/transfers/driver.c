@@ -1,4 +1,4 @@
-/* Driver calls for a device that copies, and copies between the device's memory and stages. See parts.h. */
+/* The driver calls for a device that copies, and the copies between the device's memory and stages. See parts.h. */
 #include "clock.h"
 #include "parts.h"
 
@@ -21,7 +21,7 @@ void driver_leave(const ProxycclCopier *copier, Entered before) {
 int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
                   const struct iovec *blocks, uint64_t count) {
   const ProxycclCopier *copier = staging->copier;
-  /* All copies to the device are on one stream, so that data of a canceled write can't land after a later write. */
+  /* All copies to the device are on one stream, so that a canceled write can't overwrite the data of a later write. */
   void *stream = (void *)(uintptr_t)staging->streams[to_device ? 0 : stage];
   void *event = (void *)(uintptr_t)staging->events[stage];
   char *at = memory;
@@ -32,7 +32,7 @@ int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, 
     status = copier->copy(to_device ? block : at, to_device ? at : block, blocks[i].iov_len, stream);
     at += blocks[i].iov_len;
   }
-  /* Recorded also after a failure, because earlier copies are running. */
+  /* Records the event even after a failure, because earlier copies may be running. */
   const int recorded = copier->event_record(event, stream);
   driver_leave(copier, before);
   return status != 0 ? status : recorded;
@@ -49,7 +49,7 @@ int staging_await(const ProxycclStaging *staging, uint32_t stage) {
   const uint64_t deadline = now_ns() + LONGEST_CANCEL_S * 1000000000ull;
   const Entered before = driver_enter(staging->copier);
   int status;
-  do { /* at most half a megabyte, which takes tens of microseconds */
+  do { /* spins, because a copy has at most half a megabyte and takes tens of microseconds */
     status = staging->copier->event_query((void *)(uintptr_t)staging->events[stage]);
   } while (status == PROXYCCL_RUNTIME_NOT_READY && now_ns() < deadline);
   driver_leave(staging->copier, before);

@@ -1,4 +1,4 @@
-/* An agent's libfabric endpoint, and the requests that it posts. See transfers.h.
+/* The functions for an agent's libfabric endpoint, and for the requests that it posts. See transfers.h.
  *
  * Some providers carry out a peer's requests only when this side reads its completion queue. So the agent's thread
  * reads the queue even while none of the agent's requests is outstanding.
@@ -14,7 +14,7 @@
 #include "fabric_queue.h"
 
 enum {
-  ACTIVE_NS = 20000, /* between two polls of a queue without a descriptor */
+  ACTIVE_NS = 20000, /* time between two polls of a completion queue without a descriptor */
   IDLE_NS = 1000000  /* time between two such polls while no local request is outstanding */
 };
 #define LONGEST_STOP_NS 1000000000ull
@@ -23,7 +23,7 @@ enum {
 typedef struct Posted {
   struct fi_context2 context;
   struct Posted *next; /* next in the list of free entries */
-  Rdma *rdma;          /* NULL if the request was abandoned */
+  Rdma *rdma;          /* NULL if fabric_stop has ended the Rdma before the request completed */
   uint64_t remote;
 } Posted;
 
@@ -39,7 +39,7 @@ typedef struct Fabric {
 } Fabric;
 
 int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port) {
-  int error = guard_install(); /* a provider may have installed a handler */
+  int error = guard_install(); /* the provider may have replaced the fault handler */
   if (error != 0) return error;
   Fabric *fabric = calloc(1, sizeof *fabric + port->depth * sizeof *fabric->posted);
   if (fabric == NULL) return ENOMEM;
@@ -72,7 +72,7 @@ static void drop_rest(Fabric *fabric, Rdma *rdma) {
   queue_remove(&fabric->waiting, rdma);
 }
 
-/* Records a failed request. No further requests of its Rdma are posted. */
+/* Records that a request has failed, and drops the requests of its Rdma that are not posted. */
 static void fail(Fabric *fabric, Rdma *rdma, int error, uint64_t remote) {
   if (rdma->error == 0) {
     rdma->error = error;
@@ -114,7 +114,7 @@ static void complete(void *owner, void *context, int error, const struct fi_cq_e
   Fabric *fabric = owner;
   Posted *posted = context;
   (void)entry;
-  if (posted == NULL) return; /* the queue has ended */
+  if (posted == NULL) return; /* reports a failure of the queue, not a completion */
   Rdma *rdma = posted->rdma;
   posted->rdma = NULL;
   posted->next = fabric->unused;
@@ -163,8 +163,8 @@ void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes) {
   rdma->error = 0;
   rdma->fault = 0;
   queue_push(&fabric->waiting, rdma);
-  fabric_poll(agent);                             /* this call may end and free the Rdma */
-  if (fabric->outstanding > 0) agent_wake(agent); /* the thread may sleep without watching the queue */
+  fabric_poll(agent);                             /* fabric_poll may end and free the Rdma */
+  if (fabric->outstanding > 0) agent_wake(agent); /* the thread may be in a sleep that the queue does not end */
 }
 
 void rdma_drop(ProxycclAgent *agent, Rdma *rdma) { drop_rest(agent->fabric, rdma); }
@@ -188,7 +188,7 @@ uint64_t fabric_rest(ProxycclAgent *agent) {
   if (fabric == NULL || fabric->failed != 0) return UINT64_MAX;
   if (fabric->port.descriptor >= 0) {
     struct fid *queue = &fabric->queue->fid;
-    /* Nonzero means that completions have arrived that the descriptor will not signal. */
+    /* A nonzero result means that completions have arrived for which the descriptor will not become readable. */
     return fi_trywait((struct fid_fabric *)(uintptr_t)fabric->port.fabric, &queue, 1) == 0 ? UINT64_MAX : 0;
   }
   return fabric->outstanding > 0 ? ACTIVE_NS : IDLE_NS;
@@ -201,7 +201,7 @@ void fabric_lose(ProxycclLink *link) {
     next = each->next;
     if (rdma->link != link) continue;
     drop_rest(fabric, rdma);
-    end_if_over(rdma); /* otherwise the last request's completion ends the Rdma */
+    end_if_over(rdma); /* ends it now if no request is posted; otherwise the last completion does */
   }
 }
 
@@ -239,7 +239,7 @@ void fabric_stop(ProxycclAgent *agent) {
 
 int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port) { return ENOSYS; }
 
-/* A build without libfabric has no endpoint, so these functions do nothing. */
+/* In a build without libfabric an agent has no endpoint, so these functions do nothing. */
 void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes) {}
 void rdma_drop(ProxycclAgent *agent, Rdma *rdma) {}
 int fabric_failed(const ProxycclAgent *agent) { return agent == NULL; }

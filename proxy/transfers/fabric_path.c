@@ -25,7 +25,7 @@ static void ended(Rdma *rdma) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
   } else if (transfer->abandoned || fabric_failed(transfer->agent)) {
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
-  } else { /* the peer answers whether its memory is mapped; if the peer has gone, the link's end ends the transfer */
+  } else { /* asks the peer whether its memory is mapped; if the peer has gone, the link's end ends the transfer */
     link_start(transfer->link, &transfer->request, 0, &transfer->fault);
   }
 }
@@ -44,7 +44,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   const struct timespec pause = {0, PAUSE_NS};
   rdma_drop(agent, &self->rdma);
   for (fabric_poll(agent); self->rdma.unanswered > 0 && now_ns() < deadline; fabric_poll(agent)) {
-    ++transfer->copying; /* keeps the transfer alive */
+    ++transfer->copying; /* keeps the transfer allocated */
     pthread_mutex_unlock(&agent->lock);
     nanosleep(&pause, NULL);
     pthread_mutex_lock(&agent->lock);

@@ -1,8 +1,9 @@
 /* Copies by the CPU from and to memory that the program may free, protect or truncate at any moment. See parts.h.
  *
  * An access to such memory raises SIGSEGV or SIGBUS. If a guarded copy raised the signal, the process's handler jumps
- * back to that copy; all other signals go to the handler that was installed before. process_vm_readv would return an
- * error instead of a signal, but it takes 1.6 us more for each copy, and twice the time for a megabyte.
+ * back to that copy; all other signals go to the handler that was installed before. With process_vm_readv, such an
+ * access would return an error instead of raising a signal, but that takes 1.6 us more for each copy, and twice as long
+ * for a megabyte.
  */
 #include <errno.h>
 #include <setjmp.h>
@@ -14,17 +15,17 @@
 enum {
   MOST_REPLACED = 8,
   SMALLEST_PAGE = 4096,
-  NEAR = 1 << 16 /* a signal may name the page instead of the byte; pages are at most this large */
+  NEAR = 1 << 16 /* a signal may report the page instead of the byte; pages are at most this large */
 };
 
-/* The guarded copy that a thread is making. */
+/* A thread's running guarded copy: where the handler jumps back to, and the blocks. */
 typedef struct GuardedCopy {
   sigjmp_buf back;
   const struct iovec *to, *from;
   uint64_t count;
 } GuardedCopy;
 
-/* A thread's call of a replaced handler. */
+/* A thread's running call of a replaced handler: its stack frame, and the handler's index in Replaced. */
 typedef struct Passing {
   const char *frame;
   int level;
@@ -36,8 +37,8 @@ typedef struct Replaced {
   int count; /* number of actions; atomic */
 } Replaced;
 
-/* This TLS model is needed because a signal handler may not allocate, which a thread's first access does with other
- * models. */
+/* A signal handler may not allocate memory. With other TLS models a thread's first access to such a variable allocates,
+ * so this model is needed. */
 static __thread GuardedCopy *current __attribute__((tls_model("initial-exec")));
 static __thread Passing passing __attribute__((tls_model("initial-exec")));
 static const int signals[] = {SIGSEGV, SIGBUS};
@@ -52,28 +53,29 @@ static int is_near(const struct iovec *blocks, uint64_t count, uintptr_t address
   return 0;
 }
 
-/* Whether a guarded copy raised the signal. A handler that was installed later may raise the signal again. */
+/* Whether the guarded copy caused the signal, directly, or because a handler that was installed later raised the signal
+ * again. */
 static int is_of(const GuardedCopy *guard, const siginfo_t *info) {
   if (info->si_code <= 0) return info->si_pid == getpid();
-  if (info->si_code == SI_KERNEL) return 1; /* for a non-canonical address the kernel does not report the address */
+  if (info->si_code == SI_KERNEL) return 1; /* the kernel does not report a non-canonical address */
   const uintptr_t address = (uintptr_t)info->si_addr;
   return is_near(guard->to, guard->count, address) || is_near(guard->from, guard->count, address);
 }
 
-/* Ends the process as the kernel does without a handler. */
+/* Ends the process as the kernel would if there were no handler. */
 static void end_process(int number, const siginfo_t *info) {
   const struct sigaction end = {.sa_handler = SIG_DFL};
   sigaction(number, &end, NULL);
-  if (info->si_code <= 0) raise(number); /* a fault is raised again when the handler returns */
+  if (info->si_code <= 0) raise(number); /* a fault recurs by itself when the handler returns */
 }
 
-/* Passes a signal on to the newest replaced handler. If that handler is newer than this file's and calls it in turn,
- * the next older one is called. */
+/* Passes a signal on to the newest of the replaced handlers. If that handler was installed after this file's and
+ * therefore calls this file's handler in turn, the signal goes to the next older handler. */
 static void pass_on(int number, siginfo_t *info, void *context) {
   const Replaced *before = &replaced[number == SIGBUS];
   const char *frame = __builtin_frame_address(0);
   const int nested =
-      passing.frame != NULL && frame < passing.frame; /* otherwise the recorded call was left by longjmp */
+      passing.frame != NULL && frame < passing.frame; /* otherwise the program left the recorded call by longjmp */
   const int level = nested ? passing.level - 1 : __atomic_load_n(&before->count, __ATOMIC_ACQUIRE) - 1;
   const struct sigaction *action = &before->actions[level < 0 ? 0 : level];
   const Passing outer = passing;
@@ -81,7 +83,7 @@ static void pass_on(int number, siginfo_t *info, void *context) {
   if (level >= 0 && (action->sa_flags & SA_SIGINFO) != 0) {
     action->sa_sigaction(number, info, context);
   } else if (level < 0 || action->sa_handler == SIG_DFL || (action->sa_handler == SIG_IGN && info->si_code > 0)) {
-    end_process(number, info); /* the previous action ignores the signal, but a fault can't be ignored */
+    end_process(number, info); /* also if the replaced action ignores the signal, because a fault can't be ignored */
   } else if (action->sa_handler != SIG_IGN) {
     action->sa_handler(number);
   }
@@ -100,8 +102,8 @@ static void handle(int number, siginfo_t *info, void *context) {
   siglongjmp(guard->back, 1);
 }
 
-/* Records a replaced action as the newest. If the action was replaced before, the program has restored it, and the
- * actions recorded after it are dropped. */
+/* Records a replaced action as the newest one. If the action is recorded already, the program has restored it, so the
+ * actions that were recorded after it are dropped. */
 static void note_replaced(Replaced *before, const struct sigaction *action) {
   int count = 0;
   while (count < before->count && before->actions[count].sa_handler != action->sa_handler) ++count;
@@ -114,7 +116,7 @@ static void hold(void) { pthread_mutex_lock(&lock); }
 
 static void let_go(void) { pthread_mutex_unlock(&lock); }
 
-/* A fork waits for the lock, because no thread of the child could release it. */
+/* Makes fork take the lock: if another thread held it during the fork, no thread of the child could release it. */
 __attribute__((constructor)) static void hold_while_forking(void) { pthread_atfork(hold, let_go, let_go); }
 
 int guard_install(void) {
@@ -136,7 +138,7 @@ void guard_admit(sigset_t *blocked) {
   for (int i = 0; i < 2; ++i) sigdelset(blocked, signals[i]);
 }
 
-/* Returns 0 if a byte can't be accessed. */
+/* Copies blocks. Returns 1, or 0 if a byte can't be accessed. */
 static int copy(const struct iovec *to, const struct iovec *from, uint64_t count) {
   GuardedCopy guard;
   guard.to = to;
@@ -151,7 +153,7 @@ static int copy(const struct iovec *to, const struct iovec *from, uint64_t count
   return 1;
 }
 
-/* The bytes from an address to the end of its page, at most `bytes`. */
+/* Returns the number of bytes from an address to the end of its page, at most `bytes`. */
 static size_t within_page(const char *address, size_t bytes) {
   const size_t rest = SMALLEST_PAGE - (uintptr_t)address % SMALLEST_PAGE;
   return rest < bytes ? rest : bytes;
@@ -159,7 +161,8 @@ static size_t within_page(const char *address, size_t bytes) {
 
 uint64_t guard_copy(const struct iovec *to, const struct iovec *from, uint64_t count, uint64_t bytes) {
   if (copy(to, from, count)) return bytes;
-  /* memmove copies in any order, so the copy is repeated page by page: a page's bytes are all accessible, or none is.
+  /* memmove copies in any order, so the fault does not show how far it came. This repeats the copy page by page,
+   * because the bytes of a page are either all accessible or all not.
    */
   uint64_t done = 0;
   for (uint64_t i = 0; i < count; ++i) {

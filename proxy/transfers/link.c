@@ -1,4 +1,5 @@
-/* Links: sockets between agents. See transfers.h and parts.h. link_send.c and link_receive.c have the frames on them.
+/* Links, which are sockets between agents. See transfers.h and parts.h. link_send.c and link_receive.c send and receive
+ * their frames.
  */
 #include <errno.h>
 #include <sys/epoll.h>
@@ -8,8 +9,8 @@
 
 const char *proxyccl_link_lost(const ProxycclLink *link) { return __atomic_load_n(&link->lost, __ATOMIC_ACQUIRE); }
 
-/* Closes a descriptor after removing it from the epoll set: otherwise a copy in a fork's child would keep the
- * descriptor in the set. */
+/* Removes a descriptor from the epoll set and closes it. Without the removal, a copy of the descriptor in a fork's
+ * child would keep it in the set. */
 static void unwatch(ProxycclAgent *agent, int *descriptor) {
   if (*descriptor < 0) return;
   agent_watch(agent, *descriptor, 0, EPOLL_CTL_DEL, 0);

@@ -1,4 +1,4 @@
-/* Frames that a link receives. See parts.h. Data is received directly into the blocks, except for data that was read
+/* Receives a link's frames. See parts.h. Data is received directly into the blocks, except for data that was read ahead
  * from the socket together with a head.
  */
 #include <errno.h>
@@ -12,13 +12,15 @@
 
 enum { LONGEST_NAME = 4096 };
 
-/* Loses a link whose socket returned an end or an error, except EAGAIN. */
+/* Ends a link after `got`, the result of a receive, reports the end of the stream or an error. Does nothing after
+ * EAGAIN. */
 static void lose_at_end(ProxycclLink *link, ssize_t got) {
   if (got < 0 && errno == EAGAIN) return;
   link_lose(link, got == 0 || errno == ECONNRESET ? "the peer has closed the link" : "the peer's host does not answer");
 }
 
-/* Reads ahead if no data is left from an earlier read. Returns 0 if the socket is empty or the link is lost. */
+/* Reads data ahead, unless data of an earlier call is left. Returns 0 if the socket is empty or the link is lost, else
+ * 1. */
 static int read_ahead(ProxycclLink *link) {
   if (link->ahead_at < link->ahead_end) return 1;
   ssize_t got;
@@ -34,7 +36,8 @@ static int read_ahead(ProxycclLink *link) {
   return 1;
 }
 
-/* Receives bytes, and discards them if `to` is NULL. Returns 0 if the socket is empty or the link is lost. */
+/* Receives at most `bytes` bytes, and discards them if `to` is NULL. Returns their number, which is 0 if the socket is
+ * empty or the link is lost. */
 static size_t take(ProxycclLink *link, void *to, size_t bytes) {
   if (!read_ahead(link)) return 0;
   const size_t ready = link->ahead_end - link->ahead_at;
@@ -44,7 +47,8 @@ static size_t take(ProxycclLink *link, void *to, size_t bytes) {
   return taken;
 }
 
-/* Copies to blocks. Returns the copied bytes: fewer than `bytes` if the next byte can't be written. */
+/* Copies bytes to blocks. Returns the number of copied bytes, which is less than `bytes` if the next byte can't be
+ * written. */
 static size_t copy_out(const struct iovec *parts, uint32_t count, const char *from, size_t bytes) {
   size_t done = 0;
   for (uint32_t i = 0; i < count && done < bytes; ++i) {
@@ -57,8 +61,8 @@ static size_t copy_out(const struct iovec *parts, uint32_t count, const char *fr
   return done;
 }
 
-/* Receives bytes into a program's memory, and reads ahead. Returns -1, and receives nothing, if that memory can't be
- * written. Returns 0 in the same cases as `take`. */
+/* Receives bytes into a program's memory, and reads ahead. Returns the number of received bytes; 0 if the socket is
+ * empty or the link is lost; or -1 if the memory can't be written, and then receives nothing. */
 static ssize_t take_out(ProxycclLink *link, const struct iovec *blocks, uint64_t count, Position at, uint64_t bytes) {
   struct iovec parts[FRAME_BLOCKS + 1];
   uint32_t used;
@@ -88,7 +92,7 @@ static ssize_t take_out(ProxycclLink *link, const struct iovec *blocks, uint64_t
   return taken > 0 ? (ssize_t)taken : -1;
 }
 
-/* Returns the bytes of a frame's body, or -1 if the frame is invalid. */
+/* Returns the number of bytes in a frame's body, or -1 if the frame is invalid. */
 static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
   if (!link->serves) {
     if (frame->kind != FRAME_ANSWER || link->unanswered == 0) return -1;
@@ -112,7 +116,7 @@ static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
   return (int64_t)(frame->count * sizeof(struct iovec) + (by_fabric ? sizeof(Origin) : 0));
 }
 
-/* Queues an answer. Returns NULL if out of memory. */
+/* Queues an answer, and returns it. Returns NULL if out of memory. */
 static Answer *answer(ProxycclLink *link, uint32_t error, uint64_t bytes, const struct iovec *blocks, uint64_t count) {
   Answer *made = malloc(sizeof *made + count * sizeof *blocks);
   if (made == NULL) return NULL;
@@ -146,23 +150,24 @@ static uint64_t find_unmapped(const struct iovec *blocks, uint64_t count) {
   return i;
 }
 
-/* Permits the peer's process to copy from and to this one. Yama records one permitted process, so for a second peer
- * this function permits every process that could otherwise trace this one. Returns 0 or an errno, EINVAL without Yama.
+/* Permits the peer's process to copy from and to this process. Yama records only one permitted process, so for a second
+ * peer this function permits every process that may trace this one by the other rules. Returns 0 or an errno, which is
+ * EINVAL on a system without Yama.
  */
 static int permit(const ProxycclLink *link) {
-  static pid_t permitted; /* atomic: agents of one process share it */
+  static pid_t permitted; /* atomic, because all agents of the process use it */
   struct ucred peer;
   socklen_t size = sizeof peer;
   if (!link->agent->copied) return EPERM;
   if (getsockopt(link->socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return errno;
-  if (peer.pid <= 0) return ESRCH; /* a peer in another PID namespace, or not a Unix socket */
+  if (peer.pid <= 0) return ESRCH; /* the peer is in another PID namespace, or the socket is not a Unix socket */
   pid_t before = 0;
   const int only = __atomic_compare_exchange_n(&permitted, &before, peer.pid, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED) ||
                    before == peer.pid;
   return prctl(PR_SET_PTRACER, only ? (unsigned long)peer.pid : PR_SET_PTRACER_ANY, 0, 0, 0) == 0 ? 0 : errno;
 }
 
-/* Handles the complete body of a FETCH or a STORE. */
+/* Handles the complete body of a FETCH or a STORE. Returns why the link must end, or NULL. */
 static const char *take_by_fabric(ProxycclLink *link, const struct iovec *blocks, Device *device) {
   const Receiving *in = &link->in;
   Answer *made = answer(link, 0, 0, blocks, in->frame.count);
@@ -208,7 +213,7 @@ static const char *take_body(ProxycclLink *link) {
     in->left = frame->count == 0 ? frame->bytes : 0;
     in->part = IN_DATA;
   } else {
-    const struct iovec *blocks = (const struct iovec *)in->body.bytes; /* malloc's alignment */
+    const struct iovec *blocks = (const struct iovec *)in->body.bytes; /* aligned, because malloc allocated the body */
     if (!blocks_have(blocks, frame->count, frame->bytes)) return "the peer sent an invalid request";
     Device *device;
     in->block = agent_lacks(agent, blocks, frame->count, &device);
@@ -221,7 +226,7 @@ static const char *take_body(ProxycclLink *link) {
     }
     if (frame->kind == FRAME_CHECK) {
       uint32_t error = in->block < frame->count ? EACCES : 0;
-      if (error == 0 && device == NULL) { /* the CPU may not be able to access device memory */
+      if (error == 0 && device == NULL) { /* not for device memory, which the CPU may not map */
         in->block = find_unmapped(blocks, frame->count);
         if (in->block < frame->count) error = EFAULT;
       }
@@ -256,7 +261,8 @@ static void check_write(ProxycclLink *link) {
   in->memory = link->agent->memory;
 }
 
-/* Handles the end of a frame's data. */
+/* Handles the end of a frame's data: queues the answer to a WRITE, or ends a request's frame. Returns why the link must
+ * end, or NULL. */
 static const char *end_data(ProxycclLink *link) {
   Receiving *in = &link->in;
   if (link->serves) {
@@ -293,7 +299,7 @@ static const char *end_data(ProxycclLink *link) {
   return NULL;
 }
 
-/* Records that the destination of data is freed or protected, and discards the rest of the frame's data. */
+/* Records that the destination of data is freed or protected. The rest of the frame's data is then discarded. */
 static void note_fault(ProxycclLink *link, const struct iovec *blocks) {
   Receiving *in = &link->in;
   const char *address = (char *)blocks[in->at.index].iov_base + in->at.offset;
@@ -306,7 +312,7 @@ static void note_fault(ProxycclLink *link, const struct iovec *blocks) {
   request_refuse(link, link->awaited[link->oldest % WINDOW].request, in->at.index, address);
 }
 
-/* Receives data into its blocks. Returns the received bytes. */
+/* Receives data into its blocks, or discards it. Returns the number of received bytes. */
 static size_t take_data(ProxycclLink *link) {
   Receiving *in = &link->in;
   const struct iovec *blocks = in->blocks;
@@ -334,13 +340,13 @@ static size_t take_data(ProxycclLink *link) {
   return (size_t)taken;
 }
 
-/* Extends the memory of a body in proportion to the bytes that have arrived. */
+/* Extends the memory of a body, in proportion to the bytes that have arrived. Returns 0 if out of memory. */
 static int extend_body(Receiving *in) {
   const uint64_t left = in->body_bytes - in->body.used, step = in->body.used + AHEAD_BYTES;
   return buffer_extend(&in->body, left < step ? left : step) != NULL;
 }
 
-/* Returns the bytes that are missing from the part that is being received. */
+/* Returns the number of bytes that are missing from the part that is being received. */
 static uint64_t lacks(const Receiving *in) {
   switch (in->part) {
     case IN_DATA:
@@ -352,7 +358,8 @@ static uint64_t lacks(const Receiving *in) {
   }
 }
 
-/* Receives bytes of the current part. Returns 0 if the socket is empty, or if *problem says why the link must end. */
+/* Receives bytes of the current part. Returns their number, which is 0 if the socket is empty or if the link must end,
+ * for the reason *problem. */
 static size_t take_part(ProxycclLink *link, const char **problem) {
   Receiving *in = &link->in;
   const int in_body = in->part == IN_BODY;
@@ -399,8 +406,8 @@ static const char *next_part(ProxycclLink *link) {
   return NULL;
 }
 
-/* Receives bytes of one part, and handles the part's end. Returns 0 if the socket is empty. A part of 0 bytes ends
- * together with the part before it, without waiting for a further byte. */
+/* Receives bytes of one part, and handles the part's end. Returns 0 if the socket is empty or the link is lost. A part
+ * of 0 bytes ends together with the part before it, because no further byte may arrive. */
 static int step(ProxycclLink *link, uint64_t *turn) {
   const char *problem = NULL;
   const size_t taken = take_part(link, &problem);
@@ -416,7 +423,7 @@ void link_ready(ProxycclLink *link, uint32_t events) {
   if (link->lost != NULL) return;
   if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
     while (step(link, &turn) && turn < TURN_BYTES) {}
-    /* Handles all data that was read ahead, which would not wake the thread again. */
+    /* Handles all data that was read ahead: it is no longer in the socket, so no event would wake the thread for it. */
     while (link->lost == NULL && link->ahead_at < link->ahead_end && step(link, &turn)) {}
   }
   if (link->lost == NULL) link_send(link);

@@ -1,8 +1,8 @@
-/* Frames that a link sends. See parts.h.
+/* Sends a link's frames. See parts.h.
  *
- * The side that opened a link sends greetings, messages and requests; the other side only answers. An answer needs no
- * room in the opener's window, and the opener always reads, so neither side waits for the other to read. Data is sent
- * directly from the blocks.
+ * The side that opened a link sends greetings, messages and requests; the other side only answers. The number of
+ * unanswered requests does not limit answers, and the opener always reads, so neither side waits for the other to read.
+ * Data is sent directly from the blocks.
  */
 #include <errno.h>
 #include <sys/epoll.h>
@@ -16,7 +16,7 @@ enum {
       3 /* steps of a FETCH or a STORE: the copy between peer and stage, the copy between stage and device, the end */
 };
 
-/* Turns the answer to a READ into an error if the blocks are no longer registered. */
+/* Turns an answer into an error if its blocks are no longer registered. */
 static void check_answer(const ProxycclLink *link, Answer *answer) {
   Device *device;
   const uint64_t lacking = agent_lacks(link->agent, answer->blocks, answer->count, &device);
@@ -45,7 +45,8 @@ static void feed_by_fabric(ProxycclLink *link, Answer *answer) {
   }
 }
 
-/* Starts devices' copies of the next answers' data into stages. */
+/* For the next FED answers that need a stage, starts the device's copy of their data into a stage, or advances the
+ * FETCH or STORE. */
 static void feed_answers(ProxycclLink *link) {
   uint32_t fed = 0;
   for (Node *each = link->answers.first; each != NULL && fed < FED; each = each->next) {
@@ -75,7 +76,7 @@ static int is_ready(const Answer *answer) {
   return answer->stage == NULL ? answer->device == NULL || answer->error != 0 : !answer->stage->copying;
 }
 
-/* Begins the answer to the oldest request. */
+/* Begins to send the answer to the oldest request. Returns 0 if out of memory. */
 static int begin_answer(ProxycclLink *link) {
   Sending *out = &link->out;
   Answer *answer = queue_pop(&link->answers);
@@ -99,7 +100,7 @@ static int begin_answer(ProxycclLink *link) {
   return buffer_append(&out->head, &frame, sizeof frame);
 }
 
-/* Begins the next frame of the next request. */
+/* Begins to send the next frame of the request whose turn it is. Returns 0 if out of memory. */
 static int begin_request(ProxycclLink *link) {
   Sending *out = &link->out;
   Request *request = queue_pop(&link->requests);
@@ -135,7 +136,8 @@ static int begin_request(ProxycclLink *link) {
          (!by_fabric || buffer_append(&out->head, request->origin, sizeof *request->origin));
 }
 
-/* Begins the next frame: all messages, else an answer, else a request. Returns 0 if there is none. */
+/* Begins to send all messages if there are any, else an answer, else a frame of a request. Returns 0 if there is
+ * nothing to send. */
 static int begin_frame(ProxycclLink *link) {
   Sending *out = &link->out;
   link_end_sending(link);
@@ -155,8 +157,9 @@ static int begin_frame(ProxycclLink *link) {
   return begun > 0;
 }
 
-/* Replaces the unsent data by a copy, with zeros from the first unreadable byte on, or by zeros alone unless
- * `may_read`. Returns the unreadable byte, which lies in block *block, or NULL. Loses the link if out of memory. */
+/* Replaces the unsent data by a copy, in which zeros replace all bytes from the first unreadable one on; unless
+ * `may_read`, all bytes are zeros. Returns the address of the unreadable byte, which lies in block *block, or NULL. If
+ * out of memory, ends the link and returns NULL. */
 static const char *copy_rest(ProxycclLink *link, int may_read, uint64_t *block) {
   Sending *out = &link->out;
   const char *unread = NULL;
@@ -196,7 +199,8 @@ void request_refuse(ProxycclLink *link, Request *request, uint64_t block, const 
   queue_remove(&link->requests, request);
 }
 
-/* Turns the answer that is being sent into an error, in its second head, or in its first head if that is unsent. */
+/* Makes the answer that is being sent report an error: in its first head if nothing of that is sent, otherwise in its
+ * second head. */
 static void spoil_answer(Sending *out, uint32_t error, uint64_t block) {
   const Frame frame = {FRAME_ANSWER, error, block};
   if (out->sent > 0) {
@@ -207,7 +211,8 @@ static void spoil_answer(Sending *out, uint32_t error, uint64_t block) {
   out->left = out->tail_left = 0;
 }
 
-/* Sends zeros for the rest of a frame whose data the kernel could not read. */
+/* Replaces the rest of a frame's data by zeros after the kernel could not read the data. Drops the frame if nothing of
+ * it has been sent. */
 static void spoil(ProxycclLink *link) {
   Sending *out = &link->out;
   Request *request = out->request;
@@ -225,7 +230,7 @@ static void spoil(ProxycclLink *link) {
   if (--request->unanswered == 0) request_end(request);
 }
 
-/* Checks the blocks of the current answer again after the registered memory has changed. */
+/* Checks the blocks of the answer that is being sent again, after the registered ranges have changed. */
 static void check_sending(ProxycclLink *link) {
   Sending *out = &link->out;
   const Answer *answer = out->answer;
@@ -239,7 +244,7 @@ static void check_sending(ProxycclLink *link) {
   if (link->lost == NULL) spoil_answer(out, EACCES, lacking < count ? lacking : 0);
 }
 
-/* Whether the frame that is being sent has more data or a second head. */
+/* Whether bytes of the frame that is being sent are left: of its head, its data or its second head. */
 static int has_more(const Sending *out) { return out->sent < out->head.used || out->left > 0 || out->tail_left > 0; }
 
 /* Advances the frame past bytes that were sent. */
@@ -315,7 +320,7 @@ void link_forget(ProxycclLink *link, Request *request) {
   }
   if (out->request != request) return;
   uint64_t unused;
-  copy_rest(link, 1, &unused); /* the program may have freed the request's memory, or may free it after this call */
+  copy_rest(link, 1, &unused); /* copies the data, because the program may free the request's memory after this call */
 }
 
 void links_feed(ProxycclAgent *agent) {

@@ -1,4 +1,4 @@
-/* Records of transfers that have ended, for `proxyccl trace`. See transfers.h. */
+/* Writes and reads the records of ended transfers, for `proxyccl trace`. See transfers.h. */
 #include "parts.h"
 
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label) { transfer->label = label; }
@@ -24,14 +24,14 @@ uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *ne
   const uint64_t count = __atomic_load_n(&log->count, __ATOMIC_ACQUIRE);
   uint64_t first = *next;
   *lost = 0;
-  if (count - first >= PROXYCCL_TRANSFER_RECORDS) { /* the oldest record may be in the middle of being overwritten */
+  if (count - first >= PROXYCCL_TRANSFER_RECORDS) { /* a writer may be overwriting the oldest record */
     *lost = count - first - (PROXYCCL_TRANSFER_RECORDS - 1);
     first += *lost;
   }
   const uint32_t taken = count - first < room ? (uint32_t)(count - first) : room;
   for (uint32_t i = 0; i < taken; ++i) records[i] = log->records[(first + i) % PROXYCCL_TRANSFER_RECORDS];
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
-  /* Records overwritten during the copy are lost too. */
+  /* Records that were overwritten during the copy are lost as well. */
   const uint64_t after = __atomic_load_n(&log->count, __ATOMIC_RELAXED);
   const uint64_t kept = after >= PROXYCCL_TRANSFER_RECORDS ? after - (PROXYCCL_TRANSFER_RECORDS - 1) : 0;
   const uint32_t gone = kept <= first ? 0 : kept - first < taken ? (uint32_t)(kept - first) : taken;

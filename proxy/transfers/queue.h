@@ -1,4 +1,5 @@
-/* Lists whose elements are taken in turn. An element begins with a Node, and is in at most one list. */
+/* Linked lists: elements are appended at the end and taken from the start. An element begins with a Node, and is in at
+ * most one list. */
 #ifndef PROXYCCL_TRANSFER_QUEUE_H
 #define PROXYCCL_TRANSFER_QUEUE_H
 
@@ -23,7 +24,7 @@ static inline void queue_push(Queue *queue, void *element) {
   queue->last = &node->next;
 }
 
-/* Removes an element, unless it is in no list. */
+/* Removes an element from the list. Does nothing if the element is in no list. */
 static inline void queue_remove(Queue *queue, void *element) {
   Node *node = element, **at = &queue->first;
   if (!node->queued) return;

@@ -1,8 +1,8 @@
 /* Transfers between a device and a link, through stages. See transfers.h and parts.h.
  *
- * Each stage carries one part of the data, which is one frame: the device fills the stage and the link sends it, or the
- * link fills the stage and the device copies from it. The stages work independently, so the device copies one part
- * while the link carries another.
+ * Each stage holds one part of the data at a time, which one frame carries: the device fills the stage and the link
+ * sends it, or the link fills the stage and the device copies from it. The stages are independent of each other, so the
+ * device copies one part while the link carries another.
  */
 #include <errno.h>
 
@@ -25,7 +25,7 @@ typedef struct Part {
 } Part;
 
 typedef struct StagedTransfer {
-  ProxycclTransfer base; /* the base's request is never started, and holds the first refusal of the parts' requests */
+  ProxycclTransfer base; /* the request of `base` is never started; it holds the first refusal of the parts' requests */
   const ProxycclStaging *staging;
   Part parts[PROXYCCL_STAGES];
 } StagedTransfer;
@@ -76,7 +76,7 @@ static int has_failed(const StagedTransfer *self) {
   return transfer->error != 0 || transfer->request.refusal != 0 || transfer->abandoned || transfer->link->lost != NULL;
 }
 
-/* Advances a part as far as possible. Returns 1 on progress. */
+/* Advances a part as far as possible. Returns 1 if its state has changed. */
 static int step(StagedTransfer *self, uint32_t i) {
   Part *part = &self->parts[i];
   int stepped = 0;
@@ -150,7 +150,7 @@ static void part_moved(Request *request) {
   while (&part->request != request) ++part;
   part->state = PART_MOVED;
   pthread_cond_broadcast(&transfer->agent->changed); /* wakes a thread that is canceling the transfer */
-  /* Another thread will advance the transfer. */
+  /* If so, another thread advances the transfer. */
   if (transfer->node.queued || transfer->copying > 0 || transfer->cancel) return;
   transfer_watch(transfer);
 }
@@ -175,7 +175,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   const struct timespec deadline = agent_deadline(timeout_ns);
   int timed_out = 0, over = 1;
   transfer->request.left = 0;
-  ++transfer->copying; /* keeps the transfer alive */
+  ++transfer->copying; /* keeps the transfer allocated */
   link_wake(transfer->link);
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
     Part *part = &self->parts[i];

@@ -1,6 +1,7 @@
-/* Stages: pinned memory through which an agent serves requests for a device's memory. See transfers.h and parts.h.
+/* The functions for stages: pinned buffers through which an agent serves requests for a device's memory. See
+ * transfers.h and parts.h.
  *
- * The agent's thread queues the copies of one frame and polls for their end, so the device copies one frame while the
+ * The agent's thread queues a frame's copies and later polls for their end, so the device copies one frame while the
  * socket carries another.
  */
 #include "clock.h"
@@ -55,7 +56,7 @@ void stage_give(Stage *stage) {
   if (!stage->copying) free_stage(stage);
 }
 
-/* Called when libfabric has filled or emptied a stage. */
+/* Ends a stage's copy by libfabric: records its result, and lets the link continue the answer. */
 static void carried(Rdma *rdma) {
   Stage *stage = (Stage *)((char *)rdma - offsetof(Stage, rdma));
   if (rdma->error != 0 || rdma->canceled || rdma->link->lost != NULL) stage->status = -1;
@@ -93,7 +94,7 @@ void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_
   const uint64_t deadline = now_ns() + SHORT_NS;
   while (bytes <= SHORT_BYTES && now_ns() < deadline &&
          staging_reached(staging, stage->number) == PROXYCCL_RUNTIME_NOT_READY) {}
-  if (stage->number == PROXYCCL_STAGES) { /* the shared event serves one copy of pageable memory at a time */
+  if (stage->number == PROXYCCL_STAGES) { /* waits here, because copies of pageable memory share one event */
     const int ended = staging_await(staging, stage->number);
     if (stage->status == 0) stage->status = ended;
   }

@@ -14,20 +14,20 @@
 
 enum { EVENTS = 32, REST_MS = 1, SLACK_NS = 1000 };
 
-/* Accepts one link. The number of links without a greeting is limited, because each holds a descriptor: one more closes
- * the oldest of them. */
+/* Accepts one link. The number of links that have sent no greeting is limited, because each of them holds a descriptor:
+ * when there are too many, the oldest is closed. */
 static void accept_link(ProxycclAgent *agent, int listener) {
   int socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* refuses the link, which would wake the thread again */
+  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* refuses the link, or it would wake the thread again */
     close(agent->spare);
     socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
     if (socket >= 0) close(socket);
     agent->spare = eventfd(0, EFD_CLOEXEC);
     return;
   }
-  if (socket < 0) return; /* the connection has gone */
+  if (socket < 0) return; /* the peer has already closed the connection */
   uint32_t ungreeted = 0;
-  ProxycclLink *oldest = NULL; /* the list begins with the newest link */
+  ProxycclLink *oldest = NULL; /* the last found, because the list begins with the newest link */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
     if (!link->serves || link->greeted || proxyccl_link_lost(link) != NULL) continue;
     oldest = link;
@@ -72,7 +72,7 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
     case TAG_LISTENER:
       accept_link(agent, *(const int *)object);
       break;
-    case TAG_FABRIC: /* the thread polls the queue in each turn */
+    case TAG_FABRIC: /* nothing to do, because the thread polls the completion queue in each turn */
       break;
     case TAG_PROCESS:
       link_ready(object, EPOLLIN); /* reads the process's last messages first */
@@ -83,8 +83,8 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
   }
 }
 
-/* Copies one piece of the next transfer that can begin a piece, and moves this transfer to the queue's end. Returns 0
- * if no transfer can begin a piece before a caller returns a stage, or starts or cancels a transfer. */
+/* Copies one piece of the next transfer of which a piece can be begun, and moves this transfer to the queue's end.
+ * Returns 0 if there is no such transfer; a caller wakes the thread when it starts a transfer or returns a stage. */
 static int copy_next(ProxycclAgent *agent) {
   agent->waits_for_stage = 0;
   for (Node *each = agent->copies.first; each != NULL; each = each->next) {
@@ -103,7 +103,7 @@ static void *run(void *argument) {
   ProxycclAgent *agent = argument;
   struct epoll_event events[EVENTS];
   uint64_t woken = 0;
-  prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0); /* this thread's pauses are shorter than the default slack of 50 us */
+  prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0); /* for the pauses below: the default slack of 50 us is too long */
   pthread_mutex_lock(&agent->lock);
   while (!agent->stopped) {
     const int copied = copy_next(agent);
@@ -119,7 +119,7 @@ static void *run(void *argument) {
     uint64_t pause = !copied && looks ? transfers_pause(agent) : 0;
     if (!copied && rest != UINT64_MAX && (!looks || rest < pause)) pause = rest;
     pthread_mutex_unlock(&agent->lock);
-    if (pause > 0) { /* epoll_wait counts in milliseconds */
+    if (pause > 0) { /* ppoll, because the time-outs of epoll_wait are in milliseconds */
       struct pollfd any = {.fd = agent->epoll, .events = POLLIN};
       ppoll(&any, 1, &(struct timespec){0, (long)pause}, NULL);
     }
@@ -136,8 +136,8 @@ static void *run(void *argument) {
   return NULL;
 }
 
-/* Starts the thread with all signals but faults blocked, because signals' handlers belong to the program's threads.
- * Returns 0 or an errno. */
+/* Starts the thread with all signals except faults blocked, so that the program's signal handlers run in the program's
+ * threads. Returns 0 or an errno. */
 static int start_thread(ProxycclAgent *agent) {
   sigset_t all, before;
   sigfillset(&all);
@@ -214,7 +214,7 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   stages_finish(agent);
   fabric_stop(agent);
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) --link->references;
-  agent->log = NULL; /* the log's memory is freed with the agent's handle */
+  agent->log = NULL; /* because the log's memory is freed with the agent's handle */
   reap(agent);
   pthread_mutex_unlock(&agent->lock);
 }
@@ -226,7 +226,7 @@ void proxyccl_agent_release(ProxycclAgent *agent) {
 }
 
 void proxyccl_agent_forget(ProxycclAgent *agent) {
-  /* Runs without the lock, which a thread may have held at the fork. So this function only closes descriptors. */
+  /* Runs without the lock, which a thread may have held at the fork. For this reason it only closes descriptors. */
   close(agent->epoll);
   close(agent->wake);
   close(agent->spare);

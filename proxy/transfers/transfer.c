@@ -1,4 +1,4 @@
-/* Transfers, whatever their path: their starts, ends and registrations. See transfers.h. */
+/* The part of transfers that all paths share: their starts, ends and registrations. See transfers.h. */
 #include <errno.h>
 #include <time.h>
 
@@ -11,7 +11,8 @@ enum {
   LONGEST_PAUSE_NS = 1000000 /* the agent's thread pauses at most this long between two polls */
 };
 
-/* Finds the first registration that has ended, and records it as the fault. Returns 0 if none has ended. */
+/* Finds the first registration that has ended, and records it as the transfer's fault. Returns 0 if none has ended,
+ * else 1. */
 static int find_ended(ProxycclTransfer *transfer, int remote, uint64_t now) {
   Guard *guard = &transfer->guards[remote];
   for (uint64_t i = 0; i < guard->count; ++i) {
@@ -54,7 +55,7 @@ void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed) {
     if (freed || before != ~number) return;
     __atomic_store_n(word, 0, __ATOMIC_RELEASE);
   }
-  __atomic_add_fetch(&ledger[0], 1, __ATOMIC_RELEASE); /* a reader of word 0 sees the registration's word above */
+  __atomic_add_fetch(&ledger[0], 1, __ATOMIC_RELEASE); /* release: a reader of the count also sees the word above */
 }
 
 uint64_t proxyccl_ledger_count(const uint64_t *ledger) { return __atomic_load_n(&ledger[0], __ATOMIC_ACQUIRE); }
@@ -177,7 +178,8 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   }
 }
 
-/* Activates a transfer, and begins it at once or once a stream has raised words[0]. Returns 0 or an error. */
+/* Activates a transfer, and begins it: immediately if `words` is NULL, otherwise once a stream has set words[0].
+ * Returns 0 or an error. */
 static int post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream,
                 uint64_t *words) {
   ProxycclAgent *agent = transfer->agent;
@@ -217,7 +219,8 @@ int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message
   return post(transfer, message, bytes, NULL, words);
 }
 
-/* Begins a transfer whose stream has reached it, or advances it. Returns 1 on progress. */
+/* Begins a transfer once its stream has set words[0]; later calls advance it. Returns 1 if the transfer has begun or
+ * advanced. */
 static int look(ProxycclTransfer *transfer) {
   if (transfer->rung) return transfer->path->look != NULL ? transfer->path->look(transfer) : 0;
   if (__atomic_load_n(&transfer->words[0], __ATOMIC_ACQUIRE) == 0) return 0;
@@ -243,18 +246,18 @@ uint64_t transfers_pause(const ProxycclAgent *agent) {
   const uint64_t now = now_ns();
   for (const Node *each = agent->looked_at.first; each != NULL; each = each->next) {
     const ProxycclTransfer *transfer = (const ProxycclTransfer *)each;
-    /* Long transfers are polled seldom. */
+    /* The longer a transfer has run, the less often it is polled. */
     const uint64_t pause = transfer->path->soon && transfer->rung ? 0 : (now - transfer->times.posted) / 8;
     if (pause < shortest) shortest = pause;
   }
   return shortest < SHORTEST_PAUSE_NS ? SHORTEST_PAUSE_NS : shortest;
 }
 
-/* The pause of a waiting caller between two polls. */
+/* Pauses a waiting caller between two polls: not at all at first, then for longer as the transfer takes longer. */
 static void rest(ProxycclTransfer *transfer) {
   const uint64_t elapsed = now_ns() - transfer->times.posted;
   pthread_mutex_unlock(&transfer->agent->lock);
-  if (elapsed > SPIN_NS) { /* the end of a long copy is noticed a little late */
+  if (elapsed > SPIN_NS) { /* pauses, so the end of a long copy is noticed a little late */
     const uint64_t pause = elapsed / 16 < SHORTEST_PAUSE_NS ? elapsed / 16 : SHORTEST_PAUSE_NS;
     nanosleep(&(struct timespec){0, (long)pause}, NULL);
   }
@@ -265,7 +268,7 @@ int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   ProxycclAgent *agent = transfer->agent;
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
   transfer->cancel = 1;
-  while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* at most one piece of each thread */
+  while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* for at most one piece per thread */
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
   if (transfer->request.active) {
     link_forget(transfer->link, &transfer->request);
@@ -289,7 +292,7 @@ int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 int proxyccl_transfer_release(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   pthread_mutex_lock(&agent->lock);
-  ++agent->references; /* held by this call */
+  ++agent->references; /* this call holds a reference */
   const int error = transfer_cancel(transfer, LONGEST_CANCEL_S * 1000000000ull);
   if (error == 0) {
     free_transfer(transfer);
@@ -300,7 +303,7 @@ int proxyccl_transfer_release(ProxycclTransfer *transfer) {
   return error;
 }
 
-/* Copies a piece if there is one. Returns whether it did. */
+/* Copies a piece if there is one. Returns whether it has copied a piece. */
 static int copy(ProxycclTransfer *transfer) { return transfer->path->copy != NULL && transfer->path->copy(transfer); }
 
 ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns) {

@@ -1,12 +1,12 @@
 /* The engine of transfers between agents. Agents may join and leave at any time, and name memory by its address.
  *
  * An agent has one thread, which sleeps until a socket or a caller has work for it. A link is a socket from one agent
- * to another: the side that opened it requests, the other side serves. A transfer is a list of blocks over one link, or
- * within the agent. A transfer's path is decided when the link is made: process_vm_readv and process_vm_writev into the
- * peer's process, or the socket itself. Memory of devices is copied by a device to which both sides are mapped.
+ * to another: the side that opened the link sends requests, and the other side serves them. A transfer copies a list of
+ * blocks over one link, or within the agent. Each path that a transfer's data can take has its own function to create
+ * transfers: with copies by the CPU or by process_vm_readv and process_vm_writev, through the link's socket, by
+ * libfabric, by a device to which both sides are mapped, or between a device and a link through stages.
  *
- * Every function may be called from any thread at any time. None waits for a peer; proxyccl_transfer_wait and
- * proxyccl_agent_wait are bounded.
+ * Every function may be called from any thread at any time. No function waits for a peer without a bound.
  */
 #ifndef PROXYCCL_TRANSFERS_H
 #define PROXYCCL_TRANSFERS_H
@@ -31,22 +31,22 @@ typedef enum ProxycclTransferState {
   PROXYCCL_TRANSFER_FAILED    /* a copy failed: proxyccl_transfer_error, proxyccl_transfer_fault */
 } ProxycclTransferState;
 
-/* Why a transfer could not reach its memory. */
+/* The reason why a transfer could not access memory. */
 typedef enum ProxycclFaultKind {
   PROXYCCL_FAULT_NONE,         /* no fault, or its reason is unknown */
   PROXYCCL_FAULT_DEREGISTERED, /* the peer deregistered the memory */
-  PROXYCCL_FAULT_FREED,        /* registered, but not mapped in the peer's process */
-  PROXYCCL_FAULT_FREED_HERE,   /* not mapped in this process */
-  PROXYCCL_FAULT_PROTECTED,    /* mapped in both processes, but protected */
+  PROXYCCL_FAULT_FREED,        /* the peer's memory is registered, but not mapped in its process */
+  PROXYCCL_FAULT_FREED_HERE,   /* the memory is not mapped in this process */
+  PROXYCCL_FAULT_PROTECTED,    /* the memory is mapped in both processes, but protected */
   PROXYCCL_FAULT_ENDED_HERE    /* this agent deregistered the memory */
 } ProxycclFaultKind;
 
 typedef struct ProxycclFault {
   ProxycclFaultKind kind;
-  uint64_t address; /* the first faulty byte's address in the process that owns the memory */
+  uint64_t address; /* address of the first inaccessible byte, in the process that owns the memory */
 } ProxycclFault;
 
-/* Times by CLOCK_MONOTONIC, in ns. */
+/* When a transfer began and ended, by CLOCK_MONOTONIC in ns. */
 typedef struct ProxycclTransferTimes {
   uint64_t posted;   /* when the last post began */
   uint64_t returned; /* when the last post returned */
@@ -67,7 +67,7 @@ typedef struct ProxycclTransferLog {
   ProxycclTransferRecord records[4096];
 } ProxycclTransferLog;
 
-/* A device that copies: the driver's calls (runtime_table.h, memory_pool.h); NULL for a missing call. */
+/* The driver's functions for a device that copies (runtime_table.h, memory_pool.h); NULL for a missing function. */
 typedef struct ProxycclCopier {
   int (*copy)(void *to, const void *from, size_t bytes, void *stream);
   int (*write64)(void *stream, uint64_t *word, uint64_t value, unsigned flags);
@@ -77,91 +77,99 @@ typedef struct ProxycclCopier {
   int (*make_current)(uint64_t context);
   int (*exchange_capture_mode)(int *mode);
   uint64_t context; /* the device's context */
-  int32_t relaxed;  /* the stream capture mode that allows these calls */
+  int32_t relaxed;  /* the thread's stream capture mode in which these calls are allowed during a capture */
 } ProxycclCopier;
 
-/* A device's copies for a transfer, and their stream. All memory that this struct names outlives the transfer. */
+/* The copies that a device makes for a transfer, and their stream. The memory that this struct names must outlive the
+ * transfer. */
 typedef struct ProxycclDeviceCopies {
   const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine: the device's addresses */
   uint64_t count;
-  uint64_t launch;               /* a ProxycclLaunch that copies the blocks without a row, or 0 */
+  uint64_t launch;               /* a ProxycclLaunch that copies the blocks that have no row, or 0 */
   uint64_t blocks, bytes;        /* blocks and bytes of the whole transfer */
-  uint64_t stream;               /* used by a post without a stream */
-  uint64_t event;                /* never recorded: a query of the event tells whether the device has failed */
-  uint64_t word, word_on_device; /* a pinned word of this transfer: the CPU's and the device's address */
+  uint64_t stream;               /* the stream of a post that names no stream */
+  uint64_t event;                /* never recorded, so a query of the event only tells whether the device has failed */
+  uint64_t word, word_on_device; /* a pinned word of this transfer: its CPU address and device address */
 } ProxycclDeviceCopies;
 
 enum { PROXYCCL_STAGES = 4, PROXYCCL_STAGE_BYTES = 1 << 19 };
 
 /* Pinned memory through which data moves between a device's memory and another process. Each stage has
- * PROXYCCL_STAGE_BYTES, at an address that the device and the CPU share, with an event and, for copies from the device,
- * a separate stream; all copies to the device are on the first stage's stream. The last stream and event are for memory
- * that is not pinned. */
+ * PROXYCCL_STAGE_BYTES, at an address that is the same for the device and the CPU, and an event. A copy from the device
+ * runs on the stage's own stream; all copies to the device run on the first stage's stream. The last stream and event
+ * are for memory that is not pinned. */
 typedef struct ProxycclStaging {
   const ProxycclCopier *copier;
-  uint64_t memory[PROXYCCL_STAGES]; /* consecutive stages */
+  uint64_t memory[PROXYCCL_STAGES]; /* the stages' addresses; the stages are consecutive */
   int32_t by_fabric;                /* 1 if the stages are registered with the agent's libfabric endpoint */
-  uint64_t descriptor, key, base;   /* the local descriptor, the key, and the first byte's address for requests */
+  uint64_t descriptor, key, base;   /* for libfabric: descriptor, key, and first byte's address for requests */
   uint64_t streams[PROXYCCL_STAGES + 1], events[PROXYCCL_STAGES + 1];
 } ProxycclStaging;
 
-/* Creates an agent and its thread. Takes over the listening sockets, also on failure. `secret`: the bytes that a peer
- * must send first. `copied`: whether peers of this host may ask for permission to copy from and to this process (see
- * proxyccl_ask_to_copy). `losses`: an eventfd to signal when a link that the agent opened is lost; it outlives the
- * links. `log`: records the transfers until the agent is stopped. Returns NULL on failure and sets errno. */
+/* Creates an agent and its thread. Takes ownership of the listening sockets, even if it fails. `secret`: the bytes that
+ * a peer must send first. `copied`: whether peers of this host may ask for permission to copy from and to this process
+ * (see proxyccl_ask_to_copy). `losses`: an eventfd that is signaled when a link that the agent opened is lost, and that
+ * outlives the links. `log`: records the transfers until the agent is stopped. Returns NULL on failure and sets
+ * errno. */
 ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int copied, const int *listeners,
                                      uint32_t count, int losses, ProxycclTransferLog *log);
-/* Ends the agent's thread, links and transfers. All functions may still be called: all but the release fail or have no
- * effect. */
+/* Ends the agent's thread, links and transfers. All functions may still be called afterwards; all but the release
+ * functions then fail or have no effect. */
 void proxyccl_agent_stop(ProxycclAgent *agent);
-/* Releases the handle. The agent is freed with the last of its handle, links and transfers. */
+/* Releases the handle. The agent is freed once its handle, its links and its transfers are all released. */
 void proxyccl_agent_release(ProxycclAgent *agent);
-/* In a fork's child: closes the child's copies of the agent's descriptors, so that peers notice the parent's end. */
+/* For a fork's child: closes the child's copies of the agent's descriptors, so that peers notice when the parent
+ * ends. */
 void proxyccl_agent_forget(ProxycclAgent *agent);
-/* Copies at most `room` records, from number `next` on, that are not overwritten. Sets `next` to the number after the
- * last copied record, and `lost` to the number of overwritten ones. Returns the number of copied records. */
+/* Copies at most `room` records, from number `next` on. Skips records that are overwritten. Sets `next` to the number
+ * after the last copied record, and `lost` to the number of records that were overwritten before they could be copied.
+ * Returns the number of copied records. */
 uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *next, ProxycclTransferRecord *records,
                                     uint32_t room, uint64_t *lost);
-/* The address of the agent's secret, which a peer of this host reads to check that it can read this process. */
+/* Returns the address of the agent's secret. A peer of this host reads the secret to check that it can read this
+ * process. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
-/* Replaces the ranges that peers may reach through sockets. `ranges`: `count` first addresses, in order, then for each
- * range the highest end of all ranges up to this one. `staging`: the stages of the device that owns the memory, which
- * identify the device in later calls and outlive the agent's thread; NULL for host memory. Waits at most 30 s for the
- * device's copies from and to removed ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
+/* Replaces the ranges that peers may reach through sockets. `ranges`: the first addresses of `count` ranges, in
+ * ascending order, and then for each range the highest end of this range and all ranges before it. `staging`: the
+ * stages of the device that owns the memory; NULL for host memory. The pointer identifies the device in later calls,
+ * and the stages must outlive the agent's thread. Waits at most 30 s for the device's copies from and to removed
+ * ranges; afterwards no socket accesses these ranges. Returns 0 or ENOMEM. */
 int proxyccl_agent_set_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
                               uint64_t count);
-/* The bytes in the inbox. A message consists of the lengths of the sender's name and of the text (8 bytes each), the
- * name, and the text.
+/* Returns the number of unread bytes in the inbox. A message consists of the lengths of the sender's name and of the
+ * text (8 bytes each), the name, and the text.
  */
 uint64_t proxyccl_agent_unread(const ProxycclAgent *agent);
-/* Moves as many whole messages to `to` as fit. Returns their bytes. */
+/* Moves as many whole messages to `to` as fit into `room` bytes. Returns the bytes of these messages. */
 uint64_t proxyccl_agent_take(ProxycclAgent *agent, char *to, uint64_t room);
 /* Waits until the inbox has a message, or the agent is stopped. Returns 1 if the inbox has a message. */
 int proxyccl_agent_wait(ProxycclAgent *agent, uint64_t timeout_ns);
 /* Puts a message into the agent's own inbox. Returns 0, EMSGSIZE or ENOMEM. */
 int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64_t bytes);
 
-/* Reads memory of another process, to check that process_vm_readv works and that `pid` names the intended process.
- * Returns 0 or an errno. */
+/* Reads memory of another process by process_vm_readv. The caller thereby checks that the call works and that `pid`
+ * names the intended process. Returns 0 or an errno. */
 int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes);
 
 /* Asks the agent at the other end of a connected Unix socket to let this process copy from and to its process, for
- * systems on which Yama restricts such copies to parents. Use the socket for nothing else, because the answer may come
- * late. Returns 0 or an errno, ETIMEDOUT after `timeout_ms`. */
+ * systems on which Yama restricts such copies to parents. Use the socket for nothing else, because the answer may
+ * arrive after the time-out. Returns 0 or an errno, which is ETIMEDOUT after `timeout_ms`. */
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
-/* An agent's ledger: PROXYCCL_LEDGER_WORDS words in memory that peers of the host map. The word of a registration,
- * number % PROXYCCL_LEDGER_WORDS, is the number while the memory is registered, and the number's complement if the
- * memory was freed before it was deregistered. Word 0 counts the ends of registrations. No number is used twice. */
+/* An agent's ledger shows which of its registrations are valid. It has PROXYCCL_LEDGER_WORDS words in memory that peers
+ * of the host map. Each registration has a number, which is never used again, and the word number %
+ * PROXYCCL_LEDGER_WORDS. This word is the number while the memory is registered, and the number's bitwise complement if
+ * the memory was freed before it was deregistered. Word 0 counts the registrations that have ended. */
 void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number);
-/* Ends a registration, unless it has ended. `freed`: whether the memory is no longer mapped. Thread-safe. */
+/* Ends a registration, unless it has ended already. `freed`: whether the memory is no longer mapped. Thread-safe. */
 void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed);
 uint64_t proxyccl_ledger_count(const uint64_t *ledger);
 
-/* Creates a link over a connected stream socket, and takes the socket over, also on failure. `peer_secret`: the secret
- * of the agent at the other end. `process`: a pidfd of the peer, also taken over, or -1. `pid`: the peer's process if
- * process_vm_readv works for it, else 0. `address`: the address of this agent's libfabric endpoint, or 0 bytes if the
- * peer does not use that endpoint. Returns NULL on failure and sets errno. */
+/* Creates a link over a connected stream socket. Takes ownership of the socket, even if it fails. `peer_secret`: the
+ * secret of the agent at the other end. `process`: a pidfd of the peer's process, which this function also takes
+ * ownership of, or -1. `pid`: the peer's process if process_vm_readv works for it, else 0. `address`: the address of
+ * this agent's libfabric endpoint, or 0 bytes if the peer does not use that endpoint. Returns NULL on failure and sets
+ * errno. */
 ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid,
                                    const char *address, uint64_t address_bytes);
 /* Ends the link, and its active transfers with the state LOST. */
@@ -170,34 +178,34 @@ void proxyccl_link_end(ProxycclLink *link);
 void proxyccl_link_release(ProxycclLink *link);
 /* Returns why the link has ended (static text), or NULL while it works. */
 const char *proxyccl_link_lost(const ProxycclLink *link);
-/* Polls the socket, so that a disconnect shows at once. */
+/* Polls the socket, so that proxyccl_link_lost reports a disconnect immediately. */
 void proxyccl_link_look(ProxycclLink *link);
-/* Sends a message, after all earlier messages. Returns 0, ENOTCONN, EMSGSIZE, ENOBUFS if too many messages wait for the
- * peer, or ENOMEM. */
+/* Sends a message, in order after all earlier messages. Returns 0, ENOTCONN, EMSGSIZE, ENOBUFS if too many messages
+ * wait for the peer, or ENOMEM. */
 int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
 
 /* `count` blocks of at least one byte: two arrays of (address, bytes), with equal bytes at each index. Both arrays
  * outlive the transfer. */
 typedef struct ProxycclBlocks {
-  int32_t writes; /* whether data moves to the remote blocks */
+  int32_t writes; /* 1 if data moves to the remote blocks, 0 if from them */
   const uint64_t *local, *remote;
   uint64_t count;
 } ProxycclBlocks;
 
-/* Each path has a function that creates its transfers. `link` is NULL within the agent. On failure these functions
- * return NULL and set errno.
+/* Each path has a function that creates its transfers. `link` is NULL for a transfer within the agent. On failure these
+ * functions return NULL and set errno.
  *
- * This function creates a transfer that threads copy. `pid`: the process that the kernel copies from and to, or 0 if
- * the CPU copies between addresses of this process. `staging`: stages of this transfer alone if the local blocks are a
- * device's, otherwise NULL. */
+ * This function creates a transfer that is copied by threads. `pid`: the process that the kernel copies from and to, or
+ * 0 if the CPU copies between addresses of this process. `staging`: stages that only this transfer uses, if the local
+ * blocks are in a device's memory, otherwise NULL. */
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, const ProxycclBlocks *blocks,
                                            const ProxycclStaging *staging, int32_t pid);
 /* Creates a transfer through the link's socket. */
 ProxycclTransfer *proxyccl_transfer_create_by_socket(ProxycclAgent *agent, ProxycclLink *link,
                                                      const ProxycclBlocks *blocks);
-/* Creates a transfer between a device and the link through stages, which are used by this transfer alone and outlive
- * it. `by_fabric`: whether the peer's libfabric endpoint reads and writes the stages; otherwise the socket carries
- * them. */
+/* Creates a transfer between a device and the link through stages, which only this transfer uses and which outlive it.
+ * `by_fabric`: whether the peer's libfabric endpoint reads and writes the stages; otherwise the socket carries their
+ * data. */
 ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, ProxycclLink *link,
                                                   const ProxycclBlocks *blocks, const ProxycclStaging *staging,
                                                   int by_fabric);
@@ -205,7 +213,7 @@ ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, Proxyccl
 typedef struct ProxycclFabricPort {
   uint64_t endpoint, queue, fabric, peers; /* fid_ep *, fid_cq *, fid_fabric *, fid_av * */
   int32_t descriptor;                      /* readable when the queue has completions; -1 if there is none */
-  uint32_t depth;                          /* most requests outstanding */
+  uint32_t depth;                          /* the highest number of outstanding requests */
   uint64_t max_message;                    /* bytes that one request may carry */
 } ProxycclFabricPort;
 /* Sets an agent's libfabric endpoint, which outlives the agent's thread. Returns 0, ENOMEM, or ENOSYS in a build
@@ -219,37 +227,38 @@ ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, Proxy
 /* Creates a transfer that a device copies. `copier` outlives the transfer. */
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);
-/* Sets the registrations that a transfer's blocks on one side belong to: `count` rows of (number, address of a block),
- * and the ledger with these numbers. Both outlive the transfer. Once one of these registrations has ended, the transfer
- * does not begin, and copies by the CPU or the kernel stop. */
+/* Sets the registrations to which a transfer's local or, if `remote`, remote blocks belong: `count` rows of (number,
+ * address of a block), and the ledger with these numbers. Both outlive the transfer. Once one of these registrations
+ * has ended, the transfer does not begin, and copies that the CPU or the kernel has begun stop. */
 void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
                              uint64_t count);
-/* Sets the number by which records name the transfer's peer and path. */
+/* Sets the number that the transfer's records contain, by which Python finds the transfer's peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
-/* Cancels the transfer if it is active, and frees it. Returns 0, or after 30 s EBUSY (see proxyccl_transfer_cancel):
- * the transfer's stages must then stay allocated. */
+/* Cancels the transfer if it is active, and frees it. Returns 0. If the cancel has not succeeded after 30 s, returns
+ * EBUSY (see proxyccl_transfer_cancel), and the transfer's stages must then stay allocated. */
 int proxyccl_transfer_release(ProxycclTransfer *transfer);
-/* Starts the transfer. `message`: sent to the peer once the data has arrived, or NULL. `stream`: a stream of the
- * copying device, or NULL; the copies run after the stream's earlier work and before its later work. A short transfer
- * without a stream ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE, or ENOMEM.
+/* Starts the transfer. `message`: a message to send to the peer once the data has arrived, or NULL. `stream`: a stream
+ * of the copying device, or NULL; the copies run after the stream's earlier work and before its later work. A short
+ * transfer without a stream ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE, or
+ * ENOMEM.
  */
 int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
-/* Starts the transfer once a stream has raised words[0]. When the transfer has ended, whatever its state, words[1] is
- * 1, for which the stream's later work waits. Both words are 0 at the call, are not used for another start, are in
- * memory that streams can write and wait for, and outlive the transfer. Only for transfers that no device copies.
- * Returns 0 or an error of proxyccl_transfer_post. */
+/* Starts the transfer once a stream has set words[0] to a nonzero value. When the transfer has ended, in whatever
+ * state, words[1] becomes 1, and the stream's later work waits for that. At the call both words must be 0. They must
+ * not be used for another start, must be in memory that streams can write and wait for, and must outlive the transfer.
+ * Not for transfers that a device copies. Returns 0 or an error of proxyccl_transfer_post. */
 int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words);
-/* Cancels an active transfer. Waits at most 30 s for a device's copies and the stream's work before them, and until the
- * time-out for libfabric requests of either side, which can't be withdrawn. Returns 0 once nothing accesses the local
- * memory. Returns EBUSY if libfabric requests may still access the local memory: the transfer then stays active, and
- * ends as canceled after the last of the requests. */
+/* Cancels an active transfer. Copies by a device and libfabric requests of either side can't be withdrawn: this
+ * function waits at most 30 s for a device's copies and the stream's work before them, and until the time-out for
+ * libfabric requests. Returns 0 once nothing accesses the local memory. Returns EBUSY if libfabric requests may still
+ * access the local memory: the transfer then stays active, and ends as canceled after the last of the requests. */
 int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns);
 ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer);
-/* Copies a piece that no thread has begun, if there is one, or polls the device. Returns the transfer's state
- * afterwards. */
+/* Advances the transfer: copies a piece that no thread has begun, or polls the device, the link or the fabric. Returns
+ * the transfer's state afterwards. */
 ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer);
-/* Waits until the transfer has ended, and helps meanwhile. Returns the state, which is ACTIVE after a time-out. The
- * wait exceeds the time-out by at most the copy of one piece. */
+/* Waits until the transfer has ended, and advances it during the wait, as proxyccl_transfer_help does. Returns the
+ * state, which is ACTIVE after a time-out. The wait exceeds the time-out by at most the copy of one piece. */
 ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns);
 /* Returns the errno of a failed copy, or the negated driver status of a failed copy by a device. */
 int proxyccl_transfer_error(const ProxycclTransfer *transfer);

@@ -1,1 +1,1 @@
-"""The Python side of the engine's transports: one record for each (`transport.py`), all of them in `table.py`."""
+"""The Python side of the engine's transports: a record for each transport (`transport.py`), listed in `table.py`."""

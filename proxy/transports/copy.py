@@ -1,4 +1,4 @@
-"""The transport `copy`: copies by the runtime's copy engine, within a host (engine/copy_transport.h)."""
+"""The transport `copy`, which moves data within a host by the GPU's copy engines (engine/copy_transport.h)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ ffi = _engine.ffi
 
 
 def make_copy_options(runtime: Runtime, undo: contextlib.ExitStack) -> tuple[Any, Stream, Event]:
-    """Makes a ProxycclCopyOptions without values, and its stream and event, which `undo` closes."""
+    """Makes a ProxycclCopyOptions without the table for puts of values. Returns it with its stream and its event, which
+    `undo` closes.
+    """
     stream = runtime.create_stream(for_proxy=True)
     undo.callback(stream.close)
     event = runtime.create_event()

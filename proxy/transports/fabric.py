@@ -1,7 +1,8 @@
 """The transports over libfabric, for networks without verbs.
 
-`fabric` makes RMA writes (engine/fabric_transport.h). `staged_fabric` makes them between pinned memory, with a copy on
-either side, for memory that libfabric's provider can't register (engine/staged_transport.h).
+`fabric` makes RMA writes and reads (engine/fabric_transport.h). `staged_fabric` makes RMA writes between pinned memory
+of the two hosts, with a copy at each end, for memory that libfabric's provider can't register
+(engine/staged_transport.h).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _LEAST_RING, _RING_PER_WIRE = 4 << 20, 2 << 20
 _FOR_FULL_RINGS = 512 << 20
-"""Bytes of a rank's pinned memory up to which peers' rings have full size. Further peers get smaller rings, because
-a rank may have hundreds of peers.
+"""While all rings of a rank take at most this many bytes of pinned memory, a new peer's rings have full size. Later
+peers get smaller rings, because a rank may have hundreds of peers.
 """
-_OWN_ERRORS = 256  # first error number of libfabric; lower numbers are errno values
+_OWN_ERRORS = 256  # libfabric's own error numbers begin here; lower numbers are errno values
 
 
 def _status_text(status: int) -> str:
@@ -41,7 +42,7 @@ def _status_text(status: int) -> str:
 
     try:
         return load().words(error)
-    except RuntimeUnavailableError:  # the status comes from another rank, whose machine has the library
+    except RuntimeUnavailableError:  # this machine lacks the library: the status comes from another rank
         return f"libfabric's error {error}"
 
 
@@ -50,7 +51,7 @@ def _error_text(connection: Any) -> str:
 
 
 class _Endpoint:
-    """A `TransportEndpoint` over libfabric. All peers reach the rank's single endpoint."""
+    """A `TransportEndpoint` over libfabric. It stands for the rank's single libfabric endpoint, which all peers use."""
 
     def __init__(self, device: FabricContext) -> None:
         self._device = device
@@ -62,7 +63,7 @@ class _Endpoint:
         return self._device.endpoint.connect(theirs.endpoint, theirs.rkey)
 
     def close(self) -> None:
-        """Does nothing, because the device owns the endpoint."""
+        """Does nothing, because the device owns and closes the endpoint."""
 
 
 def _open(setup: RemoteSetup, options: TransportOptions) -> FabricContext:
@@ -93,7 +94,7 @@ def _staged_error_text(connection: Any) -> str:
 
 
 def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
-    """Makes a wire to one peer of an endpoint, which the device owns."""
+    """Makes a wire to one peer over `endpoint`, which the device owns."""
     return Wire(
         endpoint.address,
         number,
@@ -103,17 +104,18 @@ def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
 
 
 def default_ring(wires: int, peers: int) -> int:
-    """The bytes of a peer's ring in each direction, given the number of streams to the peer, and the number of peers so
-    far, this peer included.
+    """Returns the default size in bytes of each of the two rings for a peer, given the number of wires to the peer and
+    the number of peers so far, this peer included.
     """
     return max(_LEAST_RING, min(wires * _RING_PER_WIRE, _FOR_FULL_RINGS // (2 * peers)))
 
 
 def first_wire(wires: int, peers: int) -> int:
-    """The number of a peer's first wire, given the number of wires to it, and of peers so far, this peer included.
+    """Returns the index of the endpoint that a peer's first wire uses, given the number of wires to the peer and the
+    number of peers so far, this peer included.
 
-    Short puts use only a connection's first wires. So each later peer's first wire is as far as possible from the
-    earlier peers': the peers' first wires are 0, a half of the wires, a quarter, three quarters, …
+    Short puts use only a connection's first wires. So each peer's first wire is as far as possible from those of
+    earlier peers. With n wires, the peers' first wires are 0, n/2, n/4, 3n/4, …
     """
     place, step, left = 0.0, 0.5, peers - 1
     while left:

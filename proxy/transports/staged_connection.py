@@ -1,4 +1,4 @@
-"""The common part of the staged transports, for any wire: connections, endpoints, targets and statuses.
+"""The part of the staged transports that does not depend on the wires' transport: connections, endpoints and statuses.
 
 See engine/staged_transport.h.
 """
@@ -24,7 +24,7 @@ from proxyccl.proxy.transports.transport import EngineConnection, EngineRuntime,
 ffi, lib = _engine.ffi, _engine.lib
 
 STATUSES = range(lib.PROXYCCL_STAGED_COPY_OUT, 2 * lib.PROXYCCL_STAGED_REFUSED)
-"""The statuses that staging adds to the wire's statuses."""
+"""The statuses that staged transports return in addition to the statuses of their wires' transports."""
 
 _REFUSALS = {
     lib.PROXYCCL_STAGED_BAD_COUNT: "the peer's count of messages is out of range",
@@ -34,16 +34,17 @@ _REFUSALS = {
     lib.PROXYCCL_STAGED_BAD_REQUEST: "the peer asks for more gets than may be outstanding, or sends data with one",
     lib.PROXYCCL_STAGED_BAD_ANSWER: "the peer sends more data than was requested",
 }
-"""The reason why the engine refused a peer's message, by ProxycclStagedRefusal."""
+"""For each ProxycclStagedRefusal, the reason why the engine refused a peer's message."""
 
 
 class StagedWire(Struct, frozen=True):
     """A wire of a staged connection.
 
     Attributes:
-        options: the options struct of the wire's transport, whose signals go to the peer's area.
+        options: the options struct of the wire's transport; its key for signals is that of the peer's area.
         area_key, peer_area, peer_area_key: as in ProxycclStagedWire.
-        number: number of this rank's endpoint. One thread serves all wires of an endpoint, to all peers.
+        number: index of the endpoint of this rank that the wire uses. One thread serves all wires of an endpoint, to
+            all peers.
     """
 
     options: Any
@@ -59,7 +60,7 @@ class StagedOptions(Struct, frozen=True):
     Attributes:
         native: a ProxycclStagedOptions.
         wires: the wires, at least one, in the same order as on the peer.
-        ends: number of this side's endpoints; the peer may use fewer.
+        ends: number of this rank's endpoints for wires; the connection may use fewer.
     """
 
     native: Any
@@ -68,8 +69,8 @@ class StagedOptions(Struct, frozen=True):
 
     @classmethod
     def of(cls, wires: Sequence[StagedWire], ends: int, **fields: Any) -> StagedOptions:
-        """Makes options with these wires and further fields of ProxycclStagedOptions. Raises ArgumentError if there are
-        more than `MOST_WIRES`, or a value does not fit its field.
+        """Makes options with these wires; `fields` are other fields of ProxycclStagedOptions. Raises ArgumentError if
+        there are more than `MOST_WIRES` wires, or a value does not fit its field.
         """
         if len(wires) > MOST_WIRES:
             raise ArgumentError("wires", f"must be at most {MOST_WIRES}, not {len(wires)}")
@@ -106,8 +107,9 @@ class Wire(Struct, frozen=True):
 
     Attributes:
         address: this end's address for the peer.
-        number: see `StagedWire`.
-        connect: connects this end to the peer's, as `TransportEndpoint.connect`, for signals to the peer's area.
+        number: index of the endpoint of this rank that the wire uses.
+        connect: connects this end to the peer's, as `TransportEndpoint.connect` does; signals on the wire go to the
+            peer's area.
         close: frees this end.
     """
 
@@ -118,16 +120,16 @@ class Wire(Struct, frozen=True):
 
 
 class StagedEndpoint:
-    """A `TransportEndpoint` of wires and this rank's staging area: pinned memory with two rings, and words that count
-    both engines' progress.
+    """A `TransportEndpoint` that consists of wires and this rank's staging area: pinned memory with two rings, and with
+    words that count both engines' progress.
 
     Args:
-        device: the wires' device.
-        registrars: for each wire, the registrations of its device.
+        device: the network device that the wires use.
+        registrars: for each wire, the cache with which the staging area is registered.
         make_wires: makes the wires, in the order of `registrars`.
         ring_bytes: bytes of each of this side's rings.
-        chunk_bytes: bytes of a put that are moved at a time.
-        credits_tell: whether the peer's credit for a message implies the message's completion on the wire.
+        chunk_bytes: most bytes of a put in one message.
+        credits_tell: whether the peer's credit for a message implies that the message's write is complete on its wire.
 
     Raises:
         ResourceError: the system or the device is out of memory or descriptors.
@@ -168,8 +170,8 @@ class StagedEndpoint:
         self.info = EndpointInfo(first.endpoint, segment, first.rkey, first.area, ring_bytes, tuple(more))
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> StagedOptions:
-        """Implements `TransportEndpoint.connect`. Both sides use the smaller of their two ring sizes, and as many
-        wires as both have.
+        """Implements `TransportEndpoint.connect`. Both sides use the smaller of their two ring sizes and the smaller of
+        their two numbers of wires.
         """
         if not theirs.ring_bytes:
             raise ArgumentError("peer", "its end of the connection is not staged, but this end is")
@@ -192,12 +194,12 @@ class StagedEndpoint:
         )
 
     def close(self) -> None:
-        """Frees the wires and the area, for which no copy or request may be outstanding."""
+        """Frees the wires and the area. No copy or request that uses them may be outstanding."""
         self._close()
 
 
 def staged_area_bytes(ring_bytes: int) -> int:
-    """The bytes of a staging area with rings of `ring_bytes`."""
+    """Returns the number of bytes of a staging area with rings of `ring_bytes`."""
     return int(lib.PROXYCCL_STAGED_WORDS_BYTES) + 2 * ring_bytes
 
 
@@ -210,8 +212,9 @@ def staged_over(
     statuses: range = range(0),
     error_text: Callable[[Any], str] | None = None,
 ) -> Transport:
-    """Makes the staged transport over a wire, on the wire's device. `needs` are the build requirements of the wire; see
-    `Transport` for `statuses` and `error_text`; the wire's `error_text` is the default.
+    """Makes the staged transport whose wires are connections of the transport `wire`. `needs`: that transport's build
+    requirements, in words. `make_endpoint`, `statuses` and `error_text` are fields of the new transport; `error_text`
+    defaults to that of `wire`.
     """
     assert wire.remote is not None  # a wire is always a remote transport
     return Transport(

@@ -9,18 +9,20 @@ from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
 TRANSPORTS: dict[str, Transport] = {
     record.name: record for record in (copy.TRANSPORT, verbs.TRANSPORT, verbs.STAGED, fabric.TRANSPORT, fabric.STAGED)
 }
-"""All transports. If several reach a peer, the first of them is preferred."""
+"""All transports by name, in order of preference: of the transports that reach a peer, the first is used."""
 
 
 def find_transport(name: str) -> Transport:
-    """Returns the transport with a name. Raises ArgumentError if there is none."""
+    """Returns the transport with this name. Raises ArgumentError if there is no such transport."""
     if name not in TRANSPORTS:
         raise ArgumentError("transport", f"{name!r} is unknown; expected one of {', '.join(TRANSPORTS)}")
     return TRANSPORTS[name]
 
 
 def find_copying_transport(name: str) -> Transport:
-    """Returns the transport with a name. Raises ArgumentError unless the transport copies within a host."""
+    """Returns the transport with this name. Raises ArgumentError unless there is such a transport and it copies within
+    a host.
+    """
     found = find_transport(name)
     if found.is_remote:
         copying = (each.name for each in TRANSPORTS.values() if not each.is_remote)
@@ -29,7 +31,9 @@ def find_copying_transport(name: str) -> Transport:
 
 
 def remote_functions(name: str) -> RemoteFunctions:
-    """Returns the functions of the remote transport with a name. Raises ArgumentError if there is none."""
+    """Returns the functions of the remote transport with this name. Raises ArgumentError if there is no such remote
+    transport.
+    """
     found = TRANSPORTS.get(name)
     if found is None or found.remote is None:
         remote = (each.name for each in TRANSPORTS.values() if each.is_remote)
@@ -38,13 +42,14 @@ def remote_functions(name: str) -> RemoteFunctions:
 
 
 def missing_transports() -> dict[str, str]:
-    """The requirements that this machine lacks for each remote transport, in words; empty if none."""
+    """Returns, for each remote transport, the requirements that this machine lacks, in words; "" if it lacks none."""
     remote = {name: each.remote.missing for name, each in TRANSPORTS.items() if each.remote is not None}
-    answers = {missing: missing() for missing in remote.values()}  # the transports of one device have the same function
+    # The transports of one device have the same function, which is called once.
+    answers = {missing: missing() for missing in remote.values()}
     return {name: answers[missing] for name, missing in remote.items()}
 
 
 def text_of_status(status: int) -> str:
-    """A failed transfer's status in words, if only one transport can return it; otherwise empty."""
+    """Returns a failed transfer's status in words, or "" if the status does not identify a transport."""
     found = next((each for each in TRANSPORTS.values() if status in each.statuses), None)
     return found.status_text(status) if found is not None else ""

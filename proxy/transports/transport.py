@@ -1,7 +1,7 @@
-"""A transport, as Python sees it: one record of functions. The engine's side is transport.h.
+"""The Python side of a transport: a record of functions. The engine's side is in transport.h.
 
-A transport is one file in this package, one file in the engine, and a line in each of the two tables. Other modules use
-the transport's record and never compare its name.
+A transport has a file in this package, a file in the engine, and an entry in each side's table of transports. Other
+modules use a transport's record and never compare its name.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 class EngineRuntime:
-    """A runtime, the addresses of the functions that the engine calls, and device memory that connections share.
+    """A runtime, the addresses of its driver functions that the engine calls, and device memory that connections share.
 
     Attributes:
         runtime: the runtime.
-        functions: the functions' addresses.
+        functions: the addresses of the driver's functions.
         table: the same addresses as a ProxycclRuntimeTable.
     """
 
@@ -44,7 +44,9 @@ class EngineRuntime:
         self._lock = threading.Lock()
 
     def shorts(self) -> int:
-        """The device's address of a table of all 16-bit values, in order."""
+        """Returns the address in device memory of a table with all 16-bit values in order. The first call makes the
+        table.
+        """
         with self._lock:
             if self._shorts is None:
                 import numpy as np  # imported here: `proxyccl info` and `top` need no numpy
@@ -56,7 +58,7 @@ class EngineRuntime:
             return self._shorts.ptr
 
     def close(self) -> None:
-        """Frees the device memory. Connections must no longer use it."""
+        """Frees the table of `shorts`, which connections must no longer use."""
         with self._lock:
             if self._shorts is not None:
                 self._shorts.close()
@@ -64,14 +66,15 @@ class EngineRuntime:
 
 
 class EngineConnection(Struct, frozen=True):
-    """A connection of the engine that no worker serves yet.
+    """A new connection of the engine, and what belongs to it.
 
     Attributes:
         pointer: a ProxycclConnection.
-        owned: the objects that the connection copies with, to close in this order after the connection.
-        wires: the connection's parts that other threads may poll, as connections. One thread polls the wires with the
-            same number of all connections.
-        ends: the number of endpoints for wires: one more than the highest wire number of any connection.
+        owned: the streams and events of the connection's copies. After the connection is destroyed, they are to be
+            closed in this order.
+        wires: the connection's wires, each with its number, which other threads may poll as connections. One thread
+            polls all wires with the same number, of all connections.
+        ends: the number of this rank's endpoints for wires; wire numbers are below it.
     """
 
     pointer: Any
@@ -81,12 +84,13 @@ class EngineConnection(Struct, frozen=True):
 
 
 def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: Any, needs: str = "") -> Any:
-    """Makes a ProxycclConnection. Objects that the options name must outlive the connection.
+    """Makes and returns a ProxycclConnection. Objects that the options refer to must outlive the connection.
 
     Args:
         engine: the runtime whose driver issues the connection's copies.
         transport: the transport's name.
-        native_options: the transport's options struct, which may point to `parts`.
+        native_options: the transport's options struct.
+        parts: structs to which `native_options` points; a refused option may be in one of them.
         needs: the build requirements of the transport, and how to install them.
 
     Raises:
@@ -113,24 +117,24 @@ class TransportEndpoint(Protocol):
     """This rank's endpoint of a connection to one peer.
 
     Attributes:
-        info: the rank's message to the peer about this endpoint.
+        info: a description of this endpoint, which the rank sends to the peer.
     """
 
     info: EndpointInfo
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
-        """Connects to the peer's endpoint, as `ServiceRemote.connect_endpoint` describes. Returns the options for
-        `Transport.connect`. The endpoint must outlive that connection.
+        """Connects to the peer's endpoint, as `ServiceRemote.connect_endpoint` describes. Returns the options with
+        which `Transport.connect` makes a connection; the endpoint must outlive that connection.
         """
         ...
 
     def close(self) -> None:
-        """Frees the endpoint, which connections must no longer use."""
+        """Frees the endpoint. Connections must no longer use it."""
         ...
 
 
 def require_unstaged(theirs: EndpointInfo) -> None:
-    """Raises ArgumentError if a peer stages data."""
+    """Raises ArgumentError if a peer's endpoint is that of a staged transport."""
     if theirs.ring_bytes:
         raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
 
@@ -139,13 +143,13 @@ class RemoteFunctions(Struct, frozen=True):
     """A remote transport's functions.
 
     Attributes:
-        missing: returns the requirements that this machine lacks for the transport, in words; empty if none.
-        open: opens the device. Transports with the same `open` share one device of a rank. Raises as the first call of
-            `ServiceRemote` does.
-        make_endpoint: makes an endpoint on the device.
-        refusal: error text for memory of `{rank}` that could not be exposed because of `{reason}`.
+        missing: returns the requirements of the transport that this machine lacks, in words; "" if it lacks none.
+        open: opens the rank's network device for the transport. Transports with the same `open` share the device.
+            Raises as the first call of `ServiceRemote` does.
+        make_endpoint: makes an endpoint on the device that `open` returned.
+        refusal: error text for the case that memory of rank `{rank}` could not be exposed because of `{reason}`.
         stages: whether data is staged through pinned memory. Otherwise the device registers the memory of both sides.
-        rehearses: whether nodes that are rehearsed on one host use this transport by default.
+        rehearses: whether this transport is used by default between nodes that are rehearsed on one host.
     """
 
     missing: Callable[[], str]
@@ -161,10 +165,10 @@ class Transport(Struct, frozen=True):
 
     Attributes:
         name: the transport's name, for users and for the engine.
-        connect: makes an engine's connection from the transport's options.
-        status_text: returns a connection's status in words; "" for a status of the driver.
+        connect: makes a connection of the engine from the transport's options.
+        status_text: returns a status of the transport in words; "" for a status that comes from the GPU's driver.
         statuses: the statuses that no other transport returns.
-        error_text: returns details, beyond the status, of the error that ended a connection.
+        error_text: returns further words about the error that ended a connection; "" if there are none.
         remote: the functions of a remote transport; None for a transport within a host.
     """
 

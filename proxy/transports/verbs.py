@@ -1,7 +1,7 @@
 """The transports over verbs.
 
-`verbs` makes RDMA writes on one queue pair for each peer (engine/verbs_transport.h). `staged` makes them between pinned
-memory of two hosts, with a copy on either side, for memory that the RDMA device can't register
+`verbs` makes RDMA writes and reads on one queue pair for each peer (engine/verbs_transport.h). `staged` makes RDMA
+writes between pinned memory of the two hosts, with a copy at each end, for memory that the RDMA device can't register
 (engine/staged_transport.h).
 """
 
@@ -49,15 +49,15 @@ _COMPLETIONS = (
     ("IBV_WC_TM_ERR", "tag matching failed"),
     ("IBV_WC_TM_RNDV_INCOMPLETE", "software must fetch the message"),
 )
-"""The name and the meaning of each ibv_wc_status of infiniband/verbs.h."""
+"""The names and meanings of infiniband/verbs.h's ibv_wc_status values, by value."""
 
 
 NEEDS = "libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
-"""The build requirements of this transport."""
+"""The transport's build requirements, in words."""
 
 
 def _status_text(status: int) -> str:
-    """An errno in words, or an ibv_wc_status above PROXYCCL_VERBS_COMPLETION."""
+    """Returns a status of the transport in words (see PROXYCCL_VERBS_COMPLETION in engine/verbs_transport.h)."""
     if status == lib.PROXYCCL_VERBS_NO_INLINE:
         return "the device does not support inline data, in which values travel; put them from memory"
     if status == lib.PROXYCCL_VERBS_NO_READS:

@@ -1,4 +1,4 @@
-"""An endpoint's address for the peer, as bytes that the peer checks."""
+"""The address of an endpoint, which a rank sends to its peer as bytes. The peer checks the bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAYOUT = struct.Struct("<4sBBBBIIHHBB16s")
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"PXRD"
 _VERSION = 2
-_QP_NUMBERS = range(2, 0xFFFFFF)  # 0 and 1 are the ports' own queue pairs, 0xFFFFFF is for multicast
+_QP_NUMBERS = range(2, 0xFFFFFF)  # 0 and 1 are a port's special queue pairs; 0xFFFFFF is for multicast
 _PSNS = range(1 << 24)
 _LIDS = range(1, 0xC000)  # higher LIDs are multicast addresses
 _PORTS = range(1, 255)
@@ -35,7 +35,7 @@ class EndpointAddress:
         link_layer: "infiniband" or "ethernet".
         lid: LID of the port on InfiniBand, otherwise 0.
         port: number of the port.
-        mtu: largest path MTU that the endpoint accepts, in bytes.
+        mtu: the largest path MTU that the endpoint supports, in bytes.
         atomics: number of the peer's atomics that the device executes at a time; 0 if it supports none.
         reads: number of the peer's reads and atomics that the device executes at a time; 0 if it supports none.
     """
@@ -76,7 +76,9 @@ class EndpointAddress:
 
     @classmethod
     def decode(cls, data: bytes) -> EndpointAddress:
-        """Decodes the bytes of `encode`. Raises ArgumentError for other bytes, or another version's."""
+        """Decodes the bytes that `encode` returns. Raises ArgumentError for any other bytes, and for addresses of
+        another format version.
+        """
         if not isinstance(data, bytes) or not data.startswith(_MAGIC):
             raise ArgumentError("peer", f"not an endpoint's address; expected bytes that begin with {_MAGIC!r}")
         if data[4:5] != bytes([_VERSION]):

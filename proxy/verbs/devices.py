@@ -15,7 +15,7 @@ from proxyccl.proxy.processes import parse_cores
 from proxyccl.proxy.remote_options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.pyverbs_api import DEVICES, SYSFS, Pyverbs, load
 
-_UsedGids = dict[int, list[tuple[int, str]]]  # for each port, the GIDs' indices and texts
+_UsedGids = dict[int, list[tuple[int, str]]]  # for each port, the index and the text of each GID that is not empty
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RdmaGid:
         index: the GID's index in the port's table.
         address: the GID as an IPv6 address; an IPv4 address looks like "::ffff:10.0.0.1".
         type: "RoCE v1", "RoCE v2" or "IB".
-        netdev: the network interface that has the address; None on InfiniBand.
+        netdev: name of the network interface that has the address; None on InfiniBand.
     """
 
     index: int
@@ -40,7 +40,8 @@ class RdmaGid:
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """A port of an RDMA device. Attributes from pyverbs are None without it.
+    """A port of an RDMA device. The attributes that come from pyverbs are None if pyverbs is missing or can't open the
+    device.
 
     Attributes:
         number: the port's number, from 1.
@@ -48,7 +49,7 @@ class RdmaPort:
         link_layer: "ethernet" or "infiniband".
         rate: data rate in Gbit/s; 0 if unknown.
         lid: local identifier on InfiniBand, otherwise 0.
-        netdev: network interface of the same port, or None.
+        netdev: name of the port's network interface; None if it has none.
         gids: the port's GIDs, by index.
         active_mtu: MTU of the link, in bytes. From pyverbs.
         max_message: bytes that one work request can carry. From pyverbs.
@@ -66,8 +67,8 @@ class RdmaPort:
 
     @property
     def best_gid(self) -> RdmaGid | None:
-        """The GID to use by default: RoCE v2 with an IPv4 address, otherwise RoCE v2, otherwise the first; None if the
-        port has none.
+        """The GID to use by default: one of RoCE v2 with an IPv4 address, otherwise another one of RoCE v2, otherwise
+        the first; None if the port has no GID.
         """
         return min(self.gids, key=_gid_preference, default=None)
 
@@ -83,18 +84,19 @@ class RdmaPort:
 
 @dataclass(frozen=True)
 class RdmaDevice:
-    """An RDMA device of this machine. Attributes from pyverbs are None without it.
+    """An RDMA device of this machine. The attributes that come from pyverbs are None if pyverbs is missing or can't
+    open the device.
 
     Attributes:
         name: the device's name, such as "mlx5_0".
         guid: node GUID, in hexadecimal with colons.
-        numa_node: NUMA node that the device is attached to, or None.
+        numa_node: NUMA node that the device is attached to; None if unknown.
         ports: the device's ports, by number.
         atomics: whether the device supports fetch-and-add on a peer's memory. From pyverbs.
-        max_queue_pairs: most queue pairs. From pyverbs.
+        max_queue_pairs: most queue pairs on the device. From pyverbs.
         max_work_requests: most work requests in one queue. From pyverbs.
         max_completions: most completions in one completion queue. From pyverbs.
-        max_registrations: most memory registrations. From pyverbs.
+        max_registrations: most memory registrations on the device. From pyverbs.
         max_registered_bytes: most bytes in one registration. From pyverbs.
         problem: the reason why pyverbs can't open the device; "" if it can, or if pyverbs is missing.
     """
@@ -112,7 +114,7 @@ class RdmaDevice:
     problem: str = ""
 
     def port(self, number: int) -> RdmaPort:
-        """Returns the port with a number.
+        """Returns the port with this number.
 
         Raises:
             ArgumentError: the device has no such port.
@@ -124,7 +126,7 @@ class RdmaDevice:
 
 
 class DeviceChoice(NamedTuple):
-    """A device, a number of one of its ports, and an index of one of the port's GIDs."""
+    """The choice of a device, of one of its ports by number, and of one of the port's GIDs by index."""
 
     device: RdmaDevice
     port: int
@@ -132,13 +134,15 @@ class DeviceChoice(NamedTuple):
 
 
 def rdma_devices(root: Path = SYSFS) -> list[RdmaDevice]:
-    """The RDMA devices of this machine, by name.
+    """Returns the RDMA devices of this machine, sorted by name.
 
-    Most attributes are read from sysfs, which needs no rights and no package; the rest come from pyverbs. pyverbs also
-    lists a port's GIDs with one call, where sysfs has a file for each of up to a thousand entries.
+    Most attributes are read from sysfs, which needs no privileges and no package; the others come from pyverbs. With
+    pyverbs, one call also lists all GIDs; sysfs has a file for each of a port's entries, of which there may be a
+    thousand.
 
     Args:
-        root: where sysfs is mounted. pyverbs sees only this machine's devices, so another root is read without pyverbs.
+        root: the directory where sysfs is mounted. For any other directory than /sys, pyverbs is not used, because
+            pyverbs sees only this machine's devices.
     """
     return list(_devices(root))
 
@@ -189,7 +193,7 @@ def _read(path: Path | str) -> str:
     try:
         with open(path) as file:
             return file.read().strip()
-    except OSError:  # the file is absent, or unreadable, as for an empty GID
+    except OSError:  # the file is absent or can't be read, as that of an empty GID
         return ""
 
 
@@ -247,7 +251,7 @@ def _read_gids(port: Path, link_layer: str, used: Iterable[tuple[int, str]]) -> 
 
 
 def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
-    """Indices and texts of a table's GIDs, without empty entries, which are most of the table."""
+    """Yields the index and the text of each GID in a table's directory. Skips empty entries, which most are."""
     if not table.is_dir():
         return
     directory = os.open(table, os.O_RDONLY | os.O_DIRECTORY)
@@ -272,7 +276,9 @@ def _written(address: ipaddress.IPv6Address) -> str:
 
 
 def _netdev_of(device: Path, port: int) -> str | None:
-    """The network interface of an InfiniBand port, which the port's GIDs do not name."""
+    """Returns the name of an InfiniBand port's network interface, which the port's GIDs do not name; None if there is
+    none.
+    """
     for path in sorted((device / "device/net").glob("*")):
         if _number(_read(path / "dev_port")) == port - 1:
             return path.name
@@ -290,21 +296,21 @@ def choose_device(
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> DeviceChoice:
-    """Chooses the active port nearest to a NUMA node; of equally near ports the fastest; ranks are spread over equally
-    fast ports.
+    """Chooses the active port nearest to a NUMA node, and of equally near ports the fastest. If several ports are
+    equally near and fast, the ranks of a node are spread over them.
 
-    The GID is the port's `best_gid`. Options override device, port and GID.
+    By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 
     Args:
         devices: the machine's devices (`rdma_devices`).
-        options: device, port and GID, if they are not None.
-        near: NUMA node of the rank's GPU, or of the rank's process; None if all nodes are equally near.
+        options: the device, the port and the GID to use; each may be None.
+        near: NUMA node of the rank's GPU or process; None if all NUMA nodes count as equally near.
         local_rank: the rank's number on its node.
-        root: where sysfs is mounted, for the distances between NUMA nodes.
+        root: the directory where sysfs is mounted, from which the distances between NUMA nodes are read.
 
     Raises:
-        ArgumentError: an option names something that does not exist, or is not active; the message lists what exists.
-        RuntimeUnavailableError: there is no active port, whatever the options.
+        ArgumentError: an option names something that does not exist or is not active; the message lists what exists.
+        RuntimeUnavailableError: no device has an active port.
     """
     if options.device is not None:
         names = _listed(device.name for device in devices)
@@ -356,9 +362,9 @@ def _states(devices: Iterable[RdmaDevice]) -> str:
 
 
 def inactive_ports(root: Path = SYSFS) -> str | None:
-    """The ports of this machine and their states, in words, if none of them is active; otherwise None."""
+    """Returns the ports of this machine and their states, in words, if no port is active; otherwise None."""
     devices = []
-    for device in _devices(root):  # stops at the first active port, because every rank asks
+    for device in _devices(root):  # stops at the first active port: every rank makes this check, so it must be fast
         if any(_state(device, port) == "active" for port in device.ports):
             return None
         devices.append(device)
@@ -377,7 +383,9 @@ def _gid_preference(gid: RdmaGid) -> tuple[int, int]:
 
 
 def _distances(near: int | None, root: Path) -> dict[int, int]:
-    """Distances of NUMA nodes from the node `near`, as the firmware reports; 10 is the distance to `near` itself."""
+    """Returns the distance of each NUMA node from the node `near`, as the firmware reports it; that of `near` itself is
+    10.
+    """
     if near is None:
         return {}
     told = _read(root / f"devices/system/node/node{near}/distance").split()
@@ -389,7 +397,7 @@ def _nodes(root: Path) -> list[int]:
 
 
 def process_numa_node(root: Path = SYSFS) -> int | None:
-    """The NUMA node whose cores this process is bound to; None if the process may run on several nodes."""
+    """Returns the NUMA node to whose cores this process is bound; None if the process may run on several nodes."""
     allowed = os.sched_getaffinity(0)
     for node in _nodes(root):
         cpus = _read(root / f"devices/system/node/node{node}/cpulist")

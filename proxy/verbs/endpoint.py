@@ -1,4 +1,4 @@
-"""Opened RDMA devices, and their endpoints: one reliable connected (RC) queue pair for each peer."""
+"""Opens RDMA devices and makes their endpoints. An endpoint is a reliable connected (RC) queue pair for one peer."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ ffi, lib = _engine.ffi, _engine.lib
 SIGNAL_BYTES = 8
 _MOST_READS = 16
 _HOP_LIMIT = 64
-_RNR_TIMER = 12  # the code for 0.64 ms
+_RNR_TIMER = 12  # libibverbs' code for 0.64 ms
 _RETRY_PAUSE = 0.05
-# The system's errors while the peer's address is not yet resolved on the network.
+# Errors of the system as long as the peer's address is not resolved on the network.
 _NOT_YET = (errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.EINTR)
 
 
 class _Dependent(Protocol):
-    """An object that belongs to a device's protection domain, and is closed before it."""
+    """An object that belongs to a device's protection domain and must be closed before the domain."""
 
     def close(self) -> None: ...
 
 
 class VerbsDevice:
-    """An opened device and its protection domain, which endpoints and registered memory belong to.
+    """An opened device and its protection domain, to which endpoints and registered memory belong.
 
-    Closing the device closes these too. The device is a context manager.
+    Closing the device also closes its endpoints and registrations. The device is a context manager.
 
     Attributes:
         api: the pyverbs that opened the device.
         choice: the device, the port and the index of the port's GID.
         gid: the chosen GID.
-        options: settings of the endpoints.
+        options: the settings of the device's endpoints.
         pd: the protection domain, a pyverbs object.
-        access: libibverbs' access flags, for peers, of memory that is registered with it.
-        mtu: the largest path MTU of the endpoints, in bytes.
+        access: libibverbs' access flags for memory that is registered with the device; they say what peers may do.
+        mtu: the largest path MTU that endpoints may use, in bytes.
         max_message: bytes that one work request can carry.
         reads: number of a peer's reads and atomics that the device executes at a time; 0 if it supports none.
         atomics: number of a peer's atomics that the device executes at a time; 0 if it supports none.
@@ -77,7 +77,7 @@ class VerbsDevice:
         has_atomics = limits.atomic_caps != api.enumerator("IBV_ATOMIC_NONE")
         self.reads: int = min(_MOST_READS, limits.max_qp_rd_atom, limits.max_qp_init_rd_atom)
         self.atomics = self.reads if has_atomics else 0
-        # Relaxed ordering is not requested, so that a signal can't overtake its data.
+        # The flags do not include relaxed ordering, so that a signal can't overtake its data.
         self.access = api.enumerator("IBV_ACCESS_LOCAL_WRITE") | api.enumerator("IBV_ACCESS_REMOTE_WRITE")
         if self.reads:
             self.access |= api.enumerator("IBV_ACCESS_REMOTE_READ")
@@ -96,7 +96,8 @@ class VerbsDevice:
         """Opens a device.
 
         Raises:
-            ArgumentError: the port lacks something that an option or the choice names; the message says what it has.
+            ArgumentError: the port lacks something that an option or the choice names; the message says what the port
+                has.
             ResourceError: the device can't allocate a protection domain.
             RuntimeUnavailableError: pyverbs is missing, or can't open the device; the message says why.
         """
@@ -119,7 +120,7 @@ class VerbsDevice:
         return self.choice.device.name
 
     def describe(self) -> str:
-        """One line on the device, its port and its GID."""
+        """Returns a line that describes the device, its port and its GID."""
         return f"{self.name} port {self.choice.port}, {self.gid}"
 
     def endpoint(self) -> Endpoint:
@@ -127,7 +128,7 @@ class VerbsDevice:
 
         Raises:
             ResourceError: the device can't allocate another queue.
-            RuntimeUnavailableError: the device supports neither kind of signal, or not the requested one.
+            RuntimeUnavailableError: the device supports neither kind of signal, or lacks the requested kind.
         """
         self.require_open()
         made = Endpoint(self, self._context, self._limits)
@@ -135,7 +136,9 @@ class VerbsDevice:
         return made
 
     def scratch(self) -> Any:
-        """A registered region of 8 bytes for the old values that fetch-adds return, which nothing reads."""
+        """Returns a registered region of 8 bytes, to which fetch-adds write the old values that nothing reads. The
+        first call registers it.
+        """
         with self._lock:
             if self._scratch is None:
                 with self.api.calling("ibv_reg_mr", f"{SIGNAL_BYTES} bytes on {self.name}"):
@@ -147,7 +150,7 @@ class VerbsDevice:
         self._dependents.add(dependent)
 
     def disown(self, dependent: _Dependent) -> None:
-        """Removes an object of `adopt`, which is closed."""
+        """Removes an object that was added by `adopt` and is closed."""
         self._dependents.discard(dependent)
 
     def require_open(self) -> None:
@@ -173,8 +176,8 @@ class Endpoint:
 
     Attributes:
         signal: how the endpoint advances a peer's counter: "write" or "fetch_add".
-        send_depth: work requests that the send queue takes.
-        mtu: the path MTU in bytes; the device's largest until the endpoint is connected.
+        send_depth: the most work requests that the send queue can hold.
+        mtu: the path MTU in bytes; before the endpoint is connected, the largest that the device supports.
         peer: the peer's address; None until the endpoint is connected.
     """
 
@@ -184,7 +187,8 @@ class Endpoint:
         self._closed = False
         self.peer: EndpointAddress | None = None
         self.mtu = device.mtu
-        # Send queue and completion queue have the same depth, because after an error every request takes a completion.
+        # The send queue and the completion queue have the same depth, because after an error every request has a
+        # completion.
         self.send_depth: int = min(device.options.send_depth, limits.max_qp_wr, limits.max_cqe)
         self._psn = secrets.randbits(24)
         with self._api.calling("ibv_create_cq", f"{self.send_depth} completions on {device.name}"):
@@ -225,7 +229,7 @@ class Endpoint:
 
     @property
     def address(self) -> bytes:
-        """The address for the peer's `connect`, as bytes."""
+        """This endpoint's address, as bytes, which the peer passes to its `connect`."""
         self._require_open()
         return self._own_address().encode()
 
@@ -246,14 +250,15 @@ class Endpoint:
         )
 
     def connect(self, peer: bytes, timeout: float = 30.0, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Connects to a peer's endpoint, given its `address`. The peer must connect to this endpoint too.
+        """Connects to a peer's endpoint, given the `address` of that endpoint. The peer must likewise connect to this
+        endpoint.
 
-        The call does not wait for the peer. While the network does not know the peer's address, it retries for
-        `timeout` seconds, or until `given_up` returns True.
+        The call does not wait for the peer to connect. While the network does not resolve the peer's address, the call
+        retries for `timeout` seconds, or until `given_up` returns True.
 
         Raises:
             ArgumentError: the bytes are not an address, or this port can't reach the peer.
-            TransportError: the system refuses to connect, or does not reach the address in time.
+            TransportError: the system refuses to connect, or has not resolved the address in time.
         """
         self._require_open()
         if self.peer is not None:
@@ -311,7 +316,7 @@ class Endpoint:
             hop_limit=_HOP_LIMIT,
             traffic_class=device.options.traffic_class,
         )
-        # Within an InfiniBand subnet the LID is a sufficient address.
+        # Within an InfiniBand subnet the LID suffices as the address; otherwise the GID is needed.
         routed = own.link_layer == "ethernet" or own.gid[:8] != address.gid[:8]
         return api.AHAttr(
             gr=route,
@@ -322,8 +327,8 @@ class Endpoint:
         )
 
     def engine_options(self, signal_rkey: int) -> Any:
-        """The ProxycclVerbsOptions of a connection over this endpoint, which must outlive the connection. `signal_rkey`
-        is the remote key of the memory with the peer's semaphore words.
+        """Returns the ProxycclVerbsOptions for a connection over this endpoint, which must outlive the connection.
+        `signal_rkey` is the remote key of the memory with the peer's semaphore words.
 
         Raises:
             ArgumentError: the endpoint is not connected.
@@ -352,7 +357,9 @@ class Endpoint:
             raise ClosedError("the RDMA endpoint is closed")
 
     def close(self) -> None:
-        """Destroys the queue pair. No request may be outstanding, and no engine may use it."""
+        """Destroys the queue pair and its completion queue. No request may be outstanding, and no engine may use the
+        queue pair any longer.
+        """
         if self._closed:
             return
         self._closed = True

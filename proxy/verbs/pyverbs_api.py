@@ -1,9 +1,9 @@
 """Hides the differences between pyverbs' versions from all other modules.
 
-Debian 12 has version 44, with enumerators in `pyverbs.enums`. Later versions have them in `pyverbs.libibverbs_enums`;
-built by a newer Cython, only in the enums' classes. From version 61 a queue pair exposes its address; for older
-versions the engine finds the address. `PD.pd`, `Context.context` and `CQ.cq` are never read, because reading them
-crashes the process before version 61.
+Debian 12 has version 44, with enumerators in `pyverbs.enums`. Later versions have the enumerators in
+`pyverbs.libibverbs_enums`; if built by a newer Cython, only as members of the enums' classes. From version 61 on, a
+queue pair exposes its address; for older versions the engine finds the address. The attributes `PD.pd`,
+`Context.context` and `CQ.cq` are never read, because before version 61 reading them crashes the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from proxyccl.proxy import _engine
 ffi, lib = _engine.ffi, _engine.lib
 
 INSTALL = "apt install python3-pyverbs ibverbs-providers (Debian, Ubuntu), dnf install python3-pyverbs (Fedora)"
-"""How to install pyverbs. PyPI has only source, which needs the machine's rdma-core in the same version."""
+"""How to install pyverbs. The package on PyPI is not suggested, because it has only source, which needs rdma-core of
+the same version on the machine.
+"""
 
 SYSFS = Path("/sys")
 DEVICES = "class/infiniband"
@@ -37,12 +39,12 @@ _MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp")
 _MAPS = Path("/proc/self/maps")
 _EXHAUSTED = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 _NO_ACCESS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENODEV)
-_NO_ERRNO = -1  # pyverbs' error code when it has none
+_NO_ERRNO = -1  # the error code of a pyverbs exception that has no errno
 
 
 class Pyverbs:
-    """The classes and enumerators of pyverbs that this package uses, under pyverbs' names. Raises
-    RuntimeUnavailableError if a module lacks a class.
+    """The classes and enumerators of pyverbs that this package uses, under pyverbs' names. The constructor raises
+    RuntimeUnavailableError if a module lacks one of the classes.
     """
 
     def __init__(self, modules: Mapping[str, ModuleType], enums: ModuleType, version: str) -> None:
@@ -66,14 +68,16 @@ class Pyverbs:
             raise RuntimeUnavailableError(f"pyverbs {version} is too old or too new: {error}") from None
 
     def enumerator(self, name: str) -> int:
-        """The value of an enumerator. Raises RuntimeUnavailableError if this version of pyverbs lacks it."""
+        """Returns the value of an enumerator. Raises RuntimeUnavailableError if this version of pyverbs lacks the
+        enumerator.
+        """
         if name not in self._enumerators:
             raise RuntimeUnavailableError(f"pyverbs {self.version} is too old or too new: it has no {name}")
         return self._enumerators[name]
 
     def queue_pair(self, qp: Any) -> int:
-        """The address of the `ibv_qp` in a pyverbs QP, checked. Raises RuntimeUnavailableError, which says why it can't
-        be found.
+        """Returns the address of the `ibv_qp` in a pyverbs QP, after checking what is at that address. Raises
+        RuntimeUnavailableError, which says why the address can't be found.
         """
         found = ffi.new("ProxycclVerbsQp *")
         if hasattr(self.QP, "qp"):
@@ -87,8 +91,8 @@ class Pyverbs:
         return int(found.qp)
 
     def error(self, call: str, subject: str, cause: Exception) -> ProxyCCLError:
-        """The exception to raise for a pyverbs call's exception: ResourceError if memory or descriptors ran out,
-        otherwise RuntimeUnavailableError.
+        """Returns the exception to raise in place of the exception `cause` of a pyverbs call: ResourceError if memory
+        or descriptors ran out, otherwise RuntimeUnavailableError.
         """
         number = error_number(cause)
         words = str(cause) if number is None else f"{os.strerror(number)} (errno {number})"
@@ -96,7 +100,9 @@ class Pyverbs:
         return kind(f"{call} of {subject}: {words}")
 
     def open(self, device: str) -> Any:
-        """Opens a device by name. Returns a pyverbs Context. Raises RuntimeUnavailableError, with the reason."""
+        """Opens the device with this name. Returns a pyverbs Context. Raises RuntimeUnavailableError if that fails; the
+        message says why.
+        """
         try:
             return self.Context(name=device)
         except self.PyverbsError as cause:
@@ -110,7 +116,7 @@ class Pyverbs:
 
     @contextlib.contextmanager
     def calling(self, call: str, subject: str) -> Iterator[None]:
-        """A context in which `error` translates pyverbs' exceptions."""
+        """A context manager that translates pyverbs' exceptions by `error`."""
         try:
             yield
         except self.PyverbsError as cause:
@@ -128,14 +134,14 @@ _FINDINGS = {
 
 
 def error_number(error: Exception) -> int | None:
-    """The errno in a pyverbs exception, or None."""
+    """Returns the errno in a pyverbs exception, or None if it has none."""
     code = getattr(error, "error_code", _NO_ERRNO)
     return None if code == _NO_ERRNO else abs(code)  # some providers return a negated errno
 
 
 @functools.cache
 def load() -> Pyverbs:
-    """Returns pyverbs, which the first call imports. Raises RuntimeUnavailableError, which says what to install."""
+    """Imports pyverbs at the first call, and returns it. Raises RuntimeUnavailableError, which says what to install."""
     try:
         with _root_logger_as_it_is():
             modules = {name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES}
@@ -174,8 +180,8 @@ def _version() -> str:
     try:
         return metadata.version("pyverbs")
     except metadata.PackageNotFoundError:
-        # Distributions package pyverbs without metadata. Its version is that of the loaded libibverbs, whose file name
-        # ends with the version.
+        # Distributions package pyverbs without metadata. pyverbs has the same version as the loaded libibverbs, whose
+        # file name ends with its version.
         match = re.search(r"libibverbs\.so\.\d+\.\d+\.([\d.]+)$", _MAPS.read_text(), re.MULTILINE)
         return match[1] if match else "of unknown version"
 

@@ -1,4 +1,4 @@
-"""One rank's RDMA device, and memory that is registered with it."""
+"""Opens a rank's RDMA device, and registers memory with the device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.pyverbs_api import error_number
 
 DmaBuf = Callable[[], tuple[int, int] | None]
-"""A function that returns the descriptor of a DMA-BUF and the range's offset in it, or None if the driver exports none.
-This module closes the descriptor.
+"""A function that exports a memory range as a DMA-BUF. It returns the DMA-BUF's file descriptor and the range's offset
+in the DMA-BUF, or None if the driver can't export the range. This module closes the descriptor.
 """
 
 
 class Registrations(RegistrationCache):
-    """A `RegistrationCache` that supports DMA-BUFs. The device closes the cache."""
+    """A `RegistrationCache` that supports DMA-BUFs. Closing the device also closes the cache."""
 
     def __init__(self, device: VerbsDevice) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Registrations(RegistrationCache):
     def register(
         self, ptr: int, nbytes: int, dmabuf: DmaBuf | None = None, *, allocation: Hashable = None
     ) -> Registration:
-        """Registers a range, or finds it registered. Each call is paired with a `release`. `dmabuf` exports memory of a
-        GPU; None for memory of the host. Raises as `register_of`.
+        """Registers a range, unless it is registered already. Each call must be paired with a `release`. `dmabuf`
+        exports the range if it is memory of a GPU; None for memory of the host. Raises as `register_of` does.
         """
         self._device.require_open()
         return self._acquire(ptr, nbytes, allocation, lambda: self._make(ptr, nbytes, dmabuf, allocation))
@@ -58,8 +58,8 @@ class Registrations(RegistrationCache):
             try:
                 made = self._make_dmabuf(nbytes, dmabuf)
             except api.PyverbsError as cause:
-                # If the device or the kernel refuses the DMA-BUF, the device may still accept the GPU's addresses (peer
-                # memory).
+                # If the network device or the operating system refuses the DMA-BUF, the network device may still accept
+                # the GPU's virtual addresses (peer memory).
                 refusal = f"; {self._error('ibv_reg_dmabuf_mr', nbytes, 'a DMA-BUF', cause)}"
             else:
                 if made is not None:
@@ -80,7 +80,7 @@ class Registrations(RegistrationCache):
             return None
         descriptor, offset = given
         try:
-            # pyverbs registers a DMA-BUF so that requests name bytes by their offset.
+            # With pyverbs' registration of a DMA-BUF, requests name bytes by their offset in the DMA-BUF.
             return self._device.api.DmaBufMR(
                 self._device.pd, nbytes, self._device.access, dmabuf=descriptor, offset=offset
             ), offset
@@ -102,7 +102,8 @@ class Registrations(RegistrationCache):
 
 
 class VerbsContext(RemoteDevice):
-    """An opened device with a separate protection domain, so that the device refuses the keys of other contexts.
+    """A rank's opened device. The context has its own protection domain, so the device refuses the keys of other
+    contexts.
 
     Raises:
         ArgumentError: an option names something that does not exist.
@@ -119,6 +120,6 @@ class VerbsContext(RemoteDevice):
         self.registrations: Registrations = Registrations(self.device)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as steps:  # in reverse order, even if one fails
+        with contextlib.ExitStack() as steps:  # closes the registrations, then the device, even if one fails
             steps.callback(self.device.close)
             steps.callback(self.registrations.close)

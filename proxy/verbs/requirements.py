@@ -1,5 +1,5 @@
-"""Checks this machine for the requirements of verbs, at little cost, because every rank checks and few machines have
-a device.
+"""Checks this machine for the requirements of verbs. The check is cheap, because every rank makes it and few machines
+have an RDMA device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from proxyccl.proxy.verbs.pyverbs_api import DEVICES, SYSFS, load
 
 
 def missing(root: Path = SYSFS) -> str:
-    """The requirements of RDMA by verbs that this machine lacks, and how to install them; empty if none."""
+    """Returns the requirements of RDMA by verbs that this machine lacks, in words, and how to install them; "" if it
+    lacks none.
+    """
     lacks = []
     if not any((root / DEVICES).glob("*")):
         lacks.append(f"no RDMA device in {root / DEVICES}")

@@ -223,7 +223,7 @@ def test_calls_by_proxy_use_it_when_peers_have_added_it(ranks: Ranks) -> None:
     [
         pytest.param(["channels.symmetric", "channels.lent_memory", "channels.calls.launches"], id="channels"),
         pytest.param(
-            ["proxy.service", "proxy.memory_table", "proxy.daemon.client", "proxy.daemon.connection"],
+            ["proxy.service", "proxy.tables", "proxy.daemon.client", "proxy.daemon.connection"],
             marks=pytest.mark.daemon,
             id="proxy",
         ),

@@ -10,7 +10,7 @@ enum MemoryOrder { memoryOrderRelaxed, memoryOrderAcquire, memoryOrderRelease, m
 enum ThreadScope { scopeSystem, scopeDevice };
 
 namespace detail {
-// T itself, in a form from which T is not deduced, so that an argument is converted to T.
+// T in a context from which the compiler does not deduce it, so that an argument is converted to T.
 template <class T>
 struct SameType {
   using Type = T;

@@ -8,7 +8,7 @@
 namespace mscclpp {
 
 namespace detail {
-// The word that a thread copies at once.
+// The word that a thread copies by one access.
 PROXYCCL_DEVICE constexpr uint32_t wordOf(int alignment) {
   return alignment % 16 == 0 ? 16 : static_cast<uint32_t>(alignment);
 }

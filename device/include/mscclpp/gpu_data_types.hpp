@@ -1,4 +1,4 @@
-// MSCCL++'s element types, and its vectors of elements: what a thread moves or adds at once.
+// MSCCL++'s element types, and its vectors of elements, which a thread moves or adds in one step.
 //
 // The 16-bit floats have CUDA's names on NVIDIA and on the host. On AMD the elements of its vectors are
 // proxyccl::NarrowFloat, which converts to float and from numbers.

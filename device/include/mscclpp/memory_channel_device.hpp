@@ -58,7 +58,7 @@ struct BaseMemoryChannelDeviceHandle {
   uint32_t peer_, channel_;
 
   /// Adds one to the peer's semaphore. The peer then sees what the block wrote before a __syncthreads(); on AMD, before
-  /// a proxyccl::syncThreadsSystem(). Any number of threads may call signal(), wait() and poll() at once.
+  /// a proxyccl::syncThreadsSystem(). Any number of threads may call signal(), wait() and poll() concurrently.
   PROXYCCL_DEVICE void signal() const { ours().signal(); }
   /// Adds one to the peer's semaphore without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { ours().relaxedSignal(); }

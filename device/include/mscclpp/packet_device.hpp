@@ -113,8 +113,8 @@ PROXYCCL_DEVICE void copyToPackets(void* target, const void* origin, uint64_t by
                           [&](size_t i) { packets[i].write(payloads[i], flag); });
 }
 
-/// Waits for packets and writes their data, divided among the threads as in copyToPackets(). Has the same parameters,
-/// but the data comes first.
+/// Waits for packets and writes their data, divided among the threads as in copyToPackets(). The parameters are the
+/// same, but the target of the data comes first.
 template <class Packet = LL16Packet>
 PROXYCCL_DEVICE void copyFromPackets(void* origin, const void* target, uint64_t bytes, uint32_t threadId,
                                      uint32_t numThreads, uint32_t flag, int64_t = -1) {

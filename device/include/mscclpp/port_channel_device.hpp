@@ -59,7 +59,7 @@ struct BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void flush(int64_t = -1) const { ours().flush(); }
   /// Consumes the peer's next signal if it has arrived.
   PROXYCCL_DEVICE bool poll() const { return ours().poll(); }
-  /// Waits for the peer's next signal and consumes it. Any number of threads may call it at once.
+  /// Waits for the peer's next signal and consumes it. Any number of threads may call it concurrently.
   PROXYCCL_DEVICE void wait(int64_t = -1) const { ours().wait(); }
 
   /// The same channel with ProxyCCL's methods, some of which MSCCL++ lacks: get(), putValue(), signal(value),
@@ -92,7 +92,7 @@ struct PortChannelDeviceHandle : BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void putWithSignalAndFlush(uint64_t offset, uint64_t size) const {
     ours().putWithSignalAndFlush(offset, size);
   }
-  /// Copies the peer's memory to local memory; the offset of local memory comes first. An addition to MSCCL++.
+  /// Copies the peer's memory to local memory; the offset of local memory comes first. MSCCL++ has no such method.
   PROXYCCL_DEVICE void get(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     ours().get(dstOffset, srcOffset, size);
   }

@@ -1,6 +1,6 @@
 // The device's side of semaphores between ranks: proxyccl::SharedSemaphore with MSCCL++'s member names.
 //
-// Any number of threads may call each method at once, except where the link to the peer does not add atomically
+// Any number of threads may call each method concurrently, except where the link to the peer does not add atomically
 // (proxyccl::SharedSemaphore::signal()).
 #ifndef MSCCLPP_SEMAPHORE_DEVICE_HPP_
 #define MSCCLPP_SEMAPHORE_DEVICE_HPP_
@@ -15,7 +15,7 @@ namespace detail {
 
 // The fields of ProxycclSemaphore under MSCCL++'s names.
 struct Semaphore {
-  uint64_t* inboundToken;          // the count of the peer's signals, as they arrive here
+  uint64_t* inboundToken;          // the count of the peer's signals that have arrived
   uint64_t* expectedInboundToken;  // in local memory: the count of signals that were consumed or are waited for
   uint64_t* remoteInboundToken;    // the peer's inboundToken; null for a semaphore that its proxy signals
   uint64_t* outbound_;

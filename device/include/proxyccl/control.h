@@ -1,6 +1,6 @@
 /* The control block, through which a rank's kernels, its proxy and its peers stop one another.
  *
- * There is one per rank, in pinned host memory that the other ranks of its host map too. A device-side wait reads
+ * There is one per rank, in pinned host memory that the other ranks of its host also map. A device-side wait reads
  * `abort` while it spins, and `timeout_ns` to know when to give up. The first wait that gives up fills the error
  * record, then sets `abort` on every rank of the host, on its own rank last. A wait that is stopped, or that the CPU
  * asks about, describes itself in `waits`. Plain C, shared with the engine and with Python.
@@ -11,7 +11,7 @@
 
 enum ProxycclErrorCode {
   PROXYCCL_OK = 0,
-  PROXYCCL_ERROR_TIMEOUT = 1,        /* a bounded wait ran out */
+  PROXYCCL_ERROR_TIMEOUT = 1,        /* a bounded wait reached its time-out */
   PROXYCCL_ERROR_PEER_LOST = 2,      /* the process of a rank ended */
   PROXYCCL_ERROR_TRANSPORT = 3,      /* a copy or work request failed */
   PROXYCCL_ERROR_BAD_TRIGGER = 4,    /* a trigger names an unregistered id, or its range leaves its memory */
@@ -21,7 +21,7 @@ enum ProxycclErrorCode {
   PROXYCCL_ERROR_LOCAL = 8,          /* any other failure on one rank that ends the communicator */
   PROXYCCL_ERROR_PROXY_LOST = 9,     /* the node daemon that runs a rank's proxy ended */
   PROXYCCL_ERROR_OUT_OF_RANGE = 10,  /* the range of an SmChannel's call leaves its memory, or splits a packet */
-  PROXYCCL_ERROR_SHARED_WAIT = 11,   /* two interpreted Triton programs wait on one channel at once */
+  PROXYCCL_ERROR_SHARED_WAIT = 11,   /* two interpreted Triton programs wait on one channel concurrently */
   PROXYCCL_ERROR_BAD_SCHEDULE = 12,  /* a schedule names an unused id, or leaves its memory */
   PROXYCCL_ERROR_TRANSFER_SIZE = 13, /* a rank expects another number of bytes than its peer sends */
   PROXYCCL_ERROR_PARENT = 14,        /* the communicator that this one was split from has ended */
@@ -38,7 +38,7 @@ enum ProxycclSmCall {
   PROXYCCL_SM_COPY_TO_PACKETS = 5,
   PROXYCCL_SM_COPY_FROM_PACKETS = 6
 };
-/* The memory of a range that is refused. */
+/* The memory in which a refused range lies. */
 enum ProxycclSmMemory { PROXYCCL_SM_PEER_MEMORY = 1, PROXYCCL_SM_OWN_MEMORY = 2, PROXYCCL_SM_PACKET_BUFFER = 3 };
 
 /* The kinds of bounded waits. */
@@ -108,7 +108,7 @@ typedef struct ProxycclWait {
  * kind. */
 enum { PROXYCCL_WAIT_PEERS = 64, PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 16 };
 
-/* The question number of an abort, which every wait answers. */
+/* The question number that stands for an abort: every wait answers it. */
 #define PROXYCCL_LAST_QUESTION 0xffffffffu
 
 typedef struct ProxycclControl {

@@ -1,5 +1,5 @@
-// Copies by the threads of a block or grid: copyBytes() divides the bytes in the fastest way, copyInTurn() in the
-// documented way.
+// Copies by the threads of a block or grid: copyBytes() divides the bytes among the threads as is fastest, copyInTurn()
+// in a documented order.
 #pragma once
 
 #include "proxyccl/platform.h"
@@ -23,7 +23,7 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
   for (; i < words; i += threads) to[i] = from[i];
 #else
   // A thread's loads are issued together: otherwise each load would wait for the store before it, which may alias the
-  // load. All pointers are made from one, so that few registers hold them.
+  // load. All pointers are computed from one pointer, so that they take few registers.
   const size_t next = threads;
 #pragma unroll 1
   for (; i < words; i += 4 * next) {
@@ -54,8 +54,9 @@ PROXYCCL_DEVICE Bytes16 bytesFrom(uint32_t first, const Bytes16& word, const Byt
 }
 
 // copyWords() for addresses with different alignment: stores whole words of 16 bytes at the destination, each made of
-// two words of the source. A link carries these faster than more and narrower stores. A thread has one word in flight:
-// with more, kernels that call this would have to spill registers. All accesses are within the two ranges.
+// two words of the source. A link carries such stores faster than narrower ones, of which there would be more. A thread
+// has one word in flight: with more, kernels that call this would have to spill registers. All accesses are within the
+// two ranges.
 PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
   const uintptr_t target = reinterpret_cast<uintptr_t>(dst), source = reinterpret_cast<uintptr_t>(src);
   const uint32_t shift = (source - target) % 16;
@@ -90,7 +91,7 @@ PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, ui
   const uintptr_t misaligned = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
   if (misaligned % 16 == 0) return copyWords<Bytes16>(to, from, bytes, thread, threads);
   const uint32_t width = misaligned % 8 == 0 ? 8 : misaligned % 4 == 0 ? 4 : 1;
-  // For fewer bytes, narrower words are faster, because all of a thread's loads are in flight at once.
+  // For fewer bytes, narrower words are faster, because all of a thread's loads are in flight at the same time.
   if (bytes > static_cast<size_t>(4 * width) * threads) return copyShifted(to, from, bytes, thread, threads);
   if (width == 8) return copyWords<uint64_t>(to, from, bytes, thread, threads);
   if (width == 4) return copyWords<uint32_t>(to, from, bytes, thread, threads);

@@ -26,7 +26,8 @@ PROXYCCL_DEVICE __half __int2half_rn(int x) { return x; }
 PROXYCCL_DEVICE __half __low2half(__half2 x) { return x.x; }
 PROXYCCL_DEVICE __half __high2half(__half2 x) { return x.y; }
 
-// Defines the conversions of a 16-bit type, and of pairs of it, by CUDA's name of the type in them.
+// Defines the conversions of a 16-bit type, and of pairs of it, with CUDA's names; `name` stands for the type in these
+// names.
 #define PROXYCCL_CUDA_CONVERSIONS(name, T, T2)                                                \
   PROXYCCL_DEVICE T __float2##name(float x) { return x; }                                     \
   PROXYCCL_DEVICE T __float2##name##_rn(float x) { return x; }                                \

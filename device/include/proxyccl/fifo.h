@@ -19,10 +19,10 @@ constexpr uint64_t kNoTicket = ~0ull;
 struct Fifo : ProxycclFifo {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_FIFO;
 
-  /// Pushes one trigger; waits while the ring is full. Any number of threads may call it at once.
+  /// Pushes one trigger; waits while the ring is full. Any number of threads may call it concurrently.
   ///
   /// Triggers of one thread are executed in the order of its pushes. The proxy's transfer sees what the thread wrote
-  /// before.
+  /// before the push.
   /// @param trigger  from makeTrigger(); its parity bit is ignored
   /// @param control  the control block of the communicator; null for the module's own
   /// @return the trigger's ticket; kNoTicket if the communicator has ended or the ring stayed full until the time-out
@@ -43,7 +43,7 @@ struct Fifo : ProxycclFifo {
   }
 
   /// Waits until the proxy has taken a trigger out of the ring and issued it. The transfer may not be complete yet.
-  /// @param ticket   from push(); for kNoTicket it returns false at once
+  /// @param ticket   from push(); for kNoTicket it returns false immediately
   /// @param control  the control block of the communicator; null for the module's
   /// @return false if the communicator has ended or the time-out passed
   PROXYCCL_DEVICE bool sync(uint64_t ticket, Control* control) const {

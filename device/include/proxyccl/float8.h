@@ -24,7 +24,7 @@ PROXYCCL_DEVICE uint8_t floatToFloat8(float value, uint32_t greatest) {
     result = 0x7f;
   } else if (magnitude >= (greatest << kDropped) + (kRebias << 23)) {
     result = greatest;
-  } else if (magnitude < (kRebias + 1) << 23) {  // subnormal: a float near kNear has a last bit of the same weight
+  } else if (magnitude < (kRebias + 1) << 23) {  // subnormal: a float near kNear has the result's last bit
     constexpr uint32_t kNear = (kRebias + 1 + kDropped) << 23;
     result =
         __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + __builtin_bit_cast(float, kNear)) - kNear;

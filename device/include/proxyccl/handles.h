@@ -35,11 +35,11 @@ typedef struct ProxycclFifo {
 
 /* A counting semaphore between two ranks. */
 typedef struct ProxycclSemaphore {
-  uint64_t* inbound;  /* the peer's count of signals, as it arrives here */
+  uint64_t* inbound;  /* the count of the peer's signals that have arrived */
   uint64_t* expected; /* in local device memory: signals consumed or waited for; then a word for Triton's checks */
   uint64_t* remote_inbound; /* the peer's `inbound`, if mapped; else null */
   uint64_t* outbound;       /* in local device memory: signals sent */
-  uint64_t adds;            /* not 0 if kernels here may add to `remote_inbound` atomically */
+  uint64_t adds;            /* not 0 if kernels of this rank may add to `remote_inbound` atomically */
 } ProxycclSemaphore;
 
 typedef struct ProxycclSmChannel {

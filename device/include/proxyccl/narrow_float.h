@@ -37,7 +37,7 @@ PROXYCCL_DEVICE NarrowFloat<Stored> operator-(const NarrowFloat<Stored>& a) {
   return -static_cast<float>(a);
 }
 
-// A pair of such floats, side by side.
+// A pair of narrow floats, side by side.
 template <class Stored>
 struct alignas(2 * sizeof(Stored)) NarrowFloat2 {
   NarrowFloat<Stored> x, y;

@@ -89,7 +89,7 @@ PROXYCCL_NAMED_UPDATE(fetchAddAcqRelDevice, FETCH_ADD, ACQ_REL, DEVICE)
 PROXYCCL_NAMED_UPDATE(exchangeAcquireDevice, EXCHANGE, ACQUIRE, DEVICE)
 PROXYCCL_NAMED_UPDATE(exchangeRelaxedDevice, EXCHANGE, RELAXED, DEVICE)
 #undef PROXYCCL_NAMED_UPDATE
-// Additions that return no result, so that the thread need not wait for one.
+// Additions that return no result, so that the thread need not wait for a result.
 PROXYCCL_DEVICE void addReleaseSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELEASE, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedDevice(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, DEVICE); }
@@ -115,9 +115,9 @@ PROXYCCL_DEVICE void forEachInTurn(size_t n, uint32_t thread, uint32_t threads, 
 }
 
 /// Like forEachInTurn(), but which thread takes which element is unspecified, so the group needs a barrier before and
-/// after. The parameters are those of forEachInTurn().
-/// On a GPU this is forEachInTurn(): neighbouring threads take neighbouring elements, so that accesses coalesce. On a
-/// CPU each fiber takes one contiguous run, so that the loop vectorises, which is 20 to 30 times faster there.
+/// after. The parameters are those of forEachInTurn(). On a GPU this is forEachInTurn(): neighbouring threads take
+/// neighbouring elements, so that accesses coalesce. On a CPU each fiber takes one contiguous run, so that the loop
+/// vectorises, which makes it 20 to 30 times faster.
 template <class Body>
 PROXYCCL_DEVICE void forEach(size_t n, uint32_t thread, uint32_t threads, Body body) {
 #if PROXYCCL_ON_HOST

@@ -8,14 +8,14 @@
 // A line of 128 bytes that one instruction of a warp stores arrives whole, even over NVLink.
 #define PROXYCCL_WHOLE_LINES 1
 #define PROXYCCL_DEVICE __device__ __forceinline__
-// A kernel whose blocks are one warp of 32 registers a thread. A matrix product that fills the GPU (384 threads of 168
-// registers on each multiprocessor of sm_90) leaves that many registers free, so such a kernel starts beside the
-// product at once.
+// A kernel whose blocks are one warp each, with 32 registers per thread. A matrix product that fills the GPU (384
+// threads of 168 registers on each multiprocessor of sm_90) leaves that many registers free, so such a kernel starts
+// beside the product immediately.
 #define PROXYCCL_SMALL_KERNEL extern "C" __global__ void __maxnreg__(32)
 #define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
 // When a kernel begins, the stores of earlier kernels are visible to all devices; and a value that was used has been
-// loaded. So a release of these needs no fence. The fence of a release takes 2 to 2.7 us on an H100 even if nothing is
-// in flight.
+// loaded. So a release that orders only such stores and loads needs no fence. The fence of a release takes 2 to 2.7 us
+// on an H100 even if nothing is in flight.
 #define PROXYCCL_LOADS_NEED_NO_RELEASE
 
 // NVRTC's built-in atomics: libcu++ would add a second to each compilation.

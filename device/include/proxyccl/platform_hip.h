@@ -93,8 +93,8 @@ PROXYCCL_DEVICE void syncThreadsDevice() {
 
 typedef uint64_t HipVector2 __attribute__((ext_vector_type(2)));
 typedef uint32_t HipVector4 __attribute__((ext_vector_type(4)));
-// `volatile` in the global address space is one dwordx4 at system scope. Without the address space it becomes flat_*,
-// and a poll with a non-temporal load is deleted altogether.
+// A `volatile` access in the global address space is one dwordx4 instruction at system scope. Without the address space
+// the access becomes a flat_* instruction, and a poll with a non-temporal load is deleted altogether.
 typedef volatile __attribute__((address_space(1))) HipVector4 HipGlobalVector4;
 
 // On gfx940 and later a store names its scope; on gfx90a the page decides.
@@ -103,8 +103,9 @@ typedef volatile __attribute__((address_space(1))) HipVector4 HipGlobalVector4;
 #else
 #define PROXYCCL_HIP_SYSTEM_SCOPE " sc0 sc1"
 #endif
-// In assembly, because the compiler waits for each volatile store to arrive: packets to seven peers would take seven
-// trips in turn. The s_nop is needed because the hardware reads the second half of the data one instruction later.
+// The store is written in assembly, because the compiler waits for each volatile store to arrive: packets to seven
+// peers would take seven trips in turn. The s_nop is needed because the hardware reads the second half of the data one
+// instruction later.
 PROXYCCL_DEVICE void storePacket128(uint64_t* p, uint64_t low, uint64_t high) {
   const HipVector2 pair = {low, high};
   asm volatile("global_store_dwordx4 %0, %1, off" PROXYCCL_HIP_SYSTEM_SCOPE "\n\ts_nop 0" ::"v"(p),

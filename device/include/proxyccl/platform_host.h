@@ -82,7 +82,7 @@ PROXYCCL_DEVICE T fromBits(uint64_t bits) {
 
 template <size_t... I>
 struct Indices {};
-// The sequence 0 to N - 1. It is written out, because g++ and clang++ have different builtins for it.
+// The sequence 0 to N - 1. The sequence is written out, because g++ and clang++ have different builtins for it.
 template <size_t N, size_t... I>
 struct IndicesBelow : IndicesBelow<N - 1, N - 1, I...> {};
 template <size_t... I>
@@ -193,7 +193,7 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
     half = 0x7e00;
   } else if (magnitude >= 0x477ff000) {  // rounds to infinity: 65520 and more
     half = 0x7c00;
-  } else if (magnitude < 0x38800000) {  // subnormal: near 0.5 a float's last bit has the weight of a half's here
+  } else if (magnitude < 0x38800000) {  // subnormal: a float near 0.5 has the same last bit as such a half
     half = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + 0.5f) - 0x3f000000;
   } else {
     half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
@@ -242,7 +242,7 @@ PROXYCCL_DEVICE T __shfl_up_sync(uint32_t mask, T value, uint32_t delta) {
 }
 namespace proxyccl {
 namespace host {
-// T itself, in a form from which T is not deduced: atomicAdd(&counter, 1) converts the 1.
+// T in a context from which the compiler does not deduce it: atomicAdd(&counter, 1) converts the 1.
 template <class T>
 struct SameType {
   using Type = T;

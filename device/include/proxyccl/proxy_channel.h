@@ -58,7 +58,7 @@ PROXYCCL_DEVICE ProxycclTrigger makeValueTrigger(uint32_t op, uint32_t channel, 
 struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_PROXY_CHANNEL;
 
-  /// Starts a copy from local memory to the peer's and returns at once, unless the ring is full.
+  /// Starts a copy from local memory to the peer's and returns immediately, unless the ring is full.
   ///
   /// The source may be overwritten when the put is complete. The peer may read the data after a signal() that follows
   /// it.
@@ -79,7 +79,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return push(PROXYCCL_OP_DATA, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
-  /// Starts a copy from the peer's memory to local memory and returns at once, unless the ring is full. The peer's
+  /// Starts a copy from the peer's memory to local memory and returns immediately, unless the ring is full. The peer's
   /// kernels take no part.
   ///
   /// After the wait() for a signal, a get reads what the peer wrote before that signal. The data may be read when the
@@ -119,8 +119,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
   PROXYCCL_DEVICE void signal() const { push(PROXYCCL_OP_SIGNAL, 0, 0, 0, 0, 0); }
 
-  /// Raises the peer's semaphore to `value`, as that many signals would; ordered like signal(). The peer waits for it
-  /// with waitUntil(value), or with as many calls of wait().
+  /// Raises the count of the peer's semaphore to `value`, as if this rank had sent signals until the count was `value`.
+  /// The memory order is that of signal(). The peer waits with waitUntil(value), or calls wait() once for each signal.
   /// @param value  greater than every earlier count, or the communicator ends with a TriggerError
   PROXYCCL_DEVICE void signal(uint64_t value) const {
     Fifo{fifo}.push(makeValueTrigger(PROXYCCL_OP_SIGNAL, channel, 0, 0, value, 8), control);
@@ -155,7 +155,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool flush() const { return waitFlushed(push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0)); }
 
-  /// Requests a flush and returns at once, so the kernel can go on until it needs the sources again.
+  /// Requests a flush and returns immediately, so the kernel can go on until it needs the sources again.
   /// @return the flush's ticket, for isFlushed() and waitFlushed(); kNoTicket if the communicator has ended
   PROXYCCL_DEVICE uint64_t flushAsync() const { return push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0); }
 
@@ -166,7 +166,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   /// Waits for the flush with this ticket.
-  /// @param ticket  from flushAsync(); for kNoTicket it returns false at once
+  /// @param ticket  from flushAsync(); for kNoTicket it returns false immediately
   /// @return see flush()
   PROXYCCL_DEVICE bool waitFlushed(uint64_t ticket) const {
     // The word holds a ticket, not a count: two threads that flush the same channel may push in either order, and the
@@ -187,7 +187,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   /// Waits until isComplete().
-  /// @param ticket  from any call on this channel that returns one; for kNoTicket it returns false at once
+  /// @param ticket  from any call on this channel that returns one; for kNoTicket it returns false immediately
   /// @return see flush()
   PROXYCCL_DEVICE bool waitComplete(uint64_t ticket) const {
     if (ticket == kNoTicket) return false;
@@ -207,25 +207,25 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   /// Waits for the peer's next signal and consumes it. After that, the data that the peer put before the signal may be
-  /// read. Any number of threads may call it at once: each consumes one signal. If one thread calls it for its block,
-  /// the others continue after a __syncthreads().
+  /// read. Any number of threads may call it concurrently: each consumes one signal. If one thread calls it for its
+  /// block, the others continue after a __syncthreads().
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const {
     return semaphoreHandle().wait(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel);
   }
 
-  /// Waits until the peer's signals have reached `value`, and consumes them. If `value` is reached already, it
-  /// returns true at once. Otherwise it works like wait().
+  /// Waits until the peer's signals have reached `value`, and consumes them. If `value` is reached already, it returns
+  /// true immediately. Otherwise it waits like wait().
   /// @param value  a count of signals since the channel was made
   PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel, value);
   }
 
-  /// Consumes the peer's next signal if it has arrived. Any number of threads may call it at once.
+  /// Consumes the peer's next signal if it has arrived. Any number of threads may call it concurrently.
   ///
   /// poll() never waits, so a loop around it must itself end when the communicator ends:
   /// `while (!channel.poll()) if (aborted(channel.control)) return;`
-  /// @return whether there was one; if so, the data that the peer put before it may be read
+  /// @return whether there was a signal; if so, the data that the peer put before it may be read
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
 
  private:
@@ -262,7 +262,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return Fifo{fifo}.push(makeValueTrigger(op, channel, dst_memory, dstOffset, carried, sizeof(T)), control);
   }
 
-  // Pushes an operation, as several triggers if it is longer than one trigger can move. Returns the last one's ticket.
+  // Pushes an operation, as several triggers if it is longer than one trigger can move. Returns the last trigger's
+  // ticket.
   PROXYCCL_DEVICE uint64_t push(uint32_t op, uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory,
                                 uint64_t srcOffset, uint64_t size) const {
     if (op & PROXYCCL_OP_DATA) {

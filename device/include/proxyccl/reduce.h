@@ -16,8 +16,9 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Attributes of a type: `Accumulator`; and kScaled, whether values of an average are scaled before they are added. They
-// must be if the accumulator has the type's own range, because then the sum may overflow although the average does not.
+// Attributes of a type: `Accumulator`; and kScaled, whether values of an average are scaled before they are added.
+// Values must be scaled if the accumulator has the type's own range, because then the sum may overflow although the
+// average does not.
 template <class T>
 struct Element {
   using Accumulator = T;
@@ -119,7 +120,7 @@ struct Avg {
  private:
   template <class A>
   static PROXYCCL_DEVICE A divide(A a, uint32_t ranks) {
-    return a / static_cast<decltype(a + a)>(ranks);  // a + a is wider: 8 bits may not hold the number of ranks
+    return a / static_cast<decltype(a + a)>(ranks);  // wider than A, whose 8 bits may not hold `ranks`
   }
   // A power of two has an exact reciprocal, so the quotient is the product. On a GPU a division takes some 30
   // instructions, which would slow down a kernel of few blocks.
@@ -132,7 +133,7 @@ struct Avg {
   static PROXYCCL_DEVICE bool isPowerOfTwo(uint32_t ranks) { return (ranks & (ranks - 1)) == 0; }
   // Returns the reciprocal of the least power of two that is not below `ranks`.
   static PROXYCCL_DEVICE float inverse(uint32_t ranks) {
-    uint32_t bits = ranks - 1;  // then set all lower bits
+    uint32_t bits = ranks - 1;  // the next lines then set all its lower bits
     for (uint32_t shift = 1; shift < 32; shift *= 2) bits |= bits >> shift;
     return __builtin_bit_cast(float, (127u - countBits(bits)) << 23);
   }
@@ -156,9 +157,9 @@ PROXYCCL_DEVICE typename Element<T>::Accumulator contribution(T value, uint32_t 
   return Op::template scale<T>(Element<T>::widen(value), ranks);
 }
 
-// The result of a reduction, from combine()'s result for all ranks' values. A sum or product of two NaNs has the sign
-// and payload of one of them. Which of the two depends on the device and on the order of operands that the compiler
-// chooses, which differs between loops. So a NaN result gets neither sign nor payload.
+// Returns the result of a reduction from combine()'s result for all ranks' values. A sum or product of two NaNs has the
+// sign and payload of one of them. Which of the two depends on the device and on the order of operands that the
+// compiler chooses, which differs between loops. So a NaN result gets neither sign nor payload.
 template <class T, class Op>
 PROXYCCL_DEVICE typename Element<T>::Accumulator finished(typename Element<T>::Accumulator combined, uint32_t ranks) {
   return withOneNan(Op::template finish<T>(combined, ranks));

@@ -1,4 +1,4 @@
-// The semaphore of channels: any number of threads and blocks may signal it and wait for it at once.
+// The semaphore of channels: any number of threads and blocks may signal it and wait for it concurrently.
 //
 // A thread takes the number of the signal that it waits for by an atomic add, whose trip to memory overlaps with the
 // first load of the count: for a single thread, the wait takes no longer than with a load and a store.
@@ -33,7 +33,7 @@ struct SharedSemaphore : ProxycclSemaphore {
     addRelaxedSystem(remote_inbound, 1);
   }
 
-  /// Raises the count at the peer to `value`; ordered like signal().
+  /// Raises the count at the peer to `value`. The memory order is that of signal().
   /// @param count  the count so far, if that is not below `value`
   /// @return false if the count so far is not below `value`: then nothing is signalled
   PROXYCCL_DEVICE bool signal(uint64_t value, uint64_t* count) const {
@@ -62,7 +62,7 @@ struct SharedSemaphore : ProxycclSemaphore {
   }
 
   /// Waits until the count has reached `value`, and consumes all signals up to it. If the count has reached `value`
-  /// already, it returns true at once. Otherwise it works like wait().
+  /// already, it returns true immediately. Otherwise it works like wait().
   PROXYCCL_DEVICE bool waitUntil(Control* control, uint32_t kind, uint32_t peer, uint32_t channel,
                                  uint64_t value) const {
     if (!await(control, {kind, peer, channel, value}, [](const uint64_t* p) { return loadAcquireSystem(p); }))
@@ -73,7 +73,7 @@ struct SharedSemaphore : ProxycclSemaphore {
 
   /// Consumes a signal if one has arrived that no thread waits for. A loop around it must itself end when the
   /// communicator ends: `while (!poll()) if (aborted(control)) return;`
-  /// @return whether there was one
+  /// @return whether there was such a signal
   PROXYCCL_DEVICE bool poll() const {
     const uint64_t taken = loadRelaxedDevice(expected);
     if (loadAcquireSystem(inbound) > taken && compareExchangeDevice(expected, taken, taken + 1)) return true;

@@ -44,7 +44,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// without a barrier. copyInTurn() describes the words.
   ///
   /// When the call returns, the thread's part may still be in flight. The peer may read the data after a signal() that
-  /// follows a syncThreadsSystem() of the block; local memory may be written again at once.
+  /// follows a syncThreadsSystem() of the block; local memory may be written again immediately.
   /// @param targetOffset  offset in the peer's memory, in bytes
   /// @param originOffset  offset in local memory, in bytes
   /// @param bytes         number of bytes
@@ -113,8 +113,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   }
 
   /// Waits for the packets that the peer puts into this rank's packet buffer, and writes their data to local memory. A
-  /// group of threads calls it together: thread t takes packet t, t + numThreads, … . It may use their data at once;
-  /// after a __syncthreads() the group may use all of it.
+  /// group of threads calls it together: thread t takes packet t, t + numThreads, … . The thread may use the data of
+  /// its own packets immediately; after a __syncthreads() the group may use all data.
   ///
   /// If a wait fails, zeros are written, and the communicator ends or has ended; a time-out ends it with a
   /// WaitTimeoutError.
@@ -140,15 +140,15 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
                   [&](size_t i) { payloads[i] = readPacket(&packets[i], flag, control, peer, channel); });
   }
 
-  /// Adds one to the peer's semaphore of this channel. Any number of threads may call it at once, unless the link to
-  /// the peer adds nothing atomically (GPUs joined by PCIe alone): then one thread at a time calls it.
+  /// Adds one to the peer's semaphore of this channel. Any number of threads may call it concurrently, unless the link
+  /// to the peer adds nothing atomically (GPUs joined by PCIe alone): then one thread at a time calls it.
   ///
   /// The peer that waits for the signal sees what this thread wrote before it, and what its block wrote before a
   /// syncThreadsSystem().
   PROXYCCL_DEVICE void signal() const { semaphoreHandle().signal(); }
 
-  /// Raises the peer's semaphore to `value`, as that many signals would; ordered like signal(). The peer waits for it
-  /// with waitUntil(value), or with as many calls of wait().
+  /// Raises the count of the peer's semaphore to `value`, as if this rank had sent signals until the count was `value`.
+  /// The memory order is that of signal(). The peer waits with waitUntil(value), or calls wait() once for each signal.
   /// @param value  greater than every earlier count, or the communicator ends with a TriggerError
   PROXYCCL_DEVICE void signal(uint64_t value) const {
     uint64_t count;
@@ -159,13 +159,13 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// signal() without ordering, for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { semaphoreHandle().relaxedSignal(); }
 
-  /// Waits for the peer's next signal and consumes it. Any number of threads may call it at once: each consumes one
-  /// signal. If one thread calls it for its block, the others continue after a __syncthreads().
+  /// Waits for the peer's next signal and consumes it. Any number of threads may call it concurrently: each consumes
+  /// one signal. If one thread calls it for its block, the others continue after a __syncthreads().
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const { return semaphoreHandle().wait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel); }
 
-  /// Waits until the peer's signals have reached `value`, and consumes them. If they have, it returns true at once.
-  /// Otherwise like wait().
+  /// Waits until the peer's signals have reached `value`, and consumes them. If they have reached it already, it
+  /// returns true immediately. Otherwise it waits like wait().
   /// @param value  a count of signals since the channel was made
   PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel, value);
@@ -176,18 +176,18 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     return semaphoreHandle().relaxedWait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel);
   }
 
-  /// Consumes the peer's next signal if it has arrived. Any number of threads may call it at once.
+  /// Consumes the peer's next signal if it has arrived. Any number of threads may call it concurrently.
   ///
   /// It never waits, so a loop around it must itself end when the communicator ends:
   /// `while (!channel.poll()) if (aborted(channel.control)) return;`
-  /// @return whether there was one; if so, the peer's earlier writes may be read
+  /// @return whether there was a signal; if so, the peer's earlier writes may be read
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
 
  private:
   PROXYCCL_DEVICE SharedSemaphore semaphoreHandle() const { return {semaphore}; }
 
-  // Whether a range lies in a memory, and its offset and size are multiples of `unit`, a power of two that the compiler
-  // knows.
+  // Whether a range lies in a memory, and its offset and size are multiples of `unit`, a power of two known at compile
+  // time.
   PROXYCCL_DEVICE bool has(uint32_t call, uint32_t memory, uint64_t memory_bytes, uint64_t offset, uint64_t bytes,
                            uint64_t unit = 1) const {
     if (offset <= memory_bytes && bytes <= memory_bytes - offset && ((offset | bytes) & (unit - 1)) == 0) return true;

@@ -29,7 +29,8 @@ struct DeviceSyncer {
     bool complete = true;
     if (threadIdx.x == 0 && blocks > 1) {
       const uint32_t now = loadRelaxedDevice(&generation);
-      // Each arrival releases its block's writes. The last one acquires them all and releases them with the generation.
+      // Each arrival releases its block's writes. The last arrival acquires the writes of all blocks and releases them
+      // by its store of the generation.
       if (fetchAddAcqRelDevice<uint32_t>(&arrived, 1) == static_cast<uint32_t>(blocks) - 1) {
         storeRelaxedDevice<uint32_t>(&arrived, 0);
         storeReleaseDevice<uint32_t>(&generation, now + 1);

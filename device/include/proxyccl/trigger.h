@@ -16,7 +16,7 @@
  * of the other 127 bits is legal. Parity is the last bit of word 1: an acquire load of word 1 that sees it change also
  * makes word 0 visible.
  *
- * Plain C, no platform dependence: this header is part of the contract between the two sides.
+ * Plain C, no platform dependence: this header is part of the contract between kernels and the proxy.
  */
 #pragma once
 

@@ -23,8 +23,8 @@ struct WaitFor {
 // Returns the given control block; if null, the control block of the communicator that compiled the kernel.
 PROXYCCL_DEVICE Control* controlOr(Control* given) { return given != nullptr ? given : defaultControl(); }
 
-/// Whether the communicator has ended; a kernel's own loop must then end too. Any thread may call it; it reads a word
-/// in host memory.
+/// Whether the communicator has ended. A kernel's own loop must then end. Any thread may call it; it reads a word in
+/// host memory.
 /// @param given  the communicator's control block; null for the module's
 PROXYCCL_DEVICE bool aborted(const Control* given = nullptr) {
   const Control* control = given != nullptr ? given : defaultControl();

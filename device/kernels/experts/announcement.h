@@ -2,7 +2,7 @@
 // separate flag. Every block reads all packets and counts for itself, so no rank waits for another's counts. Choices
 // are ids (experts/announcement_ids.h) or masks (experts/announcement_masks.h).
 //
-// Packets of one parity, with the same layout on each rank: [ranks][1 + choice_packets] a head and choices,
+// The packets of one parity have this layout, the same on each rank: [ranks][1 + choice_packets] a head and choices,
 // [ranks][weight_packets] weights. Every announcement sends all of them, so announcement n + 2 overwrites announcement
 // n. No flag guards that. Rank x announces n + 2 after it has ended dispatch n + 1, for which it needed every rank y's
 // announcement n + 1, made after y had ended dispatch n.
@@ -27,7 +27,7 @@ class Announcement {
   PROXYCCL_DEVICE uint32_t outputBuffer(uint32_t source) const { return heads()[source] >> 16 & 0xffff; }
   PROXYCCL_DEVICE uint32_t wantedTokens(uint32_t source) const { return static_cast<uint32_t>(heads()[source] >> 32); }
 
-  // Returns the value that travels with a slot. Waits for its packet.
+  // Waits for the packet of a slot's value, which travels with the slot, and returns the value.
   PROXYCCL_DEVICE uint64_t carried(uint32_t source, uint32_t slot) const {
     const uint32_t each = sizeof(LL16Packet::Payload) / e_.weight_bytes;
     return awaitPacket(source, front() + slot / each) >> slot % each * 8 * e_.weight_bytes;

@@ -12,8 +12,8 @@ class IdAnnouncement : public Announcement {
 
   using Announcement::Announcement;
 
-  // Called by the block: sends its share of this rank's packets. The last threads send first. Sending needs only the
-  // kernel's arguments, so the packets leave at once.
+  // Called by the block: sends its share of this rank's packets, the last threads first. Sending needs only the
+  // kernel's arguments, so the packets leave as soon as the kernel starts.
   PROXYCCL_DEVICE void send(const ProxycclDispatch& call) const {
     const uint32_t all = packetsOfRank(), begin = all * blockIdx.x / e_.blocks;
     const uint32_t end = all * (blockIdx.x + 1) / e_.blocks;
@@ -21,8 +21,8 @@ class IdAnnouncement : public Announcement {
                 [&](uint32_t packet) { return bitsOfPacket(call, packet); });
   }
 
-  // Called by the block: waits for all ranks. Threads may read their choices after the next barrier. Returns false to a
-  // thread whose packets did not arrive.
+  // Called by the block: waits for all ranks' packets. Threads may read their choices after the next barrier. Returns
+  // false to a thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await() const {
     return awaitAllBut(PROXYCCL_NO_PEER, threadIdx.x, blockDim.x,
                        [&](uint32_t source, uint32_t packet, uint64_t payload) {

@@ -1,8 +1,8 @@
-// Announcements with a row for each rank: for each rank a mask of the tokens that go there. For 128 tokens, two words
-// replace 256 packets of ids, and positions are counts of bits.
+// Announcements where a token has a row for each rank: for each rank a mask of the tokens that go to it. For 128
+// tokens, two words replace 256 packets of ids, and positions are counts of bits.
 //
-// A rank's choices are a packet for each block that announces, with the first slot of its share whose id is out of
-// range, or ~0; then for each rank a packet for every 64 tokens.
+// A rank's choices begin with one packet for each block that announces, which holds the first slot of the block's share
+// whose id is out of range, or ~0 if there is none. Then come, for each rank, one packet for every 64 tokens.
 #ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
 #define PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
 
@@ -60,7 +60,7 @@ class MaskAnnouncement : public Announcement {
   }
 
   // Called by the block, a barrier after collect() and ExpertTeam::loadLookup(): sends its announcement. The last group
-  // sends the masks, for which everyone waits, and the others send the weights.
+  // sends the masks, for which all ranks wait, and the others send the weights.
   PROXYCCL_DEVICE void send(const Group& group, const ProxycclDispatch& call) const {
     if (blockIdx.x >= announcers()) return;
     const Share share = this->share();
@@ -98,9 +98,9 @@ class MaskAnnouncement : public Announcement {
                 others, [](uint32_t) { return 0; });
   }
 
-  // Called by `threads` threads: waits for all ranks, but not for this one if the block has collected all of its masks.
-  // The block may read their choices after its next barrier or, if tokens are many, after sumUp() and another barrier.
-  // Returns false to a thread whose packets did not arrive.
+  // Called by `threads` threads: waits for all ranks' masks, except this rank's if the block has collected all of them
+  // itself. The block may read their choices after its next barrier or, if tokens are many, after sumUp() and another
+  // barrier. Returns false to a thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await(bool has_collected, uint32_t thread, uint32_t threads) const {
     const uint32_t known = has_collected && !kShared ? e_.rank : PROXYCCL_NO_PEER;
     return awaitAllBut(known, thread, threads, [&](uint32_t source, uint32_t packet, uint64_t payload) {
@@ -137,8 +137,8 @@ class MaskAnnouncement : public Announcement {
     bool is_first;  // whether it is the first of its token's slots for that rank
   };
   // Called by each of `threads` threads: calls body(source, slot, choice) for every slot of all sources for which
-  // wanted(source, slot) is true. Waits for the slots' packets. With few tokens it loads several packets at once. With
-  // many tokens it loads one at a time, because the same kernel stores their rows meanwhile, and more loads take
+  // wanted(source, slot) is true. Waits for the slots' packets. With few tokens it loads several packets concurrently.
+  // With many tokens it loads one at a time, because the same kernel is storing their rows, and more loads would take
   // registers from those stores: with four, a dispatch of 4096 tokens took 7 % longer on 4 H200.
   template <class Wanted, class Body>
   PROXYCCL_DEVICE void forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
@@ -177,8 +177,8 @@ class MaskAnnouncement : public Announcement {
         }
     }
   }
-  // Calls body(expert) for every slot of the tokens that come here, with several loads in flight per thread: one after
-  // the other, the loads of many tokens would take as long as the rows.
+  // Calls body(expert) for every slot of the tokens that come to this rank, with several loads in flight per thread:
+  // one after the other, the loads of many tokens would take as long as the rows.
   template <class Body>
   PROXYCCL_DEVICE void forEachArriving(uint32_t thread, uint32_t threads, Body body) const {
     constexpr uint32_t kAtOnce = 8;
@@ -235,11 +235,11 @@ class MaskAnnouncement : public Announcement {
     const uint32_t i = source * e_.world_size + rank;
     return counts()[i / 2] >> i % 2 * 16 & 0xffff;
   }
-  // The first slot of a source with an id that is out of range, or ~0.
+  // Returns a source's first slot whose id is out of range, or ~0 if there is none.
   PROXYCCL_DEVICE uint32_t badSlot(uint32_t source) const { return badSlots()[source]; }
 
  private:
-  static constexpr uint32_t kTokensOfPair = 64;  // tokens of a pair of words, which is a packet
+  static constexpr uint32_t kTokensOfPair = 64;  // a packet holds a pair of words, with a bit for each token
 
   static PROXYCCL_DEVICE uint32_t atMost(uint32_t n, uint32_t most) { return n < most ? n : most; }
   static PROXYCCL_DEVICE Choice choiceOf(uint64_t bits) {
@@ -286,7 +286,7 @@ class MaskAnnouncement : public Announcement {
   PROXYCCL_DEVICE uint32_t words() const { return 2 * pairs(); }
   PROXYCCL_DEVICE uint32_t sums() const { return (words() + PROXYCCL_SUMMED_WORDS - 1) / PROXYCCL_SUMMED_WORDS; }
   PROXYCCL_DEVICE uint32_t* badSlots() const { return reinterpret_cast<uint32_t*>(behindHeads()); }
-  PROXYCCL_DEVICE uint32_t* counts() const { return badSlots() + e_.world_size; }  // two counts in a word
+  PROXYCCL_DEVICE uint32_t* counts() const { return badSlots() + e_.world_size; }  // a word holds two counts
   PROXYCCL_DEVICE uint32_t countWords() const { return (e_.world_size * e_.world_size + 1) / 2; }
   // The words of a mask. Masks are numbered: first the tokens that leave for each rank, then those that come from each
   // source.

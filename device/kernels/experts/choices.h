@@ -1,5 +1,5 @@
-// The choices of the caller's slots, as a dispatch counts them: experts, or ranks where a token has a row for each
-// rank.
+// The choices of the caller's slots, as a dispatch counts them: expert ids or, where a token has a row for each rank,
+// ranks.
 #ifndef PROXYCCL_EXPERT_CHOICES_H
 #define PROXYCCL_EXPERT_CHOICES_H
 
@@ -33,7 +33,8 @@ class Choices {
  public:
   PROXYCCL_DEVICE Choices(const ProxycclExperts& experts, const ProxycclDispatch& call) : e_(experts), call_(call) {}
 
-  // Whether a token has a row for each rank. A repeated dispatch takes the ids that its dispatch counted.
+  // Whether a token has a row for each rank. A repeated dispatch takes the ids that the dispatch which it repeats has
+  // counted.
   PROXYCCL_DEVICE bool byRank() const { return e_.chosen_per_rank != 0 && call_.redispatch == 0; }
 
   // Returns where a slot goes: its expert or, with a row for each rank, that expert's rank. Returns the number of
@@ -57,7 +58,7 @@ class Choices {
     return isFirst(slot, static_cast<uint32_t>(found)) ? found : none;
   }
 
-  // Whether test(rank) is true for the rank of any slot of a token. Not for repeated dispatches.
+  // Whether test(rank) is true for the rank of any slot of a token. A repeated dispatch must not call it.
   template <class Test>
   PROXYCCL_DEVICE bool anyRank(uint32_t token, Test test) const {
     const uint32_t per_rank = byRank() ? e_.chosen_per_rank : e_.experts_per_rank;
@@ -84,7 +85,7 @@ class Choices {
     return __builtin_bit_cast(uint64_t, ProxycclExpertChoice{chosen ? static_cast<int32_t>(expert) : -1, weight(slot)});
   }
 
-  // A slot of a token, with a row for each rank.
+  // A slot of a token that has a row for each rank.
   struct Slot {
     uint32_t k;
     int64_t id;
@@ -121,7 +122,7 @@ class Choices {
   }
 
  private:
-  static constexpr uint32_t kAtOnce = 8;  // loads of one thread in flight
+  static constexpr uint32_t kAtOnce = 8;  // how many loads of one thread are in flight
 
   // Loads the ids of the slots from k = begin on of the token whose slots begin at `first`.
   PROXYCCL_DEVICE void loadIds(uint32_t first, uint32_t begin, int64_t* ids) const {

@@ -2,11 +2,12 @@
 //
 // Within the token's node every slot's row goes to the token's rank. On another node it goes to the counterpart of the
 // token's rank: the rank with the same number within its node. The counterpart sums its node's rows of the token, and
-// only that sum crosses. With local_combine each rank sums its own rows of a token first. A sum is made in the order of
-// k or, where a token has one row on each rank, in the order of ranks, in the accumulator's type, and rounded once.
+// only that sum crosses the network. With local_combine each rank sums its own rows of a token first. A sum is made in
+// the order of k or, where a token has one row on each rank, in the order of ranks, in the accumulator's type, and
+// rounded once.
 //
-// With output buffers, rows that lie in such a buffer are not sent: the token's rank loads them from there. Each rank
-// announces with a flag where its rows are, and ends only when the other ranks have loaded them.
+// If ranks have output buffers, rows that lie in one of them are not sent: the token's rank loads them from there. Each
+// rank announces with a flag where its rows are, and ends only when the other ranks have loaded them.
 #ifndef PROXYCCL_EXPERT_COMBINE_H
 #define PROXYCCL_EXPERT_COMBINE_H
 
@@ -186,7 +187,7 @@ class Combine {
     for (;;) {
       const uint32_t next = group.next(next_item);
       if (next >= most * sources) return;
-      // Sends to ranks in turn. Tokens of other nodes come first, because their sums travel further.
+      // Sends to the ranks in turn. Tokens of other nodes come first, because their sums travel further.
       uint32_t item = next % most, source = team_->rank;
       if (stage == CombineStage::send) {
         item = next / ranks;
@@ -197,7 +198,8 @@ class Combine {
       const Segment& segment = team_.segmentOf(source);
       if (item >= segment.items()) continue;
       const GroupSpace& space = group.space();
-      // A row that is sent unsummed is a sum of one row: the same code copies it, with as many loads in flight.
+      // A row that is sent without summing is treated as a sum of one row, so that the same code copies it with as many
+      // loads in flight.
       const bool alone = stage == CombineStage::send && !team_->local_combine;
       char* to = nullptr;
       if (alone) {
@@ -239,8 +241,8 @@ class Combine {
 
   // -- rows in output buffers ---
   PROXYCCL_DEVICE bool hasBuffers() const { return team_->output_buffers != 0 && !team_->local_combine; }
-  // Called by the block before it sends anything: tells the node's ranks in which buffer its rows lie, or that it sends
-  // them.
+  // Called by the block before it sends anything: tells the node's ranks in which buffer this rank's rows lie, or that
+  // this rank sends them.
   PROXYCCL_DEVICE void raiseLoadable() const {
     if (hasBuffers() && threadIdx.x < team_->local_size)
       team_.raiseBehindLoads(threadIdx.x, team_.loadable(number_, team_->local_rank, block_),
@@ -254,14 +256,14 @@ class Combine {
     for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x)
       cachedRows()[s] = findSlotRow(team_->rank, own_.begin + s / topk_, s % topk_);
   }
-  // Called by the block: waits until all other ranks have loaded their rows from here.
+  // Called by the block: waits until all other ranks have loaded their rows from this rank's buffer.
   PROXYCCL_DEVICE void awaitLoaded() const {
     if (call_.rows_buffer != 0 && threadIdx.x < team_->local_size)
       team_.await(team_.summed(threadIdx.x, block_), number_, team_.nearRank(threadIdx.x));
   }
 
   // Called by a group when there are no more items. The last group of a batch's last block has acquired the sums of all
-  // others and posts them.
+  // other groups, and posts them.
   PROXYCCL_DEVICE void post(const Group& group, uint32_t* finished) const {
     if (team_->nodes == 1 || group.lane != 0) return;
     if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
@@ -313,13 +315,13 @@ class Combine {
     buffers()[local] = static_cast<uint32_t>(said & ((1u << kBufferBits) - 1));
     return buffers()[local] != 0;
   }
-  // For each rank of the node, the buffer that holds its rows, or 0.
+  // For each rank of the node, the number of the buffer that holds its rows, or 0 if they are in no buffer.
   static PROXYCCL_DEVICE uint32_t* buffers() {
     __shared__ uint32_t buffers[PROXYCCL_MAX_EXPERT_RANKS];
     return buffers;
   }
-  // The place of a slot's row: its rank's number within this node, and the row there. The row is known only if the rank
-  // is this one or the row can be loaded.
+  // Where a slot's row lies: the number, within this node, of the rank that has the row, and the row's number on that
+  // rank. The row's number is known only if this rank has the row or can load it; otherwise it is PROXYCCL_NO_ROW.
   struct SlotRow {
     uint32_t local;
     int32_t row;
@@ -333,7 +335,7 @@ class Combine {
     int32_t row = PROXYCCL_NO_ROW;
     if (rank == team_->rank) {
       row = rowsOfToken(source, token)[k];
-    } else if (call_.layout.sent_rows != nullptr) {  // rows of halves, for example, are in no buffer
+    } else if (call_.layout.sent_rows != nullptr) {  // null if rows are in no buffer, such as rows of halves
       row = call_.layout.sent_rows[token * topk_ + k];
     }
     return {team_.localOf(rank), row};
@@ -352,7 +354,7 @@ class Combine {
   PROXYCCL_DEVICE uint64_t partialRow(uint32_t segment, uint32_t place) const {
     return segment * team_->return_segment_bytes + place * stride_;
   }
-  // Sets this block's segment of a source's tokens.
+  // Stores which of a source's tokens are in this block's segment.
   PROXYCCL_DEVICE void setSegment(uint32_t source, uint32_t tokens) const {
     team_.segmentOf(source) = Segment::of(tokens, block_, team_->blocks);
     if (team_->nodes > 1) team_.batchFrom(source) = team_.batchOf(tokens, block_);
@@ -362,8 +364,8 @@ class Combine {
     return call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens;
   }
   // Returns the offset, in the workspace of the rank that sums it, of the row of slot k of token i of a source, sent by
-  // rank `from` of the node. There is a place for each slot or, where a token has one row per rank, for each rank of
-  // the node.
+  // rank `from` of the node. A token has a place for each slot or, where it has one row per rank, for each rank of the
+  // node.
   PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k, uint32_t from) const {
     const uint32_t places = by_rank_ ? team_->local_size : topk_;
     const uint64_t segment = places * team_->return_segment_bytes;
@@ -377,13 +379,13 @@ class Combine {
   PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
     return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
   }
-  // Returns, with local_combine, the offset of the sum from a rank of the node.
+  // Returns, with local_combine, the offset of the sum that comes from a rank of the node.
   PROXYCCL_DEVICE uint64_t sumRow(uint32_t local, uint32_t i) const {
     return team_->returns + (local * team_->blocks + block_) * team_->return_segment_bytes + i * stride_;
   }
 
-  // Called by a group: lists this rank's rows for an item of a source. Returns where their sum goes; null if there is
-  // nothing to sum. listNodeRows() and listNodeSums() do the same for other rows.
+  // Called by a group: lists this rank's rows for an item of a source. Returns the address to which their sum goes;
+  // null if there is nothing to sum. listNodeRows() and listNodeSums() do the same for other rows.
   PROXYCCL_DEVICE char* listOwnRows(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item);
@@ -467,7 +469,7 @@ class Combine {
         if (call_.slot_weights != nullptr) entry->weight *= call_.slot_weights[token * topk_ + k];
         return true;
       });
-      // If a token has one row on each rank, entries are ordered by rank, which is the entry's number.
+      // If a token has one row on each rank, entries are ordered by rank; an entry's number is its rank.
       if (team_->chosen_per_rank != 0 && call_.order_ids == nullptr) group.orderByNumber(begun);
     }
     return target;
@@ -483,7 +485,7 @@ class Combine {
     return true;
   }
 
-  // Returns the rank of a slot by the ids that order sums; world_size if the slot has none.
+  // Returns the rank of a slot according to the ids that order sums; world_size if the slot has no rank.
   PROXYCCL_DEVICE uint32_t orderedRank(uint64_t token, uint32_t k) const {
     const uint64_t slot = token * topk_ + k;
     const int64_t id = call_.id_bytes == 8 ? reinterpret_cast<const int64_t*>(call_.order_ids)[slot]
@@ -492,8 +494,8 @@ class Combine {
     const bool exists = static_cast<uint64_t>(id) < static_cast<uint64_t>(per_rank) * team_->world_size;
     return exists ? static_cast<uint32_t>(id) / per_rank : team_->world_size;
   }
-  // Called by one thread: returns the slot whose row is added at position k. With ids that order sums, returns at a
-  // token's last slot for a rank the first one for that rank, and topk at all others.
+  // Called by one thread: returns the slot whose row is added at position k. With ids that order sums: if k is the
+  // token's last slot for a rank, returns its first slot for that rank; otherwise returns topk.
   PROXYCCL_DEVICE uint32_t slotInOrder(uint64_t token, uint32_t k) const {
     if (call_.order_ids == nullptr) return k;
     const uint32_t rank = orderedRank(token, k);
@@ -525,7 +527,8 @@ class Combine {
     return call_.output + token * row_bytes_;
   }
 
-  // Called by one thread: finds the sum of a token's rows on a rank of the node. Returns false if it has none.
+  // Called by one thread: finds the sum of a token's rows on a rank of the node. Returns false if that rank has no row
+  // of the token.
   PROXYCCL_DEVICE bool findSum(const int32_t* ids, uint32_t i, uint32_t local, RowEntry* entry) const {
     const uint32_t rank = team_.nearRank(local);
     bool chosen = false;
@@ -542,7 +545,7 @@ class Combine {
   const ProxycclCombine& call_;
   const uint64_t number_;
   const uint32_t block_, topk_;
-  const bool by_rank_;                 // whether `returns` has a place for each rank
+  const bool by_rank_;                 // whether `returns` has a place for each rank, instead of one for each slot
   const uint64_t row_bytes_, stride_;  // bytes of a row; the stride includes the pieces' weights
   const Segment own_;
 };

@@ -1,10 +1,10 @@
 // MoE dispatch: each token's row goes once to every rank of its node that has one of its experts, and once to every
-// other node that has one. The receiver copies it to the rows of its experts; with output buffers the sender stores it
-// there.
+// other node that has such an expert. The receiver copies the row to the rows of its experts; with output buffers the
+// sender stores it there itself.
 //
 // A rank counts its own slots by expert, segment by segment, and sends the counts to all ranks. From the counts of all
 // ranks each rank computes the row of every slot that comes to it, while rows are already on their way. If tokens are
-// few, ranks send their choices instead of counts (experts/announcement.h), and every rank counts those.
+// few, ranks send their choices instead of counts (experts/announcement.h), and every rank counts the choices.
 #ifndef PROXYCCL_EXPERT_DISPATCH_H
 #define PROXYCCL_EXPERT_DISPATCH_H
 
@@ -68,9 +68,9 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   }
 }
 
-// The kernels, by what they announce: nothing, ids, masks of few tokens, or each block masks of a share of many tokens.
-// With uint8_t rows are moved as bytes; with a type of tokens they become float8 where they are stored in output
-// buffers. A layer needs few of these kernels, and each takes long to compile.
+// There are kernels that announce nothing, ids, the masks of few tokens, and, a share in each block, the masks of many
+// tokens. With uint8_t rows are moved as bytes; with a type of tokens they become float8 where they are stored in
+// output buffers. A layer needs few of these kernels, and each takes long to compile.
 template <class T>
 PROXYCCL_DEVICE void dispatch(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<void, T>>(experts, call);
@@ -87,7 +87,7 @@ template <class T>
 PROXYCCL_DEVICE void dispatch_shared_masks(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<MaskAnnouncement<true>, T>>(experts, call);
 }
-// These kernels make only whole dispatches to output buffers.
+// These kernels serve only dispatches that one launch completes and whose rows go to output buffers.
 template <class T>
 PROXYCCL_DEVICE void dispatch_masks_store(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<MaskAnnouncement<false>, T, true>>(experts, call);

@@ -16,9 +16,10 @@ constexpr bool kIsSame = false;
 template <class T>
 constexpr bool kIsSame<T, T> = true;
 
-// The variant of a dispatch kernel. A is the kind of announcement, which needs a single node; with void it announces
-// nothing. T is the type of the elements that it turns into float8 rows in output buffers; with uint8_t it stores rows
-// as they are. With kOnlyStores it makes whole dispatches to output buffers alone, and is shorter.
+// The variant of a dispatch kernel. A is the kind of announcement, which needs a single node; with void the kernel
+// announces nothing. T is the type of the elements that the kernel turns into float8 rows in output buffers; with
+// uint8_t it stores rows as they are. A kernel with kOnlyStores serves only dispatches that one launch completes and
+// whose rows go to output buffers, and is shorter.
 template <class A, class T, bool kOnlyStores = false>
 struct DispatchMode {
   using Announces = A;
@@ -47,11 +48,11 @@ class Dispatch {
   static constexpr bool kQuantizes = !kIsSame<typename Mode::Quantized, uint8_t>;
   static constexpr bool kOnlyStores = Mode::kStores;
 
-  // Totals of all ranks' counts.
+  // What a rank learns from all ranks' counts.
   struct Gathered {
     uint32_t rows;                // rows that this rank receives
     uint32_t bad_rank, bad_slot;  // the first slot with a bad expert id, or ~0
-    uint32_t wanted_tokens;       // the most that any rank wants to send
+    uint32_t wanted_tokens;       // the most tokens that any rank wants to send
   };
 
   PROXYCCL_DEVICE Dispatch(const ProxycclExperts& experts, const ProxycclDispatch& call)
@@ -111,7 +112,7 @@ class Dispatch {
   }
 
   // Called by the block: waits for the choices of all ranks. After that the block knows where the rows of its slots
-  // begin. Returns false to all threads if anything did not arrive.
+  // begin. Returns false to all threads if the choices of some rank did not arrive.
   PROXYCCL_DEVICE bool gather(const Group& group, Gathered* gathered) const {
     if constexpr (kMasks) {
       return awaitMasks(gathered);
@@ -126,33 +127,33 @@ class Dispatch {
   // Called by the block: counts its slots by expert, and sends counts, slots and weights to all ranks.
   PROXYCCL_DEVICE void route() const;
   // Called by one thread per node of each block: the first block waits for the routing from this rank's counterpart on
-  // that node, and raises its flag on this rank's node.
+  // that node, and raises the routing's flag on every rank of this node.
   PROXYCCL_DEVICE void forwardRouting() const;
-  // gather() with counts. bases()[expert * ranks + source] is the first row of this block's slots of a source for an
-  // expert of this rank.
+  // gather() for dispatches by counts. bases()[expert * ranks + source] is the first row of this block's slots of a
+  // source for an expert of this rank.
   PROXYCCL_DEVICE bool gatherCounts(const Group& group, Gathered* gathered) const;
   // Called by the block: sets the segments of all sources and this rank's range of rows. `rows` is from gatherCounts().
   PROXYCCL_DEVICE void prepareReceive(uint32_t rows) const;
   // Called by one thread: stores the number of received rows for the CPU.
   PROXYCCL_DEVICE void publishReceivedRows(const Gathered& gathered) const;
   // Called by the block. `first` holds how many rows each of this rank's experts gets from each source, and `before`
-  // how many of those precede this block's. Replaces `first` by the first rows of this block's slots. Returns the
-  // number of rows.
+  // how many of these rows precede the rows of this block's slots. Replaces each number in `first` by the first row of
+  // this block's slots of that expert and source. Returns the number of this rank's rows.
   PROXYCCL_DEVICE uint32_t placeRows(uint32_t* first, const uint32_t* before) const;
   // Called by the block. `rows` holds how many rows each of this rank's experts gets from each source. Adds the padding
   // up to a multiple of the alignment to the last source's rows. Block 0 tells the CPU how many rows each expert has.
   PROXYCCL_DEVICE void alignExperts(uint32_t* rows) const;
-  // Called by one block: writes the counts of all ranks to the descriptor, and stores the most rows of any rank, or
-  // padded of any expert.
+  // Called by one block: writes the counts of all ranks to the descriptor, and stores the largest number of rows of any
+  // rank or, with padded rows, of any expert.
   PROXYCCL_DEVICE void writeCounts(uint32_t rows) const;
 
   // -- rows (experts/dispatch_send.h, experts/dispatch_receive.h) ---
   // Called by block `block` of the `blocks` that send: sends its share of all rows, from each segment in turn, in the
   // order in which the receivers take them. If every block sends and has a segment, its segment is its share.
   PROXYCCL_DEVICE void send(const Group& group, uint32_t block, uint32_t blocks, uint32_t* finished) const;
-  // Called by a group, after a barrier of the block that follows its rows: raises one flag for all of them on every
-  // rank of the node. One release takes less time than one for each group, and few rows arrive so close together that
-  // no receiver would have started earlier.
+  // Called by a group, when a barrier has followed the block's stores of rows: raises one flag for all these rows on
+  // every rank of the node. One release takes less time than a release in each group, and few rows arrive so close
+  // together that no receiver would have started earlier.
   PROXYCCL_DEVICE void publishSent(const Group& group) const {
 #pragma unroll 1
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
@@ -162,8 +163,8 @@ class Dispatch {
   // there are no more.
   PROXYCCL_DEVICE void receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const;
 
-  // Called by every block: writes the descriptor's entries of all tokens, with a row for each rank on one node. A token
-  // has one row here at most, so each slot is the work of one thread.
+  // Called by every block if there is one node and a token has a row for each rank: writes the descriptor's entries of
+  // all tokens. A token has at most one row on this rank, so one thread handles each slot.
   PROXYCCL_DEVICE void describeSlots() const {
     if constexpr (kMasks) {
       describeMasked(blockIdx.x * blockDim.x + threadIdx.x, team_->blocks * blockDim.x);
@@ -172,8 +173,8 @@ class Dispatch {
     }
   }
 
-  // Called by each of `threads` threads of the grid, with a row for each rank: marks the rows past the last as having
-  // chosen nothing.
+  // Called by each of `threads` threads of the grid, with a row for each rank: records for the rows past the last one
+  // that they have chosen no expert.
   PROXYCCL_DEVICE void clearPastEnd(uint32_t rows, uint32_t thread, uint32_t threads) const {
     if (team_->chosen_per_rank == 0) return;
     const uint64_t first = static_cast<uint64_t>(rows) * topk_, end = static_cast<uint64_t>(call_.capacity) * topk_;
@@ -188,12 +189,13 @@ class Dispatch {
     constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
     return kOnlyStores || (kMasks && storesRows() && (call_.phases & kBoth) == kBoth);
   }
-  // Whether one kernel both counts and stores rows, with counts. Then the last block reports them to the CPU, else the
-  // first.
+  // Whether, in a dispatch by counts, one kernel both counts and stores rows. Then the last block reports the counts to
+  // the CPU, otherwise the first block does.
   PROXYCCL_DEVICE bool storesCounted() const {
     return !kAnnounced && storesRows() && call_.phases & PROXYCCL_EXPERT_SEND && movesRows();
   }
-  // Called by the block when it has announced masks or sent counts: does the rest of the dispatch.
+  // Called by the block when it has announced masks or, for the second function, sent counts: does the rest of the
+  // dispatch.
   PROXYCCL_DEVICE void storeMaskedRows(const Group& group, uint32_t* next_item) const {
     if constexpr (kSharedMasks) {
       storeManyRows(group);
@@ -202,21 +204,22 @@ class Dispatch {
     }
   }
   PROXYCCL_DEVICE void storeCountedRows(const Group& group) const;
-  // Called by a group: waits until the blocks with this number have stored their rows on all ranks.
+  // Called by a group: waits until every rank's block with this block's number has stored its rows.
   PROXYCCL_DEVICE void awaitStored(const Group& group) const {
 #pragma unroll 1
     for (uint32_t source = group.lane; source < team_->world_size; source += kGroupLanes)
       team_.awaitSent(source, segment_, number_, kAllItems);
   }
 
-  // Whether a call announces at its end that it has read its slabs. Otherwise the next call does.
+  // Whether a call announces at its end that it has read its slabs. Otherwise the next call announces it at its
+  // beginning.
   static PROXYCCL_DEVICE constexpr bool acknowledges() { return !kAnnounced || kSharedMasks; }
   // Called by the block when it has received: lets the node's ranks write their slabs again.
   PROXYCCL_DEVICE void acknowledge() const {
     __syncthreads();
     raiseRead(threadIdx.x, number_);
   }
-  // Called by the block if something did not arrive: this call has not written its layout.
+  // Called by the block if data of some rank did not arrive: records that this call has not written its layout.
   PROXYCCL_DEVICE void giveUp() const {
     if (threadIdx.x == 0) storeRelaxedDevice<uint32_t>(&team_->counters->has_failed, 1);
   }
@@ -229,7 +232,7 @@ class Dispatch {
   // Whether the block has no segment.
   PROXYCCL_DEVICE bool onlySends() const { return blockIdx.x >= team_->segments; }
   PROXYCCL_DEVICE bool movesRows() const { return call_.phases & PROXYCCL_EXPERT_RECEIVE; }
-  // Whether describeSlots() writes the descriptor's entries, and not receive().
+  // Whether describeSlots(), rather than receive(), writes the descriptor's entries.
   PROXYCCL_DEVICE bool describesSlots() const {
     return team_->chosen_per_rank != 0 && team_->nodes == 1 && !call_.redispatch;
   }
@@ -238,7 +241,8 @@ class Dispatch {
   // Numbers the slots of each expert in order, stores them, and counts them. In a tile of slots each expert has one bit
   // per slot; a slot's number is how many of its expert's bits are set before its own.
   PROXYCCL_DEVICE void countSlots(uint32_t n, uint32_t* counts) const;
-  // Called by the block, with a row for each rank: keeps only the first of each token's equal targets.
+  // Called by the block, with a row for each rank: where several slots of a token have the same target, keeps only the
+  // first of these slots.
   PROXYCCL_DEVICE void dropLaterTargets() const;
   // Returns the id under which slot s of this block's tokens counts; at least the number of experts if it does not
   // count.
@@ -262,11 +266,11 @@ class Dispatch {
     __shared__ uint16_t targets[PROXYCCL_KEPT_TARGETS];
     return targets;
   }
-  // Called by the block: for each node, numbers the segment's tokens that go there, after the tokens of the batch's
-  // earlier segments. Their rows lie one after the other.
+  // Called by the block: for each node, numbers the segment's tokens that go to that node, so that the numbers follow
+  // those of the batch's earlier segments. The rows of a batch lie one after the other in this order.
   PROXYCCL_DEVICE void placeTokens() const;
-  // Called by the block: the first waits for the counts of all ranks; the second then returns whether all threads'
-  // waits succeeded. Both end with a barrier.
+  // Called by the block: awaitRouting() waits for the counts of all ranks; hasRouting() then returns whether all
+  // threads' waits succeeded. Each ends with a barrier.
   PROXYCCL_DEVICE void awaitRouting() const;
   PROXYCCL_DEVICE bool hasRouting() const {
     __shared__ bool is_aborted;
@@ -274,16 +278,16 @@ class Dispatch {
     __syncthreads();
     return !is_aborted;
   }
-  // Called by the block, before counts are added to the memory that it clears.
+  // Called by the block before counts are added to outgoing(), which it clears.
   PROXYCCL_DEVICE void clearOutgoing() const {
 #pragma unroll 1
     for (uint32_t rank = threadIdx.x; rank < team_->world_size; rank += blockDim.x)
       outgoing()[rank] = {0, rank == team_->rank ? call_.output_buffer : 0};
   }
-  // Called by the block after clearOutgoing(): finds, for each rank and segment of this rank's tokens, the first row
-  // there.
+  // Called by the block after clearOutgoing(): finds, for each rank, the first row on that rank of each segment of this
+  // rank's tokens.
   PROXYCCL_DEVICE void placeOutgoing() const;
-  // Finds, for each source and its segments, the first row here. Returns the number of this rank's rows.
+  // Finds, for each segment of each source, its first row on this rank. Returns the number of this rank's rows.
   PROXYCCL_DEVICE uint32_t placeIncoming() const;
   // The results of placeOutgoing() and placeIncoming(): [world_size][segments].
   PROXYCCL_DEVICE uint32_t* firstRowsThere() const {
@@ -292,30 +296,31 @@ class Dispatch {
   }
   PROXYCCL_DEVICE uint32_t* firstRowsHere() const { return firstRowsThere() + team_->world_size * team_->segments; }
   enum class Stored { own, of_peers, all };  // rows that stay on this rank, that go to peers, or all
-  // Called by each group of the blocks that store such rows. find(item, i, &rank, &row) says for i < n where an item, a
-  // piece of a row, goes.
+  // Called by each group of the blocks that store the rows of kind `stored`. For i < n, find(item, i, &rank, &row) says
+  // to which rank and row an item, which is a piece of a row, goes.
   template <class Find>
   PROXYCCL_DEVICE void storeItems(const Group& group, Stored stored, uint32_t n, Find find) const;
   // Called by the block when it knows where the rows of many tokens go: stores them and writes the descriptor's
-  // entries. Some blocks store at peers; of each, some groups first call describe(thread, threads), while the link is
-  // busy with the others' rows. The other blocks store the rows that stay here, because a multiprocessor's stores to
-  // its own memory would wait behind those that a link holds up. Converting rows to float8 takes longer than storing
-  // them, so then all blocks do both. Groups take the next item from a counter, because not all multiprocessors store
-  // equally fast.
+  // entries. Some blocks store rows at peers; in each of these blocks some groups first call describe(thread, threads),
+  // while the rows of the other groups keep the link busy. The other blocks store the rows that stay on this rank,
+  // because a multiprocessor's stores to its own memory would wait behind stores that a link holds up. Converting rows
+  // to float8 takes longer than storing them, so then all blocks do both. Groups take the next item from a counter,
+  // because not all multiprocessors store equally fast.
   template <class Describe, class Find>
   PROXYCCL_DEVICE void storeInTurns(const Group& group, uint32_t rows, uint32_t n, Describe describe, Find find) const;
   // Whether each block stores both rows that stay and rows for peers.
   PROXYCCL_DEVICE bool storesAll() const { return team_->blocks == 1 || kQuantizes; }
-  // The number of blocks that store at peers: the first ones.
+  // Returns how many blocks, from block 0 on, store rows at peers.
   PROXYCCL_DEVICE uint32_t storingBlocks() const { return storesAll() ? team_->blocks : team_->senders; }
   static PROXYCCL_DEVICE uint32_t describingGroups() { return Group::count() < 4 ? Group::count() : 4; }
   // With counts, called by `threads` threads: writes the descriptor's entries.
   PROXYCCL_DEVICE void describeAll(uint32_t thread, uint32_t threads) const;
-  // With masks, for few tokens: the first blocks write the descriptor's entries, and the other blocks, if any, store
-  // the rows, because loads wait for stores that a link holds up. Then the same for many tokens.
+  // With masks, storeFewRows(), for few tokens: the first blocks write the descriptor's entries, and the other blocks,
+  // if any, store the rows, because loads wait for stores that a link holds up. storeManyRows() does the same for many
+  // tokens.
   PROXYCCL_DEVICE void storeFewRows(const Group& group, uint32_t* next_item) const;
   PROXYCCL_DEVICE void storeManyRows(const Group& group) const;
-  // How many blocks write the entries of few tokens, of which there is one for each slot of all ranks.
+  // Returns how many blocks write the entries of few tokens. There is an entry for each slot of all ranks.
   PROXYCCL_DEVICE uint32_t describingBlocks() const {
     const uint32_t wanted = (team_->world_size * team_->max_tokens * topk_ + kSlotsOfBlock - 1) / kSlotsOfBlock;
     const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;  // the other blocks must fill the links
@@ -323,12 +328,13 @@ class Dispatch {
   }
   static constexpr uint32_t kSlotsOfBlock =
       1024;  // describing twice this number takes as long as storing the rows of 128 tokens
-  // describeSlots() with counts; and with masks for the slots of all blocks, by `threads` threads.
+  // The two cases of describeSlots(): with counts; and with masks, for the slots of all blocks by `threads` threads.
   PROXYCCL_DEVICE void describeCounted() const;
   PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
   // With masks, called by `threads` threads: writes the descriptor's entries of this rank's own slots.
   PROXYCCL_DEVICE void describeSent(uint32_t thread, uint32_t threads) const;
-  // A token's row on this rank, whether slot k is the first that brings it here, and what the slot chose.
+  // For slot k of a token: the token's row on this rank, whether the slot is the first that sends the token to this
+  // rank, and the slot's expert and weight.
   struct OwnChoice {
     int32_t row;
     bool is_first;
@@ -348,10 +354,11 @@ class Dispatch {
   template <class Find>
   PROXYCCL_DEVICE void storeQuantized(const Group& group, uint64_t token, const Segment& segment, uint32_t item,
                                       uint32_t n, Find find) const;
-  // Finds where candidate i < world_size for a row of a token of this rank is: another rank's first, this rank's last.
+  // Finds the rank that is candidate i < world_size for a row of one of this rank's tokens, and the row's number on
+  // that rank. Returns false if that rank has no row of the token. This rank is the last candidate.
   PROXYCCL_DEVICE bool findMasked(uint32_t token, uint32_t i, uint32_t* rank, int32_t* row) const;
   // The words of the block's rows that a thread holds before it knows where they go: loads take about as long as
-  // announcements. A group holds half a row of 14 KiB, so that none has two pieces of 128 such rows.
+  // announcements. A group holds half a row of 14 KiB, so that of 128 such rows no group has two pieces.
   static constexpr uint32_t kHeldWords = PROXYCCL_ON_HOST ? 64 : 14;
   PROXYCCL_DEVICE bool holdsRows() const {
     const uint64_t misaligned = reinterpret_cast<uintptr_t>(call_.input) | call_.row_bytes;
@@ -370,8 +377,8 @@ class Dispatch {
     for (uint32_t w = 0; w < kHeldWords; ++w)
       if (begin + group.lane + w * kGroupLanes < end) body(w, begin + group.lane + w * kGroupLanes);
   }
-  // Three steps for a piece of this rank's rows, called by a group: load it; list where it goes, which needs only this
-  // rank's masks; store it.
+  // Three steps for a piece of one of this rank's rows, called by a group: load the piece; list its targets, which
+  // needs only this rank's masks; store it.
   PROXYCCL_DEVICE void loadPiece(const Group& group, uint32_t piece, Bytes16* words) const {
     const uint64_t token = piece / piecesOfRow();
     const Bytes16* from = inGlobal(reinterpret_cast<const Bytes16*>(call_.input + token * call_.row_bytes));
@@ -379,15 +386,16 @@ class Dispatch {
   }
   PROXYCCL_DEVICE void listPiece(const Group& group, uint32_t piece) const;
   PROXYCCL_DEVICE void storePiece(const Group& group, uint32_t piece, const Bytes16* words) const;
-  // Returns the row, on its rank, of a slot of this rank's tokens, if the rows of the slot's segment begin at `first`.
+  // Returns the number that a slot's row has on the slot's rank. The slot is one of this rank's tokens, and the rows of
+  // its segment begin at `first`.
   PROXYCCL_DEVICE int32_t rowAtRank(const ProxycclExpertSlot& slot, uint32_t first) const {
     return slot.expert == PROXYCCL_NO_EXPERT ? static_cast<int32_t>(PROXYCCL_NO_ROW) : inBuffer(first + slot.position);
   }
   PROXYCCL_DEVICE int32_t inBuffer(uint32_t row) const {
     return row < team_->output_rows ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
-  // A rank that named no buffer makes a different call than this rank: moves its rows past the last one, so that none
-  // is stored.
+  // A rank that named no buffer makes a different call than this rank. Records that error, and moves the rows for that
+  // rank past the end of its buffer, so that none is stored.
   PROXYCCL_DEVICE void checkBufferOn(uint32_t rank) const {
     const WaitFor what = {PROXYCCL_WAIT_NONE, rank, PROXYCCL_NO_CHANNEL, 0};
     if (outgoing()[rank].buffer - 1 < team_->output_buffers) return;
@@ -398,27 +406,29 @@ class Dispatch {
     return team_.outputOf(team_.localOf(rank), outgoing()[rank].buffer);
   }
 
-  // Called by one thread: writes the number of this rank's rows, and the most rows of any rank.
+  // Called by one thread: writes the number of this rank's rows, and the largest number of rows of any rank.
   PROXYCCL_DEVICE void writeRowTotals(uint32_t rows, uint32_t most) const {
     const uint32_t received = rows < call_.capacity ? rows : call_.capacity;
     if (call_.received != nullptr) *call_.received = static_cast<int32_t>(received);
     if (most > loadRelaxedSystem(&team_->received_rows->most_rows))
       storeRelaxedSystem(&team_->received_rows->most_rows, most);
   }
-  // Called by a group: writes these totals from rowsOf(rank), called once for each rank, which returns how many rows
-  // that rank gets or, with padded rows, its fullest expert.
+  // Called by a group: writes these totals. rowsOf(rank), which is called once for each rank, returns how many rows
+  // that rank or, with padded rows, its fullest expert gets.
   template <class RowsOf>
   PROXYCCL_DEVICE void writeTotals(const Group& group, uint32_t rows, RowsOf rowsOf) const;
 
-  // gather() with announcements. prepareReceive() then has nothing to do.
+  // gather() for dispatches by announcements, after which prepareReceive() has nothing to do.
   PROXYCCL_DEVICE bool awaitIds(Gathered* gathered) const;
   PROXYCCL_DEVICE bool awaitMasks(Gathered* gathered) const;
-  // A slot's position is how many slots before it in its segment have the same expert.
+  // Finds the position of each slot in this block's segments: how many slots before it in its segment have the same
+  // expert.
   PROXYCCL_DEVICE void numberOwnSlots() const;
   // Called by block 0, with a row for each rank: adds up the choices of each of this rank's experts.
   PROXYCCL_DEVICE void countChosen() const;
-  // With masks, when they have arrived: finds where this rank's rows begin on each rank, and rows of each source here;
-  // and, after a barrier of the block, the totals.
+  // With masks, when they have arrived: placeLeaving() finds where the rows of this rank's tokens begin on each rank,
+  // and placeArriving() where the rows of each source begin on this rank. After a barrier of the block, arriving()
+  // returns the totals.
   PROXYCCL_DEVICE void placeLeaving(const Group& group) const;
   PROXYCCL_DEVICE void placeArriving(uint32_t thread, uint32_t threads) const;
   PROXYCCL_DEVICE Gathered arriving() const {
@@ -435,12 +445,12 @@ class Dispatch {
   PROXYCCL_DEVICE int32_t within(uint64_t row) const {
     return row < call_.capacity ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
-  // Whether the CPU wants the choices of experts: only if it also waits for the number of rows, and launches another
-  // kernel to move the rows.
+  // Whether the CPU wants to know how many slots chose each expert. It does only if it also waits for the number of
+  // rows, and launches another kernel to move the rows.
   PROXYCCL_DEVICE bool tellsChosen() const {
     return team_->chosen_per_rank != 0 && call_.phases & PROXYCCL_EXPERT_TELL;
   }
-  // Called by a group of each block: writeCounts() from the announcements.
+  // Called by a group of each block: does what writeCounts() does, from the announcements.
   PROXYCCL_DEVICE void writeAnnouncedCounts(const Group& group, uint32_t rows) const {
     awaitPreviousReaders(group);
     if constexpr (kMasks) {
@@ -449,32 +459,32 @@ class Dispatch {
       writeIdCounts(group, rows);
     }
   }
-  // Block b counts for the sources b, b + segments, …; the last block also adds up all sources.
+  // Block b counts the choices of the sources b, b + segments, …; the last block also counts those of all sources.
   PROXYCCL_DEVICE void writeIdCounts(const Group& group, uint32_t rows) const;
   // Called by one group of the grid.
   PROXYCCL_DEVICE void writeMaskCounts(const Group& group, uint32_t rows) const;
 
-  // Called by a group: writes an item of a part, if there is one, to every rank that needs it, and raises its flag
-  // there.
+  // Called by a group: writes an item of a part, if the part has one left, to every rank that needs the item, and
+  // raises the part's flag on that rank.
   PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t part, uint32_t round) const;
 
-  // Called by a group of each block: the first block of a batch waits for its rows from this rank's counterpart on
-  // another node, and raises their flag on this rank's node.
+  // Called by a group of each block: the first block of a batch waits for the batch's rows from this rank's counterpart
+  // on another node, and raises their flag on every rank of this node.
   PROXYCCL_DEVICE void forwardRows(const Group& group) const;
-  // Called by a group: waits until an item of a source has arrived. `arrived` has a bit for each source whose items are
-  // all known to have arrived, so that a group waits for them once.
+  // Called by a group: waits until an item of a source has arrived. In `arrived` the bit of a source is set once all
+  // its items are known to have arrived, so that a group waits for them only once.
   PROXYCCL_DEVICE void awaitItem(const Group& group, uint32_t item, uint32_t source, uint64_t* arrived) const;
-  // Called by a group: copies an item of a source to its rows on this rank, if there are any.
+  // Called by a group: copies an item of a source to the token's rows on this rank, if there are any.
   PROXYCCL_DEVICE void receiveItem(const Group& group, uint32_t item, uint32_t source, uint64_t* arrived) const;
-  // Called by a group: stores in space.row this rank's row of each slot of token i of a source's segment. Also writes
-  // the rows to the descriptor if `describe`.
+  // Called by a group: for each slot of token i of a source's segment, stores in space.row the slot's row on this rank.
+  // Also writes the rows to the descriptor if `describe`.
   PROXYCCL_DEVICE void findTokenRows(const Group& group, uint32_t source, uint32_t i, bool describe) const;
-  // Returns this rank's row of a token's slot.
+  // Returns the row that a token's slot has on this rank, or PROXYCCL_NO_ROW or PROXYCCL_PAST_END.
   PROXYCCL_DEVICE int32_t rowOf(const ProxycclExpertSlot& slot, uint32_t source, uint64_t token, uint32_t k) const;
   // Called by a group: copies bytes [begin, end) of a row, which are scales, to the scales of each row that the group
   // has listed.
   PROXYCCL_DEVICE void copyScales(const Group& group, const char* from, uint64_t begin, uint64_t end) const;
-  // Returns the place of a row's scale, with padded rows whose scales are columns.
+  // Returns the index of one of a row's scales, for padded rows whose scales lie in columns.
   PROXYCCL_DEVICE uint64_t placeInColumn(uint32_t row, uint64_t columns, uint64_t column) const {
     const uint32_t expert = row / call_.padded_rows;
     return (expert * columns + column) * call_.scale_column + (row - expert * call_.padded_rows);
@@ -510,9 +520,9 @@ class Dispatch {
     for (uint32_t l = thread; l < team_->local_size; l += blockDim.x)
       team_.raiseBehindLoads(l, team_.read(team_->local_rank, segment_), number);
   }
-  // Waits until the node has read the previous dispatch or, with kept_calls = 2, the one before it, so that its slabs
-  // can be written again. Every block reads all routing, but only the rows of its own segment. A block that only sends
-  // writes to all segments.
+  // Waits until the node's ranks have read the previous dispatch or, with kept_calls = 2, the dispatch before that, so
+  // that its slabs can be written again. Every block reads the routing of all segments, but only the rows of its own
+  // segment. A block that only sends writes the rows of all segments.
   PROXYCCL_DEVICE void awaitReaders() const {
     const bool rows_alone = kAnnounced || (call_.redispatch && team_->segments == team_->blocks);
     const uint32_t first = rows_alone ? segment_ : 0, count = rows_alone ? 1 : team_->segments;
@@ -521,7 +531,8 @@ class Dispatch {
       team_.await(team_.read(i / count, first + i % count), number_ - (kAnnounced ? 1 : team_->kept_calls),
                   team_.member(team_->node, i / count));
   }
-  // Called by `threads` threads of the block: sets how many tokens each source has, and this block's segment of them.
+  // Called by `threads` threads of the block: stores how many tokens each source has, and which of them are this
+  // block's segment.
   PROXYCCL_DEVICE void setSegments(uint32_t thread, uint32_t threads) const {
 #pragma unroll 1
     for (uint32_t s = thread; s < team_->world_size; s += threads) {
@@ -538,7 +549,7 @@ class Dispatch {
     }
   }
 
-  // Whether rows are padded. Then the maximum is over experts, and not over ranks.
+  // Whether rows are padded. If so, the largest number of rows is that of an expert, otherwise that of a rank.
   PROXYCCL_DEVICE bool isPadded() const { return team_->padded_rows != 0; }
   // Rounds an expert's rows up, to include the gap after them.
   PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
@@ -550,7 +561,7 @@ class Dispatch {
   // Whether receive() writes the descriptor's entries apart from copying rows.
   PROXYCCL_DEVICE bool describesApart() const { return !call_.redispatch && (kAnnounced || describesSlots()); }
 
-  // The ids under which this block's slots count, beginning with token i of its segment.
+  // The ids under which this block's slots are counted, from the slots of token i of its segment on.
   PROXYCCL_DEVICE const int32_t* ownIds(uint32_t i) const {
     return (cachesIds() ? cachedIds() : idsOf(team_->node, own_.begin)) + i * topk_;
   }
@@ -560,12 +571,12 @@ class Dispatch {
     return ids;
   }
 
-  // Results of the block's threads from the announcements.
+  // What the block's threads have found in the announcements.
   struct AnnouncedState {
     uint32_t bad_slot;  // the first slot with a bad expert id, with the slot's rank in the upper 16 bits, or ~0; with
                         // masks the rank
     uint32_t wanted_tokens;
-    bool incomplete;  // a packet did not arrive
+    bool incomplete;  // whether a packet did not arrive
   };
   static PROXYCCL_DEVICE AnnouncedState& announcedState() {
     __shared__ AnnouncedState state;
@@ -615,7 +626,7 @@ class Dispatch {
   }
 
   // -- the descriptor ---
-  // Writes the id of a slot of this block's tokens; one that is out of range drops its slot.
+  // Writes the id of a slot of this block's tokens; an id that is out of range drops its slot.
   PROXYCCL_DEVICE void writeId(uint32_t slot, int32_t id) const {
     const uint32_t experts = team_.experts();
     idsOf(team_->node, own_.begin)[slot] = static_cast<uint32_t>(id) < experts ? id : static_cast<int32_t>(experts);
@@ -632,7 +643,8 @@ class Dispatch {
     __shared__ uint32_t tokens[PROXYCCL_MAX_EXPERT_RANKS];
     return tokens;
   }
-  // For each rank, the first row there of this rank's tokens, or of this block's; and the output buffer that it named.
+  // For each rank: the first row on it of this rank's tokens or of this block's tokens, and the output buffer that the
+  // rank named.
   struct Outgoing {
     uint32_t row, buffer;
   };
@@ -640,7 +652,7 @@ class Dispatch {
     __shared__ Outgoing outgoing[PROXYCCL_MAX_EXPERT_RANKS];
     return outgoing;
   }
-  // This rank's part of a table with the rows of all ranks.
+  // Which rows of a table of all ranks' rows are this rank's.
   struct Range {
     uint32_t first, count;
   };
@@ -652,8 +664,8 @@ class Dispatch {
     const uint32_t n = 2 * team_.experts();
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
   }
-  // With a row for each rank, in the block that reports them: the choices of each of this rank's experts. The choices
-  // follow the bases, which are few in that case.
+  // With a row for each rank, in the block that reports them: how many slots chose each of this rank's experts. The
+  // choices follow the bases, which are few in that case.
   PROXYCCL_DEVICE uint32_t* chosen() const { return bases() + 2 * team_.experts(); }
   PROXYCCL_DEVICE uint32_t countersUsed() const { return 2 * team_.experts() + team_->chosen_per_rank; }
   static constexpr uint32_t kStoredPiecesLog2 = 1,
@@ -665,11 +677,11 @@ class Dispatch {
   }
 
   // -- rows on their way ---
-  // The inbox of rank `local` of the node for rows from rank `source_local`. If ids are announced there are two, by the
-  // parity of the announcement. A rank writes rows n + 2 after it has received announcement n + 1 of every rank, which
-  // each makes after it has read rows n; awaitPreviousReaders() acquires the flag that says so. A repeated dispatch
-  // uses the inbox of the last announcement, and waits until all ranks have read it. If counts are sent, there is an
-  // inbox for each of the `kept_calls`.
+  // The inbox of rank `local` of the node for rows from rank `source_local`. If choices are announced, there are two
+  // inboxes, for odd and for even announcements. A rank writes the rows of announcement n + 2 after it has received
+  // announcement n + 1 of every rank, which each rank makes after it has read the rows of announcement n;
+  // awaitPreviousReaders() acquires the flag that says so. A repeated dispatch uses the inbox of the last announcement,
+  // and waits until all ranks have read it. If counts are sent, there is an inbox for each of the `kept_calls`.
   PROXYCCL_DEVICE char* inbox(uint32_t local, uint32_t source_local) const {
     return team_.inbox(inbox_, local, source_local);
   }
@@ -678,11 +690,11 @@ class Dispatch {
     const uint32_t local = team_.localOf(source), node = team_.nodeOf(source);
     return node == team_->node ? inbox(team_->local_rank, local) : team_.peer(local) + team_.rail(number_, node);
   }
-  // Returns the offset in a slab of a row of this block's segment.
+  // Returns a row's offset in its slab, by its place among the rows of this block's segment.
   PROXYCCL_DEVICE uint64_t rowAt(uint32_t place) const {
     return team_.rowAt(segment_, place, rowStride(call_.row_bytes));
   }
-  // Returns the offset in a slab of a batch's row, which travels between nodes.
+  // Returns a row's offset in its slab, by its place in a batch that travels between nodes.
   PROXYCCL_DEVICE uint64_t batchRowAt(const Batch& batch, uint32_t place) const {
     return team_.rowAt(batch.first, place, rowStride(call_.row_bytes));
   }

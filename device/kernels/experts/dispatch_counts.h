@@ -2,8 +2,8 @@
 // computes where rows go.
 //
 // A slot's row is the sum of three numbers: the first row of its expert from its source, the slots of that expert in
-// earlier segments, and the slot's position among those of its own segment. The first two are sums of counts, the third
-// is in the slot's routing.
+// earlier segments, and the slot's position among those of its own segment. The first two numbers are sums of counts;
+// the third is in the slot's routing.
 #ifndef PROXYCCL_EXPERT_DISPATCH_COUNTS_H
 #define PROXYCCL_EXPERT_DISPATCH_COUNTS_H
 
@@ -185,7 +185,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitRouting() const {
   const uint32_t segments = team_->segments;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < team_->world_size * segments; i += blockDim.x)
-    if (isNear(i / segments) || i % segments == 0)  // a node's whole routing arrives at once
+    if (isNear(i / segments) || i % segments == 0)  // the routing of another node arrives as a whole
       team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
   __syncthreads();
 }
@@ -292,7 +292,7 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::publishReceivedRows(const Gathered& gathered) const {
   ProxycclReceivedRows* to = team_->received_rows;
   storeRelaxedSystem(&to->rows, gathered.rows);
-  if (gathered.bad_rank != PROXYCCL_NO_PEER) {  // kept by later dispatches, because the CPU may read it later
+  if (gathered.bad_rank != PROXYCCL_NO_PEER) {  // later dispatches do not reset it, because the CPU may read it later
     storeRelaxedSystem(&to->bad_slot, gathered.bad_slot);
     storeRelaxedSystem(&to->bad_rank, gathered.bad_rank);
   }
@@ -310,7 +310,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeCounts(uint32_t rows) const {
   __syncthreads();  // after this barrier, all threads have read the sources
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
-  // The memory of the sources' token counts, which have been read, now holds the rows of each rank.
+  // The memory that held the sources' token counts, which have been read, now holds the number of rows of each rank.
   uint32_t* rows_of = tokensOf();
 #pragma unroll 1
   for (uint32_t s = threadIdx.x; s < ranks; s += blockDim.x) {

@@ -1,5 +1,5 @@
-// Dispatch by announced ids: every block has the expert ids of all ranks and counts them itself. In
-// experts/dispatch_counts.h it receives these counts from the other ranks.
+// Dispatch by announced ids: every block has the expert ids of all ranks and counts them itself. With
+// experts/dispatch_counts.h, a block receives these counts from the other ranks instead.
 #ifndef PROXYCCL_EXPERT_DISPATCH_IDS_H
 #define PROXYCCL_EXPERT_DISPATCH_IDS_H
 
@@ -15,7 +15,7 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::awaitIds(Gathered* gathered) const {
   uint32_t *first = bases(), *before = first + n;
   AnnouncedState& state = announcedState();
   if (!announced_.await()) state.incomplete = true;
-  syncThreadsSystem();  // also for what the block has sent: publishSent() follows
+  syncThreadsSystem();  // this barrier also covers what the block has sent: publishSent() follows
   if (state.incomplete) return false;
   setSegments(threadIdx.x, blockDim.x);
 #pragma unroll 1
@@ -62,7 +62,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::numberOwnSlots() const {
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::writeIdCounts(const Group& group, uint32_t rows) const {
   const uint32_t experts = team_.experts(), ranks = team_->world_size, segments = team_->segments;
-  uint32_t* counts = bases() + experts;  // awaitIds() no longer needs these
+  uint32_t* counts = bases() + experts;  // awaitIds() no longer needs these counters
   auto count = [&](uint32_t first, uint32_t sources) {
 #pragma unroll 1
     for (uint32_t e = group.lane; e < experts; e += kGroupLanes) counts[e] = 0;

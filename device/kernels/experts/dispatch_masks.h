@@ -11,7 +11,7 @@ template <class Mode>
 PROXYCCL_DEVICE bool Dispatch<Mode>::awaitMasks(Gathered* gathered) const {
   const bool collected = call_.phases & PROXYCCL_EXPERT_ROUTE;
   if (!announced_.await(collected, threadIdx.x, blockDim.x)) announcedState().incomplete = true;
-  syncThreadsSystem();  // also for what the block has sent: publishSent() follows
+  syncThreadsSystem();  // this barrier also covers what the block has sent: publishSent() follows
   if (announcedState().incomplete) return false;
   if constexpr (kSharedMasks) {
     announced_.sumUp(threadIdx.x, blockDim.x);
@@ -74,8 +74,8 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::listPiece(const Group& group, uint32_t piece) const {
   const uint32_t token = piece / piecesOfRow(), ranks = team_->world_size;
   group.list(ranks, [&](uint32_t i, RowEntry* entry) {
-    // Rows of this rank come first, because they would otherwise wait for rows that a link holds up. After that, each
-    // group begins with a different peer.
+    // The row on this rank comes first, because its stores would otherwise wait for stores that a link holds up. After
+    // it, each group begins with a different peer.
     const uint32_t peer = i == 0 ? 0 : 1 + (i - 1 + group.number) % (ranks - 1);
     const uint32_t rank = (team_->rank + peer) % ranks;
     entry->number = static_cast<int32_t>(rank << 16 | announced_.to(rank).countBefore(token));
@@ -136,7 +136,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
   const uint32_t describing = describingBlocks(), holding = Group::count() - 1;
   const uint32_t storing = team_->blocks > 1 ? team_->blocks - describing : 1;
   const bool describes = blockIdx.x < describing, stores = !describes || team_->blocks == 1;
-  // Pieces are dealt out to the groups of all blocks that store: tokens go to different numbers of ranks.
+  // Pieces are dealt out to the groups of all blocks that store, because tokens go to different numbers of ranks.
   const uint32_t place = stores ? team_->blocks - 1 - blockIdx.x : 0, first = group.number * storing + place;
   const uint32_t pieces = stores && holdsRows() ? call_.tokens * piecesOfRow() : 0;
   const bool waits = group.number == holding;

@@ -11,7 +11,7 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const {
   if (crossesNodes() && group.number == Group::count() - 1 && movesRows()) forwardRows(group);
   const uint32_t ranks = team_->world_size;
-  // With announcements, groups without a row to copy write the descriptor's tables. The counts come before all rows,
+  // With announcements, groups that have no row to copy write the descriptor's tables. The counts come before all rows,
   // because they keep one group busy longest; the other tables come after the rows.
   const bool describes = describesApart(), counts = kAnnounced && describes;
   const uint32_t most = team_.mostItems();
@@ -24,7 +24,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receive(const Group& group, uint32_t* next_
       if constexpr (kAnnounced) writeAnnouncedCounts(group, gathered.rows);
     } else if (next < copies) {
       // This rank's own rows come first, because they need no wait. Rows of other ranks arrive one by one, so sources
-      // take turns. Announced rows of one source arrive all at once.
+      // take turns. If choices were announced, all rows of a source arrive together.
       const uint32_t item = kAnnounced ? next % most : next / ranks, turn = kAnnounced ? next / most : next;
       receiveItem(group, item, (team_->rank + turn) % ranks, &arrived);
     } else if (next - copies < described) {
@@ -111,7 +111,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receiveItem(const Group& group, uint32_t it
         from = slab + (isNear(source) ? rowAt(place) : batchRowAt(team_.batchFrom(source), place));
       }
       const Piece piece(call_.row_bytes, segment, item);
-      const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // where the scales begin in the row
+      const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // offset of the scales in the row
       const uint64_t end = piece.end < scales ? piece.end : scales;
       if (piece.begin < end)
         copyToEach(space.at, space.count, piece.begin, from + piece.begin, end - piece.begin, group.lane);
@@ -155,7 +155,7 @@ PROXYCCL_DEVICE int32_t Dispatch<Mode>::rowOf(const ProxycclExpertSlot& slot, ui
   const uint32_t expert = slot.expert - team_->rank * team_->experts_per_rank;
   if (slot.expert == PROXYCCL_NO_EXPERT || expert >= team_->experts_per_rank) return PROXYCCL_NO_ROW;
   uint64_t row = bases()[expert * team_->world_size + source] + slot.position;
-  // A token that chooses an expert twice can bring more rows than there is room for.
+  // Tokens that choose an expert twice can bring more rows than there is room for.
   if (isPadded() && row >= (expert + 1) * static_cast<uint64_t>(call_.padded_rows)) return PROXYCCL_PAST_END;
   if (call_.scatter != nullptr) {
     uint64_t before = token;

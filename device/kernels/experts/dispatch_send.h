@@ -1,5 +1,5 @@
 // Dispatch, the sender: writes each token's row once to every rank of its node that has one of its experts, and once to
-// every other node that has one.
+// every other node that has such an expert.
 #ifndef PROXYCCL_EXPERT_DISPATCH_SEND_H
 #define PROXYCCL_EXPERT_DISPATCH_SEND_H
 
@@ -18,7 +18,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::send(const Group& group, uint32_t block, ui
     for (uint32_t part = group.number * blocks + block; part < parts; part += blocks * Group::count())
       sendItem(group, part, round);
   if (!crossesNodes() || group.lane != 0) return;
-  // The last group of the last block to arrive has acquired all others' rows.
+  // The last group of the last block to arrive has acquired the rows of all other groups and blocks.
   if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
   const Batch& batch = team_.batchFrom(team_->rank);
   if (!team_.completes(team_.arrivals(team_->node, batch.first), batch.segments())) return;

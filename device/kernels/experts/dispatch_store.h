@@ -1,9 +1,9 @@
 // Dispatch, the sender, with a row for each rank and output buffers: once all counts are known, each row is stored once
-// on every rank that gets it, right where the caller reads it.
+// on every rank that gets it, at the place where the caller reads it.
 //
-// A rank says in its routing, or in its announcement, in which of its buffers it wants the rows. It does so when its
-// stream has reached this dispatch, so earlier work no longer uses the buffer. Rows are converted to float8 as they are
-// stored, once for each token.
+// A rank says in its routing, or in its announcement, in which of its buffers it wants the rows. The rank names the
+// buffer when its stream has reached this dispatch, so earlier work no longer uses the buffer. Rows are converted to
+// float8 as they are stored, once for each token.
 #ifndef PROXYCCL_EXPERT_DISPATCH_STORE_H
 #define PROXYCCL_EXPERT_DISPATCH_STORE_H
 
@@ -116,7 +116,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeRow(const Group& group, uint64_t token
   if constexpr (kQuantizes) return storeQuantized(group, token, segment, item, n, find);
   const Piece piece(call_.row_bytes, segment, item);
   const char* from = call_.input + token * call_.row_bytes;
-  const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // where the scales begin in the row
+  const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // offset of the scales in the row
   const uint64_t end = piece.end < scales ? piece.end : scales;
   const GroupSpace& space = group.space();
   auto listParts = [&](uint64_t offset, uint64_t bytes) {  // parts of the rows' elements, or of their scales
@@ -178,7 +178,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
       inGlobal(reinterpret_cast<float*>(scales))[block] = scale;
     }
   };
-  // Parts past a piece's end cost as much as others: half a row of 7168 elements has seven, a piece of few tokens less.
+  // Parts past a piece's end cost as much as other parts: half a row of 7168 elements has seven parts, a piece of few
+  // tokens has fewer.
   constexpr uint32_t kParts = kFewMasks ? 4 : 7;
   if (targets > 0 && end - first <= kGroupLanes * kParts / 8) {
     scaleBlocks<kParts>(group, row, first, end, aligned, storeParts, storeScale);

@@ -1,9 +1,9 @@
 // Geometry of the expert-parallel kernels (experts/experts.h): segments, groups of threads, items of work, flags.
 //
-// A group consists of the threads that move one piece of a row together: a warp, or a single fiber on a CPU, where one
-// copies faster than many. Block b handles segment b of every source, on every rank alike, so flags are per block. What
-// a dispatch sends is cut into parts, one for each sending group if some blocks only send. Each part has a flag that
-// says how many of its items have arrived.
+// A group consists of the threads that move one piece of a row together: a warp on a GPU, a single fiber on a CPU,
+// where one fiber copies faster than many. On every rank, block b handles segment b of every source, so each block has
+// its own flags. What a dispatch sends is cut into parts, one for each sending group if some blocks only send. Each
+// part has a flag that says how many of its items have arrived.
 #ifndef PROXYCCL_EXPERT_TEAM_H
 #define PROXYCCL_EXPERT_TEAM_H
 
@@ -18,23 +18,24 @@ constexpr uint32_t kGroupLanes = PROXYCCL_ON_HOST ? 1 : PROXYCCL_WARP_SIZE;
 constexpr uint32_t kMaxGroups = PROXYCCL_EXPERT_THREADS / kGroupLanes;
 constexpr uint32_t kMaxPieces = 4;  // most pieces of a row
 // A flag's value is the number of the call, and in the lower bits how many items have arrived: at most kMaxPieces for
-// each of 2^24 tokens. The call's number has the other 37 bits.
+// each of 2^24 tokens. The other 37 bits hold the call's number.
 constexpr uint32_t kItemBits = 27;
 constexpr uint64_t kAllItems = (1ull << kItemBits) - 1;
 static_assert(kMaxPieces << 24 <= kAllItems, "an item's number fits in a flag");
 
 PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call << kItemBits | items; }
 
-// Whether a flag has reached a value. Flags and values wrap around, so only their difference matters. `ahead` is more
-// than a flag can be past an awaited value; a greater difference means that the flag has not reached the value.
+// Whether a flag has reached a value. Flags and values wrap around, so only their difference matters. A flag is always
+// less than `ahead` past an awaited value that it has reached; a difference of `ahead` or more means that the flag has
+// not reached the value.
 constexpr uint64_t kHalfOfAll = 1ull << 63;  // for flags that every call raises
 // For flags that say how many items have arrived; not every call raises such a flag. Calls wait for each other, so no
-// flag is more than one call ahead. A flag that was not raised for a long time counts as old until its number wraps
-// around.
+// flag is more than one call ahead. A flag that was last raised long ago is recognised as not having reached a value,
+// until call numbers wrap around to its own.
 constexpr uint64_t kTwoCalls = 2ull << kItemBits;
 PROXYCCL_DEVICE bool hasReached(uint64_t seen, uint64_t value, uint64_t ahead) { return seen - value < ahead; }
 
-// Where a token's row goes to or comes from.
+// The place where a token's row goes or comes from.
 struct RowEntry {
   char* at;
   int32_t number;
@@ -125,7 +126,7 @@ struct Group {
   }
 
   // Orders the listed entries from `begin` on, at most PROXYCCL_MAX_TOPK, by their numbers, which all differ. The
-  // numbers themselves stay.
+  // numbers themselves do not move.
   PROXYCCL_DEVICE void orderByNumber(uint32_t begin) const {
     GroupSpace& space = this->space();
     constexpr uint32_t kEach = (PROXYCCL_MAX_TOPK + kGroupLanes - 1) / kGroupLanes;  // entries that a thread moves
@@ -149,7 +150,7 @@ struct Group {
 // A segment of a source's tokens, cut into items: pieces of rows, so that few tokens keep all groups busy.
 struct Segment {
   uint32_t begin, tokens, pieces_log2;
-  // Returns the most tokens of any of `segments` segments.
+  // Returns the number of tokens of the largest of `segments` segments.
   static PROXYCCL_DEVICE uint32_t longest(uint32_t source_tokens, uint32_t segments) {
     return (source_tokens + segments - 1) / segments;
   }
@@ -158,7 +159,8 @@ struct Segment {
     const uint32_t begin = source_tokens * number / segments;
     Segment segment = {begin, source_tokens * (number + 1) / segments - begin, 0};
 #if !PROXYCCL_ON_HOST
-    // Derived only from the source's number of tokens, which all ranks know, because all must agree.
+    // The result depends only on the source's number of tokens, which all ranks know, because all ranks must get the
+    // same result.
     const uint32_t most = longest(source_tokens, segments);
     while (segment.pieces() < kMaxPieces && most * segment.pieces() < 2 * Group::count()) ++segment.pieces_log2;
 #endif
@@ -174,7 +176,8 @@ struct Segment {
   PROXYCCL_DEVICE uint32_t pieceOf(uint32_t item) const { return item & (pieces() - 1); }
 };
 
-// Consecutive segments of a source, [first, end), whose rows travel to another node as one message; and their tokens.
+// Consecutive segments of a source, [first, end), whose rows travel to another node as one message, and the tokens of
+// these segments.
 struct Batch {
   uint32_t first, end, begin, tokens;
   PROXYCCL_DEVICE uint32_t segments() const { return end - first; }
@@ -196,7 +199,7 @@ struct Piece {
   }
 };
 
-// Not inlined: many places wait, and loading the inlined code would take as long as a short call.
+// Not inlined: waits are in many places, and loading all the inlined code would take as long as a short call does.
 PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer,
                                     uint64_t ahead) {
   waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, PROXYCCL_NO_CHANNEL, value},
@@ -230,9 +233,9 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint32_t nearRank(uint32_t local) const { return lookup().ranks[local]; }
   PROXYCCL_DEVICE char* peer(uint32_t local) const { return lookup().peers[local]; }
   static PROXYCCL_DEVICE char* const* peers() { return lookup().peers; }
-  // This block's segment of each source's tokens. The caller fills it in.
+  // This block's segment of each source's tokens. The caller stores it here.
   static PROXYCCL_DEVICE Segment& segmentOf(uint32_t source) { return lookup().segments[source]; }
-  // Returns the most items that any source has for this block.
+  // Returns the largest number of items that any source has for this block.
   PROXYCCL_DEVICE uint32_t mostItems() const {
     uint32_t most = 0;
     for (uint32_t s = 0; s < e_.world_size; ++s) {
@@ -251,7 +254,7 @@ class ExpertTeam {
   PROXYCCL_DEVICE char* inbox(uint32_t number, uint32_t local, uint32_t source_local) const {
     return peer(local) + e_.inbox + (number * e_.local_size + source_local) * e_.slab_bytes;
   }
-  // These return offsets in a workspace.
+  // The following functions return offsets in a workspace.
   PROXYCCL_DEVICE uint64_t rail(uint64_t call, uint32_t node) const {
     return e_.rail + (call % 2 * e_.nodes + node) * e_.slab_bytes;
   }
@@ -268,7 +271,7 @@ class ExpertTeam {
     return (e_.segments < e_.blocks ? e_.blocks - e_.segments : e_.blocks) * Group::count();
   }
 
-  // The first row of a rank's output buffer. Buffers count from 1 here; 0 stands for none.
+  // Returns the address of the first row in a rank's output buffer. `buffer` is 1 for the first buffer.
   PROXYCCL_DEVICE char* outputOf(uint32_t local, uint32_t buffer) const {
     return peer(local) + e_.outputs + (buffer - 1) * e_.output_bytes;
   }
@@ -279,8 +282,8 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t routed(uint32_t source, uint32_t block) const {
     return e_.routed + 8ull * (source * e_.segments + block);
   }
-  // Says how many items of a part of a source's dispatch have arrived. For a source on another node, the flag of a
-  // batch's first segment says that the whole batch has.
+  // The flag says how many items of a part of a source's dispatch have arrived. For a source on another node, the flag
+  // of a batch's first segment says that the whole batch has arrived.
   PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t part) const {
     return e_.sent + 8ull * (static_cast<uint64_t>(source) * parts() + part);
   }
@@ -296,13 +299,14 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t summed(uint32_t local, uint32_t block) const {
     return e_.summed + 8ull * (local * e_.blocks + block);
   }
-  // Says that the rows of a rank of the node for a combine are ready, and in which of its output buffers. Indexed by
+  // Says that the rows of a rank of the node for a combine are ready, and in which of its output buffers. The index is
   // the parity of the combine: a rank raises the flag of combine n + 2 after it has ended n + 1, for which it needed
-  // every rank's flag n + 1, and each rank raised that after it had ended combine n.
+  // every rank's flag n + 1, and each rank raised its flag n + 1 after it had ended combine n.
   PROXYCCL_DEVICE uint64_t loadable(uint64_t call, uint32_t local, uint32_t block) const {
     return e_.loadable + 8ull * ((call % 2 * e_.local_size + local) * e_.blocks + block);
   }
-  // Raised, on this rank alone, when a batch of a combine's sums has come from a node. Indexed by its first block.
+  // Raised only on this rank, when a batch of a combine's sums has come from a node. The index is the batch's first
+  // block.
   PROXYCCL_DEVICE uint64_t crossed(uint32_t node, uint32_t block) const {
     return e_.crossed + 8ull * (node * e_.blocks + block);
   }
@@ -317,19 +321,19 @@ class ExpertTeam {
   PROXYCCL_DEVICE void await(uint64_t flag, uint64_t value, uint32_t peer, uint64_t ahead = kHalfOfAll) const {
     awaitWord(e_.control, reinterpret_cast<const uint64_t*>(e_.workspace + flag), value, peer, ahead);
   }
-  // Waits until this many items of a part of a source's dispatch have arrived.
+  // Waits until `items` items of a part of a source's dispatch have arrived.
   PROXYCCL_DEVICE void awaitSent(uint32_t source, uint32_t part, uint64_t call, uint64_t items) const {
     await(sent(source, part), flagValue(call, items), source, kTwoCalls);
   }
 
-  // -- transfers to other nodes; each block has a segment then ---
-  // The batch of this block's segment of a source. The caller fills it in by batchOf().
+  // -- transfers to other nodes; a layer that makes them has a segment for each block ---
+  // The batch of this block's segment of a source. The caller stores the result of batchOf() here.
   static PROXYCCL_DEVICE Batch& batchFrom(uint32_t source) {
     __shared__ Batch batches[PROXYCCL_MAX_EXPERT_RANKS];
     return batches[source];
   }
-  // Returns the batch of a segment of a source with this many tokens. Few tokens are one batch: one long message fills
-  // the network better than several.
+  // Returns the batch of a segment of a source with this many tokens. If a source has few tokens, all its segments are
+  // one batch, because one long message fills the network better than several short ones.
   PROXYCCL_DEVICE Batch batchOf(uint32_t source_tokens, uint32_t segment) const {
     const uint32_t segments = e_.blocks, wanted = source_tokens / e_.batch_tokens;
     const uint32_t batches = wanted == 0 ? 1 : wanted < segments ? wanted : segments;
@@ -339,7 +343,8 @@ class ExpertTeam {
     return {first, end, begin, source_tokens * end / segments - begin};
   }
   // Called by one thread of each of `blocks` blocks when its part of a message is stored. Returns whether the block was
-  // the last, which has then acquired all others' parts; the proxy reads the parts after a later post of that block.
+  // the last; the last block has then acquired the parts of all others. The proxy reads the parts after a later post of
+  // that block.
   PROXYCCL_DEVICE bool completes(uint32_t* arrivals, uint32_t blocks) const {
     if (fetchAddAcqRelDevice<uint32_t>(arrivals, 1) + 1 != blocks) return false;
     storeRelaxedDevice<uint32_t>(arrivals, 0);
@@ -350,8 +355,8 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint32_t* arrivals(uint32_t node, uint32_t first) const {
     return e_.arrivals + node * e_.blocks + first;
   }
-  // The channel to a node for the routing, and the one (of out_channels or back_channels) for the batch that begins
-  // with this segment. The routing has a separate channel because a batch may leave before it.
+  // The channel to a node for the routing, and the channel (one of out_channels or back_channels) for the batch that
+  // begins with this segment. The routing has a separate channel because a batch may leave before it.
   PROXYCCL_DEVICE const ProxycclProxyChannel& routingChannel(uint32_t node) const { return e_.routing_channels[node]; }
   PROXYCCL_DEVICE const ProxycclProxyChannel& channel(const ProxycclProxyChannel* channels, uint32_t node,
                                                       uint32_t first) const {

@@ -4,17 +4,17 @@
  * Plain C. A slot is one expert choice of one token. Each rank's tokens are cut into segments of consecutive tokens;
  * block b of every rank handles segment b of every source, so blocks wait for other blocks only for the counts and,
  * between nodes, for messages with several segments (batches). A large dispatch has fewer segments than blocks; the
- * other blocks only send. A small one sends no counts: it announces its choices to all ranks (experts/announcement.h),
- * and every block counts for itself.
+ * other blocks only send. A small dispatch sends no counts: it announces its choices to all ranks
+ * (experts/announcement.h), and every block counts for itself.
  *
- * Every rank has a workspace, with the same layout on all, and the ranks of its node map it. It holds flags (8-byte
- * words that peers store and this rank polls) and slabs. A slab holds the data of one source for one rank or node: for
- * each segment its routing, then for each segment its tokens' rows. Between nodes consecutive segments form a batch:
- * their rows lie one after the other from the first segment's place on, and travel as one message.
+ * Every rank has a workspace, which has the same layout on all ranks and is mapped by the ranks of its node. It holds
+ * flags (8-byte words that peers store and this rank polls) and slabs. A slab holds the data of one source for one rank
+ * or node: for each segment its routing, then for each segment its tokens' rows. Between nodes consecutive segments
+ * form a batch: their rows lie one after the other from the first segment's place on, and travel as one message.
  *
- * With a row for each rank, these kernels' experts are ranks, and experts_per_rank is 1. A dispatch counts the ranks
- * that a token goes to, each once (experts/choices.h). The token's choice there, a ProxycclExpertChoice, takes the
- * place of a slot's weight, so every rank that gets the token's routing has all its choices.
+ * If a token has a row for each rank, the kernels treat each rank as one expert, and experts_per_rank is 1. A dispatch
+ * counts once each rank that a token goes to (experts/choices.h). The token's choice there, a ProxycclExpertChoice,
+ * takes the place of a slot's weight, so every rank that gets the token's routing has all its choices.
  *
  * - announced [2][…]: packets: the choices and weights of every rank
  * - inbox [local_size], where choices are announced, or with kept_calls, [2][local_size]: data from the ranks of the
@@ -35,8 +35,8 @@
 
 enum {
   PROXYCCL_MAX_TOPK = 16,
-  PROXYCCL_ADDED = 2,            /* most arrays that a combine adds to its sums */
-  PROXYCCL_EXPERT_THREADS = 512, /* threads of a block on a GPU, and the most elsewhere */
+  PROXYCCL_ADDED = 2,            /* greatest number of arrays that a combine adds to its sums */
+  PROXYCCL_EXPERT_THREADS = 512, /* threads of a block on a GPU; on other targets, most threads of a block */
   PROXYCCL_MAX_EXPERT_RANKS = 256,
   PROXYCCL_SCALED_ELEMENTS = 128, /* elements that share a scale, if rows are sent in float8 */
   /* Limits of announcements, as a block keeps them: slots of all ranks, slots of the block's segments, slots of one
@@ -56,8 +56,8 @@ enum {
   /* Phases of a dispatch, in any split over kernels that keeps their order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and send the counts to all ranks */
   PROXYCCL_EXPERT_GATHER = 2,  /* gather everyone's counts, and tell the CPU how many rows come */
-  PROXYCCL_EXPERT_SEND = 4,    /* of a dispatch or a combine: send rows */
-  PROXYCCL_EXPERT_RECEIVE = 8, /* of a dispatch or a combine: receive rows */
+  PROXYCCL_EXPERT_SEND = 4,    /* phase of a dispatch or a combine: send rows */
+  PROXYCCL_EXPERT_RECEIVE = 8, /* phase of a dispatch or a combine: receive rows */
   PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only compute where the rows of a dispatch would go */
   PROXYCCL_EXPERT_TELL = 32,   /* with GATHER and a row for each rank: tell the CPU how many rows chose each expert */
   PROXYCCL_FIRST_CHOICE = 1
@@ -71,7 +71,7 @@ enum {
 };
 #define PROXYCCL_NO_EXPERT 0xffffffffu
 
-/* The head of a segment's routing. After it, at the offsets of ProxycclExperts:
+/* The head of a segment's routing. The following arrays come after it, at the offsets in ProxycclExperts:
  *   uint32 counts[experts]            slots of the segment for each expert
  *   uint32 chosen[ranks * chosen_per_rank]  with a row for each rank: choices of the segment, for each expert
  *   ProxycclExpertSlot slots[segment_tokens * topk]
@@ -81,7 +81,7 @@ typedef struct ProxycclExpertSegment {
   uint32_t tokens;        /* tokens of the whole source */
   uint32_t bad_slot;      /* the first slot with a bad expert id, or 0xffffffff */
   uint32_t wanted_tokens; /* see ProxycclDispatch.wanted_tokens */
-  uint32_t output_buffer; /* the source's output buffer, see ProxycclDispatch */
+  uint32_t output_buffer; /* the number of the source's output buffer, as in ProxycclDispatch.output_buffer */
 } ProxycclExpertSegment;
 
 typedef struct ProxycclExpertSlot {
@@ -102,16 +102,16 @@ typedef struct ProxycclReceivedRows {
                          there was none since the CPU last set it to that */
   uint32_t bad_slot;  /* that rank's first slot with a bad expert id */
   uint32_t bad_index; /* 1 if full_scatter_indices were not a permutation of this rank's rows, or too few */
-  uint32_t most_rows; /* most rows of a rank, or with padded rows of an expert, since the CPU last set this to 0 */
+  uint32_t most_rows; /* most rows of a rank or, with padded rows, of an expert, since the CPU last set this to 0 */
   uint32_t wanted_tokens; /* the greatest ProxycclDispatch.wanted_tokens of all ranks */
 } ProxycclReceivedRows;
 
 /* In device memory. Only the last block of a kernel advances these counters, so a captured graph can be replayed. */
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
-  uint64_t routings;             /* dispatches other than redispatches */
+  uint64_t routings;             /* number of dispatches, without repeated ones */
   uint32_t
-      next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of those that stay here */
+      next_item[2][2]; /* by the parity of the dispatch: next item of the rows for peers, and of this rank's own rows */
   uint32_t blocks_done;
   uint32_t has_failed; /* a dispatch gave up before it wrote its layout, and calls that read layouts must do nothing */
 } ProxycclExpertCounters;
@@ -124,14 +124,14 @@ typedef struct ProxycclExperts {
   const uint32_t* members; /* [nodes][local_size]: ranks */
   uint32_t experts_per_rank, topk, max_tokens;
   uint32_t blocks;                   /* blocks of a kernel, and segments of a combine */
-  uint32_t segments, segment_tokens; /* segments of a dispatch, the most tokens of one; blocks without one only send */
+  uint32_t segments, segment_tokens; /* segments of a dispatch, most tokens of one; blocks without any only send */
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;                /* with a row for each rank: experts of each rank; else 0 */
   uint32_t padded_rows;                    /* with padded rows: most rows of an expert; else 0 */
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
   uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint32_t output_buffers, output_rows; /* number of buffers, of which the last is for a combine's rows; rows of each */
-  uint32_t senders;    /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is one */
+  uint32_t senders;    /* with output buffers: blocks that store a large dispatch's rows at peers; 0: only one block */
   uint32_t kept_calls; /* 2: inbox and returns are double-buffered, so that a call sends before peers have read the
                           previous one; else 1 */
   uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
@@ -140,7 +140,7 @@ typedef struct ProxycclExperts {
   uint64_t return_segment_bytes; /* most bytes of a segment's rows in a combine, with one row per token */
   uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* offsets in a segment's routing */
   uint64_t routing_bytes, slab_bytes; /* bytes of a segment's routing, and bytes of a slab */
-  uint64_t least_message;             /* across nodes: bytes to which shorter messages are lengthened */
+  uint64_t least_message;             /* across nodes: shorter messages are lengthened to this many bytes */
   /* Offsets in a workspace. */
   uint64_t announced, inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
   uint64_t outputs, output_bytes, output_scales; /* the last two: bytes of a buffer; offset of the scales in a buffer */
@@ -157,8 +157,8 @@ typedef struct ProxycclExperts {
   uint32_t* arrivals;
   uint32_t* bases; /* [segments][2][experts]; with output buffers at least [blocks][2][world_size][segments] */
   ProxycclReceivedRows* received_rows;
-  /* In pinned memory: the choices of each of this rank's experts, stored before the ticket. With a row for each rank
-   * [chosen_per_rank], with expert_alignment [experts_per_rank]. */
+  /* In pinned memory: how many slots chose each of this rank's experts, stored before the ticket. With a row for each
+   * rank [chosen_per_rank], with expert_alignment [experts_per_rank]. */
   uint32_t* chosen_rows;
   ProxycclExpertCounters* counters;
 } ProxycclExperts;
@@ -175,7 +175,7 @@ typedef struct ProxycclExpertLayout {
   int32_t* first_rows; /* [rows]: the first row of the same token on this rank */
   int32_t* token_rows; /* [rows][topk]: if this is its token's first row, the row of each slot of the token */
   int32_t* row_slots;  /* [rows]: each row's slot of its token */
-  int32_t* row_tokens; /* [rows]: the token's number on its rank; or null */
+  int32_t* row_tokens; /* [rows]: the number of the row's token on the token's rank; or null */
   int32_t* row_experts; /* with a row for each rank, [rows][topk] of id_bytes each: the token's experts on this rank, by
                            their number on the rank; -1 for others */
   int32_t* expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert, at most its room */
@@ -187,13 +187,13 @@ typedef struct ProxycclDispatch {
   uint32_t phases;
   uint32_t tokens;        /* tokens of this rank */
   uint32_t capacity;      /* rows of the output */
-  uint32_t redispatch;    /* 1: use an existing layout and count nothing */
+  uint32_t redispatch;    /* 1: the dispatch uses an existing layout and counts nothing */
   uint64_t ticket;        /* see ProxycclReceivedRows */
   uint32_t wanted_tokens; /* tokens, sent to all ranks, for which this rank would have needed a larger layer; or 0 */
-  uint32_t scale_bytes;   /* scales at the end of each row, which go to output_scales */
+  uint32_t scale_bytes;   /* bytes of scales at the end of each row, which go to output_scales */
   uint32_t scale_column;  /* with padded rows: words of a column of an expert's scales, one column for each scale of a
                              row; 0: each row's scales lie together */
-  uint32_t id_bytes;      /* 4 or 8; also of row_experts, unless this is a repeated dispatch */
+  uint32_t id_bytes;      /* size of an expert id: 4 or 8; also in row_experts, unless the dispatch is repeated */
   uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's buffer; else 0 */
   uint32_t padded_rows;   /* with padded rows: most rows of an expert in this call */
   uint64_t row_bytes;
@@ -201,7 +201,7 @@ typedef struct ProxycclDispatch {
   const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
   const char* weights;     /* [tokens][topk], or null; float32 with a row for each rank */
   const int32_t* scatter;  /* [scatter_tokens][topk], or null */
-  uint64_t scatter_tokens; /* tokens of all ranks, as the caller passed them: a stopped rank's data may claim more */
+  uint64_t scatter_tokens; /* tokens of all ranks, as the caller passed them; a stopped rank's data may claim more */
   char* output;            /* [capacity][row_bytes - scale_bytes] */
   char* output_scales;     /* [capacity][scale_bytes] */
   char* output_weights;    /* [capacity], or null; with a row for each rank [capacity][topk] */
@@ -216,12 +216,14 @@ typedef struct ProxycclCombine {
   uint32_t rows_buffer; /* 1 + the number of the output buffer in which `rows` lies; 0 if peers can't load them */
   const char* rows;     /* [R][hidden] */
   const float* weights; /* [R], or null */
-  /* [tokens][topk], or null: factors of the slots' rows, beside `weights`. On one node, without local_combine. */
+  /* [tokens][topk], or null: factors of the slots' rows, beside `weights`. Used only on one node and without
+     local_combine. */
   const float* slot_weights;
-  /* [tokens][hidden] each, or null: sums begin with these arrays. The second array needs the first. */
+  /* [tokens][hidden] each, or null: sums begin with these arrays. If there is a second array, there is a first one. */
   const char* added[PROXYCCL_ADDED];
-  /* [tokens][topk] of id_bytes each, or null: the ids that the caller dispatched by. A token's rows, one of each rank,
-   * are then summed in the order of its last slots for the ranks. On one node, with a row or a sum of each rank. */
+  /* [tokens][topk] of id_bytes each, or null: the ids that the caller dispatched by. A token's rows, one from each
+   * rank, are then summed in the order of the token's last slots for these ranks. Used only on one node, where each
+   * rank sends one row or one sum per token. */
   const char* order_ids;
   uint64_t id_bytes;
   char* output; /* [tokens][hidden] */
@@ -234,8 +236,8 @@ typedef struct ProxycclWeighing {
   char* values;         /* [rows][hidden] */
   const float* weights; /* [rows]: the factor of each row; or null for 1 */
   const char* others;   /* [rows][hidden], or null */
-  float* products; /* [rows]: scalar product of each row, before weighing, with its row of `others`; zero for unfilled
-                      rows. Or null */
+  float* products; /* [rows]: scalar product of each row, before it is weighed, with the same row of `others`; zero for
+                      unfilled rows; or null */
   const int32_t* received;  /* number of filled rows; null if all rows are filled */
   const int32_t* row_slots; /* [rows]: negative for unfilled rows; or null */
 } ProxycclWeighing;

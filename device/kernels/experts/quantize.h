@@ -6,8 +6,8 @@
 
 namespace proxyccl {
 
-// Sets output[tokens][hidden + 4 * hidden / 128] to the rows in float8, and their scales. A group takes kBlocks blocks
-// at once.
+// Sets output[tokens][hidden + 4 * hidden / 128] to the rows in float8, each followed by its scales. A group handles
+// kBlocks blocks at a time.
 template <class T>
 PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombine& call) {
   constexpr uint32_t kBlocks = PROXYCCL_ON_HOST ? 1 : 8;

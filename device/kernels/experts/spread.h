@@ -1,4 +1,4 @@
-// Makes a matrix of rows' values, for a combine that returns each value to its slot.
+// Arranges one value per row as a matrix, for a combine that returns each value to its slot.
 #ifndef PROXYCCL_EXPERT_SPREAD_H
 #define PROXYCCL_EXPERT_SPREAD_H
 

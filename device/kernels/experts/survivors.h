@@ -1,4 +1,4 @@
-// Before a dispatch of a layer whose group has lost ranks: renumbers experts over the remaining ranks.
+// Renumbers experts over the remaining ranks, before a dispatch of a layer whose group has lost ranks.
 #ifndef PROXYCCL_EXPERT_SURVIVORS_H
 #define PROXYCCL_EXPERT_SURVIVORS_H
 

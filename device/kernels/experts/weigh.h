@@ -29,8 +29,8 @@ class WeighedRow {
     for (uint64_t i = units_ * kUnit + group.lane; i < hidden_; i += kGroupLanes) values_[i] = Element<T>::narrow(A{});
   }
 
-  // Multiplies the row by `weight`, if `scales`. Returns this thread's part of the unweighted row's product with the
-  // other row.
+  // If `scales`, multiplies the row by `weight`. Returns this thread's part of the scalar product of the unweighted row
+  // and the other row.
   PROXYCCL_DEVICE A weigh(const Group& group, A weight, bool scales) const {
     A sum{};
     for (uint64_t first = group.lane; first < units_; first += kAtOnce * kGroupLanes) {
