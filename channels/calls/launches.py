@@ -342,6 +342,6 @@ class Launches:
         # stream might get its handle.
         is_number = not self._on_host and isinstance(self._last_stream_owner, int) and named == handle
         self.calls.set_stream(handle if on_default or is_number else None)
-        if self._failure.closed:  # the group was the group was closed after this call's check
+        if self._failure.closed:  # the group was closed after this call's check
             self.recheck_next_call()
         return handle
