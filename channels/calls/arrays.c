@@ -191,7 +191,7 @@ int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array)
   else if ((exchange = PyDict_GetItemWithError(types->tensors, (PyObject*)type)) != NULL)
     read = read_tensor(types, x, exchange, array);
   else
-    read = PyErr_Occurred() == NULL && read_buffer(x, array); /* fails for a type without a hash */
+    read = PyErr_Occurred() == NULL && read_buffer(x, array); /* the lookup fails for a type without a hash */
   array->kind.alignment = array->at % 16;
   if (read) return 1;
   proxyccl_release_array(array);
@@ -201,5 +201,5 @@ int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array)
 void proxyccl_release_array(GivenArray* array) {
   Py_CLEAR(array->kind.element);
   Py_CLEAR(array->kind.runtime);
-  PyBuffer_Release(&array->buffer); /* does nothing if there is no object */
+  PyBuffer_Release(&array->buffer); /* this does nothing if there is no object */
 }

@@ -11,7 +11,7 @@ typedef struct ArrayTypes {
   PyTypeObject *array, *view; /* Array and ArrayView (device/arrays) */
   PyObject* place;            /* the `device` of views */
   PyObject* tensors;          /* a dict: from a type of torch's tensors to the capsule of its DLPack functions */
-  Py_ssize_t device;          /* the GPU of tensors; -1: the CPU */
+  Py_ssize_t device;          /* the number of the tensors' GPU; -1 for the CPU */
 } ArrayTypes;
 
 /* The properties of an array on which a form depends. Without padding, because kinds are compared by memcmp. */
@@ -33,7 +33,7 @@ typedef struct GivenArray {
   Py_buffer buffer; /* held until `proxyccl_release_array`; its object is NULL for arrays without buffers */
 } GivenArray;
 
-/* Takes or drops the references of a kind that is kept. */
+/* These functions take or drop the references of a kind that is kept. */
 static inline void proxyccl_keep_kind(const ArrayKind* kind) {
   Py_XINCREF((PyObject*)kind->type);
   Py_XINCREF(kind->element);
@@ -55,8 +55,9 @@ int proxyccl_name_array_attributes(void);
 int proxyccl_read_array_types(PyObject* given, ArrayTypes* types);
 int proxyccl_visit_array_types(const ArrayTypes* types, visitproc visit, void* arg);
 void proxyccl_clear_array_types(ArrayTypes* types);
-/* Reads an array whose memory holds its elements in order. Returns 1, with references to release; 0 if C can't read the
- * array, and `as_view` reads or refuses it; -1 with an exception that the program raised (python_errors.h). */
+/* Reads an array whose memory holds its elements in order. Returns 1 with references to release; 0 if C can't read the
+ * array, so that `as_view` must read or refuse it; or -1 with an exception that the program raised (python_errors.h).
+ */
 int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array);
 void proxyccl_release_array(GivenArray* array);
 

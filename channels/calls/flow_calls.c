@@ -97,7 +97,7 @@ static void free_moves(Moves* moves) {
   if (moves->room > FEW_MOVES) PyMem_Free(moves->each);
 }
 
-/* Memory that a call reads or writes. */
+/* A range of memory that a call reads or writes. */
 typedef struct Used {
   uintptr_t begin, end;
   int received;
@@ -170,7 +170,7 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
     const Move* move = &moves[filled];
     const uint64_t wanted = (move->bytes + self->bytes_per_lane - 1) / self->bytes_per_lane;
     const uint32_t lanes =
-        wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* both sides compute the same number */
+        wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* sender and receiver compute the same number */
     flows->transfers[filled] = (ProxycclTransfer){
         .src = (const char*)move->source,
         .dst = (char*)move->target,
@@ -221,12 +221,12 @@ static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t 
   const int captured = proxyccl_stream_captures(self->streams, stream);
   int status = follow_earlier(self, moves, stream, captured);
   if (status != 0) return status;
-  /* Checked last before the driver call: a kernel that begins after a failure must not use memory that a peer may have
-   * freed. */
+  /* This is checked immediately before the driver call, because a kernel that begins after a failure must not use
+   * memory that a peer may have freed. */
   if (failure_is_told(self->control)) return PROXYCCL_CALL_ABORTED;
   for (size_t done = 0; done < moves->count && status == 0;) {
     done += fill(self, moves->each + done, moves->count - done);
-    status = proxyccl_launch_current(self->launch, stream); /* the driver copies the argument */
+    status = proxyccl_launch_current(self->launch, stream); /* the driver copies the launch's argument */
   }
   if (status == 0) status = self->streams->record((void*)self->events[event - 1].handle, (void*)stream);
   if (status != 0) return status;
@@ -319,8 +319,8 @@ static int find_handle(const FlowCalls* self, PyObject* stream, int own, uintptr
   return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-/* Issues a call's moves. `owners` are kept until the stream has passed the moves; NULL: the caller keeps them. `agree`
- * compares the call with the other ranks; NULL for no comparison. Returns 0, or -1 with an exception. */
+/* Issues a call's moves. `owners` are kept until the stream has passed the moves; if NULL, the caller keeps them.
+ * `agree` compares the call with the other ranks' calls; NULL for no comparison. Returns 0, or -1 with an exception. */
 static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject* owners, PyObject* agree) {
   const int waits = stream == Py_None && self->types.device < 0;
   uintptr_t handle = 0;
@@ -331,7 +331,7 @@ static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject*
     if (agreed == NULL) return -1;
   }
   if (waits) return issue_and_wait(self, moves);
-  /* A stream object may be closed, and another stream may get its handle. */
+  /* Only a number names a stream for good: a stream object may be closed, and another stream may get its handle. */
   if (issue_locked(self, moves, handle, PyLong_Check(stream)) != 0) return -1;
   if (owners == NULL || Py_TYPE(stream) == self->current_stream) return 0;
   PyObject* kept = PyObject_CallFunction(self->keep, "OOK", owners, stream, (unsigned long long)handle);
@@ -346,7 +346,7 @@ typedef struct Side {
   PyObject* arrays; /* one array, or a list or tuple of arrays */
   PyObject* ranks;  /* see FlowCalls.call in _calls.pyi */
   int receives;
-  GivenArray array; /* set for a single array; released except for a reference to its element type */
+  GivenArray array; /* set for a single array; it is released, except for a reference to its element type */
   int is_split;     /* 1: the array's rows are sent to all ranks, or received from all ranks */
 } Side;
 
@@ -391,7 +391,7 @@ static int read_array(const FlowCalls* self, PyObject* x, int receives, GivenArr
   return usable;
 }
 
-/* Converts the number of a rank, or of rows. Returns -1 for anything else; an exception may be set. */
+/* Converts the number of a rank, or of rows. Returns -1 for any other object; an exception may be set. */
 static Py_ssize_t count_in(PyObject* number, Py_ssize_t end) {
   if (number == NULL || !PyLong_CheckExact(number)) return -1;
   const Py_ssize_t count = PyLong_AsSsize_t(number);
@@ -473,7 +473,7 @@ static int add_list(const FlowCalls* self, Side* side, Reading* reading) {
     } else {
       if (array.kind.element != side->array.kind.element ||
           memcmp(array.kind.format, side->array.kind.format, PROXYCCL_LONGEST_FORMAT) != 0)
-        side->array.kind.type = NULL; /* the arrays may differ in element type */
+        side->array.kind.type = NULL; /* marks arrays that differ in element type */
       Py_XDECREF(array.kind.element);
     }
     if (add_part(self, side, (size_t)rank, array.at, array.bytes, reading) < 0) return -1;
@@ -509,7 +509,7 @@ static int is_empty_list(PyObject* arrays) { return is_sequence(arrays) && size_
  * is sent to all ranks must be received in arrays of the same type. */
 static int sides_fit(const Side* x, const Side* out) {
   const ArrayKind *sent = &x->array.kind, *received = &out->array.kind;
-  if (sent->type == NULL || received->type == NULL) /* a side is a list of arrays */
+  if (sent->type == NULL || received->type == NULL) /* if a side is a list of arrays */
     return !is_text(x->ranks, "all");
   if (!x->is_split && !out->is_split && !is_text(x->ranks, "all")) return 1;
   if (is_sequence(x->arrays)) return 1;

@@ -31,7 +31,7 @@ typedef struct CallForm {
   PreparedCall prepared; /* `launch` is NULL if nothing is to be launched */
   Relocation* relocations;
   size_t relocation_count;
-  uintptr_t* peers_words; /* by rank, words for the output's address in that rank's address space; or NULL */
+  uintptr_t* peers_words; /* by rank, the words that hold the output's address in that rank's address space; or NULL */
   size_t ranks, rank;
   AddressRange* ranges; /* the form is dropped when the memory in these ranges changes */
   size_t range_count;

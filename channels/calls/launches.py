@@ -1,4 +1,4 @@
-"""Orders a group's launches: collectives run one after the other, on any streams.
+"""Orders a group's launches: collectives run one after the other, whatever their streams.
 
 Collectives of a group share scratch memory, so they never run at the same time: a launch waits for the last launch if
 that was on a different stream. The fields that must agree between ranks are compared through the call log before the
@@ -51,15 +51,15 @@ class Launches:
     """Orders and issues the launches of one rank's collectives.
 
     Args:
-        failure: checked before a launch, and where a call waits.
+        failure: the group's failure state, which is checked before each launch and in each wait.
         log: compares the ranks' calls.
         rank, ranks: this rank's number, and the number of ranks.
 
     Attributes:
         log: the log of this rank's calls.
-        locks: held while a thread checks whether the group has failed, and launches.
+        locks: the locks that threads hold while they check whether the group has failed and then launch.
         default_stream: on the host runtime, the stream of calls that name no stream.
-        calls: issues every call, by the forms of earlier calls.
+        calls: issues every call, by the form of an earlier call if there is one.
     """
 
     def __init__(self, runtime: Runtime, failure: FailureState, log: CallLog, rank: int, ranks: int) -> None:
@@ -105,7 +105,7 @@ class Launches:
         calls of this object separately from other calls (`CollectiveCall.of`).
 
         Args:
-            name: the object's name in mismatches, before "#" and the number.
+            name: the object's name, which errors about mismatches show, followed by "#" and the number.
         """
         with self._lock:
             self._objects.append(f"{name} #{len(self._objects) + 1}")
@@ -137,13 +137,13 @@ class Launches:
         """Launches on a stream, after the group's earlier launches on any stream.
 
         Without a stream, the call waits for its end on the host runtime, because numpy arrays have no streams. With a
-        stream, `kept` are kept alive until the stream has passed the launch, and so are `owners` unless it is a
+        stream, `kept` stay alive until the stream has passed the launch, and so do `owners`, unless the stream is a
         `CurrentStream`.
         """
         with self._lock:
             handle = self._handle_of(stream)
-            # Checked last before the driver call: loading a module may have taken long since the ranks agreed on the
-            # call, and kernels that begin after a failure must not use memory that peers then free.
+            # This is checked immediately before the driver call: since the ranks agreed on the call, loading a module
+            # may have taken long, and kernels that begin after a failure must not use memory that peers may then free.
             self._failure.require_usable()
             launchable(handle)
         if stream is None and self._on_host:
@@ -188,9 +188,9 @@ class Launches:
 
         Args:
             fields: the fields to compare with the other ranks.
-            launch: the launchable, for these arrays; None if the call launches nothing.
+            launch: the launchable, prepared for the arrays `views`; None if the call launches nothing.
             views: the call's arrays. Later calls may use other arrays with the same signature.
-            ranges: start and end of further memory, besides the arrays' memory, whose withdrawal ends the form.
+            ranges: (start, end) of memory other than the arrays. If any of it is withdrawn, the form is dropped.
             lent: the index of the array that peers should reach if the program uses it often; -1 for none.
         """
         call = encode_fields(fields)
@@ -206,7 +206,7 @@ class Launches:
             (words, self._ranks, self._rank),
             list(ranges),
             lent,
-            operations,  # schedules name memory by the proxies' ids, not by addresses
+            operations,  # whether the launch is a schedule, which names memory by proxies' ids
         )
 
     def issuer(self, launch: Launchable) -> tuple[int, int]:

@@ -33,8 +33,8 @@ int proxyccl_set_reached(Reach* reach, const ReachedRange* range);
 void proxyccl_unset_reached(Reach* reach, long number);
 void proxyccl_clear_reach(Reach* reach);
 int proxyccl_visit_reach(const Reach* reach, visitproc visit, void* arg);
-/* Returns how peers reach an array: the sum of the flags above. Stores the range that kernels reach, or NULL. The
- * stored range is valid until the next change. */
+/* Returns how peers reach an array: the sum of the flags above. Stores in `*by_kernels` the range that kernels reach,
+ * or NULL. That range is valid until the next change of `reach`. */
 unsigned proxyccl_find_reached(const Reach* reach, uintptr_t at, size_t bytes, const ReachedRange** by_kernels);
 
 #endif

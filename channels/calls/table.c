@@ -1,8 +1,8 @@
-/* Every call of a group: its form is found by the call's signature, or prepared by Python; then the addresses of the
- * call's arrays are filled in, and one call of the engine logs, compares and launches it.
+/* Makes every call of a group: finds the form by the call's signature, or lets Python prepare it; fills in the
+ * addresses of the call's arrays; and logs, compares and launches the call by one call of the engine.
  *
- * This is C because ranks take turns on the cores: a rank's next call finds caches and branch predictors that others
- * have used, and the interpreter then takes several times as long as in a tight loop.
+ * This is in C because ranks take turns on the cores: at a rank's next call, other ranks have filled the caches and
+ * branch predictors, so that the interpreter would take several times as long as in a tight loop.
  *
  * This is an extension that uses CPython's limited API, not cffi, because it looks into Python objects.
  */
@@ -26,7 +26,7 @@ typedef struct Calls {
   size_t rank;
   PyTypeObject* current_stream;
   PyObject *acquire, *release, *refuse, *turn, *context, *keep;
-  int direct;       /* 1: a call on `stream` needs no `turn` */
+  int direct;       /* 1 if a call on `stream` needs no `turn` */
   uintptr_t stream; /* the stream of the latest call */
   int on_host;
   const ProxycclStreamOrder* order; /* the functions that order streams; NULL: `turn` orders streams */
@@ -86,8 +86,8 @@ static int issue(const PreparedCall* prepared, int logged, uintptr_t stream) {
   return status;
 }
 
-/* Calls `issue`; if the device's context is not current, makes it current and calls `issue` again. Returns -1 with an
- * exception, or 0 with the status stored. */
+/* Calls `issue`; if the device's context is not current, makes it current and calls `issue` again. Returns 0 and stores
+ * the status, or -1 with an exception. */
 static int issue_in_context(Calls* self, const PreparedCall* prepared, int logged, uintptr_t stream, int* status) {
   *status = issue(prepared, logged, stream);
   if (*status != PROXYCCL_OTHER_CONTEXT) return 0;
@@ -133,8 +133,8 @@ static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
   return PyTuple_Check(call->out) ? NULL : last;
 }
 
-/* Prepares a form in Python, without the lock, and keeps it. `reached`: whether kernels of all ranks reach the output.
- * Returns 0, or -1 with an exception. */
+/* Prepares a form in Python, without the lock, and keeps it. `reached` tells whether kernels of all ranks reach the
+ * output. Returns 0, or -1 with an exception. */
 static int prepare(Calls* self, Making* call, int reached) {
   const size_t count = call->signature.count;
   const uint64_t changes = self->changes; /* read before the preparation, which may miss changes made while it runs */
@@ -164,9 +164,9 @@ static int still_fits(const Making* call, const ArrayKind* before, const Reached
   return call->form->peers_words == NULL || output != NULL;
 }
 
-/* Notes the array that peers should reach if the program uses it often, or passes it to `lend`. Called after the call
- * was issued, while the array can't be freed: arrays are kept as long as the stream needs them, even if this fails.
- * Returns 0, or -1 with an exception. */
+/* Notes the array that peers should reach if the program uses it often; if it is wanted, passes it to `lend`. This runs
+ * after the call was issued, so that the arrays are kept as long as the stream needs them even if this fails. Returns
+ * 0, or -1 with an exception. */
 static int note_lent(Calls* self, const Making* call) {
   if (call->form->lent < 0) return 0;
   const size_t last = call->signature.count - 1, lent = (size_t)call->form->lent;
@@ -260,7 +260,7 @@ static int make_call(Calls* self, Making* call) {
   return made;
 }
 
-/* Begins a call with x, out, options and a stream. Leaves the large arrays uninitialized. */
+/* Begins a call with x, out, options and a stream. It leaves the large arrays of `call` uninitialized. */
 static void begin(Making* call, PyObject* const* arguments, int kept_alone) {
   call->x = arguments[0], call->out = arguments[1], call->options = arguments[2], call->stream = arguments[3];
   call->form = NULL, call->logged = 0, call->kept_alone = kept_alone;

@@ -37,7 +37,7 @@ class Chunks(Message, frozen=True):
 
 
 class ThreadblockGroup(Message, frozen=True):
-    """The part of an operation's bytes that a threadblock works on: part `tb_id` of `tbg_size`."""
+    """The part of an operation's bytes that a threadblock works on: part number `tb_id` of `tbg_size` parts."""
 
     tb_id: Uint32
     tbg_size: Positive
@@ -106,7 +106,7 @@ class RankGroup(Message, frozen=True):
 
 
 class Channels(Message, frozen=True):
-    """Channels of a rank: one channel to each entry of `connected_to`, which may name a rank several times."""
+    """Channels of a rank: one channel for each entry of `connected_to`, which may name a rank several times."""
 
     channel_type: ChannelType
     connected_to: tuple[Uint32, ...] = ()
@@ -141,12 +141,12 @@ class Document(Message, frozen=True):
     """A plan for all ranks.
 
     Attributes:
-        collective: "allreduce", "allgather", …, as its author names it.
+        collective: the plan's collective, as its author names it, such as "allreduce" or "allgather".
         protocol: "LL" if scratch memory holds packets.
         inplace: whether input and output are one array.
         reuse_resources: an option of MSCCL++ for scratch memory, which ProxyCCL ignores.
-        use_double_scratch_buffer: executions use the halves of the scratch memory in turn.
-        buffer_alignment: bytes to which parts of chunks are aligned.
+        use_double_scratch_buffer: whether executions alternate between the halves of the scratch memory.
+        buffer_alignment: the bytes to which parts of chunks are aligned.
         min_message_size, max_message_size: the range of message sizes in bytes that the plan is meant for.
     """
 

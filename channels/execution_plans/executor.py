@@ -32,13 +32,13 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 LEAST_THREADS = 32
 _LINE = 128
-_BARRIER_BYTES = 8  # the size of a DeviceSyncer
+_BARRIER_BYTES = 8  # the size of a DeviceSyncer, in bytes
 Reached = dict[BufferName, RegisteredMemory]
 _ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
 _ARRAY_POINTERS = tuple(ffi.offsetof("ProxycclExecution", name) for name in ("input", "output"))
 _Key = tuple[int, tuple[tuple[BufferName, RegisteredMemory], ...]]
-"""Bytes of the input, and the registered arrays that peers reach. Digests of the arrays can't be the key, because two
-arrays that can't be shared may have the same digest.
+"""Bytes of the input, and the registered arrays that peers reach. The key has the arrays themselves, not their digests,
+because two arrays that can't be shared may have the same digest.
 """
 
 
@@ -74,11 +74,12 @@ class ExecutionPlans:
                     )
 
     def prepare(self, plan: ExecutionPlan, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
-        """Prepares a plan for arrays that do not overlap, or that overlap as in an in-place call. All ranks call this.
+        """Prepares a plan for arrays that do not overlap, or that overlap as in an in-place call. All ranks call this
+        together.
 
         Args:
             plan: a plan that can execute the call.
-            given: the registered arrays that peers reach in place, the same on all ranks.
+            given: the registered arrays that peers access in place, the same on all ranks.
 
         Raises:
             ArgumentError: these ranks can't execute the plan.
@@ -100,11 +101,12 @@ class _Buffer:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.arrays: list[Array] = []  # peers may still use the smaller arrays
+        self.arrays: list[Array] = []  # earlier, smaller arrays are kept, because peers may still use them
         self.memory: RegisteredMemory | None = None
 
     def reserve(self, nbytes: int) -> bool:
-        """Enlarges the buffer if necessary; all ranks call this together. Returns whether the buffer was moved."""
+        """Enlarges the buffer if it has fewer bytes; all ranks call this together. Returns whether the buffer has
+        moved."""
         if self.memory is not None and nbytes <= self.memory.nbytes:
             return False
         room = 1 << max(12, (nbytes - 1).bit_length())
@@ -232,13 +234,13 @@ class _Resources:
                 del self._sizes[old]
             sized = self._sizes[key] = self._tables(source, target, reached)
         before, own_in, own_out, after = self._places(source, target, reached)
-        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # a plan that combines nothing moves bytes
+        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # if nothing is combined, bytes are moved
         shipped = runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
         kernel = shipped.prepare(sized[1].blocks, self._threads, self._parameter(sized, own_in, own_out))
         return StreamOperations(runtime, (*before, kernel, *after)) if before or after else kernel
 
     def _scratch_bytes(self, chunk: int) -> int:
-        """Returns the bytes of scratch memory for one execution; the same on all ranks."""
+        """Returns the bytes of scratch memory that one execution needs, the same on all ranks."""
         document = self._plan.document
         chunks = max(gpu.scratch_chunks for gpu in document.gpus)
         nbytes = chunk * chunks * (2 if document.protocol == "LL" else 1)
@@ -288,14 +290,14 @@ class _Resources:
     def _places(
         self, source: ArrayView, target: ArrayView, reached: Reached
     ) -> tuple[list[CopyBytes], int, int, list[CopyBytes]]:
-        """Returns the copies before the kernel, the places of input and output for the kernel, and the copies after it.
-        The copies preserve those parts of an output that the plan does not write.
+        """Returns the copies before the kernel, the addresses of the kernel's input and output, and the copies after
+        the kernel. The copies preserve those parts of an output that the plan does not write.
         """
         rank = self._group.rank
         if not self._plan.in_place:
             if "i" in reached:
                 own_in = reached["i"].ptr
-            else:  # the plan would overwrite an input inside the output, so it reads a copy of the input
+            else:  # an input that overlaps the output is copied, because the plan would overwrite it
                 own_in = self._private(source.nbytes) if overlap(source, target) else source.ptr
             own_out = reached["o"].ptr if "o" in reached else target.ptr
         else:
@@ -332,7 +334,7 @@ class _Resources:
         execution.counters = ffi.cast("ProxycclExecutionCounters *", words.ptr)
         execution.barriers = ffi.cast("uint32_t *", words.ptr + barriers_at)
         execution.semaphores = ffi.cast("int32_t *", words.ptr + semaphores_at)
-        # The second half begins at the same offset for all sizes: a rank that is ahead with a short call must not
+        # The second half begins at the same offset for all sizes: otherwise a rank that has begun a short call could
         # overwrite data of a long call that another rank has yet to read.
         scratch = self._buffers["s"].memory
         assert scratch is not None

@@ -34,7 +34,7 @@ class Moving(Struct, frozen=True):
 
     Attributes:
         sources, destinations: the operation's operands, in order.
-        channels: the channel types that reach the operation's remote buffers; () without remote buffers.
+        channels: the channel types that reach the operation's remote buffers; () if it has none.
         pairs: whether source i is copied to destination i; if not, all sources are combined, and the result is stored
             in all destinations.
         signals, flushes: whether the operation signals and flushes after its data, on a port channel.

@@ -42,12 +42,12 @@ class ExecutionPlan:
 
     Attributes:
         name: the author's name for the plan.
-        collective: "allreduce", "allgather", …, as the author wrote it.
+        collective: the plan's collective, as its author names it, such as "allreduce" or "allgather".
         world_size: the number of ranks that the plan is for.
         in_place: whether input and output are one array.
         reduces: whether one of the plan's operations combines values.
         digest: the digest of the plan's text. Plans of the same text are equal.
-        call_name: name and digest; ranks compare the plans that they execute by this name.
+        call_name: the plan's name and digest, by which ranks compare the plans that they execute.
     """
 
     def __init__(self, document: Document, digest: str) -> None:
@@ -103,7 +103,8 @@ class ExecutionPlan:
                 or the result of ``json.load``.
 
         Raises:
-            ArgumentError: `plan` is not a plan, or can't be executed; the text names rank, threadblock and operation.
+            ArgumentError: `plan` is not a plan, or can't be executed; the error's text names the rank, threadblock and
+                operation.
             OSError: the file can't be read.
         """
         if isinstance(plan, ExecutionPlan):
@@ -154,7 +155,7 @@ class ExecutionPlan:
         """Returns the reason why the plan can't execute a call; None if it can.
 
         Args:
-            source_count, target_count: elements of input and output.
+            source_count, target_count: the numbers of elements of input and output.
             dtype: the element type.
             op: the requested operator; None for the plan's operator.
         """
@@ -201,8 +202,8 @@ class ExecutionPlan:
         return self._peers[kind][rank]
 
     def operations(self, rank: int) -> Iterator[tuple[Operation, tuple[int, int]]]:
-        """Returns a rank's operations, including those inside pipelines, each with its pipeline's chunks and unit, or
-        (0, 0).
+        """Yields a rank's operations, including those inside pipelines, each with its pipeline's chunks and unit; (0,
+        0) for an operation outside of pipelines.
         """
         for block in self.programs[rank]:
             for operation in block:
@@ -212,8 +213,8 @@ class ExecutionPlan:
 
     @functools.cached_property
     def touched(self) -> list[dict[int, Place]]:
-        """Returns, by rank, the peers whose memory the rank's kernels access, each with the first operation that
-        accesses it.
+        """For each rank, the peers whose memory the rank's kernels access, and for each peer the first operation that
+        does so.
         """
         found: list[dict[int, Place]] = [{} for _ in range(self.world_size)]
         for rank in range(self.world_size):
@@ -267,8 +268,9 @@ class ExecutionPlan:
         return [tuple(sorted(peer for one, peer in both if one == rank)) for rank in range(self.world_size)]
 
     def _check_signals(self) -> None:
-        """Requires as many signals as waits on every channel: the next execution would consume a leftover signal. A
-        channel that the peer's program does not name still has a counterpart, on which nobody signals or waits.
+        """Requires as many signals as waits on every channel, because the next execution would consume a leftover
+        signal. A channel that the peer's program does not name still has an end on the peer, on which nobody signals or
+        waits.
         """
         sent: dict[tuple[int, int, str, int], _Times] = {}
         awaited: dict[tuple[int, int, str, int], _Times] = {}

@@ -61,7 +61,7 @@ class Range(Struct, frozen=True):
 
 
 class ChannelEnd(Struct, frozen=True):
-    """A rank's end of a channel: number `number` of the rank's channels of this type to the peer."""
+    """A rank's end of a channel. `number` counts the rank's channels of this type to the peer, from 0."""
 
     type: ChannelType
     peer: int
@@ -75,11 +75,11 @@ class Operation(Struct, frozen=True):
         place: the operation's place in the plan.
         moving: how the operation moves data; None if it moves no data.
         channels: the channels that the operation uses, in order.
-        sources, destinations: the data; in pairs if `moving.pairs`.
+        sources, destinations: the ranges of data that the operation reads and writes; in pairs if `moving.pairs`.
         combination: how sources are combined.
         part, parts: this threadblock's part of the bytes.
         numbers: a barrier's number and its number of blocks; or semaphores' numbers.
-        unit, chunks: of a pipeline, the bytes of an iteration and the chunks.
+        unit, chunks: for a pipeline, the bytes of an iteration, and the number of chunks.
         body: a pipeline's operations.
     """
 
@@ -268,7 +268,7 @@ class Reader:
         ranges: list[Range] = []
         at = 0
         for i, operand in enumerate(wanted):
-            later = len(wanted) - 1 - i  # each later operand takes at least one entry
+            later = len(wanted) - 1 - i  # because each later operand takes at least one entry
             first = at
             while at < len(given) - later and at - first < operand.most:
                 if operand.most > 1 and at > first and (given[at].buffer_id is not None) != operand.remote:

@@ -1,4 +1,4 @@
-"""Translates a rank's program to the tables that its kernel reads (execution.h), for one size of chunks."""
+"""Translates a rank's program into the tables that the rank's kernel reads (execution.h), for one size of chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proxyccl.channels.execution_plans.program import ChannelEnd, Operation, Pro
 from proxyccl.device._native import ffi, lib
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclStepPointer  # only the stub has this name; cffi lacks it
+    from proxyccl.device._native import ProxycclStepPointer  # this name exists only in the stub, not in cffi
 
 _BASES: dict[BufferName, int] = {"i": lib.PROXYCCL_BASE_INPUT, "o": lib.PROXYCCL_BASE_OUTPUT}
 _ONE_THREAD = {
@@ -55,14 +55,14 @@ class Writer(Struct, frozen=True):
         rank: the rank that the tables are for.
         threads: threads of a block.
         chunk_bytes: size of a chunk, in every buffer.
-        alignment: bytes to which the parts of several threadblocks are aligned.
+        alignment: the bytes to which the threadblocks' parts of a range are aligned.
         double_scratch: whether scratch memory has two halves.
         address: returns the address of a rank's buffer for this rank's kernels; not used for this rank's input and
             output.
         memory_id: returns the id of a rank's buffer in this rank's proxy, for triggers to a peer, and the buffer's
             offset in that memory.
         port: returns the index of a port channel in the kernel's table.
-        semaphore: returns the ProxycclSemaphore of a channel.
+        semaphore: returns the ProxycclSemaphore of a memory channel.
     """
 
     rank: int
@@ -228,7 +228,7 @@ class Writer(Struct, frozen=True):
         return self.double_scratch and each.buffer == "s"
 
     def _part(self, operation: Operation, each: Range) -> tuple[int, int]:
-        """Returns the offset of this threadblock's part of a range in the buffer, and the part's bytes of data."""
+        """Returns, for this threadblock's part of a range, its offset in the buffer and its bytes of data."""
         units = each.size * self.chunk_bytes // self.alignment
 
         def before(part: int) -> int:

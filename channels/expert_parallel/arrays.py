@@ -37,7 +37,7 @@ class MemoryPart:
         return self._owner.closed
 
     def close(self) -> None:
-        """Does nothing: the owner frees the memory."""
+        """Does nothing, because the owner frees the memory."""
 
 
 class LibraryArrays:
@@ -132,7 +132,7 @@ class TorchArrays(LibraryArrays):
         return functools.partial(self._torch.empty_strided, shape, strides, dtype=native, device=self._device)
 
     def part(self, array: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Any:
-        """Like `LibraryArrays.part`, by a single torch call instead of a slice, a view and a reshape."""
+        """Does what `LibraryArrays.part` does, by a single torch call instead of a slice, a view and a reshape."""
         elements = array if array.dtype is native else array.view(native)
         return elements.as_strided(shape, strides, offset // native.itemsize)
 

@@ -54,8 +54,8 @@ class LayerParts:
         return (self.options.config.num_experts_per_rank, padded) if padded else (rows,)
 
     def given_rows(self, input: Any, count: int, argument: str) -> tuple[ArrayView, ArrayView | None]:
-        """Returns views of a caller's tokens and, if `input` is a pair, of their scales. `count` -1 accepts any
-        number."""
+        """Returns views of a caller's tokens and, if `input` is a pair, of their scales. `count` is the number of
+        tokens; -1 accepts any number."""
         options, group = self.options, self.ctx.group
         config = options.config
         if not isinstance(input, tuple):
@@ -196,8 +196,8 @@ class CallForm:
 
     Args:
         arrays: the arrays of the first call of the form. The library of the first array makes the results.
-        name, dtype, most_tokens: the parts of a call that ranks compare. Ranks also compare the layer and, for each
-            call, the number of its dispatch.
+        name, dtype, most_tokens: the parts of a call that ranks compare. Ranks also compare the layer's number and, for
+            each call, the number of its dispatch.
     """
 
     def __init__(self, parts: LayerParts, arrays: tuple[Any, ...], name: str, dtype: str, most_tokens: int = 0) -> None:
@@ -246,8 +246,9 @@ class CallForm:
 
 
 def kernel_before(parts: LayerParts, *, is_pair: bool, quantizes: bool) -> tuple[list[Launch], tuple[int, ...]]:
-    """Returns the launch of the kernel that packs pairs of rows and scales, or quantizes tokens, before they are sent;
-    or an empty list. Also returns the kernel's arguments that C fills in (dispatch_form.c).
+    """Returns a list with the launch of the kernel that packs pairs of rows and scales, or quantizes tokens, before
+    they are sent; or an empty list if no such kernel is needed. Also returns the addresses of the kernel's arguments
+    that C fills in (dispatch_form.c).
     """
     ctx = parts.ctx
     if is_pair:

@@ -25,7 +25,7 @@ typedef struct {
   PyObject* new_output;     /* new_output(tokens): returns a function that makes outputs of this many tokens */
   PyObject* check_desc;     /* check_desc(desc): raises if the descriptor can't be combined */
   PyObject* check_output;   /* check_output(x, desc, out): returns `out` and its address, or raises */
-  Py_ssize_t latest_tokens; /* tokens of the outputs that form.make_latest makes */
+  Py_ssize_t latest_tokens; /* number of tokens of the outputs that form.make_latest makes */
 } Form;
 
 static Py_ssize_t bytes_of(const Form* self, Py_ssize_t rows) { return rows * self->row_bytes; }
@@ -92,7 +92,7 @@ static int has_extent(const ListedArray* array, Py_ssize_t extent) {
   return array->object == Py_None || array->extent == extent;
 }
 
-/* Whether the first extents of a call's arrays match the dispatch. */
+/* Whether the first extents of a call's arrays match the descriptor's dispatch. */
 static int fits(const Form* self, const ListedArray* given, const Descriptor* desc) {
   const Py_ssize_t rows = self->padded_rows != 0 ? self->experts : desc->rows;
   const int spare = self->spare_rows && given[ROWS].extent > rows;
@@ -110,7 +110,7 @@ static int fill(Form* self, const ListedArray* given, const Descriptor* desc, ui
   *prepared = &self->form.first;
   if (desc->output_buffer != 0 && self->buffers != Py_None) {
     if (number_at(self, rows_at, &buffer) != 0) return -1;
-    if (buffer == 0 && self->passing != 0) { /* copying to a buffer takes less time than sending */
+    if (buffer == 0 && self->passing != 0) { /* because copying to a buffer takes less time than sending */
       self->copy->dst = self->passing_at, self->copy->src = rows_at;
       self->copy->bytes = (uint64_t)bytes_of(self, desc->rows);
       buffer = self->passing, rows_at = self->passing_at, *prepared = &self->after_copy;

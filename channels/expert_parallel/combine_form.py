@@ -53,7 +53,7 @@ class Combine(CallForm):
         id_bytes = _check_combine(parts, x, weights, topk_weights, order_ids, added, desc, shape, self._token.name)
         arrays = (x, weights, topk_weights, order_ids, *added)
         super().__init__(parts, arrays, name_of(call, weights, halves=halves), self._token.name)
-        # Peers load rows only in a whole call without row weights.
+        # Peers load rows only if the call is whole and has no row weights.
         loads = of_tokens and not halves and weights is None and not ctx.workspace.experts.local_combine
         buffers = ctx.workspace.outputs if loads else None
         launch = ctx.combines[self._token.name].copy()

@@ -18,12 +18,12 @@ SCALED_DTYPES = ("float16", "bfloat16")
 NUMBER_DROPS: int = lib.PROXYCCL_NUMBER_DROPS
 MINUS_ONE_DROPS: int = lib.PROXYCCL_MINUS_ONE_DROPS
 SCALED_ELEMENTS: int = lib.PROXYCCL_SCALED_ELEMENTS
-"""Elements that share a scale in float8 rows that the layer quantizes itself."""
+"""The number of elements that share a scale in float8 rows that the layer quantizes itself."""
 MAX_TOPK: int = lib.PROXYCCL_MAX_TOPK
 MOST_ADDED: int = lib.PROXYCCL_ADDED
 """The most arrays in `added` of a combine."""
 MAX_CHOSEN_PER_RANK: int = lib.PROXYCCL_EXPERT_COUNTERS - 2 * lib.PROXYCCL_MAX_EXPERT_RANKS
-"""The most experts of a rank with layout="rank": a block counts their rows in shared memory."""
+"""The most experts of a rank with layout="rank", because a block counts their rows in shared memory."""
 MAX_SLOTS = MAX_NUMBER  # rows and slots are 32-bit integers in the tables
 _MAX_TOKENS = 2**24  # kernels multiply the number of tokens by the number of blocks, in 32 bits
 _MAX_HIDDEN = 2**28  # kernels count a row's 16-byte words in 32 bits
@@ -51,7 +51,7 @@ class EPConfig:
         world_size: number of ranks.
         local_world_size: number of ranks of a node.
         token_dtype: "bfloat16", "float16", "float32" or "float64" (a name, or torch's or numpy's type).
-        weight_dtype: the type of the routing weights: one of the same four.
+        weight_dtype: the type of the routing weights, one of the same four types.
         offset_dtype: the type of the descriptor's tables: always int32.
 
     Raises:
@@ -128,7 +128,7 @@ class EPConfig:
 
     @property
     def num_experts_per_rank(self) -> int:
-        """Experts of each rank."""
+        """The number of experts of each rank."""
         return self.num_experts // self.world_size
 
     @property

@@ -52,8 +52,8 @@ class SurvivingExperts:
     """Renumbers expert ids over the remaining ranks, and drops the ids of lost ranks' experts.
 
     Attributes:
-        ids: int32: the new ids of the dispatch in flight; only one dispatch is in flight at a time. A dropped slot
-            keeps an id that drops it; an invalid id becomes -2.
+        ids: int32: the new ids of the dispatch in flight; only one dispatch is in flight at a time. A dropped slot gets
+            an id that drops it; an invalid id becomes -2.
     """
 
     def __init__(self, group: Group, options: LayerOptions, grid: tuple[int, int]) -> None:
@@ -91,15 +91,15 @@ class DispatchCombineContext:
         workspace: memory that peers reach.
         layout: the layout of the outputs.
         tables: the layouts of the descriptors' tables.
-        grid: blocks of the kernels and their threads.
-        dispatch_plain, dispatch_stored: the launches of a dispatch and of a whole dispatch to output buffers, to
-            `copy`.
+        grid: the kernels' number of blocks, and of threads per block.
+        dispatch_plain, dispatch_stored: the launch of a dispatch, and of a whole dispatch to output buffers. Forms
+            `copy` them.
         dispatch_scaled, quantize_launch: the launch of a dispatch that quantizes rows as it stores them, and of the
             kernel that quantizes rows before a dispatch; None if not needed.
-        combines: the launches of combines, by the rows' element type, to `copy`.
+        combines: the launches of combines, by the rows' element type. Forms `copy` them.
         scale_bytes: bytes of the scales of a float8 row.
         surviving: renumbers expert ids where ranks are lost; None if no rank is lost.
-        numbers: numbers the dispatches.
+        numbers: yields the dispatches' numbers.
     """
 
     def __init__(self, members: Members, options: LayerOptions, number: int) -> None:
@@ -161,10 +161,10 @@ class DispatchCombineContext:
 
     @classmethod
     def create(cls, ep_config: EPConfig, capacity: int = 2, *, ep_group: Any = None) -> DispatchCombineContext:
-        """Makes the buffers; all ranks call it together.
+        """Makes the buffers. All ranks call this together.
 
         Args:
-            ep_config: the same on all ranks except `rank`.
+            ep_config: sizes and types, the same on all ranks except for `rank`.
             capacity: rows of `dispatch_output_buf`, as a multiple of max_tokens * topk.
             ep_group: a `Communicator`, an MPI communicator or a torch process group; None for MPI's world.
 
@@ -219,10 +219,11 @@ class DispatchCombineContext:
         return self.reallocate_dispatch_output_buf(0)[0]
 
     def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[Array, Array]:
-        """Makes the output buffer larger if it has fewer rows. Not collective, because peers don't access the buffer.
+        """Makes the output buffer larger if it has too few rows. Ranks call this independently, because peers don't
+        access the buffer.
 
         Args:
-            dispatch_recv_tokens: rows that are needed.
+            dispatch_recv_tokens: the number of rows that the buffer needs.
 
         Returns:
             The buffer, [rows, hidden] of the token type, and a buffer for the rows' weights, [rows].
@@ -250,7 +251,8 @@ class DispatchCombineContext:
         """
         received, ticket, group = self.workspace.received_rows, desc.number, self.group
         deadline = time.monotonic() + 2 * group.timeout
-        # On a GPU a sleep takes longer than most waits. On the host runtime the kernels' threads need this core.
+        # On a GPU this doesn't sleep at first, because a sleep takes longer than most waits. On the host runtime it
+        # sleeps soon, because the kernels' threads need this core.
         spins, patient = 0, _SPINS if self.runtime_name == "host" else 10 * _SPINS
         while received.ticket != ticket:
             spins += 1
@@ -324,7 +326,7 @@ class DispatchCombineContext:
     # -- launching ---
 
     def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
-        """The stream of a call. Refuses an invalid stream before the ranks compare the call."""
+        """Returns the stream of a call. Refuses an invalid stream before the ranks compare the call."""
         found = self.group.launches.stream_for(stream, x)
         self.group.runtime.stream_handle(found)
         return found
@@ -337,9 +339,8 @@ class DispatchCombineContext:
         desc: EPAllToAllLayoutDesc | None,
         owners: tuple[object, ...],
     ) -> None:
-        """Queues a launch, after the ranks' calls were compared unless `call` is NULL. Keeps `owners` and the
-        descriptor until the stream has passed the launch, unless the stream's order already protects their memory from
-        reuse.
+        """Compares the ranks' calls, unless `call` is NULL, and queues a launch. Keeps `owners` and the descriptor
+        until the stream has passed the launch, unless the stream's order already protects their memory from reuse.
         """
         described = () if desc is None else (desc,)
         if not isinstance(stream, CurrentStream):

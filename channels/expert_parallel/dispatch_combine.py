@@ -125,12 +125,12 @@ class DispatchCombine:
 
     @property
     def num_experts(self) -> int:
-        """Number of experts of all ranks; as an expert id, it drops a slot."""
+        """The number of experts of all ranks. If it is passed as an expert id, the slot is dropped."""
         return self._ctx.ep_config.num_experts
 
     @property
     def rows_sent(self) -> NDArray[np.int64]:
-        """[world_size]: slots of this rank's tokens for the experts of each rank, including this rank."""
+        """[world_size]: the number of this rank's slots that chose an expert of each rank, including this rank."""
         own = self._require_prepared().counts[self._ctx.ep_config.rank]
         rows: NDArray[np.int64] = own.reshape(-1, self.experts_per_rank).sum(axis=1)
         return rows
@@ -140,7 +140,7 @@ class DispatchCombine:
     ) -> NDArray[np.int64]:
         """Exchanges the routing. Returns when the numbers of rows of all ranks are known.
 
-        `dispatch` reads the tokens again: leave the tokens unchanged until then.
+        The tokens must not change before `dispatch`, which reads them.
 
         Args:
             tokens: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks.
@@ -151,7 +151,7 @@ class DispatchCombine:
             stream: where to queue the work; None for the default stream.
 
         Returns:
-            [experts_per_rank]: rows of each of this rank's experts. The sum of these numbers is R.
+            [experts_per_rank]: the number of rows of each of this rank's experts. The sum of these numbers is R.
 
         Raises:
             ArgumentError: an argument is wrong on this rank; or an expert id of any rank is out of range, which is
@@ -175,7 +175,7 @@ class DispatchCombine:
         """Sends each token's row to the token's experts: one row for each slot that is not dropped.
 
         Args:
-            x: [T, hidden] of `dtype`, to send with the prepared routing; None for the prepared tokens.
+            x: [T, hidden] of `dtype`: the rows to send by the prepared routing; None for the prepared tokens.
             weighted: multiply each row by its slot's weight, rounded once to `dtype`.
             out: at least R rows of `hidden`, of which the first R are written; None for a new array of R rows.
             stream: where to queue the call. With None, the call waits for its end on the host runtime, and uses the

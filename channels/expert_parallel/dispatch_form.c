@@ -86,8 +86,8 @@ static int fill_inputs(const Form* self, const ListedArray* given) {
   return 1;
 }
 
-/* Adds the parts that only some descriptors have: the caller's indices and the slots of lost ranks. Returns 0, or -1
- * with an exception set. */
+/* Adds to a descriptor the parts that only some descriptors have: the caller's indices and the slots of lost ranks.
+ * Returns 0, or -1 with an exception set. */
 static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
   if (scatter != Py_None && PyObject_SetAttrString((PyObject*)desc, "_scatter", scatter) != 0) return -1;
   if (self->new_lost == Py_None) return 0;
@@ -122,7 +122,7 @@ static Descriptor* new_descriptor(const Form* self, const ListedArray* given, Py
   return desc;
 }
 
-/* Numbers a dispatch, the last step before its issue. Returns 0, or -1 with an exception set. */
+/* Gives a dispatch its number, as the last step before it is issued. Returns 0, or -1 with an exception set. */
 static int number_call(const Form* self, Descriptor* desc) {
   PyObject* number = PyIter_Next(self->numbers);
   if (number == NULL) return -1;
@@ -156,7 +156,8 @@ static void fill_output(const Form* self, const Descriptor* desc, uint32_t phase
   }
 }
 
-/* Makes a new array and finds its address. Returns None and 0 without a maker, NULL with an exception on failure. */
+/* Makes a new array and finds its address. If there is no maker, returns None and the address 0; on failure, returns
+ * NULL with an exception set. */
 static PyObject* new_array(const Form* self, PyObject* maker, uintptr_t* at) {
   *at = 0;
   return maker == Py_None ? Py_NewRef(Py_None) : proxyccl_new_array(&self->form, maker, 0, at);

@@ -67,11 +67,11 @@ class _Rows:
 
 
 class _Outputs:
-    """Makes arrays for the results of a layer's calls, of `width` elements of `dtype` in a row; with `float8`, rows in
+    """Makes arrays for the results of a layer's calls. A row has `width` elements of `dtype` or, with `float8`, of
     float8 with scales. Raises ArgumentError if the library can't make such arrays.
 
     Attributes:
-        rows, scales, weights: make the parts of a result; None for parts that results lack.
+        rows, scales, weights: the makers of the parts of a result; None for parts that results lack.
         dtype: the type of a row's elements.
     """
 
@@ -117,8 +117,9 @@ class _Outputs:
 class Dispatch(CallForm):
     """A dispatch.
 
-    A dispatch is one launch, except in two halves, or if the CPU must know the number of rows before they are received.
-    Kernels before it may quantize the tokens, pack the caller's float8 rows, and renumber ids where ranks are lost.
+    A dispatch is one launch, unless it is made in two halves or the CPU must know the number of rows before they are
+    received. Kernels before it may quantize the tokens, pack the caller's float8 rows, and renumber ids where ranks are
+    lost.
 
     Args:
         x, ids, weight, scatter: the arguments of the first call of the form, which are checked.
@@ -157,7 +158,7 @@ class Dispatch(CallForm):
         row, parts_of_rows = (options.config.hidden, options.config.token), (options.quantized, weight is not None)
         self._outputs = _Outputs(parts, self._arrays, *row, *parts_of_rows)
         self._copies: StreamOperations | None = None
-        # An exact call without output buffers takes several launches.
+        # In the exact mode, a call without output buffers takes several launches.
         proceed: Callable[..., Any]
         if halves:
             way, proceed = _HALVES, self._receive_sent
@@ -220,9 +221,9 @@ class Dispatch(CallForm):
         )
 
     def _renumbering(self, id_bytes: int) -> tuple[list[Launch], tuple[Any, ...]]:
-        """Returns the launch of the kernel that renumbers ids, or an empty list if no rank is lost. Also returns, for C
-        (dispatch_form.c), a function that gives the maker of `lost_slots` for a number of tokens, and the addresses of
-        the kernel's arguments and of the new ids.
+        """Returns a list with the launch of the kernel that renumbers ids, or an empty list if no rank is lost. Also
+        returns, for C (dispatch_form.c), a function that gives the maker of `lost_slots` for a number of tokens, and
+        the addresses of the kernel's arguments and of the new ids.
         """
         surviving, topk = self._ctx.surviving, self._parts.options.config.topk
         if surviving is None:

@@ -20,7 +20,7 @@ DISPATCH_KERNELS: dict[str, str] = {
 }
 """The dispatch kernel for each kind of announcement."""
 STORE_KERNEL = "dispatch_masks_store"
-"""A smaller kernel for "masks": whole dispatches of unquantized rows to output buffers."""
+"""A smaller kernel for announcements by "masks", which makes whole dispatches of unquantized rows to output buffers."""
 AS_BYTES = "uint8"
 """The element type of dispatch kernels that don't quantize rows."""
 FEW_TOKENS = 32
@@ -32,9 +32,9 @@ MESSAGE_BYTES = 2 << 20
 keep all network links busy.
 """
 BATCH_TOKENS = 1024
-"""The most tokens of a batch, limited because each segment of a batch scans the tokens before its own."""
+"""The most tokens of a batch. They are limited because each segment scans the tokens of the batch before its own."""
 _TOKENS_PER_BLOCK = 4
-_TOKENS_PER_PACKET = 64  # each token has a bit of a mask's packet
+_TOKENS_PER_PACKET = 64  # each token is one bit of a mask's packet
 _LINE = 128
 _LEAST_COPY = 64 << 10  # bytes; shorter copies of another process take turns with kernels
 _PIECES = 4  # kMaxPieces of experts/expert_team.h: the weights that follow a combine's row
@@ -68,9 +68,9 @@ class OutputLayout:
     """How a dispatch lays out the rows that a rank receives.
 
     Attributes:
-        chosen_per_rank: experts of each rank that tokens choose, if each rank gets one row of a token; else 0. If not
-            0, the configuration counts each rank as one expert.
-        padded_rows: rows that each expert has room for, if rows are padded; else 0.
+        chosen_per_rank: if each rank gets one row of a token, the number of experts of each rank that tokens can
+            choose; else 0. If not 0, the configuration counts each rank as one expert.
+        padded_rows: if rows are padded, the number of rows that each expert has room for; else 0.
         expert_alignment: each expert's rows begin at a multiple of this number, and the CPU learns each expert's number
             of rows; 0 for neither.
         buffers: the number of output buffers in the workspace; 0 unless there is a row for each rank, on one node whose
@@ -96,7 +96,7 @@ class WorkspaceShape:
     """The sizes that a workspace has room for.
 
     Attributes:
-        blocks, threads: the kernels' blocks, and the threads of each.
+        blocks, threads: the kernels' number of blocks, and of threads per block.
         local_combine: whether each rank first sums its own rows of a token in a combine.
         scale_bytes: bytes of the scales of a float8 row. An output buffer has room for float8 rows with scales, or for
             tokens, whichever take more.
@@ -114,7 +114,7 @@ class Geometry:
     """The geometry of a workspace, the same on all ranks. The geometry is computed without a device and without peers.
 
     Args:
-        nodes, local_size: the number of the kernels' nodes, and of the ranks of each.
+        nodes, local_size: the number of the kernels' nodes, and the number of ranks of each node.
         copied: whether GPU copies move the data between nodes.
         output_room: returns the size of an output buffer that must hold this many bytes.
 
@@ -171,7 +171,7 @@ class Geometry:
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 
-        groups = shape.threads  # an upper bound: only a kernel knows how many threads make a group
+        groups = shape.threads  # an upper bound, because only a kernel knows how many threads make a group
         areas, crossing = Areas(), 2 * nodes if nodes > 1 else 0
         e.routed = areas.take(8 * ranks * e.segments)
         e.sent = areas.take(8 * ranks * blocks * groups)
@@ -207,7 +207,7 @@ class Geometry:
         memory counts as 4/3 bytes, as measured on 4 H200.
         """
         ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
-        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # number of ranks at which a token has an expert
+        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # expected ranks with an expert of a token
         crossing, by_rank = arriving * (1 - 1 / ranks) * 4 / 3, self.experts.chosen_per_rank != 0
         sending, receiving = 1 + crossing, arriving + (arriving if by_rank else config.topk)
         apart, others = (2 * arriving / ranks, sending) if self.experts.output_buffers else (sending, receiving)

@@ -75,28 +75,28 @@ class EPAll2AllLayer:
         num_tot_experts: experts of all ranks together; rank r has the r-th equal share.
         local_world_size: ranks of a node; 1 if nodes have different numbers of ranks.
         world_size: ranks of the group.
-        dtype: of tokens: "bfloat16", "float16", "float32" or "float64", by name or torch's or numpy's type.
-        weight_dtype: the type of routing weights: one of the same four.
+        dtype: the type of tokens: "bfloat16", "float16", "float32" or "float64", by name or as torch's or numpy's type.
+        weight_dtype: the type of routing weights, one of the same four types.
         num_sm: the most blocks, and so the most multiprocessors, of a kernel that moves rows between ranks.
-        enable_local_combine: sum a token's rows on each rank first, rounded to `dtype`. This sends less data, but
-            rounds the result twice. Only on one node.
-        use_aot: use only kernels that were compiled beforehand (`proxyccl compile`).
+        enable_local_combine: whether `combine` first sums a token's rows on each rank, rounded to `dtype`. This sends
+            less data, but rounds the result twice. It is possible only on one node.
+        use_aot: whether to use only kernels that were compiled beforehand (`proxyccl compile`).
         max_recv_tokens: the number of rows of every output; None for outputs of the exact size.
         dispatch_dtype: None to send tokens unchanged, or "float8_e4m3fn" to send them in float8: each 128 elements
             of a row share a float32 scale, and element times scale is the value. `combine` still uses `dtype`.
         scale_elements: how many elements share a scale; the last scale of a row may have fewer. Unless the number is
             128 and divides `hidden`, the layer does not make float8 rows; callers pass pairs. Scales are any 4 bytes:
             four packed exponents (UE8M0) for 512 elements, for example.
-        num_scales: with dispatch_dtype: the number of scales of a row, if callers pad them; None for the number that
-            follows from scale_elements.
-        scales_by_columns: with dispatch_dtype and layout="padded", for tensors of torch: the scales of an expert's
-            consecutive rows lie side by side, in columns that begin at multiples of 16 bytes, as bulk copies (TMA) need
-            them. The shape of the scales does not change.
+        num_scales: with dispatch_dtype: the number of scales of a row, if callers pad the scales; None for the number
+            that follows from scale_elements.
+        scales_by_columns: with dispatch_dtype and layout="padded", for tensors of torch: whether scales are stored by
+            columns, so that the scales of an expert's consecutive rows are adjacent. Columns begin at multiples of 16
+            bytes, as bulk copies (TMA) need. The shape of the scales does not change.
         grows: in the exact mode, a rank with more than max_tokens tokens makes `dispatch` raise CapacityError on all
             ranks, with the most tokens of any rank in `needed`; the layer stays usable. Otherwise only that rank
             raises ArgumentError.
         layout: "expert" for a row for each slot, ordered by expert; "rank" for one row for each token that has an
-            expert on this rank, ordered by source rank and token. The program then finds its experts in
+            expert on this rank, ordered by source rank and token. The program then finds a row's experts in
             `desc.local_expert_ids`. "padded", for few tokens, gives each expert room for all rows that the ranks may
             send it, world_size * max_tokens; `desc.expert_rows` says how many arrived. With "padded" no call waits on
             the CPU.
@@ -131,7 +131,7 @@ class EPAll2AllLayer:
         layout, max_recv_tokens: as given; max_recv_tokens is the number of padded rows with layout="padded".
         quantized: whether tokens are sent in float8.
         ctx: the buffers and launches.
-        forms: the forms of its calls.
+        forms: the forms of the layer's calls.
         under_way: the calls in two halves whose second half is pending.
 
     Raises:
@@ -200,9 +200,9 @@ class EPAll2AllLayer:
         """Returns a layer for calls of at most max_tokens tokens per rank; all ranks pass the same number. With
         layout="padded" its outputs have room for that number of tokens from each rank.
 
-        The narrowed layer shares this layer's memory, and ends with this layer. One dispatch and one combine can be in
-        flight in this layer and its narrowed layers together. A descriptor can be used only with the layer that made
-        it. The layers of the latest few numbers are cached.
+        The narrowed layer shares this layer's memory, and is unusable after this layer's `finalize`. One dispatch and
+        one combine can be in flight in this layer and its narrowed layers together. A descriptor can be used only with
+        the layer that made it. The layers of the latest few numbers are cached.
 
         Args:
             max_tokens: from 1 to this layer's max_tokens.
@@ -239,11 +239,12 @@ class EPAll2AllLayer:
         self.ctx.finalize()
 
     def shrink(self, communicator: Communicator | None = None) -> EPAll2AllLayer:
-        """Returns this layer on the remaining ranks, after a failure or without one. All remaining ranks call this
+        """Returns this layer on the remaining ranks, whether or not a rank has failed. All remaining ranks call this
         together.
 
-        Experts keep their numbers, and all options stay. Slots that choose an expert of a lost rank are dropped;
-        `desc.lost_slots` names them. Tokens in flight in this layer when it failed must be dispatched again.
+        Experts keep their numbers, and the options stay the same. Slots that choose an expert of a lost rank are
+        dropped, and `desc.lost_slots` marks them. Tokens in flight in this layer when it failed must be dispatched
+        again.
 
         Args:
             communicator: the result of `Communicator.shrink` of this layer's communicator. With None, this call shrinks
@@ -297,8 +298,8 @@ class EPAll2AllLayer:
         """Sends each token to its experts.
 
         Args:
-            input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype
-                also a pair of rows in float8 and their scales, float32 [T, scales of a row].
+            input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype it
+                may also be a pair of rows in float8 and their scales, float32 [T, scales of a row].
             exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
                 is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost also drop the slot.
                 With layout="rank" ids may also be int64, and -1 also drops a slot. See also minus_one_drops. With
@@ -322,9 +323,9 @@ class EPAll2AllLayer:
 
         Raises:
             ArgumentError: an argument is wrong on this rank, and the call had no effect; or an expert id is out of
-                range on any rank, which all ranks raise, and the layer stays usable.
+                range on any rank: then all ranks raise this, and the layer stays usable.
             CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
-                it has room for; see `check`. With `grows` also: a rank has more than max_tokens tokens.
+                it has room for; see `check`. With `grows`, also if a rank has more than max_tokens tokens.
             MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
@@ -368,7 +369,7 @@ class EPAll2AllLayer:
         *,
         stream: StreamLike = None,
     ) -> SentCall:
-        """The first half of `dispatch`: queues the sends and does not wait.
+        """Makes the first half of `dispatch`: queues the sends, without waiting.
 
         The arguments must not change until `dispatch_recv`. One dispatch can be in flight at a time.
         """
@@ -379,7 +380,7 @@ class EPAll2AllLayer:
         return sent
 
     def dispatch_recv(self, pending: SentCall, *, stream: StreamLike = None) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        """The second half of `dispatch`: receives the rows. Returns and raises as `dispatch`."""
+        """Makes the second half of `dispatch`: receives the rows. Returns and raises as `dispatch`."""
         self.ctx.require_usable()
         under_way = self.under_way
         if pending is not under_way.sent or pending is None:
@@ -448,8 +449,8 @@ class EPAll2AllLayer:
                 enable_local_combine.
             added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. These arrays get no gradients.
             order_ids: the expert ids of the dispatch. The rows that a token has on several ranks are then added in the
-                order of the token's last slot on each rank. Only on one node, with layout="rank" or
-                enable_local_combine, and no lost ranks.
+                order of the token's last slot on each rank. Possible only on one node, with layout="rank" or
+                enable_local_combine, and without lost ranks.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 
@@ -515,7 +516,7 @@ class EPAll2AllLayer:
         topk_weights: Any = None,
         stream: StreamLike = None,
     ) -> SentCall:
-        """The first half of `combine`: queues the sends and does not wait.
+        """Makes the first half of `combine`: queues the sends, without waiting.
 
         `input` and the weights must not change until `combine_recv`. One combine can be in flight at a time.
         """
@@ -526,7 +527,7 @@ class EPAll2AllLayer:
         return sent
 
     def combine_recv(self, pending: SentCall, *, out: Any = None, stream: StreamLike = None) -> Any:
-        """The second half of `combine`: sums the received rows. Returns and raises as `combine`."""
+        """Makes the second half of `combine`: sums the received rows. Returns and raises as `combine`."""
         self.ctx.require_usable()
         under_way = self.under_way
         if pending is not under_way.returned or pending is None:
@@ -541,7 +542,7 @@ class EPAll2AllLayer:
                 return pending.receive(stream, out)
             rows, weights = pending.recorded
             return recorder.combine(self, lambda: pending.receive(stream), rows, weights, pending.desc)
-        except ArgumentError:  # the caller's error: the call had no effect
+        except ArgumentError:  # the caller's mistake, so the call had no effect
             under_way.returned, under_way.end_combine = pending, end
             raise
 
@@ -593,15 +594,15 @@ class EPAll2AllLayer:
     # -- checking ---
 
     def check(self) -> None:
-        """Raises the errors of the dispatches that ended since the last check: the same errors on all ranks that have
-        waited for these dispatches.
+        """Raises the errors of the dispatches that ended since the last check. All ranks that have waited for these
+        dispatches raise the same errors.
 
         With max_recv_tokens only this call raises these errors, because `dispatch` does not wait.
 
         Raises:
             CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
                 it has room for, because tokens chose it twice. Rows that did not fit were dropped, and count as zero in
-                `combine`. `needed` is the most rows of a rank, or of an expert.
+                `combine`. The error's `needed` is the most rows that a rank, or an expert, received.
             ArgumentError: an expert id was out of range, and its slot was dropped; or full_scatter_indices were not a
                 permutation, or covered fewer tokens than the ranks have. Only ranks whose rows are affected raise the
                 error about full_scatter_indices.

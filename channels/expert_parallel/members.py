@@ -152,7 +152,7 @@ class Nodes:
 
     @property
     def rails(self) -> list[int]:
-        """For each node, the rank that has this rank's number within its node."""
+        """For each node, the rank whose number within that node equals this rank's number within its own node."""
         return [of_node[self.local_rank] for of_node in self.members]
 
     def copied(self, group: Group) -> bool:
@@ -162,7 +162,8 @@ class Nodes:
         return not group.topology.has_remote_pairs() or group.topology.stages_remote_pairs()
 
     def counterpart(self, node: int) -> int:
-        """The rank of one of the configuration's nodes that has this rank's number within its node."""
+        """Returns the rank of one of the configuration's nodes whose number within that node equals this rank's number
+        within its own node."""
         members = self.topology.node_members()
         if len(members) == self.config.num_nodes:
             return members[node][self.topology.local_rank]

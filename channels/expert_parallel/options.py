@@ -29,7 +29,7 @@ from proxyccl.device.errors import ArgumentError
 FLOAT8 = "float8_e4m3fn"
 MOST_BUFFERS = 64
 """The most output buffers of a layer."""
-_SCALES_ALIGNMENT = 16  # bytes; a row's scales begin at a multiple of this number
+_SCALES_ALIGNMENT = 16  # in bytes; a row's scales begin at a multiple of this
 _LAYOUTS = ("expert", "rank", "padded")
 _FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
@@ -206,7 +206,7 @@ class LayerOptions:
 
     @cached_property
     def all_experts(self) -> int:
-        """Number of experts, including those of lost ranks."""
+        """The number of experts, including those of lost ranks."""
         return self.config.num_experts_per_rank * self.all_ranks
 
     @cached_property
@@ -220,7 +220,7 @@ class LayerOptions:
 
     @cached_property
     def padded_rows(self) -> int:
-        """Rows that each expert has room for, if rows are padded; else 0."""
+        """If rows are padded, the number of rows that each expert has room for; else 0."""
         return self.all_ranks * self.most_of_call if self.layout == "padded" else 0
 
     @cached_property

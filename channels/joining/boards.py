@@ -28,7 +28,7 @@ class BoardBootstrap:
     Attributes:
         where: the board in words; "" to omit it in errors.
         is_shared: whether each rank can get any message; otherwise a rank gets only messages addressed to it.
-        longest_pause: most seconds between two polls of a waiting rank.
+        longest_pause: the longest time between two polls of a waiting rank, in seconds.
     """
 
     where = ""
@@ -42,11 +42,12 @@ class BoardBootstrap:
         self._lock = threading.Lock()
 
     def _put(self, number: int, of: str, data: bytes, readers: Sequence[int]) -> None:
-        """Leaves a message of this rank. Does not wait for readers."""
+        """Leaves a message of this rank, without waiting for readers."""
         raise NotImplementedError
 
     def _get(self, number: int, names: Sequence[str]) -> dict[str, bytes]:
-        """Returns messages of a round that have arrived; may return no messages while one is missing."""
+        """Returns those of the named messages of a round that have arrived; may return none of them while one is
+        missing."""
         raise NotImplementedError
 
     def _remove(self, number: int, of: str) -> None:
@@ -54,7 +55,8 @@ class BoardBootstrap:
         raise NotImplementedError
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. Also raises the board's errors, and ExchangeError for an invalid bundle."""
+        """See `Bootstrap.all_gather`. In addition, raises the board's errors, and ExchangeError for an invalid
+        bundle."""
         deadline = time.monotonic() + timeout
         with self._lock:
             number, self._round = self._round, self._round + 1
@@ -99,7 +101,7 @@ class BoardBootstrap:
                 self._remove(number, BUNDLE)
 
     def close(self) -> None:
-        """Frees nothing: the board stays."""
+        """Frees nothing, because the board outlives the bootstrap."""
 
 
 def bundle(messages: Sequence[bytes]) -> bytes:

@@ -1,6 +1,6 @@
 """Bootstraps: all-gathers of a few bytes, with which ranks find each other and set up the fast paths.
 
-The protocol is small on purpose, so that any launcher can offer it. Every call is bounded.
+The protocol is small on purpose, so that any launcher can offer it. Every call has a time-out.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _abandoned: list[tuple[Any, object]] = []
 
 
 class Bootstrap(Protocol):
-    """Joins `world_size` ranks. All of them make the same calls in the same order.
+    """Joins `world_size` ranks. All ranks make the same calls in the same order.
 
     A bootstrap that can also join some of its ranks has `subset(members, key)`, which only these members call. It
     returns the bootstrap of the members, numbered by their places in the list. `key` is a number that no other subset
-    has. After a time-out the members may make the same subset again. Before that, a rank that did arrive takes back its
-    messages by the old subset's `withdraw()`, if that method exists, so that late ranks wait for new messages.
-    Splitting a communicator across hosts needs `subset`. Shrinking one also needs `board()`, which returns a
-    `survivors.Board` that outlives each of the ranks.
+    has. After a time-out the members may make the same subset again. Before that, each rank that had arrived takes back
+    its messages by calling `withdraw()` of the old subset, if that method exists, so that late ranks wait for new
+    messages. Splitting a communicator of several hosts needs `subset`. Shrinking such a communicator also needs
+    `board()`, which returns a `survivors.Board` that outlives each of the ranks.
     """
 
     @property
@@ -88,7 +88,7 @@ def require_mpi(comm: Any) -> None:
 
 
 class MpiBootstrap:
-    """Ranks of an MPI communicator, by default all of them.
+    """Ranks of an MPI communicator, by default of `MPI.COMM_WORLD`.
 
     It uses a duplicate of the communicator, so its messages never mix with the program's messages. The first
     `all_gather` makes the duplicate, within that call's time-out.
@@ -98,7 +98,7 @@ class MpiBootstrap:
         from mpi4py import MPI
 
         require_mpi(comm)
-        if hasattr(MPI, "_set_abort_status"):  # a function for mpi4py's runner
+        if hasattr(MPI, "_set_abort_status"):  # mpi4py has the function that its runner uses
             watch_mpi(MPI)
         parent = MPI.COMM_WORLD if comm is None else comm
         self._mpi = MPI
@@ -114,7 +114,8 @@ class MpiBootstrap:
 
         Raises:
             PeerLostError: MPI reports that a rank died.
-            ExchangeError: an earlier call was abandoned. MPI would match this call with the other ranks' earlier call.
+            ExchangeError: an earlier call was abandoned, so MPI would match this call with the other ranks' earlier
+                call.
         """
         if self._out_of_step:
             raise ExchangeError(
@@ -161,7 +162,8 @@ class MpiBootstrap:
         )
 
     def subset(self, members: Sequence[int], key: int) -> MpiSubset:
-        """Returns the bootstrap of some ranks. See `Bootstrap`. An `all_gather` must come first."""
+        """Returns the bootstrap of some ranks (see `Bootstrap`). Before the subset exchanges messages, this bootstrap
+        must have done an `all_gather`, because the first one makes the MPI communicator that carries them."""
         return MpiSubset(self._post, members, key)
 
     def close(self) -> None:
@@ -172,7 +174,7 @@ class MpiBootstrap:
 
 
 class _MpiPost:
-    """Messages between single ranks of an `MpiBootstrap`, each for one round of one subset."""
+    """Sends messages between two ranks of an `MpiBootstrap`. Each message belongs to one round of one subset."""
 
     HEADER = struct.Struct("<QQ")
     _TAG = 1
@@ -182,7 +184,7 @@ class _MpiPost:
     def __init__(self, bootstrap: MpiBootstrap) -> None:
         self._bootstrap = bootstrap
         self._lock = threading.Lock()
-        self._came: dict[tuple[int, int, int], bytes] = {}  # messages that came early, by sender, key and round
+        self._came: dict[tuple[int, int, int], bytes] = {}  # not taken yet; by sender, key and round
         self._sent: list[Any] = []
 
     @property
@@ -214,8 +216,8 @@ class _MpiPost:
 
 
 class MpiSubset(BoardBootstrap):
-    """Some ranks of an `MpiBootstrap`. They exchange messages, because making an MPI communicator would need all
-    ranks.
+    """Some ranks of an `MpiBootstrap`. They send each other messages, because making an MPI communicator for them would
+    need all ranks.
     """
 
     where, is_shared = "MPI", False
@@ -234,7 +236,7 @@ class MpiSubset(BoardBootstrap):
         return {name: data for name, data in taken.items() if data is not None}
 
     def _remove(self, number: int, of: str) -> None:
-        """Does nothing, because a reader takes its message."""
+        """Does nothing: a message is gone when its reader has taken it."""
 
     def withdraw(self) -> None:
         for peer in self._others:
@@ -242,7 +244,7 @@ class MpiSubset(BoardBootstrap):
 
 
 class ThreadBootstrap(BoardBootstrap):
-    """Ranks that are threads of one process; make them all with `ThreadBootstrap.create(world_size)`."""
+    """Ranks that are threads of one process. `ThreadBootstrap.create(world_size)` makes the bootstraps of all ranks."""
 
     def __init__(self, messages: dict[tuple[int, str], bytes], rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
@@ -281,7 +283,7 @@ _SIZES = {
 
 
 def _traces_of_others() -> str:
-    """Describes the launcher that started this process and others that may be ranks; empty if there is none."""
+    """Describes the launcher that started this process and others that may be ranks; "" if no launcher did."""
     for launcher, name in _SIZES.items():
         size = os.environ.get(name, "")
         if size.isdecimal() and int(size) > 1:
@@ -304,7 +306,7 @@ def _warn_of_one_rank(others: str) -> None:
 
 
 def library_of_group(value: Any) -> str | None:
-    """The library of a caller's group of ranks, "torch" or "mpi4py"; None for any other object.
+    """Returns the library of a caller's group of ranks, "torch" or "mpi4py"; None for any other object.
 
     It checks all base classes, because before torch 2.15 each backend in Python is a process group with its own class.
     """
@@ -318,7 +320,7 @@ def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
     The argument is a `Bootstrap`, an MPI communicator, a torch process group, or None for MPI's world.
 
     Returns:
-        The bootstrap, and whether it was made here, so that its user must close it.
+        The bootstrap, and whether this function made it, so that the caller must close it.
     """
     if value is None:
         bootstrap = MpiBootstrap()

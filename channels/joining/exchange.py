@@ -1,7 +1,7 @@
 """Exchanges: all-gathers of values, over the bootstrap, or over mailboxes if all ranks share a host.
 
-Exchanges only set things up; no collective and no transfer waits for an exchange. Each message names its purpose, so
-ranks whose programs differ notice at once. A received message is checked before use.
+Exchanges only set things up; no collective and no transfer waits for an exchange. Each message names its purpose, so if
+ranks' programs differ, the first exchange that differs raises an error. A received message is checked before use.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ _FAILED = b"\0failed\0"
 _LONGEST_REASON = 2000
 _TELLING_SECONDS = 10.0
 _TELLING_OPEN_SECONDS = 1.0
-"""Seconds to wait in `telling` once the group is open, because a failure then also reaches all ranks by other ways."""
+"""The longest that `telling` waits once the group is open, in seconds. It is short because a failure then also reaches
+all ranks by other paths."""
 _LOOK_SECONDS = 0.02
-"""A waiting rank checks this often whether another has left: a check costs as much as a letter to each rank."""
+"""Seconds between a waiting rank's checks whether another rank has left. They are not more frequent, because a check
+costs as much as a letter to each rank."""
 _RAN_OUT = (ResourceError, OSError, MemoryError)
 
 
@@ -50,7 +52,7 @@ class Exchange:
 
     Args:
         bootstrap: carries the exchanges.
-        timeout: bound of each exchange, in seconds.
+        timeout: the longest that an exchange may take, in seconds.
         give_up: called while waiting until the group is open; it raises to end the wait early.
 
     Attributes:
@@ -75,16 +77,17 @@ class Exchange:
         self._bootstrap = bootstrap
 
     def guard(self, failure: FailureState, watcher: Watcher) -> None:
-        """From now on a failure of any rank ends an exchange, a failed exchange ends the group, and so does a peer that
-        has closed the communicator.
+        """From now on, a rank's failure ends the exchange in progress, and the group ends if an exchange fails or is
+        still waited for by this rank when a peer has closed the communicator.
         """
         self._guard = failure, watcher
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """A context for this rank's work between exchanges: if the work fails, the peers' next exchange ends with the
-        reason. An exchange's own failure is not sent, because all ranks know it. Once the group is open, only an error
-        about exhausted resources is sent, and the group continues only if all ranks send such an error.
+        """Returns a context for this rank's work between exchanges: if the work fails, the peers' next exchange fails
+        with the reason. If an exchange itself failed, nothing is sent, because all ranks know of that. Once the group
+        is open, only an error about exhausted resources is sent, and the group continues only if all ranks send such an
+        error.
 
         Raises:
             ResourceError: there are too few descriptors.
@@ -107,14 +110,14 @@ class Exchange:
         self._ended = True
 
     def _tell(self, error: Exception) -> None:
-        # The group's end has already told the peers of the failure.
+        # If the group has ended, its end has already told the peers of the failure.
         if self._ended or (self._guard is not None and self._guard[0].inherited):
             return
         reason = f"{type(error).__name__}: {error}"
         longest = _TELLING_SECONDS if self._guard is None else _TELLING_OPEN_SECONDS
         everyone: list[bytes] = []
         self.made += 1
-        with contextlib.suppress(ProxyCCLError, OSError):  # a peer that misses the message notices the absence
+        with contextlib.suppress(ProxyCCLError, OSError):  # peers that don't get this notice the absence
             message = _FAILED + reason.encode()[:_LONGEST_REASON]
             everyone = self._bootstrap.all_gather(message, min(self.timeout, longest), self._give_up_wait)
         in_step = bool(everyone) and all(theirs.startswith(_FAILED) for theirs in everyone)
@@ -158,7 +161,7 @@ class Exchange:
 
     def all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
         """Returns every rank's bytes. Raises as `all_gather`, ConcurrentCallError if another thread is in an exchange,
-        and ClosedError in a fork's child.
+        and ClosedError in a forked child process.
         """
         if self._guard is not None:
             self._guard[0].require_own_process()
@@ -172,7 +175,7 @@ class Exchange:
                     self._require_purpose(everyone, purpose, tag)
             except CommunicatorError as error:
                 raise_in_place_of(error, self._file(error))
-            except BaseException as error:  # raised by a signal handler: this rank is then out of step with the others
+            except BaseException as error:  # a signal handler's; this rank is now out of step
                 if self._guard is not None:
                     self._guard[0].abort(f"{purpose} was interrupted by {type(error).__name__}")
                 raise
@@ -202,7 +205,8 @@ class Exchange:
             raise self._mismatch(peer, purpose, None)
 
     def _mismatch(self, peer: int, purpose: str, there: str | None) -> CommunicatorError:
-        """Returns the error for a peer that is in another exchange, or, with None, has closed the communicator."""
+        """Returns the error for a peer that is in the exchange `there`, or, if `there` is None, has closed the
+        communicator."""
 
         def cause(this_rank: str, here: str) -> str:
             if there is None:

@@ -1,4 +1,4 @@
-"""Ranks that meet through a directory that all of them see, without a launcher or a server."""
+"""A bootstrap of ranks that see a common directory; it needs neither a launcher nor a server."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class FileBootstrap(BoardBootstrap):
             )
 
     def subset(self, members: Sequence[int], key: int) -> FileBootstrap:
-        """The bootstrap of some ranks. See `Bootstrap`."""
+        """Returns the bootstrap of some ranks. See `Bootstrap`."""
         place = self._directory.path / f"subset-{key:x}"
         return FileBootstrap(place, list(members).index(self.rank), len(members))
 
     def withdraw(self) -> None:
-        """See `Bootstrap`. After that, another object of this rank may use the directory."""
+        """See `Bootstrap`. Afterwards another `FileBootstrap` of this rank may use the directory."""
         super().withdraw()
         self._directory.remove(f"rank-{self.rank}")
 
@@ -100,7 +100,7 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 class _Directory:
-    """A directory that only this user can access, held open: nobody can replace it.
+    """A directory that only this user can access. It is held open, so that nobody can replace it.
 
     It holds a spare descriptor, which it closes while a file is open. So a rank that has run out of descriptors can
     still report that to its peers.
@@ -137,7 +137,7 @@ class _Directory:
         return None
 
     def write_once(self, name: str, data: bytes) -> bool:
-        """Makes a file atomically with all of its contents, on network file systems too. Returns False if the file
+        """Makes a file atomically with all of its contents, also on network file systems. Returns False if the file
         exists.
 
         Raises ResourceError.
@@ -165,13 +165,13 @@ class _Directory:
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
-        """A context in which one file may be open."""
+        """Returns a context in which this thread may open one file."""
         with self._lock:
             if len(self._held) > 1:
                 os.close(self._held.pop())
             try:
                 yield
             finally:
-                # Another thread has taken the spare descriptor; a later call may reserve one again.
+                # This fails if another thread has taken the descriptor; a later call may reserve one again.
                 with contextlib.suppress(OSError):
                     self._held.append(os.dup(self._descriptor))

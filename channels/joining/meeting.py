@@ -61,7 +61,7 @@ _PART = Codec[tuple[list[int], str]](tuple[list[int], str], 1 << 20, name="split
 
 
 class Options(Struct, frozen=True):
-    """The choices of a rank's caller, with which the rank may also join further ranks. See `Communicator`."""
+    """The options that a rank's caller chose (see `Communicator`), which the rank keeps if the group grows."""
 
     proxy: ProxyOptions
     transports: TransportOptions
@@ -78,15 +78,15 @@ class Meeting(Struct, frozen=True):
         exchange: exchanges between all ranks.
         control: this rank's control segment.
         segments: the mapped segments of the host's other ranks.
-        processes: by rank, those ranks' processes, except this process; empty for a part of a group.
+        processes: by rank, the processes of the host's other ranks, except this process; empty for a part of a group.
         topology: the placement of the ranks.
         job: the group's name, the same on all ranks.
         place: where this rank's proxy runs.
         options: the caller's options.
         bootstrap: the bootstrap over which the ranks met.
         owns_bootstrap: whether the bootstrap is closed with the group.
-        ways: by rank of the host, the kind of socket over which that rank and this rank pass descriptors of memory.
-            Only for ranks whose descriptors this rank can't open in /proc.
+        ways: by rank, the kind of socket over which that rank and this rank pass descriptors of memory. It has only
+            ranks of this host whose descriptors this rank can't open in /proc.
         crosses_namespaces: whether `ways` has ranks, or this rank's daemon is in another PID namespace.
         members: for a group made from another group, its ranks' numbers in that group.
     """
@@ -116,11 +116,11 @@ def meet(
     timeout: float,
     device: int | None = None,
 ) -> Meeting:
-    """Lets the ranks of a bootstrap meet; all of them call this together. Arguments and errors as for `Communicator`.
-    With `owns_bootstrap`, the bootstrap is closed if the meeting fails.
+    """Makes the ranks of a bootstrap a group; all of these ranks call this together. Arguments and errors as for
+    `Communicator`. With `owns_bootstrap`, the bootstrap is closed if the meeting fails.
     """
     exchange = Exchange(bootstrap, timeout)
-    # Other ranks learn of a failure before this rank undoes its part.
+    # If this rank fails, the other ranks learn of it before this rank undoes its part.
     with contextlib.ExitStack() as undo, exchange.telling():
         if owns_bootstrap:
             undo.callback(bootstrap.close)
@@ -187,7 +187,8 @@ def _processes(topology: Topology, segments: Mapping[int, ControlSegment]) -> di
 
 
 def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:
-    """Lets the ranks of a bootstrap meet; this rank brings its group's runtime and options. See `meet`."""
+    """Makes the ranks of a bootstrap a group, to which this rank brings its old group's runtime and options. See
+    `meet`."""
     topology = whole.topology
     transport, of_node = topology.forced_for_all or topology.forced, topology.ranks[topology.rank].local_world_size
     options = replace(whole.options, transport=transport, local_world_size=of_node)
@@ -210,12 +211,13 @@ def meet_apart(
         whole: the meeting of all ranks.
         topology: the topology of all ranks.
         members: the ranks, including this one; the same list on all members.
-        meetings: by list of members, how often these ranks have met without `own`; this call counts one more meeting.
-        timeout: bound of every wait of the new group, in seconds.
+        meetings: by list of members, how often these ranks have met without `own`; this call adds its own meeting.
+        timeout: the longest that each wait of the new group may take, in seconds.
         give_up: called while waiting; it raises to end the wait early.
         mapping_of: a context for mapping a rank's memory, which raises the cause of a failure (`Group.mapping_of`).
         own: a bootstrap of the members, in their order, which distinguishes this meeting from others of the same ranks;
-            the caller keeps it. With None, the ranks and the count of their earlier meetings identify the meeting.
+            the caller keeps the bootstrap. With None, the ranks and the count of their earlier meetings identify the
+            meeting.
 
     Raises:
         WaitTimeoutError: not all members arrived within the time.
@@ -239,7 +241,7 @@ def meet_apart(
         exchange = Exchange(bootstrap, timeout, give_up)
         telling, explaining = exchange.telling(), contextlib.nullcontext
     counting = _counted(meetings, ranks, bootstrap) if own is None else contextlib.nullcontext()
-    # Other members learn of a failure before this rank undoes its part.
+    # If this rank fails, the other members learn of it before this rank undoes its part.
     with contextlib.ExitStack() as undo, telling, counting:
         control = create_segment(whole.runtime, part.rank, timeout, len(members))
         undo.callback(control.close)
@@ -295,7 +297,7 @@ def meet_apart(
 
 @contextlib.contextmanager
 def _naming_as_in_whole(members: Sequence[int], give_up: Callable[[], None]) -> Iterator[None]:
-    """A context for an exchange of a part: the exchange's errors name ranks by their numbers in the whole group."""
+    """Returns a context for an exchange of a part, in which errors name ranks by their numbers in the whole group."""
     try:
         yield
     except CommunicatorError as error:
@@ -305,11 +307,12 @@ def _naming_as_in_whole(members: Sequence[int], give_up: Callable[[], None]) -> 
 
 @contextlib.contextmanager
 def _counted(meetings: Counter[tuple[int, ...]], ranks: tuple[int, ...], bootstrap: Bootstrap | None) -> Iterator[None]:
-    """A context for a meeting of some ranks. The meeting counts if all of them have met, or learn that a rank can't
-    take part. After a time-out it does not count, so late ranks can join the next attempt, which has the same number.
+    """Returns a context for a meeting of some ranks, which counts the meeting if all of them have met, or learn that a
+    rank can't take part. After a time-out the meeting is not counted, so late ranks can join the next attempt, which
+    has the same number.
 
     Args:
-        meetings, ranks: the counter and the meeting's place in it.
+        meetings, ranks: the counter, and the ranks that meet, which are its key.
         bootstrap: the bootstrap over which the ranks meet; None on one host.
     """
     try:
@@ -335,9 +338,8 @@ def meet_survivors(
         topology: the topology of all ranks.
         excluded: ranks to leave out, whether or not they remain; the same on all callers.
         has_ended: whether a rank can no longer take part.
-        timeout: bound of each wait for the others, after which they continue without a rank, and of the new group's
-        waits;
-            in seconds.
+        timeout: the longest wait for another rank, after which the others continue without it, and the longest wait of
+            the new group; in seconds.
 
     Raises:
         ExcludedError: the others continue without this rank.
@@ -363,9 +365,9 @@ def meet_survivors(
                         segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
                         undo.callback(segments[peer].close)
                 joined = True
-            except ResourceError:  # this rank's own error: the others continue without this rank
+            except ResourceError:  # this rank itself failed, so the others continue without it
                 raise
-            except ProxyCCLError:  # a member has ended meanwhile
+            except ProxyCCLError:  # a member has ended since all joined
                 joined = False
             if not survivors.all_joined(assembly, joined=joined):
                 continue
@@ -433,7 +435,8 @@ class _Refusals:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """A context for this rank's part: if it fails, the other members get the reason, unless they know it already.
+        """Returns a context for this rank's part of the split: if it fails, the other members get the reason, unless
+        they know it already.
 
         Raises:
             ResourceError: there are too few descriptors.
@@ -448,7 +451,7 @@ class _Refusals:
             raise
 
     def check(self) -> None:
-        """Raises AbortedError if a member can't take part, and what `give_up` raises."""
+        """Raises what `give_up` raises, and AbortedError if a member can't take part."""
         self._give_up()
         for member in self._others:
             reason = self._whole.segments[member].rendezvous.find(self._key)
@@ -461,7 +464,8 @@ class _Refusals:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """A context for mapping a member's segment, which is gone if that member can't take part."""
+        """Returns a context for mapping a member's segment. If the segment is gone because the member can't take part,
+        raises the reason."""
         try:
             yield
         except ArgumentError:
@@ -472,7 +476,7 @@ class _Refusals:
 def _find_handles(
     whole: Meeting, members: Sequence[int], key: int, timeout: float, give_up: Callable[[], None]
 ) -> dict[int, bytes]:
-    """Returns, by number among the members, the segment that each other member offers under the key."""
+    """Returns, by number among the members, the handle of the segment that each other member offers under the key."""
     own = whole.exchange.rank
     missing = {peer: number for number, peer in enumerate(members) if peer != own}
     handles: dict[int, bytes] = {}

@@ -20,7 +20,7 @@ class OneCaller:
 
     @contextlib.contextmanager
     def only(self, call: str, about: Hashable = None) -> Iterator[None]:
-        """A context for a call.
+        """Returns a context in which the call runs.
 
         Args:
             call: the call's name.

@@ -1,5 +1,5 @@
-"""The places where the proxies of a communicator's ranks run, and the proxies' rings and threads. The ranks of a host
-decide on the places together.
+"""Where the proxies of a communicator's ranks run, and with which rings and threads. The ranks of a host decide
+together where their proxies run.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ProxyPlace(Struct, frozen=True):
     """Where a rank's proxy runs.
 
     Attributes:
-        where: in the rank's process, in the job's own daemon, or in the node daemon.
+        where: "thread" (in the rank's process), "process" (in the job's own daemon), or "daemon" (in the node daemon).
         job_daemon: name of the job's own daemon; empty if no rank of the host uses it.
-        chosen: whether the caller or the environment named the place.
+        chosen: whether the caller or the environment named the place; otherwise it is the default.
     """
 
     where: Where
@@ -65,7 +65,7 @@ class ProxyOptions(Struct, frozen=True):
         return isinstance(self.fifos, str) and self.fifos == "peer"
 
     def rings(self, world_size: int) -> dict[str, Any]:
-        """Returns the rings and threads of the proxy of a communicator of this size."""
+        """Returns the options that set the rings and threads of the proxy of a communicator of this size."""
         fifos = min(MAX_RINGS, max(self.threads, world_size)) if self._by_peer else self.fifos
         return {
             "fifos": fifos,
@@ -121,7 +121,7 @@ def default_place(runtime: str) -> Where:
     """
     if runtime == "host":
         return "thread"
-    # Imported here, because the import takes longer than this function.
+    # Imported only if it is needed, because the import takes longer than the rest of this function.
     from proxyccl.proxy.daemon.connection import daemon_process
     from proxyccl.proxy.daemon.protocol import socket_path
 
@@ -150,7 +150,7 @@ def choose_place(where: Where | None, runtime: str, host: str, exchange: Exchang
     Args:
         where: the result of `requested_place`.
         runtime: the name of the rank's runtime.
-        host: the name of its host that the ranks agree on.
+        host: the name that the ranks agree on for this rank's host.
         exchange: the exchange between all ranks.
     """
     from proxyccl.proxy.daemon.job import new_name

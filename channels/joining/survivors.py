@@ -1,8 +1,10 @@
-"""Survivors: how the remaining ranks of a group agree on their list, though any of them may end meanwhile.
+"""Survivors: how the remaining ranks of a group agree on which ranks remain, although any of them may end while they do
+so.
 
-They can't use exchanges, which need every rank. They leave notes on a board that outlives them, and settle questions on
-the board: the first answer to a question stands for all ranks. So all ranks that get an answer get the same answer, and
-all these ranks agree on whether a rank is a survivor. tests/models/protocols/survivors.pml is the model.
+The remaining ranks can't use exchanges, which need every rank. They leave notes on a board that outlives them, and
+settle questions on the board: the first answer to a question stands for all ranks. So all ranks that get an answer get
+the same answer, and all these ranks agree on whether a rank is a survivor. tests/models/protocols/survivors.pml is the
+model.
 
 In each attempt a rank posts that it has arrived, and waits until each other rank has arrived, has ended, or is late.
 The first rank that has finished waiting decides the members. Each member maps the others' segments, posts that it has
@@ -33,14 +35,14 @@ class Board(Protocol):
     """A place where ranks leave numbered notes and settle numbered questions. The board outlives each of the ranks."""
 
     def post(self, number: int, note: bytes) -> None:
-        """Leaves a permanent note of this rank, of at most 244 bytes."""
+        """Leaves a permanent note by this rank, of at most 244 bytes."""
 
     def read(self, rank: int, number: int) -> bytes | None:
         """Returns a rank's note; None if it does not exist yet."""
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """Answers a question, in at most 244 bytes, unless the question is answered already. Returns the first answer,
-        which all ranks get.
+        """Answers a question, in at most 244 bytes, unless the question already has an answer. Returns the answer that
+        stands, the first one, which all ranks get.
         """
 
     def settled(self, number: int) -> bytes | None:
@@ -99,7 +101,8 @@ class SegmentBoard:
         return self._rendezvous[rank].find(key_of("survivors", "note", number))
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """See `Board`. The ranks decide whose answer counts; each rank's answer is in its own segment."""
+        """See `Board`. Each rank's answer is in its own segment, and a word in rank 0's segment names the rank whose
+        answer stands."""
         self._own.invite(key_of("survivors", "answer", number), answer)
         return self._answer(self._first.decide(number, self._rank + 1), number)
 
@@ -152,8 +155,8 @@ class Survivors:
         rank: this rank.
         world_size: the group's number of ranks.
         excluded: ranks that must not be members; the same on all participants.
-        has_ended: whether a rank can no longer take part. Once true, it stays true.
-        timeout: bound of each wait for the others, in seconds. Ranks that arrive later are excluded.
+        has_ended: returns whether a rank can no longer take part, and once that is true, always True.
+        timeout: the longest wait for the other ranks, in seconds. Ranks that arrive later are excluded.
     """
 
     def __init__(
@@ -241,7 +244,7 @@ class Survivors:
 
 
 def _encode(ranks: Collection[int]) -> bytes:
-    """Encodes a set of ranks, a bit for each rank."""
+    """Encodes a set of ranks, with one bit per rank."""
     bits = sum(1 << rank for rank in ranks)
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 

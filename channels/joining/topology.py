@@ -1,4 +1,5 @@
-"""Placement: which ranks share a host, which count as one node, and how a rank reaches another rank's memory."""
+"""The placement of ranks: which ranks share a host, which of them count as one node, and how a rank reaches another
+rank's memory."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ _REHEARSING = [
 ]
 
 TransportChoice = str | Mapping[tuple[int, int], str] | None
-"""A transport for all pairs of ranks, or for some pairs. None, and pairs that are not named, leave the choice to the
-library.
+"""A transport for all pairs of ranks, or for some pairs. With None, and for pairs that are not named, the library
+chooses.
 """
 
 
@@ -43,11 +44,11 @@ class RankInfo(Message, frozen=True):
         view: the `proc_view` of the rank's process, in which `pid` is the process's number.
         token: the token of the rank's process (`proxyccl.device.process.forks.Process`), in hexadecimal.
         cores: the cores that the rank may run on (`encode_cores`).
-        missing: by remote transport, the missing requirements, in words; empty if nothing is missing.
+        missing: by remote transport, the requirements that the rank lacks, in words; "" if it lacks none.
         transport: the transports that the rank's caller chose, in canonical form (`encode_choice`).
         local_world_size: the number of consecutive ranks that the rank's caller counts as a node; None for real hosts.
         unsupported: by remote transport, the reason why the rank's network device can't register its device's memory;
-            empty if registration works or was not tested.
+            without an entry if registration works or was not tested.
         daemon_missing: the reason why the rank can't use the node daemon; empty if the rank can, or did not ask for the
             daemon.
     """
@@ -92,7 +93,7 @@ class RankInfo(Message, frozen=True):
 
     @property
     def abilities(self) -> tuple[tuple[bool, bool], ...]:
-        """Returns, by transport, whether requirements are missing, and whether the device's memory can't be
+        """For each transport, whether the rank lacks a requirement, and whether its device's memory can't be
         registered.
         """
         return tuple((bool(self.missing_for(name)), bool(self.unsupported.get(name))) for name in TRANSPORTS)
@@ -112,7 +113,7 @@ class Topology(Struct, frozen=True, dict=True):
             ``PROXYCCL_LOCAL_WORLD_SIZE`` rehearses several nodes on one machine.
         accessible: for each rank, whether this rank's kernels can access that rank's memory: both ranks are on one
             node, and their devices are peers.
-        forced: transports that the caller chose for pairs of ranks, the lower rank first.
+        forced: by pair of ranks (the lower rank first), the transport that the caller chose.
         forced_for_all: the transport that the caller chose for all pairs; empty without such a choice.
     """
 
@@ -228,12 +229,12 @@ class Topology(Struct, frozen=True, dict=True):
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether the ranks are on several hosts; the same on all of them."""
+        """Whether the ranks are on several hosts; all ranks get the same answer."""
         return len({info.host for info in self.ranks}) > 1
 
     def may_touch(self, first: int, second: int) -> bool:
-        """Whether kernels of a rank may access another rank's memory: both are on one node and their devices are peers,
-        which a rank knows only about its own pairs.
+        """Whether kernels of one rank may access the other rank's memory: both are on one node and their devices are
+        peers. Whether devices are peers is only known for pairs that include this rank.
         """
         if first == self.rank:
             return self.accessible[second]
@@ -250,10 +251,10 @@ class Topology(Struct, frozen=True, dict=True):
     def transport(self, first: int, second: int) -> str:
         """Returns the transport between two ranks: copies within a node; between nodes the first remote transport of
         the table whose devices can register both ranks' memory. Nodes that are rehearsed on one host without RDMA
-        devices use copies too.
+        devices also use copies.
 
         Raises:
-            RuntimeUnavailableError: no transport connects the two.
+            RuntimeUnavailableError: no transport connects the two ranks.
         """
         pair = (self.ranks[first], self.ranks[second])
         same_host = pair[0].host == pair[1].host
@@ -279,30 +280,28 @@ class Topology(Struct, frozen=True, dict=True):
         )
 
     def transports(self) -> dict[int, str]:
-        """The transport to every other rank. Raises RuntimeUnavailableError if a rank can't be reached."""
+        """Returns the transport to every other rank. Raises RuntimeUnavailableError if a rank can't be reached."""
         return {peer: self.transport(self.rank, peer) for peer in range(self.world_size) if peer != self.rank}
 
     def has_remote_pairs(self) -> bool:
-        """Whether any two ranks need a remote transport; the same on all ranks. Raises on all ranks if a rank lacks a
-        remote transport.
+        """Returns whether any two ranks need a remote transport, the same on all ranks. Raises RuntimeUnavailableError
+        on all ranks if a rank lacks a remote transport.
         """
         return any(TRANSPORTS[transport].is_remote for transport in self.all_transports)
 
     def stages_remote_pairs(self) -> bool:
-        """Whether there are remote pairs, and all of them stage their data; the same on all ranks."""
+        """Returns whether there are remote pairs and all remote pairs stage their data, the same on all ranks."""
         remote = [functions for name in self.all_transports if (functions := TRANSPORTS[name].remote) is not None]
         return bool(remote) and all(functions.stages for functions in remote)
 
     @functools.cached_property
     def all_transports(self) -> frozenset[str]:
-        """Returns the transports that pairs of ranks use. Raises RuntimeUnavailableError, on all ranks, if a pair has
-        none.
-        """
+        """The transports that pairs of ranks use. Raises RuntimeUnavailableError, on all ranks, if a pair has none."""
         return frozenset(self.transport(a, b) for a, b in self._pairs_of_each_kind())
 
     def _pairs_of_each_kind(self) -> Iterator[tuple[int, int]]:
         """Yields pairs of ranks that together use every transport that any pair uses. If the caller chose transports
-        for some pairs, these are all pairs. Otherwise few pairs suffice, because a pair's transport depends only on the
+        for some pairs, yields all pairs. Otherwise few pairs suffice, because a pair's transport depends only on the
         two ranks' hosts, nodes and abilities.
         """
         if self.forced:
@@ -310,14 +309,14 @@ class Topology(Struct, frozen=True, dict=True):
             return
         first_of_node: dict[int, int] = {}
         beside: tuple[int, int] | None = None
-        on_host: dict[str, dict[object, dict[int, int]]] = {}  # the first rank, by host, abilities and node
+        on_host: dict[str, dict[object, dict[int, int]]] = {}  # by host, abilities and node: the first rank
         for rank, (info, node) in enumerate(zip(self.ranks, self.nodes, strict=True)):
             first = first_of_node.setdefault(node, rank)
             beside = (rank, first) if beside is None and rank != first else beside
             _keep_two(on_host.setdefault(info.host, {}).setdefault(info.abilities, {}), node, rank)
         if beside is not None:
             yield beside
-        on_hosts: dict[object, dict[str, dict[int, int]]] = {}  # the first rank, by abilities, host and node
+        on_hosts: dict[object, dict[str, dict[int, int]]] = {}  # by abilities, host and node: the first rank
         for host, by_abilities in on_host.items():
             yield from _pairs_of(by_abilities.values())
             for abilities, ranks in by_abilities.items():
@@ -325,7 +324,7 @@ class Topology(Struct, frozen=True, dict=True):
         yield from _pairs_of(ranks for by_host in on_hosts.values() for ranks in by_host.values())
 
     def with_unsupported_reasons(self, unsupported: Sequence[Mapping[str, str]]) -> Topology:
-        """Returns a copy of this topology with every rank's `RankInfo.unsupported`."""
+        """Returns a copy of this topology in which every rank's `RankInfo.unsupported` is filled in."""
         ranks = tuple(
             replace(info, unsupported=dict(reasons)) for info, reasons in zip(self.ranks, unsupported, strict=True)
         )
@@ -354,20 +353,21 @@ V = TypeVar("V")
 
 
 def _keep_two(kept: dict[P, V], place: P, value: V) -> None:
-    """Keeps the first value of each key, for at most two keys. Two keys suffice, because at least one differs from any
-    third key.
+    """Keeps the first value of each key, for at most two keys. Two suffice to form a pair of different keys with any
+    key, because at least one of them differs from it.
     """
     if len(kept) < 2:
         kept.setdefault(place, value)
 
 
 def _pairs_of(ranks: Iterable[Mapping[int, int]]) -> Iterator[tuple[int, int]]:
-    """Returns the pairs of the ranks that `ranks` has as values, the higher rank first."""
+    """Yields all pairs of the ranks that are values of the mappings, the higher rank first."""
     yield from itertools.combinations(sorted((rank for each in ranks for rank in each.values()), reverse=True), 2)
 
 
 def encode_choice(choice: TransportChoice, world_size: int) -> str:
-    """Encodes a choice of transports in a canonical form that ranks compare; None for ``PROXYCCL_TRANSPORT``.
+    """Encodes a choice of transports in a canonical form that ranks compare. If `choice` is None,
+    ``PROXYCCL_TRANSPORT`` is the choice.
 
     Raises:
         ArgumentError: a transport or a pair of ranks is invalid.
@@ -404,8 +404,8 @@ def _require_same_choice(ranks: Sequence[RankInfo], option: str) -> None:
 
 
 def chosen_local_world_size(choice: int | None, world_size: int) -> int | None:
-    """Returns the number of consecutive ranks that count as a node: the caller's, else ``PROXYCCL_LOCAL_WORLD_SIZE``,
-    else None.
+    """Returns the number of consecutive ranks that count as a node: the caller's number, else
+    ``PROXYCCL_LOCAL_WORLD_SIZE``, else None.
 
     Raises:
         ArgumentError: the number does not divide the number of ranks, or the variable is not a positive integer.

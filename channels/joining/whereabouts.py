@@ -1,7 +1,7 @@
 """Each rank's host, and how the ranks of a host reach each other's memory.
 
-A process maps another's memory by a descriptor. Processes of one PID namespace open each other's descriptors in /proc;
-containers pass descriptors over a socket that both see.
+A process maps another process's memory by a file descriptor. Processes of one PID namespace open each other's
+descriptors in /proc; containers pass descriptors over a socket that both see.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class Whereabouts(Message, frozen=True):
     """A rank's place among hosts and namespaces.
 
     Attributes:
-        host: `host_name`.
-        view: `proc_view`.
+        host: the result of `host_name`.
+        view: the result of `proc_view`.
         process: the token of the rank's process, in hexadecimal.
-        sockets: by kind of socket, the best first, a mark that is equal on ranks that see the same sockets.
-        lacking: why the rank offers no socket of the other kinds, in words.
+        sockets: for each kind of socket that the rank can use, the best first, a text that is equal on ranks that see
+            the same sockets ("kind details").
+        lacking: why the rank can't use sockets of the other kinds, in words.
     """
 
     host: str
@@ -69,8 +70,8 @@ _DAEMON_SECONDS = 1.0
 
 
 def _daemon() -> tuple[str, str]:
-    """Returns the mark of processes that use the same node daemon, and the reason why this process uses no daemon;
-    either the mark or the reason is "".
+    """Returns a text that is equal for processes that use the same node daemon, or "" and the reason why this process
+    uses no daemon.
     """
     try:
         path = socket_path()
@@ -85,12 +86,12 @@ def _daemon() -> tuple[str, str]:
 
 
 def find_hosts(ranks: Sequence[Whereabouts]) -> list[str]:
-    """Returns, by rank, the name of its host, which is the host name of the first rank there.
+    """Returns, by rank, the name of the rank's host, which is the host name of the first rank on that host.
 
     Raises:
-        ArgumentError: ``PROXYCCL_HOSTS`` differs between ranks. Raised on all ranks.
-        RuntimeUnavailableError: ranks of one host share neither /proc nor a socket. Raised on all ranks. The error
-            names these ranks, and says how to start them.
+        ArgumentError: ``PROXYCCL_HOSTS`` differs between ranks; all ranks raise this.
+        RuntimeUnavailableError: ranks of one host share neither /proc nor a socket. All ranks raise this error, which
+            names these ranks and says how to start them.
     """
     _require_one_choice([told_apart_by(place.host) for place in ranks])
     first: dict[str, str] = {}
@@ -108,13 +109,14 @@ def _require_one_choice(choices: Sequence[str]) -> None:
 
 
 def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int, timeout: float) -> dict[int, str]:
-    """Lets ranks of this rank's host fetch descriptors that they can't open in /proc.
+    """Prepares this process to pass descriptors to ranks of its host that can't open them in /proc, and to fetch
+    theirs.
 
     Args:
         ranks: all ranks.
         hosts: the ranks' hosts (`find_hosts`).
         rank: this rank.
-        timeout: bound of each answer of the node daemon, in seconds.
+        timeout: the longest wait for an answer of the node daemon, in seconds.
 
     Returns:
         By rank, the kind of socket over which that rank and this rank pass each other descriptors.

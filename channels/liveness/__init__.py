@@ -1,1 +1,1 @@
-"""Liveness: watching ranks, and ending a communicator when one is lost."""
+"""Liveness: watching ranks, and ending a communicator when one of its ranks is lost."""

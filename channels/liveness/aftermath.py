@@ -1,8 +1,8 @@
 """The time after a failure in which kernels of other ranks may still run, and use memory of this rank.
 
 A rank that closes a failed communicator waits for its own kernels and its proxy, and records their end in its control
-segment. Until all ranks of the host have recorded their end, or their processes have ended, no allocation of this
-process is freed (device/gpu/unused_memory.py), and memory that peers reach is kept even if nothing else refers to it.
+segment. Until each rank of the host has recorded this or its process has ended, no allocation of this process is freed
+(device/gpu/unused_memory.py), and memory that peers reach is kept even if nothing else refers to it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _POLL_SECONDS, _LATE_POLL_SECONDS = 0.02, 0.5
 
 
 class Aftermath:
-    """One rank's state in the aftermath of a failure. Any thread of the process may query it. The hold is bounded,
-    because a rank that never closes its failed communicator would keep all memory from being freed. Memory held at the
-    bound is never freed; memory released later is freed normally. Memory that peers reach is still kept until the peers
-    have ended.
+    """One rank's state in the aftermath of a failure. Any thread of the process may query it. Memory is held only for
+    the time `patience`, because a rank that never closes its failed communicator would otherwise keep all memory from
+    being freed. Memory that is held when the time is over is never freed; memory released later is freed normally.
+    Memory that peers reach is still kept until the peers have ended.
 
     Args:
         processes: the processes of the host's other ranks.
-        patience: the bound in seconds, from the first query after a failure.
+        patience: returns the seconds for which memory is held, from the first query after a failure.
 
     Attributes:
         over: whether the aftermath has ended, so that no peer reaches this rank's memory.
@@ -57,7 +57,7 @@ class Aftermath:
         self._lock = threading.RLock()  # reentrant: garbage collection may free memory anywhere
 
     def begin(self) -> None:
-        """Starts watching: from now on a failure of the group holds memory."""
+        """Starts watching: from now on, a failure of the group keeps memory from being freed."""
         add_hold(self)
 
     def end(self) -> None:
@@ -71,8 +71,8 @@ class Aftermath:
                 self._kept += kept
 
     def watch_processes(self) -> None:
-        """Starts noticing when peers' processes end. The watcher must still have the descriptors of these processes
-        open.
+        """Starts noticing when peers' processes end. Call this while the watcher still has the descriptors of these
+        processes open.
         """
         with self._lock:
             for peer in self._running.keys() & self._peers.keys():
@@ -80,20 +80,20 @@ class Aftermath:
                     self._processes[peer] = process_descriptors.acquire(self._peers[peer])
                 except ProcessLookupError:
                     del self._running[peer]
-                except (OSError, ResourceError):  # without descriptors, only the peer's own record counts
+                except (OSError, ResourceError):  # without a descriptor, only the peer's own record counts
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:
-        """Waits for the end of a failure's aftermath. This rank's kernels and proxy must have ended, and the rank must
-        have recorded that.
+        """Starts to wait for the end of a failure's aftermath, in a thread if one can be started. Before, this rank's
+        kernels and proxy must have ended, and the rank must have recorded that.
 
         Args:
-            kept: memory that peers reach; released when the peers have ended too.
+            kept: memory that peers reach; it is released when also the peers have ended.
         """
         with self._lock:
             self._kept += kept
             self._own = None
-        is_held()  # this rank's end may also be the event that other ranks of this process wait for
+        is_held()  # other ranks of this process may wait only for this rank's end
         if not self.over:
             try:
                 Thread(self._await_end, "proxyccl-aftermath").start()
@@ -101,11 +101,11 @@ class Aftermath:
                 _logger.warning("rank %d: memory that peers reach is released at the next free: %s", self._rank, error)
 
     def _await_end(self) -> None:
-        while self.holds() or not self.over:  # past the bound no memory is held, but peers may still reach kept memory
+        while self.holds() or not self.over:  # after `patience` no memory is held, but peers may reach kept memory
             time.sleep(_LATE_POLL_SECONDS if self._late else _POLL_SECONDS)
 
     def holds(self) -> bool:
-        """Whether kernels of a peer may run, and the bound has not passed."""
+        """Whether kernels of a peer may still run, and `patience` is not over."""
         with self._lock:
             if self.over or (self._own is not None and not self._own.aborted):
                 return False

@@ -1,4 +1,5 @@
-"""The failure state of a rank's group: whether it can still be used, and the exception that gives the reason if not."""
+"""The failure state of a rank's group: whether the group can still be used, and otherwise the exception that gives the
+reason."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Observer:
         """Adds the report's path to a failure's exception."""
 
     def exchanging(self, purpose: str) -> AbstractContextManager[None]:
-        """A context for an exchange of the bootstrap. A failed exchange stays recorded, so that a report shows it."""
+        """Returns a context for an exchange of the bootstrap, which a report then shows. A failed exchange stays
+        recorded."""
         return nullcontext()
 
     def close(self) -> None:
@@ -41,17 +43,18 @@ class Observer:
 
 
 def _copied(error: CommunicatorError) -> CommunicatorError:
-    """Copies an exception to keep or to raise, because an exception collects the frames, and their arrays, wherever it
-    is raised.
+    """Copies an exception before it is kept or raised, because an exception that is raised refers to the frames that it
+    passes, and to their arrays.
     """
     copied = copy.copy(error)
-    if error.__cause__ is not None:  # assigning None would hide the exception being handled where the copy is raised
+    if error.__cause__ is not None:  # None would hide the exception that is handled where the copy is raised
         copied.__cause__ = error.__cause__
     return copied
 
 
 class FailureState:
-    """The state of a rank's group: opening, open, then closed; and failed, from the first failure of any rank on.
+    """The state of a rank's group: first opening, then open, then closed; and, from the first failure of any rank on,
+    failed.
 
     Args:
         control: the rank's control segment, whose abort word is set if a rank has failed.
@@ -91,16 +94,16 @@ class FailureState:
         self.state = "open"
 
     def close(self) -> None:
-        """Closes the group: every later call is refused with ClosedError, which names the fork in a fork's child."""
+        """Closes the group: every later call raises ClosedError, which in a forked child names the fork."""
         self.state = "closed"
 
     def require_own_process(self) -> None:
-        """In a fork's child, raises a ClosedError that names the fork."""
+        """In a forked child process, raises a ClosedError that says so."""
         self._process.require(_OWNED)
 
     @property
     def inherited(self) -> bool:
-        """Whether this process is a fork's child, so that the group belongs to the parent."""
+        """Whether this process is a forked child, so that the group belongs to its parent process."""
         return not self._process.is_here
 
     @property
@@ -117,14 +120,15 @@ class FailureState:
         return self._control.aborted
 
     def check(self) -> None:
-        """Raises the exception that ended the group, if a rank has failed, and ClosedError in a fork's child."""
+        """Raises the exception that ended the group, if a rank has failed, and ClosedError in a forked child
+        process."""
         if not self._process.is_here:
             self.require_own_process()
         if self.state != "closed" and self._control.aborted:
             raise self.exception()
 
     def require_usable(self) -> None:
-        """Raises ClosedError once closed, and the exception that ended the group if a rank has failed."""
+        """Raises ClosedError if the group is closed, and the exception that ended the group if a rank has failed."""
         if self.state == "closed":
             self.require_own_process()
             raise ClosedError("the communicator is closed")
@@ -147,7 +151,8 @@ class FailureState:
         return error
 
     def _of_parent(self) -> CommunicatorError | None:
-        """Returns the parent's exception, if the parent's end ended this group and the exception is known here."""
+        """Returns the parent communicator's exception, if the parent's end ended this group and this process knows the
+        exception; otherwise None."""
         if self._parent is None or self._control.record().code != lib.PROXYCCL_ERROR_PARENT:
             return None
         return self._parent.exception() if self._parent.aborted else None
@@ -159,8 +164,8 @@ class FailureState:
                 self._exception = self._of_stopped_proxy(exception_from(self._control.record(), self._rank, self.cause))
 
     def _of_stopped_proxy(self, error: CommunicatorError) -> CommunicatorError:
-        """Returns the exception for an error. A time-out while this rank's proxy is stopped is blamed on the proxy:
-        kernels wait for the proxy, or for a rank that waits for it.
+        """Returns the exception to raise for an error: a ProxyLostError if it is a time-out and this rank's proxy is
+        stopped, because kernels then wait for the proxy or for a rank that waits for it; otherwise the error itself.
         """
         if not isinstance(error, WaitTimeoutError) or not (stopped := self._stopped_proxy()):
             return error
@@ -169,7 +174,7 @@ class FailureState:
         return ProxyLostError(message, rank=self._rank, peer=peer, channel=channel, operation=operation)
 
     def abort(self, reason: str) -> None:
-        """Ends the group on all ranks. Does not wait. Raises ClosedError in a fork's child."""
+        """Ends the group on all ranks, without waiting. Raises ClosedError in a forked child process."""
         self.require_own_process()
         if self.state == "open":
             self.cause = self.cause or reason
@@ -177,7 +182,8 @@ class FailureState:
             self._pass_on()
 
     def file_lost_context(self, status: int) -> None:
-        """Ends the group because an error destroyed this rank's context on its GPU. `status` is the driver's status."""
+        """Ends the group because an error destroyed this rank's context on its GPU. `status` is the status that the
+        driver returned."""
         if self.state == "open":
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_CONTEXT_LOST, self._rank, status=status))
 
@@ -187,9 +193,10 @@ class FailureState:
         """Ends the group because a peer's call differs from this rank's. Returns the exception to raise.
 
         Args:
-            cause: returns the two ranks' calls in words, given this rank's name as a subject and as a place: "this
-                rank" and "here", or for the other ranks its number.
-            field: number in CALL_FIELDS of the argument that differs.
+            cause: returns the two ranks' calls in words, given this rank's name as a subject and as a place. The words
+                are "this rank" and "here" for this rank's error, and "rank N" and "on rank N" for the errors of other
+                ranks.
+            field: the index in CALL_FIELDS of the argument that differs.
         """
         self.note_mismatch(peer, cause, field)
         return self.exception()
@@ -207,9 +214,9 @@ class FailureState:
         )
 
     def file_exchange_failure(self, error: CommunicatorError) -> CommunicatorError:
-        """Ends the group because an exchange of the bootstrap failed here, unless a rank has failed already.
+        """Ends the group because an exchange of the bootstrap failed on this rank, unless a rank has failed already.
 
-        Returns the exception to raise: a stopped proxy's, if that explains why ranks did not arrive.
+        Returns the exception to raise: a ProxyLostError if a stopped proxy explains why ranks did not arrive.
         """
         if self._control.aborted:
             return self._of_stopped_proxy(error)
@@ -256,6 +263,6 @@ class FailureState:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        # While the group opens, other ranks learn of a failure by the exchange in progress.
+        # While the group opens, there is no watcher: other ranks learn of a failure by the exchange in progress.
         if self._watcher is not None:
             self._watcher.pass_on()

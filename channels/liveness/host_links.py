@@ -1,5 +1,5 @@
 """Sockets between ranks of different hosts, by which a rank learns that a communicator was ended, or that a process is
-gone. The ranks of one host learn this from shared memory (control.py).
+gone. Ranks of the same host learn this from shared memory (control.py).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from proxyccl.proxy.codec import Codec, Message, ProtocolError
 from proxyccl.proxy.hosts import host_addresses
 
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # longer than the answer: an echo is not a valid answer
+_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # longer than the answer, so that an echo is not a valid answer
 _INTERVAL_SECONDS = 0.1
 _WHILE_JOINING = 4
-"""Descriptors needed besides the links' own: for the listener, for calls, and for querying this host's addresses.
+"""The number of descriptors needed in addition to those of the links: for the listener, for calls, and for querying
+this host's addresses.
 """
 _CALLED_AGAIN = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, *EXHAUSTED)
 """The errors after which a call is repeated, because networks recover and other calls release descriptors."""
@@ -40,12 +41,12 @@ _KEEP_ALIVE = {
 }
 
 GREETING_SECONDS = 2.0
-"""Seconds that a connection may take to send its hello. Ranks send their hello at once."""
+"""Seconds that a connection may take to send its hello. Ranks send their hello immediately."""
 MOST_GREETED = 256
-"""The most connections whose hello is awaited at once; a further connection replaces the connection that has been
+"""The most connections whose hello is awaited at the same time; a further connection replaces the one that has been
 silent for longest.
 """
-_MOST_ACCEPTED = 64  # connections accepted in one turn, so that deadlines are checked even under a flood
+_MOST_ACCEPTED = 64  # connections accepted per call, so that a flood does not keep deadlines from being checked
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _GONE = (errno.ECONNABORTED, errno.EPROTO)
 
@@ -57,11 +58,11 @@ class _Stranger(Struct):
 
 
 class Greetings:
-    """Accepts connections, and returns the connections that have sent their hello. It serves all callers of a socket
-    concurrently, so a silent or slow caller does not hold up the others.
+    """Accepts connections, and returns the connections that have sent their hello. All callers of a socket are served
+    concurrently, so a silent or slow caller does not hold up others.
 
     Args:
-        listener: the listening socket, which it makes non-blocking. The caller closes it.
+        listener: the listening socket, which is made non-blocking. The caller closes the socket.
         nbytes: size of a hello.
     """
 
@@ -74,14 +75,14 @@ class Greetings:
         self._strangers: dict[socket.socket, _Stranger] = {}  # connections in the order of arrival
 
     def wait(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
-        """Returns the (non-blocking) connections that have sent a complete hello, each with its hello. The caller
-        closes them.
+        """Returns the connections that have sent a complete hello, each with its hello. The connections are
+        non-blocking, and the caller closes them.
 
         Args:
             seconds: how long to wait for any event.
 
         Raises:
-            OSError: no descriptor is left for a connection, and no connection that awaits its hello holds one.
+            OSError: no descriptor is left for a connection, and there is no silent connection to close instead.
         """
         greeted = []
         for key, _ in self._selector.select(seconds):
@@ -170,7 +171,7 @@ class HostLink:
         self._socket = connection
         self._socket.setblocking(False)
         forks.keep_from_children(connection)
-        for option, value in _KEEP_ALIVE.items():  # a host that lost its power or its network stays silent
+        for option, value in _KEEP_ALIVE.items():  # because a host that lost power or its network stays silent
             self._socket.setsockopt(*option, value)
         self._received = b""
 
@@ -180,7 +181,7 @@ class HostLink:
     def send(self, message: ErrorRecord | Presence) -> None:
         """Sends the record of an abort, or whether this rank may still access the peer's memory. Never blocks.
 
-        A peer that can't be reached has ended, or finds out by its own time-out.
+        If the peer can't be reached, either it has ended, or its own time-out tells it.
         """
         with contextlib.suppress(OSError):
             self._socket.send(_MESSAGE.encode(message) + b"\n")
@@ -230,8 +231,8 @@ class Listener:
             peers: the number of ranks to link to.
 
         Raises:
-            ResourceError: there are too few descriptors for the links. This is checked here, because it can't be told
-                to a peer that already waits for calls.
+            ResourceError: there are too few descriptors for the links. This is checked before peers wait for this
+                rank's calls, because after that they can't be told.
         """
         with naming_exhaustion(f"links to {peers} ranks of other hosts"):
             require_descriptors(peers + _WHILE_JOINING)
@@ -268,7 +269,8 @@ class Listener:
         return links
 
     def _call(self, peer: int, offer: Offer, deadline: float) -> HostLink:
-        # Calls all addresses at once, because some may be unreachable, or lead to another host with the same address.
+        # Calls all addresses concurrently, because some may be unreachable, or lead to another host with the same
+        # address.
         failures = dict.fromkeys(offer.addresses, "no answer")
         to_call, next_calls = list(offer.addresses), 0.0
         with selectors.DefaultSelector() as calls, contextlib.ExitStack() as undo:
@@ -305,12 +307,13 @@ class Listener:
         )
 
     def _answered(self, connection: socket.socket, hello: bytes, awaited: set[int]) -> int | None:
-        """Returns the calling rank, and answers the call if this rank waits for that rank; None for a stranger."""
+        """If the caller is a rank that this rank waits for, answers the call and returns the caller's number; otherwise
+        returns None."""
         caller, token = _HELLO.unpack(hello)
         if caller not in awaited or not compare_digest(token, self._token):
             return None
         try:
-            connection.sendall(self._token)  # does not block, since nothing was sent before
+            connection.sendall(self._token)  # can't block, because nothing was sent on it before
         except OSError:
             return None
         return int(caller)
@@ -320,7 +323,7 @@ class Listener:
 
 
 def _begin_call(calls: selectors.BaseSelector, address: str, port: int) -> int:
-    """Begins a non-blocking connect. Returns 0, or the error if the connect can't begin."""
+    """Begins a non-blocking connect. Returns 0, or the errno if the connect can't begin."""
     try:
         connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:

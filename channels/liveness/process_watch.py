@@ -1,8 +1,8 @@
 """Notices when processes of a host's other ranks end. Each rank watches only a few processes.
 
-A rank that notices an end tells all ranks of the host through their segments. So a few watchers of each process
-suffice, and a rank's number of descriptors grows only logarithmically. A rank watches the ranks that are 1, 2, 4, 8, …
-places on, so that a process is still watched if one watcher's thread is held up.
+A rank that notices an end tells all ranks of the host through their segments. So each process needs only a few
+watchers. A rank watches the ranks that are 1, 2, 4, 8, … places after it, so that a rank's number of descriptors grows
+only logarithmically, and a process is still watched if one watcher's thread is held up.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class ProcessWatch:
 
     Args:
         processes: the processes of the host's other ranks, by rank.
-        has_left: returns whether a rank has left. The process of a rank that left may end in any way, and no longer
-            watches others.
+        has_left: returns whether a rank has left. The process of such a rank may end in any way, and no longer watches
+            others.
 
     Attributes:
         watched: the ranks whose processes are watched, by descriptor, which becomes readable when the process ends.
@@ -40,8 +40,8 @@ class ProcessWatch:
         """Watches other processes in place of processes whose ranks have left.
 
         Returns:
-            The descriptors to watch from now on; the descriptors no longer watched, for `release`; and the ranks whose
-            processes have ended meanwhile.
+            The descriptors to watch from now on; the descriptors that are no longer watched, which the caller releases;
+            and the ranks to watch whose processes turned out to have ended.
 
         Raises:
             ResourceError: no descriptor is left, or the system forbids pidfds. Earlier descriptors are still watched.
@@ -84,7 +84,8 @@ class ProcessWatch:
             return process_descriptors.acquire(self.processes[peer])
 
     def descriptor_of(self, peer: int) -> int:
-        """A descriptor of a rank's process, watched or not, until `close`. Any thread may call this.
+        """Returns a descriptor of a rank's process, watched or not, which is valid until `close`. Any thread may call
+        this.
 
         Raises:
             ProcessLookupError: the process has ended.

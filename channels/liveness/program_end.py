@@ -2,8 +2,9 @@
 
 Python does not pass the status to exit handlers. So `sys.exit` and `exit` are replaced to raise a SystemExit that notes
 when it has left the program: Python then asks the exception for its code while no frame of the program is left.
-mpi4py's runner reports how the program ended, whatever was raised. A SystemExit raised without `sys.exit` and without
-that runner is not noticed: peers see a normal end, and their later calls are refused, because this rank makes none.
+If mpi4py's runner runs the program, the runner reports how the program ended, whatever was raised. A SystemExit raised
+without `sys.exit` and without that runner is not noticed: peers see a normal end, and their later calls are refused,
+because this rank makes none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _status = 0
 
 
 def failure() -> str:
-    """Returns in words how the ended program failed; empty if it did not fail."""
+    """Returns in words how the ended program failed; "" if it did not fail."""
     if (error := getattr(sys, "last_value", None)) is not None:
         return raised(error)
     return f"its program exited with status {_status}" if _status else ""
@@ -67,7 +68,7 @@ def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
 
 
 def _runs_thread() -> bool:
-    """Whether the caller is a thread of `threading`. In a fork's child, the thread that forked is the main thread."""
+    """Whether the caller is a thread of `threading`. In a forked child, the thread that forked is the main thread."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -76,15 +77,15 @@ def _runs_thread() -> bool:
 
 @functools.cache
 def watch() -> None:
-    """Notes the program's end from now on."""
+    """From now on, notes how the program ends."""
     sys.exit = _noting(sys.exit)
-    if (site := sys.modules.get("_sitebuiltins")) is not None:  # defines `exit` and `quit`
+    if (site := sys.modules.get("_sitebuiltins")) is not None:  # the module that defines `exit` and `quit`
         site.Quitter.__call__ = _noting(site.Quitter.__call__)
 
 
 @functools.cache
 def watch_mpi(mpi: Any) -> None:
-    """Like `watch`, for programs that mpi4py's runner runs. `mpi` is the module mpi4py.MPI."""
+    """Does what `watch` does, for programs that mpi4py's runner runs. `mpi` is the module mpi4py.MPI."""
     tell = mpi._set_abort_status
 
     def note(status: int) -> None:

@@ -1,9 +1,9 @@
 """The watcher's thread, which notices when a peer's process ends (process_watch.py) or a rank of another host fails,
 and passes failures on.
 
-It also maps memory that peers announce: within INTERVAL_MS while this rank makes calls, and within IDLE_INTERVAL_MS
-otherwise, so that a rank without work costs no measurable CPU time. A communicator and the communicators that were
-split from it share the thread. After a failure the thread releases streams that wait for the proxy. Failures are
+The thread also maps memory that peers announce, within INTERVAL_MS while this rank makes calls, and otherwise within
+IDLE_INTERVAL_MS, so that a rank without work costs no measurable CPU time. A communicator and the communicators that
+were split from it share the thread. After a failure the thread releases streams that wait for the proxy. Failures are
 handled in this existing thread, because no other thread can be started once memory has run out.
 """
 
@@ -41,7 +41,7 @@ class WatchThread:
 
     INTERVAL_MS = 20
     IDLE_INTERVAL_MS = 200
-    BUSY_SECONDS = 1.0  # how long after a call the thread runs often
+    BUSY_SECONDS = 1.0  # how long after a call the thread runs every INTERVAL_MS
     RELEASING_MS = 1
 
     def __init__(self, name: str) -> None:
@@ -60,14 +60,14 @@ class WatchThread:
             raise
 
     def add(self, watcher: Watcher) -> None:
-        """Runs a watcher from now on, and whenever one of its descriptors becomes readable."""
+        """Runs a watcher from now on at every turn, and as soon as one of its descriptors becomes readable."""
         with self._lock:
             self._watchers.append(watcher)
         for descriptor in watcher.descriptors:
             self.watch(watcher, descriptor)
 
     def watch(self, watcher: Watcher, descriptor: int) -> None:
-        """Runs a watcher also whenever one more descriptor becomes readable."""
+        """From now on, runs a watcher also as soon as this descriptor becomes readable."""
         with self._lock:
             self._by_descriptor[descriptor] = watcher
             self._poll.register(descriptor, select.POLLIN)
@@ -116,7 +116,7 @@ class WatchThread:
             watcher.fail(error)
 
     def end(self) -> None:
-        """Ends the thread. Its watchers must be closed."""
+        """Ends the thread, whose watchers must be closed."""
         os.write(self._stop_write, b"x")
         self._thread.join()
         self._close_descriptors()
@@ -132,15 +132,15 @@ class Watcher:
 
     Args:
         segments: the segments of the host's other ranks.
-        processes: the processes of these ranks, except this process; empty with a parent, which watches the processes.
+        processes: the processes of these ranks, except this process; empty if there is a parent, which watches them.
         links: the links to the ranks of other hosts; the watcher closes the links.
         on_abort: called in a separate thread after the abort was passed on.
         each_turn: called in the thread at each turn, until the abort. Returns the number of calls that this rank made.
-        on_error: called once, in the thread, with an error that prevents watching; ends the communicator.
+        on_error: called once, in the thread, with an error that prevents watching; it must end the communicator.
         end_waits: releases streams that wait for the proxy. Called in the thread every RELEASING_MS once the abort was
             passed on, so that a caller that checks after a stream's wait sees the failure.
-        parent: the watcher of the communicator that this communicator was split from, whose abort also ends this
-            communicator, and whose thread is used.
+        parent: the watcher of the communicator that this communicator was split from. The parent's abort also ends this
+            communicator, and the parent's thread runs this watcher.
         members: the ranks' numbers in the parent's communicator.
     """
 
@@ -232,7 +232,7 @@ class Watcher:
             self._calls, self.busy_until = calls, time.monotonic() + WatchThread.BUSY_SECONDS
 
     def _follow_processes(self) -> None:
-        # Without descriptors the next turn tries again. Meanwhile other ranks watch the same processes.
+        # If no descriptor is left, the next turn tries again. Until then, other ranks watch the same processes.
         with contextlib.suppress(ResourceError):
             new, old, lost = self._processes.follow()
             for descriptor in old:
@@ -244,8 +244,8 @@ class Watcher:
                 self._peer_ended(peer)
 
     def _report(self) -> None:
-        # `on_abort` may take long, so it runs in its own thread: other watchers need not wait, and failures are still
-        # passed on.
+        # `on_abort` may take long, so it runs in its own thread: the other watchers of the thread need not wait for it,
+        # and failures are still passed on.
         with contextlib.suppress(ResourceError, MemoryError):
             thread = Thread(self._on_abort, f"proxyccl-abort-{self._rank}")
             thread.start()
@@ -264,7 +264,7 @@ class Watcher:
 
     def _receive(self, descriptor: int) -> None:
         peer, link = self._links[descriptor]
-        if self._remote_presence[peer] is Presence.LEFT:  # check_for_end has read the message meanwhile
+        if self._remote_presence[peer] is Presence.LEFT:  # `check_for_end` has already read the message
             return
         while (message := link.receive()) is not None:
             if isinstance(message, Presence):
@@ -275,11 +275,11 @@ class Watcher:
                 self._own.raise_abort(message)
             else:
                 self._file_lost(peer)
-            self._thread.forget(descriptor)  # the peer sends nothing more
+            self._thread.forget(descriptor)  # after this message the peer sends nothing
             return
 
     def _peer_ended(self, peer: int) -> None:
-        # A rank that left no longer accesses memory here, and its process may end in any way.
+        # A rank that left no longer accesses this rank's memory, so its process may end in any way.
         if self._segments[peer].presence is not Presence.LEFT:
             self._file_lost(peer)
 
@@ -291,9 +291,9 @@ class Watcher:
         """Files the loss of a peer if the peer's process or its link from another host ends, or begins to end, within
         ENDING_MS.
 
-        Called by a rank that could not reach that peer: the operating system tears down a dying process's files, verbs
-            objects and
-        libfabric connections before it makes the process's descriptor readable, and possibly before it closes the link.
+        This is called when this rank could not reach the peer: the operating system tears down a dying process's files,
+        verbs objects and libfabric connections before it makes the process's descriptor readable, and
+        possibly before it closes the link.
         """
         if self._parent is not None:
             if not self._parent._own.aborted:
@@ -320,7 +320,7 @@ class Watcher:
     def _can_tell_end(self, peer: int) -> bool:
         for rank, link in self._links.values():
             if rank == peer:
-                with self._looking:  # after an abort the thread stops reading
+                with self._looking:  # after an abort, the watcher's thread no longer reads
                     while self._own.aborted and (message := link.receive()) is not None:
                         if isinstance(message, Presence):
                             self._remote_presence[peer] = message
@@ -333,8 +333,8 @@ class Watcher:
         return self._parent is not None and self._parent.has_ended(self._members[peer])
 
     def _process_ends(self, peer: int, milliseconds: int = 0) -> bool:
-        """Whether a peer's process has ended; with a time, whether the process ends or begins to end within that time.
-        False if this rank can't tell: ranks that watch the peer will notice.
+        """Returns whether a peer's process has ended or, if `milliseconds` is not 0, whether it ends or begins to end
+        within that time. Returns False if this rank can't tell, because ranks that watch the peer will notice its end.
         """
         try:
             ended = _is_readable(self._processes.descriptor_of(peer), milliseconds)
@@ -345,8 +345,8 @@ class Watcher:
             return False
 
     def pass_on(self) -> None:
-        """Sends the record of this rank's failure to all other ranks. Ranks of its host are told too, because the rank
-        that told this rank may have been killed before it told the others.
+        """Sends the record of this rank's failure to all other ranks. If another rank told this rank of the failure,
+        the ranks of the host are told again, because the other rank may have been killed before it told all of them.
         """
         record = self._own.record()
         self._own.raise_abort(record)
@@ -354,8 +354,8 @@ class Watcher:
             link.send(record)
 
     def announce(self, presence: Presence, exchanges: int = 0) -> None:
-        """Tells all peers whether this rank may still access their memory; with LEFT also the number of exchanges that
-        it made.
+        """Tells all peers whether this rank may still access their memory; with LEFT, also tells the number of
+        exchanges that this rank made.
         """
         self._own.set_presence(presence, exchanges)
         for _, link in self._links.values():
@@ -367,21 +367,21 @@ class Watcher:
         return self._remote_presence[peer]
 
     def left_before(self, exchange: int) -> int | None:
-        """Returns a peer of this host that left before this exchange (numbered from 1); None without such a peer."""
+        """Returns a peer of this host that left before this exchange (numbered from 1), or None if no peer did."""
         for peer, segment in self._segments.items():
             if segment.presence is Presence.LEFT and segment.exchanges < exchange:
                 return peer
         return None
 
     def end_waits(self) -> None:
-        """Releases waiting streams from now on, until `close`: the proxy no longer will."""
+        """From now on until `close`, releases streams that wait for the proxy, because the proxy no longer does."""
         self.releasing = True
 
     def finish(self) -> None:
         """Stops watching for failures. If a rank has failed, waits until `on_abort` has returned."""
         with self._looking:
             unseen, self._passed_on = self._own.aborted and not self._passed_on, True
-        if unseen:  # handles an abort that came after the thread's last turn
+        if unseen:  # the abort came after the thread's last turn
             self.pass_on()
             self._report()
         if self._reporting is not None:

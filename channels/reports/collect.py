@@ -53,8 +53,8 @@ from proxyccl.proxy.trigger import Operation
 CALLS = 16
 FRAMES = 64
 ANSWER_SECONDS = 0.3
-"""Seconds that kernels have to describe their waits. Kernels check for a question every few thousand spins; on the
-host, when they get a core.
+"""Seconds that kernels have to describe their waits. Kernels check for a question every few thousand spins, on the host
+runtime whenever they get a core.
 """
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _SETTLED_SECONDS = 0.05
@@ -66,7 +66,7 @@ T = TypeVar("T")
 class DeviceReader:
     """Reads device memory while kernels hang, by copies on its own stream, which waits for no kernel.
 
-    It allocates everything when it is made, because a driver may wait for kernels when it allocates.
+    The constructor allocates everything, because a driver that allocates may wait for kernels.
 
     Args:
         runtime: the runtime whose memory is read.
@@ -83,8 +83,8 @@ class DeviceReader:
         """Reads ranges (address, nbytes), and returns their bytes, concatenated.
 
         Raises:
-            TimeoutError: the device does not copy them in time.
-            ValueError: there are more than READBACK_BYTES.
+            TimeoutError: the device does not copy the ranges in time.
+            ValueError: the ranges have more than READBACK_BYTES.
         """
         if self._late:
             raise TimeoutError("the device has not finished the copies of an earlier report")
@@ -118,8 +118,8 @@ def collect(
         group: this rank's group.
         device: reads device memory.
         cause: the reason for the report, in words.
-        question: number of the question to its kernels, which has not been used before.
-        exchange: the call of the bootstrap that this rank is in.
+        question: the number of the question to this rank's kernels, which has not been used before.
+        exchange: the call of the bootstrap that this rank is in; None if there is none.
         beside: names of the other communicators that this process has open.
     """
     topology, rank = group.topology, group.rank
@@ -129,12 +129,12 @@ def collect(
     def part(what: str, read: Callable[[], T], otherwise: T) -> T:
         try:
             return read()
-        except Exception as error:  # a report is made when things are broken, so it notes the error and continues
+        except Exception as error:  # notes the error and continues, because things are broken when a report is made
             unread.append(f"{what}: {type(error).__name__}: {error}")
             return otherwise
 
-    # State that may change soonest is read first, because the program continues after its exception and frees its
-    # memory. Meanwhile kernels answer.
+    # The state that may change soonest is read first, because after its exception the program continues and frees its
+    # memory. While this is read, kernels answer the question.
     with _asking(group, question) as answers:
         threads: list[Thread] = part("the threads", lambda: _threads(group.thread), [])
         proxy = group.links.proxy_if_started
@@ -275,7 +275,7 @@ def _channels(
                 **asdict(proxy.counters(channel.id)),
                 outstanding=proxy.outstanding(channel.id),
                 signals_in=signals,
-                # A thread claims a signal before the signal arrives.
+                # `taken` may be higher, because a thread claims a signal before the signal arrives.
                 signals_used=None if taken is None else min(taken, signals),
                 completed=proxy.completed(channel.id),
                 flushed=proxy.flushed(channel.id),
@@ -312,7 +312,7 @@ _CALLERS = ("f_back",) * (FRAMES - 1)
 
 
 def _walks() -> Iterator[tuple[int, list[FrameType]]]:
-    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # reads the frames when first iterated
+    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # takes all frames when it is first iterated
     idents, frames = itertools.tee(itertools.chain.from_iterable(map(dict.items, innermost)))
     chains = map(itertools.chain, map(operator.itemgetter(slice(1, 2)), frames), itertools.repeat(_CALLERS))
     walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))
@@ -321,12 +321,12 @@ def _walks() -> Iterator[tuple[int, list[FrameType]]]:
 
 
 def _frames() -> dict[int, list[FrameType]]:
-    """The frames of each other thread, from the innermost on, FRAMES at most.
+    """Returns, for each other thread, its frames from the innermost on, at most FRAMES of them.
 
-    The interpreter holds an internal lock meanwhile. No garbage collection may begin then: its finalisers may switch to
-    a thread that waits for that lock and does not release the GIL. The frames are taken and their callers are found by
-    iterators in C, between which no other thread runs: CPython 3.11 crashes now and then where it is asked for the
-    caller of a frame whose thread has gone on.
+    While this takes the frames, the interpreter holds an internal lock. No garbage collection may begin in that time,
+    because finalisers may switch to a thread that waits for the lock without releasing the GIL. The frames are taken
+    and their callers are found by iterators in C, between which no other thread runs: CPython 3.11 sometimes crashes if
+    it is asked for the caller of a frame whose thread has run on.
     """
     walks = _walks()
     with _frames_lock:
@@ -356,7 +356,7 @@ def _threads(own: int) -> list[Thread]:
                 installed = installed or stack[-1]
                 if not code.co_filename.startswith((*_LIBRARIES, "<frozen")):
                     program = program or stack[-1]
-        if installed:  # threads of this package are left out: the rest of the report covers them
+        if installed:  # leaves out threads of this package, which the rest of the report covers
             name = names.get(ident, f"thread {ident}")
             found.append(Thread(name, ident == own, stack[::-1], program or installed))
     return found

@@ -22,7 +22,8 @@ def _thread_text(thread: EngineThread) -> str:
 def of_jobs(
     daemons: Iterable[DaemonReport], jobs: Collection[str], named: Collection[Member], moment: datetime
 ) -> list[DaemonReport]:
-    """The reports of daemons that serve some jobs: for each daemon the report that was written nearest to a moment.
+    """Returns the reports of the daemons that serve some jobs: for each daemon, the report that was written nearest to
+    `moment`.
 
     Args:
         daemons: all reports; one daemon may have written several.
@@ -45,12 +46,13 @@ def serves(report: DaemonReport, job: str) -> bool:
 
 
 def remarks(report: DaemonReport, client: Client, *, rings: bool) -> list[str]:
-    """Possible reasons why a rank's proxy is held up in its daemon; empty if there are none.
+    """Returns possible reasons why a rank's proxy is held up in its daemon.
 
     Args:
         report: the daemon's report.
         client: the rank.
-        rings: whether to say how many triggers the rank's rings hold, which the rank's own report says too.
+        rings: whether to say how many triggers the rank's rings hold; the rank's own report, if there is one, also says
+            that.
     """
     found = [] if client.failure is None else [f"its proxy failed: {client.failure}"]
     threads = {thread.name: thread for thread in report.threads}
@@ -76,7 +78,7 @@ def _request_text(request: Request) -> str:
 
 
 def _may_sleep(report: DaemonReport, thread: EngineThread | None) -> bool:
-    """Whether a thread that did not poll its rings while the report was made may just have slept.
+    """Whether a thread that did not poll its rings while the report was made may merely have slept.
 
     A thread may wake late, but polls its rings within twice its longest sleep.
     """
@@ -121,7 +123,7 @@ def _client(report: DaemonReport, client: Client) -> Iterator[str]:
 
 
 def _cores(cores: list[int]) -> str:
-    """Numbers of cores in the form that `parse_cores` reads."""
+    """Returns the numbers of cores as text that `parse_cores` reads, such as "0-3,8"."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][-1] + 1:

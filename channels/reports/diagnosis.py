@@ -4,8 +4,8 @@ Ranks are the nodes of a graph. An edge leads from a rank to each rank that it w
 proxy in a schedule, waits for, or a rank that has not reached the same call of the bootstrap. The root cause is a
 strongly connected component without an outgoing edge: one rank, or ranks that wait for each other in a circle.
 
-Communicators that one process had open at the same time share one graph, since a rank that waits in one communicator
-keeps the ranks of the other waiting.
+Communicators that one process had open at the same time share one graph, because a rank that waits in one of them keeps
+the ranks of the others waiting.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Finding(Message, frozen=True):
         kind: "lost", "missing", "mismatch", "waits_for", "circle", "proxy" or "failed".
         about: names of the ranks concerned.
         waiting: names of the ranks that wait for the ranks in `about`.
-        text: the conclusion, a sentence.
-        reasons: the evidence, a sentence each.
+        text: the conclusion, as a sentence.
+        reasons: the pieces of evidence, as text.
     """
 
     kind: str
@@ -70,8 +70,8 @@ class Diagnosis(Message, frozen=True):
         reported: for each communicator the ranks that wrote reports.
         daemons: the node daemons that wrote reports.
         written: when the newest of these reports was written.
-        findings: the most important first; empty if no rank waits.
-        notes: reasons why the findings are uncertain.
+        findings: the conclusions, the most important first; empty if no rank waits.
+        notes: reasons why the findings may be wrong or incomplete.
     """
 
     communicators: list[str]
@@ -87,8 +87,8 @@ def diagnose(reports: Iterable[Report], of_daemons: Sequence[DaemonReport] = ())
     """Diagnoses each group of communicators that shared processes; the newest group comes first.
 
     Args:
-        reports: of ranks.
-        of_daemons: of node daemons.
+        reports: the ranks' reports.
+        of_daemons: the node daemons' reports.
     """
     latest: dict[tuple[str, int], Report] = {}
     for report in sorted(reports, key=lambda report: report.written):
@@ -207,7 +207,7 @@ class _WaitGraph:
         return reach
 
     def _ends(self) -> list[set[Node]]:
-        """The components without an outgoing edge: single nodes that others wait for, and circles."""
+        """Returns the components without an outgoing edge: single nodes that others wait for, and circles."""
         ends: list[set[Node]] = []
         for node in dict.fromkeys(edge.target for edge in self._edges):
             circle = {other for other in self._reach[node] if node in self._reach[other]} | {node}
@@ -260,9 +260,10 @@ class _WaitGraph:
         return findings
 
     def _failures(self, findings: Sequence[Finding]) -> list[Finding]:
-        """Returns the errors that explain by themselves why a communicator ended: one report of any rank is enough.
+        """Returns findings of errors that explain by themselves why a communicator ended; a single report by any rank
+        is enough.
 
-        A time-out does not explain that, and a lost process is a separate finding.
+        Time-outs are left out, because they explain nothing, and lost processes, because they are separate findings.
         """
         explained = {"WaitTimeoutError", "PeerLostError", "AbortedError"}
         if any(finding.kind == "mismatch" for finding in findings):
@@ -282,8 +283,8 @@ class _WaitGraph:
         return failures
 
     def _proxies(self) -> list[Finding]:
-        """Ranks whose kernels wait for their own proxy, whose proxies' sends do not end, or whose rings a handler holds
-        up.
+        """Returns findings of ranks whose kernels wait for their own proxy, whose proxies' sends do not end, or whose
+        rings a handler holds up.
         """
         findings = []
         for report in _all(self._reports):
@@ -339,19 +340,20 @@ class _WaitGraph:
             reasons += self._at_daemon(communicator, rank)
             for edge in edges:
                 reasons += self._signals(report, edge)
-            # A kernel that waits for a schedule's stage waits for the same peer as its proxy.
+            # If a kernel waits for a schedule's stage, that wait is left out, because the proxy waits for the same
+            # peer.
             explained = *OWN_PROXY_WAITS, lib.PROXYCCL_WAIT_STAGE, lib.PROXYCCL_WAIT_GRID
             if not any(wait.kind in explained for wait in report.waits):
                 reasons.append(f"no kernel of {name}{self._inside(communicator)} waits; {where(report)}")
         return reasons
 
     def _at_daemon(self, communicator: str, rank: int, *, idle: bool = True) -> list[str]:
-        """Returns the statements of node daemons' reports about a rank.
+        """Returns what the node daemons' reports say about a rank.
 
         Args:
             communicator: name of the communicator.
             rank: number of the rank in it.
-            idle: whether the statements include that the daemon has nothing to do for the rank.
+            idle: whether to also say that the daemon has nothing to do for the rank, if so.
         """
         own = self._reports[communicator].get(rank)
         name = f"{self._name(self._node(communicator, rank))}{self._inside(communicator)}"
@@ -376,7 +378,7 @@ class _WaitGraph:
         return self._lost.get(node) or _absence(self._members[name][rank])
 
     def _calls_behind(self, report: Report, edges: Sequence[_Edge]) -> list[str]:
-        """Returns, in words, the last call of the waiting ranks that this rank has not made."""
+        """Returns, in words, the waiting ranks' last call if this rank has not made it, and otherwise nothing."""
         own = report.calls[-1] if report.calls else None
         theirs = [self._reports[report.communicator][edge.rank].calls for edge in edges]
         furthest = max((calls[-1] for calls in theirs if calls), key=lambda call: call.number, default=None)
@@ -423,8 +425,8 @@ class _WaitGraph:
     def _weight(self, finding: Finding) -> int:
         """Returns a sort key, which is smaller for findings that explain others.
 
-        Waits alone may mislead. A rank that learned of a failure early has not made later calls. A rank that gave up
-        does not send the signals that others wait for.
+        Findings from waits alone come last, because they may mislead. A rank that learned of a failure early has not
+        made later calls. A rank that gave up does not send the signals that others wait for.
         """
         if finding.kind == "mismatch":
             return 0
@@ -474,7 +476,7 @@ def _absence(member: Member) -> str:
 
 
 def _proxy_state(report: Report) -> list[str]:
-    """The reason why a rank's proxy is held up; empty if there is none."""
+    """Returns the reasons why a rank's proxy is held up; empty if there are none."""
     own = [f"its proxy waits for {wait.what}" for wait in report.proxy_waits if wait.kind not in SCHEDULE_PEER_WAITS]
     full = sum(ring.full for ring in report.rings)
     behind = f"its rings hold {counted(full, 'trigger')} that the proxy has not taken"
@@ -499,7 +501,7 @@ def sentence(text: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names of ranks in a sentence: "rank 0", "ranks 0, 1 and 3"."""
+    """Returns names of ranks as text for a sentence: "rank 0", "ranks 0, 1 and 3"."""
     if len(names) < 2:
         return "".join(names)
     short = [name.removeprefix("rank ") for name in names]

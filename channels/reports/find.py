@@ -23,7 +23,7 @@ class Found:
     Attributes:
         ranks: reports of ranks.
         daemon_files: reports of node daemons, by file.
-        problems: for each file of a directory that could not be read, the reason.
+        problems: for each file of a directory that could not be read, the reason why.
     """
 
     ranks: list[Report] = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""Waits briefly at a program's end for the reports of failed communicators' peers.
+"""If a communicator has failed, waits briefly at the program's end for its peers' reports.
 
-The end of one rank's process may end the whole job: mpi4py's runner aborts it, and launchers end the other ranks.
+The end of one rank's process may end the whole job: mpi4py's runner aborts the job, and launchers end the other ranks.
 Without this wait, a sleeping rank would end before it wrote the report that says where it is.
 """
 
@@ -16,7 +16,8 @@ from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import Member
 
 _SECONDS = 3.0
-"""How long after a failure a program's end waits: reports are written within a second, on a busy machine later."""
+"""How long after a failure a program's end waits, in seconds. Reports are written within a second, but later on a busy
+machine."""
 _ELSEWHERE_SECONDS = 1.0
 """How long a program's end waits for reports of processes that this process can't see, on other hosts or in other PID
 namespaces.
@@ -52,7 +53,7 @@ def expect(group: Group) -> None:
     now, own = time.monotonic(), group.topology.ranks[group.rank]
     with _lock:
         _awaited[:] = [awaited for awaited in _awaited if awaited.deadline > now]
-        for peer, info in enumerate(group.topology.ranks):  # including ranks that have left, which wait for the others
+        for peer, info in enumerate(group.topology.ranks):  # also ranks that have left, which wait for the others
             if info.token != own.token:
                 process = Member(info.host, info.pid, info.started, info.view)
                 seconds = _SECONDS if process.is_visible else _ELSEWHERE_SECONDS

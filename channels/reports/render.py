@@ -11,12 +11,12 @@ from proxyccl.proxy.ring import RingContents, RingTrigger
 
 
 def counted(number: int, thing: str) -> str:
-    """A number with its noun, such as "2 triggers"."""
+    """Returns a number with its noun, such as "2 triggers"."""
     return f"{number} {thing}{'s' if number != 1 else ''}"
 
 
 def of_rank(peer: int | None) -> str:
-    """The peer of a wait, as text to follow the wait's description."""
+    """Returns the peer of a wait, as text to follow the wait's description."""
     return "" if peer is None else f" from rank {peer}"
 
 
@@ -25,13 +25,13 @@ def call_text(call: Call) -> str:
 
 
 def arguments_text(call: Call) -> str:
-    """Returns the arguments that must agree between ranks, as text; empty for a barrier."""
+    """Returns, as text, the arguments that must agree between ranks; "" for a barrier."""
     given = {} if call.fields.get("collective") == "barrier" else call.fields
     return ", ".join(f"{name} {value}" for name, value in given.items() if name != "collective")
 
 
 def with_arguments(name: str, call: Call) -> str:
-    """A call under some name, and its arguments in parentheses."""
+    """Returns a call as text: the given name, and the call's arguments in parentheses."""
     arguments = arguments_text(call)
     return f"{name} ({arguments})" if arguments else name
 
@@ -41,13 +41,13 @@ def wait_text(wait: Wait) -> str:
 
 
 def waited(exchange: Exchange) -> str:
-    """How long a rank has waited in an exchange, as text to follow "has"."""
+    """Returns how long a rank has waited in an exchange, as text to follow "has"."""
     shown = f"{exchange.seconds:.1f}"
     return f"waited{f' {shown} s' if shown != '0.0' else ''} for all ranks to reach {exchange.purpose}"
 
 
 def headline(report: Report) -> str:
-    """The report in one line."""
+    """Returns the report's main statement, in one line."""
     if report.failure is not None and report.failure.kind == "MismatchError":
         return f"{report.failure.kind}: {report.failure.message}"
     inside = f", in or after {call_text(report.calls[-1])}" if report.calls else ""

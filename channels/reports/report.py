@@ -31,9 +31,9 @@ class Wait(Message, frozen=True):
     Attributes:
         what: the object of the wait in words.
         kind: ProxycclWaitKind.
-        peer: the rank waited for; None for the rank's own proxy, or its kernel's other blocks.
+        peer: the rank that the kernel waits for; None if it waits for the rank's own proxy or for other blocks.
         channel: channel id, if a channel is involved.
-        expected: the ticket, semaphore value or packet flag waited for.
+        expected: the ticket, semaphore value or packet flag that the kernel waits for.
         seen: the value last seen.
     """
 
@@ -51,8 +51,8 @@ class ProxyWait(Message, frozen=True):
     Attributes:
         what: the object of the wait in words.
         kind: ProxycclWaitKind.
-        peer: the rank that the proxy waits for, or to which sends do not end; None if this rank's own stream must act
-            first.
+        peer: the rank that the proxy waits for, or the rank to which its sends do not end; None if this rank's own
+            stream must act first.
         schedule: the schedule's number.
     """
 
@@ -93,13 +93,13 @@ class ProxiedChannel(Message, frozen=True):
         id: channel id.
         peer: the rank at the other end; for a handler's channel this rank.
         peer_channel: the peer's channel that receives this channel's signals; None if the peer has none.
-        transport: the channel's transport; "handler" if a Python function gets the triggers.
+        transport: the channel's transport; "handler" if a Python function handles the triggers.
         ring: number of the ring that the channel's triggers go through.
         triggers, puts, gets, bytes, signals, flushes: the proxy's counters of this channel.
         outstanding: triggers of all channels to this peer, and sends of schedules, that are issued but not known to be
             complete; None for a handler, and if the node daemon's memory cannot be opened.
         signals_in: signals received.
-        signals_used: received signals that kernels have waited for; None if unreadable.
+        signals_used: how many of these signals kernels have waited for; None if unreadable.
         completed: one more than the ticket up to which all operations of the channel are known to be complete.
         flushed: one more than the ticket of the last flush that is complete.
         flush_asked: one more than the ticket of the last flush that the ring still shows; None if it shows none.
@@ -125,14 +125,14 @@ class ProxiedChannel(Message, frozen=True):
 
 
 class Handling(Message, frozen=True):
-    """A Python handler that was running: its channel, and the seconds since its start."""
+    """A Python handler that was running when the report was made: its channel, and the seconds since it started."""
 
     channel: int
     seconds: float
 
 
 class Semaphore(Message, frozen=True):
-    """A used semaphore in device memory, of an SmChannel or of a lane of a collective.
+    """A semaphore in device memory that was used, of an SmChannel or of a lane of a collective.
 
     Attributes:
         peer: the rank at the other end.
@@ -154,9 +154,10 @@ class Thread(Message, frozen=True):
 
     Attributes:
         name: the thread's name.
-        own: whether the thread made the communicator; that thread mostly uses it too.
+        own: whether the thread made the communicator; usually the same thread also uses it.
         stack: "file:line in function", the outermost call first.
-        program: the innermost call of `stack` in the program's own code, else in a package other than ProxyCCL.
+        program: the innermost call of `stack` in the program's own code; if there is none, the innermost call in a
+            package other than ProxyCCL.
     """
 
     name: str
@@ -174,14 +175,14 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
         beside: names of the other communicators that the process had open.
         rank: this rank.
         members: where each rank runs, by rank.
-        transports: the transport of ProxyChannels, by the peer's rank, and how the peer's memory is reached in another
-            PID namespace; empty for this rank.
+        transports: by the peer's rank, the transport of ProxyChannels and, for a peer in another PID namespace, how its
+            memory is reached; "" for this rank.
         process: this rank's process.
         thread: number of the thread that made the communicator.
-        daemon: the node daemon that runs the rank's proxy; None if the proxy is in this process or not started.
+        daemon: the node daemon that runs the rank's proxy; None if the proxy runs in this process or was not started.
         command: the process's command line.
         runtime: the device.
-        timeout: bound of the communicator's waits, in seconds.
+        timeout: the communicator's time-out, in seconds.
         written: date and time in UTC.
         cause: why the report was written, in words.
         failure: the failure that ended the communicator, or None.

@@ -1,6 +1,6 @@
 """Writes reports: when a communicator fails, and when a signal asks for one.
 
-A communicator writes at most one report for each failure and each signal, in a thread for which the program waits only
+For each failure and each signal, a communicator writes at most one report, in a thread for which the program waits only
 briefly. An error while writing a report does not change the failure that is reported.
 """
 
@@ -29,13 +29,13 @@ from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.reports import files, on_signal
 
 _UNREPORTED = (lib.PROXYCCL_ERROR_LOCAL, lib.PROXYCCL_ERROR_PARENT)
-"""Failures without a report: a program that ends a communicator itself needs none, and a split communicator appears in
-its parent's report.
+"""Failures for which no report is written: a program that ends a communicator itself needs none, and a split
+communicator appears in its parent's report.
 """
 _ASKED_SECONDS = 1.0
 _NOTE_SECONDS = 5.0
-"""How long an exception waits for its report, to name the file. Reading the device and the stacks takes 20 ms; on a
-machine with more work than cores, seconds."""
+"""How long an exception waits for its report, to name the file. Reading the device and the stacks takes 20 ms, but may
+take seconds on a machine with more busy threads than cores."""
 
 
 class Reporter(Observer):
@@ -59,7 +59,7 @@ class Reporter(Observer):
             on_signal.install(report_all)
 
     def close(self) -> None:
-        """Stops reporting, after a report that is being written."""
+        """Stops reporting, as soon as no report is being written."""
         _open.pop(id(self), None)
         with self._lock:
             device, self._device = self._device, None
@@ -70,7 +70,8 @@ class Reporter(Observer):
 
     @contextlib.contextmanager
     def exchanging(self, purpose: str) -> Iterator[None]:
-        """Wraps a call of the bootstrap. A failed call stays in `exchange`, so that the failure's report shows it."""
+        """Records a call of the bootstrap in `exchange` while it is in progress. A failed call stays recorded, so that
+        the failure's report shows it."""
         self._exchange = purpose, time.monotonic()
         yield
         self._exchange = None
@@ -79,12 +80,12 @@ class Reporter(Observer):
 
     @property
     def exchange(self) -> Exchange | None:
-        """The call of the bootstrap in progress."""
+        """Returns the call of the bootstrap that is in progress."""
         exchange = self._exchange
         return None if exchange is None else Exchange(exchange[0], round(time.monotonic() - exchange[1], 3))
 
     def beside(self) -> list[str]:
-        """The names of the other communicators that this process has open."""
+        """Returns the names of the other communicators that this process has open."""
         return sorted({other._group.job for other in _open_reporters()} - {self._group.job})
 
     # -- writing ---
@@ -92,8 +93,8 @@ class Reporter(Observer):
     def failed(self) -> None:
         """Reports the failure that has ended the communicator, in the calling thread.
 
-        The process's other communicators are reported too, because their waits may be the cause, and their ranks are
-        asked for their reports.
+        Also reports the process's other communicators, because their waits may be the cause, and asks their ranks for
+        reports.
         """
         try:
             if self._enabled and self._group.control.record().code not in _UNREPORTED:
@@ -101,7 +102,7 @@ class Reporter(Observer):
                 others = [other for other in _open_reporters() if other._group.job != name]
                 others = [other for other in others if name not in other._reported_failures]
                 peers.expect(self._group)
-                _requests.take()  # a peer that asks because of the same failure gets these reports
+                _requests.take()  # if a peer asks because of the same failure, these reports answer it
                 for other in others:
                     other._ask_peers(name)
                 self._path = self.write("the communicator failed")
@@ -121,7 +122,7 @@ class Reporter(Observer):
     def asked(self) -> None:
         """Reports this process's communicators, in a separate thread, because a peer has asked for reports."""
         if self._enabled and _requests.take():
-            with contextlib.suppress(ResourceError, MemoryError):  # without a thread, no report
+            with contextlib.suppress(ResourceError, MemoryError):  # if no thread can be started, no report is written
                 Thread(report_all, "proxyccl-report", "another communicator of a peer failed").start()
 
     def annotate(self, error: BaseException) -> None:
@@ -132,7 +133,8 @@ class Reporter(Observer):
                 error.add_note(note)
 
     def write(self, cause: str) -> Path | None:
-        """Writes a report and says so on stderr; the node daemon writes one too, if it runs the proxy.
+        """Writes a report, and prints its path to stderr; asks the node daemon for its report, if the daemon runs the
+        proxy.
 
         Returns the report's path; None if the reporter is closed, or the file can't be written.
         """
@@ -155,14 +157,15 @@ class Reporter(Observer):
 
 
 class _Requests:
-    """Peers' requests for reports. Requests by several communicators within _ASKED_SECONDS count as one."""
+    """Tells new requests of peers for reports from repeated ones: requests by several communicators within
+    _ASKED_SECONDS count as one."""
 
     def __init__(self) -> None:
         self._last = -_ASKED_SECONDS
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Takes a request. Returns whether the request is new."""
+        """Takes a request. Returns whether a request at this moment is new."""
         with self._lock:
             now = time.monotonic()
             if now < self._last + _ASKED_SECONDS:

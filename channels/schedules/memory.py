@@ -35,8 +35,8 @@ _BOX_IDS = Codec[dict[int, int]](dict[int, int], 1 << 20, name="memory ids of pi
 _BOX_BYTES = 256 << 10
 _BOX_OFFSETS: dict[Side, int] = {"source": 0, "target": _BOX_BYTES, "scratch": _BOX_BYTES}
 CHUNKS_DONE, HERE, TAKEN, BLOCKS_DONE, OPENED = 0, STAGES, 2 * STAGES, 2 * STAGES + 1, 2 * STAGES + 2
-"""Offsets of the words by which the blocks of a reduction synchronize (ProxycclArrived). The first two offsets begin
-arrays with one word for each stage.
+"""Offsets of the words by which the blocks of a reduction synchronize (ProxycclArrived). At each of the first two
+offsets, an array with one word per stage begins.
 """
 
 
@@ -51,7 +51,7 @@ class ScheduleMemory(Protocol):
 
 
 class ScheduleSpan(Struct, frozen=True):
-    """The bytes of a `ScheduleMemory` from `offset` on; `ptr` is the address of the first byte."""
+    """The bytes of a `ScheduleMemory` from `offset` on, which begin at the address `ptr`."""
 
     memory: ScheduleMemory
     offset: int
@@ -94,10 +94,10 @@ class ScheduleMemories:
 
     Attributes:
         staged_together: whether all ranks make staging memory together, including ranks that need none.
-        pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them. If transports
-            stage data, a limit for each peer.
-        own_box_bytes: most bytes that a stream copies within the device through the next rank's memory.
-        reduction_words: device memory for the words from `CHUNKS_DONE` to `OPENED`; zero between kernels.
+        pinned_bytes: the most bytes of one side of a schedule that go through pinned memory, where the CPU moves them.
+        own_box_bytes: the most bytes of a copy within the device that a stream makes by way of the next rank's memory.
+        reduction_words: device memory for the words from `CHUNKS_DONE` to `OPENED`, which are 0 whenever no kernel
+            runs.
     """
 
     def __init__(self, group: Group) -> None:
@@ -152,9 +152,9 @@ class ScheduleMemories:
         return ScheduleSpan(self._boxes, _BOX_OFFSETS[side], self._boxes.ptr + _BOX_OFFSETS[side])
 
     def own_copy(self, dst: int, src: int, nbytes: int) -> list[CopyBytes]:
-        """Returns a stream's copies within the device. Short copies go to the next rank's device and back, by copy
-        engines, because a direct copy would be a kernel that waits for a multiprocessor. One stream at a time may use
-        such copies.
+        """Returns the operations by which a stream copies within the device. Short copies go to the next rank's device
+        and back, by copy engines, because a direct copy would be a kernel that waits for a multiprocessor. One stream
+        at a time may use such copies.
         """
         if self._own_box is None or dst == src or not 0 < nbytes <= self.own_box_bytes:
             return [CopyBytes(dst, src, nbytes)]
@@ -217,10 +217,11 @@ class ScheduleMemories:
         return None
 
     def _find(self, ptr: int, nbytes: int) -> Announced | None:
-        """Returns the announced range of an array; None if arrays have taken their limit of memory ids.
+        """Returns the announced range of an array; None if there is none, or arrays have used up their share of memory
+        ids.
 
-        Also None if `Calls` treats the array as memory that schedules don't name, since one form serves all such
-        arrays.
+        Also returns None if `Calls` has classed the array as memory that schedules don't name, because one form serves
+        all such arrays.
         """
         if not self._group.launches.calls.reach_of(ptr, nbytes) & NAMED_BY_PROXIES:
             return None

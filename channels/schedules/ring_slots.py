@@ -25,7 +25,7 @@ _COPY = 1  # index of the copy among a receive's steps: operations on words, the
 
 
 class _Flow:
-    """The data that goes from one rank to a neighbour.
+    """The data that one rank sends to a neighbour, and the slots for it.
 
     Attributes:
         channel: carries the data in one direction, and the signals that free slots in the other direction.
@@ -42,7 +42,7 @@ class _Flow:
 
 class RingSlots:
     """Slots between the ranks of a group and their neighbours. All ranks construct a `RingSlots` together, with the
-    same numbers.
+    same arguments.
 
     Sends and receives of one rank run one after the other, whatever their streams, in the order of the calls. A send
     delays its stream only until its data is copied to a slot of this rank.
@@ -85,7 +85,7 @@ class RingSlots:
         """Sends an array to a neighbour. Later work of the stream may change the array.
 
         Args:
-            view: at most `slot_bytes`.
+            view: the array, of at most `slot_bytes`.
             peer: a neighbour.
             stream: None on the host runtime; the call then returns when the array is in the neighbour's slot.
 
@@ -174,7 +174,7 @@ class RingSlots:
         )
         came = ScheduleReceive(flow.channel, stage=0)
         source = self._array.ptr + flow.begin + slot * self._slot_bytes
-        copy = CopyBytes(source + 1, source, nbytes)  # a placeholder: each receive sets the addresses
+        copy = CopyBytes(source + 1, source, nbytes)  # a placeholder, whose addresses each receive sets
         came_in, opens = self._turn()
         return [
             Schedule(sends=(frees,), receives=(came,)),

@@ -14,7 +14,7 @@ from proxyccl.device.stream_operations import Operation, StreamOperations, WaitV
 from proxyccl.proxy.schedule import Schedule
 
 Step = Operation | Schedule
-"""The next step of a stream, which rings a `Schedule` and carries out an `Operation`."""
+"""A step of a stream: it rings a `Schedule`, or carries out an `Operation`."""
 
 _MOST_DROPPED = 1024
 
@@ -22,8 +22,8 @@ _MOST_DROPPED = 1024
 class ScheduleRings:
     """Adds schedules to the proxy, and removes schedules that streams can no longer ring.
 
-    A captured graph may ring its schedules as long as the graph lives, which the library can't know: these schedules
-    stay.
+    A captured graph may ring its schedules as long as it lives. The library can't know how long that is, so these
+    schedules are never removed.
 
     Attributes:
         words: the memory words by which streams, kernels and the proxy wait for one another.
@@ -32,14 +32,14 @@ class ScheduleRings:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.words = group.links.proxy.schedule_pointers
-        self._dropped: list[tuple[Any, list[int]]] = []  # operations that C issued, and the numbers of their schedules
+        self._dropped: list[tuple[Any, list[int]]] = []  # operations issued by C, and their schedules' numbers
 
     def stage(self, number: int, least: int) -> Operation:
-        """Returns an operation that waits, within a schedule, until the word of a stage is at least the value."""
+        """Returns an operation that waits, during a schedule, until the word of a stage is at least `least`."""
         return WaitValue(self.words.stages[number], least)
 
     def end(self, stages: Collection[int] = (), *, gated: bool = False) -> list[Operation]:
-        """Returns operations that wait for the end of the schedule, and reset the words that the schedule and the
+        """Returns operations that wait for the end of the schedule, and then reset the words that the schedule and the
         stream wrote.
 
         Args:

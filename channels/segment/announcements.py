@@ -24,7 +24,7 @@ class Announcement(Struct, frozen=True):
 
     Attributes:
         version: counts the entry's changes.
-        handle: opens the memory; empty if it was withdrawn.
+        handle: opens the memory; empty if the memory was withdrawn.
         proxies_version: the last version that the owner announced to peers' proxies.
     """
 
@@ -38,7 +38,7 @@ class Announcement(Struct, frozen=True):
 
 
 class Announcements:
-    """A rank's table of TABLE_BYTES, this rank's or a peer's.
+    """The table of announcements of this rank or of a peer, of TABLE_BYTES.
 
     Args:
         address: the table's CPU address. Zeroed memory is an empty table.
@@ -85,14 +85,14 @@ class Announcements:
         self._handled = ffi.new("uint64_t[]", ENTRIES)
 
     def reply(self, entry: int, peer: int, version: int, address: int) -> None:
-        """For the peer with this number on the host: replies with the address at which the peer reaches a version, or 0
-        if the version was withdrawn.
+        """For the peer with this number on the host: replies with the address at which the peer reaches the memory of a
+        version, or 0 if the version withdraws the memory.
         """
         lib.proxyccl_announcement_reply(self._table, entry, peer, version, address)
 
     def reply_memory(self, entry: int, peer: int, version: int, memory: int) -> None:
-        """For the peer with this number on the host: replies with the memory id that the peer's proxy assigned to a
-        version, or NO_MEMORY.
+        """For the peer with this number on the host: replies with the id that the peer's proxy assigned to the memory
+        of a version, or NO_MEMORY.
         """
         lib.proxyccl_announcement_reply_memory(self._table, entry, peer, version, memory)
 

@@ -17,7 +17,7 @@ from proxyccl.channels.segment.control import (
 from proxyccl.proxy._engine import ffi, lib
 
 if TYPE_CHECKING:
-    from proxyccl.proxy._engine import (  # only the stub has these names; cffi lacks them
+    from proxyccl.proxy._engine import (  # these names exist only in the stub, not in cffi
         Pointer,
         ProxycclCallEntryPointer,
         ProxycclCallPointer,
@@ -52,8 +52,8 @@ class CallLog:
         self.issue: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_issue, self._callers
         )
-        """issue(call, launch, stream): `agree`, then a prepared launch, and the wait for it on the stream of `wait_on`.
-        Returns the driver's status, or the result of `agree`.
+        """issue(call, launch, stream): does `agree`, and then a prepared launch, for which it waits if `stream` is that
+        of `wait_on`. Returns the driver's status, or the result of `agree` if that is not 0.
         """
         self.ring: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_ring, self._callers
@@ -78,7 +78,8 @@ class CallLog:
 
     def choose(self, wish: int) -> int:
         """Returns the agreed choice for this rank's next call, from 0 to 3, which is the wish of the first rank of the
-        host to reach the call. The program's other threads must not make a call meanwhile.
+        host to reach the call. Other threads of the program must not make a call until this returns and the chosen call
+        is made.
         """
         return int(lib.proxyccl_calls_choose(self._callers, wish))
 
@@ -90,8 +91,8 @@ class CallLog:
         return bool(self._sharing.value)
 
     def share_device(self) -> None:
-        """Records that this rank makes another communicator on its device; called before the other communicator makes a
-        call.
+        """Records that this rank makes another communicator on its device. Call this before the other communicator
+        makes a call.
         """
         self._sharing.value = 1
 
@@ -105,27 +106,29 @@ class CallLog:
         return int(self._callers.sequence)
 
     def recent(self, count: int) -> list[tuple[int, tuple[int, ...]]]:
-        """The last calls of this rank in order, each with its number, from 1. For any thread."""
+        """Returns the last calls of this rank in order, each with its number; the first call has number 1. For any
+        thread."""
         return _read(self._callers.own, self.count, count)
 
     def difference(self) -> tuple[int, tuple[int, ...]]:
-        """After CALL_DIFFERS or CALL_DIFFERED: returns the rank whose call differs, and the fields of its last call."""
+        """Returns the rank whose call differs, and the fields of its last call, after `agree` returned CALL_DIFFERS or
+        CALL_DIFFERED."""
         return self._ranks[self._callers.differing], tuple(self._callers.different.fields)
 
 
 def calls_in(segment: ControlSegment, count: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns the last calls of a segment's rank, like `recent`. Some calls may be missing, because the rank continues
-    meanwhile.
+    """Returns the last calls of a segment's rank, like `recent`. Some calls may be missing, because the rank may
+    overwrite entries during the reading.
     """
     last = sum(counts_in(segment).values())
-    if last > _LAST_NUMBER:  # the segment is not a rank's
+    if last > _LAST_NUMBER:  # this isn't the segment of a rank
         return []
     return _read(ffi.cast("ProxycclCallEntry *", segment.host_address(CALLS_OFFSET)), last, count)
 
 
 def counts_in(segment: ControlSegment) -> dict[int, int]:
-    """Returns the numbers of calls of a segment's rank by collective (a call's first field); key 0 collects the rest. A
-    graph's calls count when they are captured, and not on replays.
+    """Returns how many calls of each collective (a call's first field) a segment's rank has made; key 0 stands for all
+    other collectives. Calls in a graph are counted when they are captured, not when the graph is replayed.
     """
     counts = ffi.cast("ProxycclCallCount *", segment.host_address(COUNTS_OFFSET))
     found = {each.collective: each.calls for each in (counts + i for i in range(lib.PROXYCCL_CALL_KINDS + 1))}

@@ -1,7 +1,7 @@
 """The call log's comparison: the fields of a collective call that must agree between ranks.
 
 A field is a 64-bit number (calls.h). Names are logged as digests of their text, so a new collective needs no number:
-its module registers the name. A shape is logged as a digest too.
+its module registers the name. Shapes are also logged as digests.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SHAPED = frozenset(
         "scatter",
     }
 )
-"""Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: a rank gets rows that other ranks
-passed, or blocks have whole rows. Other collectives take an array's elements in order.
+"""Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: in these, a rank gets rows that other
+ranks passed, or blocks consist of whole rows. Other collectives take an array's elements in order.
 """
 ANY_ALGORITHM = "any"
-"""Logged where the caller leaves the algorithm to the library."""
+"""The logged name if the caller leaves the choice of the algorithm to the library."""
 
 _texts: dict[int, str] = {}
 
@@ -63,16 +63,16 @@ class CollectiveCall(Struct, frozen=True):
     """A collective call as ranks compare it.
 
     Attributes:
-        collective: registered name.
-        dtype: element type by name.
+        collective: the collective's registered name.
+        dtype: the element type's name.
         op: reduction operator.
-        algorithm: the callers' request, as a registered name.
-        root: rank, or 0.
-        count: elements that each rank contributes, or that each gets.
+        algorithm: the registered name of the algorithm that the caller asks for.
+        root: the root's rank; 0 for a collective without a root.
+        count: the number of elements that each rank contributes, or gets, depending on the collective.
         shape: the shape of the array that all ranks pass or get; for `SHAPED` collectives the same on all ranks.
         registered: numbers of the registered arrays that peers reach directly; the same on all ranks.
-        of: number of the object that the call belongs to, by `Launches.number_object`; 0 for calls of the communicator.
-            Calls of objects have neither shape nor registered arrays.
+        of: the number of the object that the call belongs to (see `Launches.number_object`); 0 for calls of the
+            communicator. Calls of objects have neither shape nor registered arrays.
     """
 
     collective: str
@@ -86,7 +86,7 @@ class CollectiveCall(Struct, frozen=True):
     of: int = 0
 
     def encode(self) -> tuple[int, ...]:
-        """The values of CALL_FIELDS. Raises KeyError for a name that is not registered."""
+        """Returns the values of CALL_FIELDS. Raises KeyError for a name that is not registered."""
         names = (self.collective, self.dtype, self.op, self.algorithm)
         digests = [_digest(name) for name in names]
         for digest in digests:
@@ -105,12 +105,12 @@ def _arrays_digest(shape: tuple[int, ...], registered: tuple[int, ...]) -> int:
 
 
 def name_of(digest: int, otherwise: str) -> str:
-    """The registered name with this digest; for 0, `otherwise`."""
+    """Returns the registered name with this digest, or `otherwise` if the digest is 0."""
     return _texts.get(digest, f"unknown ({digest:#x})") if digest else otherwise
 
 
 def describe_call(fields: Sequence[int]) -> dict[str, str]:
-    """The fields of a logged call in words, by name, except `shape`, a digest."""
+    """Returns the fields of a logged call in words, by name, except `shape`, which is only a digest."""
     return {
         name: name_of(value, "unknown (0x0)") if name in _NAMED else str(value)
         for name, value in zip(CALL_FIELDS, fields, strict=True)

@@ -3,7 +3,7 @@
 Each rank owns a segment in pinned shared memory: the control block that its kernels poll, the words that proxies
 signal, its proxy's counters, a log of its recent collective calls, its announcements, and its rendezvous. The ranks of
 one host map each other's segments. A rank that fails raises the abort words of the host's other ranks before its own
-word. Kernels and the CPU both do so in this order.
+word. Kernels and the CPU raise the words in this order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.trigger import MAX_CHANNELS
 
 if TYPE_CHECKING:
-    from proxyccl.device._native import ProxycclErrorRecordPointer  # only the stub has this name; cffi lacks it
+    from proxyccl.device._native import ProxycclErrorRecordPointer  # this name exists only in the stub, not in cffi
 
 LAST_QUESTION: int = lib.PROXYCCL_LAST_QUESTION
 
@@ -43,7 +43,8 @@ class Presence(IntEnum):
 
 
 class KernelWait(Struct, frozen=True):
-    """The contents of a ProxycclWait (control.h): a wait of threads of a kernel, at the time of a question."""
+    """The contents of a ProxycclWait (control.h): a wait of some threads of a kernel, as it was when the kernel
+    answered a question (see `ask`)."""
 
     kind: int
     peer: int | None
@@ -64,8 +65,8 @@ CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
 COUNTS_OFFSET = CALLS_OFFSET + engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES
 CHOICES_OFFSET = COUNTS_OFFSET + engine.sizeof("ProxycclCallCount") * (engine_lib.PROXYCCL_CALL_KINDS + 1)
 SHARING_OFFSET = CHOICES_OFFSET + 8 * engine_lib.PROXYCCL_CALL_CHOICES
-"""Offsets of the call log, the numbers of calls by collective, the words by which ranks choose alike, and a word that
-is not 0 if a rank has more than one communicator on its device.
+"""Offsets of the call log, the numbers of calls by collective, the words by which ranks agree on choices, and a word
+that is not 0 if a rank has more than one communicator on its device.
 """
 _SERVICE_OFFSET = _round(SHARING_OFFSET + 8)
 _READBACK_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
@@ -78,15 +79,15 @@ _PEERS_OFFSET = _CAUSE_OFFSET + _round(8 + MOST_CAUSE_BYTES)
 
 
 def segment_bytes(world_size: int = 1) -> int:
-    """The size of a control segment for this number of ranks."""
+    """Returns the size of a control segment for this number of ranks."""
     return _PEERS_OFFSET + _round(8 * (world_size - 1))
 
 
 class ControlSegment:
-    """A rank's control segment, this rank's or a peer's.
+    """The control segment of this rank or of a peer.
 
     Attributes:
-        rendezvous: where its rank posts messages and invitations.
+        rendezvous: where the segment's rank posts messages and invitations.
     """
 
     service_offset = _SERVICE_OFFSET
@@ -106,7 +107,7 @@ class ControlSegment:
         self.set_timeout(timeout)
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes the bound of the waits of this rank's kernels."""
+        """Changes the time-out of the waits of this rank's kernels."""
         self._control.timeout_ns = int(seconds * 1e9)
 
     def introduce(self, peers: Mapping[int, ControlSegment]) -> None:
@@ -128,7 +129,7 @@ class ControlSegment:
 
     @staticmethod
     def semaphore_offset(channel: int) -> int:
-        """The offset in a segment of the word that a peer's proxy signals for a channel."""
+        """Returns the offset in a segment of the word that a peer's proxy signals for a channel."""
         return _SEMAPHORES_OFFSET + 8 * channel
 
     def semaphore_host(self, channel: int) -> int:
@@ -139,7 +140,8 @@ class ControlSegment:
         return self.memory.export(self.semaphore_host(channel), 8)
 
     def reset_semaphore(self, channel: int) -> None:
-        """Sets the word to the count that a new channel expects. No peer may signal the word meanwhile."""
+        """Sets the channel's word to 0, the count that a new channel expects. No peer may signal the word during the
+        call."""
         ctypes.c_uint64.from_address(self.semaphore_host(channel)).value = 0
 
     def semaphore_device(self, channel: int) -> int:
@@ -164,7 +166,7 @@ class ControlSegment:
         filed.offset, filed.size = record.offset, record.size
         with self._filing:
             if record.cause and lib.proxyccl_control_record(self._control, filed) == lib.PROXYCCL_RECORD_EMPTY:
-                # Published with the record, by the pairing abort.
+                # The cause is published together with the record, by the pairing abort.
                 text = record.cause.encode(errors="replace")[:MOST_CAUSE_BYTES]
                 ctypes.memmove(self._cause + 4, text, len(text))
                 ctypes.c_uint32.from_address(self._cause).value = len(text)
@@ -176,7 +178,8 @@ class ControlSegment:
         return self.memory.host_ptr + _CAUSE_OFFSET
 
     def record(self) -> ErrorRecord:
-        """Returns the error record. If another rank's failure ended the group, takes that rank's record.
+        """Returns the error record. If another rank's failure ended the group, first files that rank's record in this
+        segment.
 
         Waits only briefly for a record that is still being written, because its writer may be gone.
         """
@@ -192,8 +195,8 @@ class ControlSegment:
         return self._read_record(error)
 
     def filed(self) -> ErrorRecord | None:
-        """Returns the error record, if this segment has a complete one. Unlike `record`, writes nothing, for
-        observers.
+        """Returns the error record, or None if this segment has no complete one. Unlike `record`, writes nothing, so
+        observers may call it.
         """
         error = ffi.new("ProxycclErrorRecord *")
         if lib.proxyccl_control_record(self._control, error) != lib.PROXYCCL_RECORD_VALID:
@@ -218,8 +221,8 @@ class ControlSegment:
         )
 
     def request_report(self) -> None:
-        """For a peer: asks the segment's rank to write a report. Needs no memory order, because no other data
-        follows.
+        """For a peer: asks the segment's rank to write a report. The store is unordered, because the peer reads nothing
+        else after it.
         """
         self._request.value = 1
 
@@ -236,23 +239,24 @@ class ControlSegment:
         return Presence(lib.proxyccl_control_presence(self._control))
 
     def set_presence(self, presence: Presence, exchanges: int = 0) -> None:
-        """Sets this rank's `presence`; with LEFT, after this number of exchanges of the bootstrap."""
+        """Sets this rank's `presence`; with LEFT, also the number of the bootstrap's exchanges that the rank took part
+        in."""
         lib.proxyccl_control_set_presence(self._control, presence, exchanges)
 
     @property
     def exchanges(self) -> int:
-        """Exchanges that the segment's rank took part in, once its presence is LEFT."""
+        """The number of exchanges that the segment's rank took part in; valid once its presence is LEFT."""
         return lib.proxyccl_control_exchanges(self._control)
 
     def ask(self, question: int) -> None:
-        """Asks this rank's kernels to describe their waits, by a question number from 1 that was not used before; 0
-        ends the question.
+        """Asks this rank's kernels to describe their waits. `question` is a number from 1 on that was not used before;
+        0 ends the question.
         """
         lib.proxyccl_control_ask(self._control, question)
 
     def waits(self, question: int) -> list[KernelWait]:
-        """Returns the kernels' answers: for each peer the wait of one thread. After an abort, the question is
-        LAST_QUESTION.
+        """Returns the kernels' answers to a question: for each peer, the wait of one thread. After an abort, kernels
+        answer LAST_QUESTION without being asked.
         """
         wait, found = ffi.new("ProxycclWait *"), []
         for place in range(lib.PROXYCCL_WAIT_PLACES):
@@ -264,7 +268,8 @@ class ControlSegment:
 
     @property
     def readback_buffer(self) -> tuple[int, int]:
-        """The addresses, for the device and for the CPU, of READBACK_BYTES for copies of device memory."""
+        """The address for the device and the address for the CPU of READBACK_BYTES, to which device memory is
+        copied."""
         return self.memory.ptr + _READBACK_OFFSET, self.memory.host_ptr + _READBACK_OFFSET
 
     def semaphore(self, channel: int) -> int:
@@ -277,11 +282,11 @@ class ControlSegment:
         return Announcements(self.memory.host_ptr + _ANNOUNCEMENTS_OFFSET)
 
     def host_address(self, offset: int) -> int:
-        """The CPU's address of a part of the segment, by its offset."""
+        """Returns the CPU's address of the part of the segment at an offset."""
         return self.memory.host_ptr + offset
 
     def close(self) -> None:
-        vars(self).pop("_control", None)  # removed, so that a later call fails in Python, not in C
+        vars(self).pop("_control", None)  # so that a later call fails in Python, not in C
         self.memory.close()
 
 

@@ -42,7 +42,7 @@ WAITS = {
     lib.PROXYCCL_WAIT_STAGE: "data that its proxy receives",
     lib.PROXYCCL_WAIT_EXECUTION: "an operation of its execution plan",
 }
-"""The object of a kernel's wait, by ProxycclWaitKind."""
+"""What a kernel waits for, in words, by ProxycclWaitKind."""
 
 SCHEDULE_WAITS = {
     lib.PROXYCCL_WAIT_SCHEDULE_POST: "rank {peer} to join schedule {schedule}",
@@ -50,7 +50,7 @@ SCHEDULE_WAITS = {
     lib.PROXYCCL_WAIT_SCHEDULE_SEND: "the end of its sends to rank {peer} in schedule {schedule}",
     lib.PROXYCCL_WAIT_SCHEDULE_GATE: "its stream to open the gate of schedule {schedule}",
 }
-"""A proxy's waits in a schedule in words, by ProxycclWaitKind."""
+"""What a proxy waits for in a schedule, in words, by ProxycclWaitKind."""
 
 SM_CALLS = {
     lib.PROXYCCL_SM_PUT: "put",
@@ -66,11 +66,11 @@ SM_MEMORIES = {
     lib.PROXYCCL_SM_OWN_MEMORY: "the local memory",
     lib.PROXYCCL_SM_PACKET_BUFFER: "the packet buffer",
 }
-"""The memory of a range that a kernel refuses, by the `wait` of a record."""
+"""The names of the memories whose bounds a kernel checks, by the `wait` of a record."""
 
 
 class ErrorRecord(Message, frozen=True):
-    """A ProxycclErrorRecord of control.h, read."""
+    """A copy of a ProxycclErrorRecord (control.h)."""
 
     code: int
     rank: int
@@ -88,7 +88,7 @@ class ErrorRecord(Message, frozen=True):
 
 
 def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> CommunicatorError:
-    """Returns the exception for an error record, from this rank's view. `cause` has the details of this rank's own
+    """Returns the exception that this rank raises for an error record. `cause` has the details of this rank's own
     failure.
     """
     said = cause if cause and record.rank == own_rank else record.cause
@@ -96,7 +96,8 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
 
 
 def bounded(text: str) -> str:
-    """Shortens a text to MOST_CAUSE_BYTES: to whole lines, or to the beginning of a first line that is too long."""
+    """Shortens a text to MOST_CAUSE_BYTES: to whole lines or, if the first line is too long, to the beginning of that
+    line."""
     if len(text.encode(errors="replace")) <= MOST_CAUSE_BYTES:
         return text
     room = MOST_CAUSE_BYTES - len(_MORE.encode())
@@ -118,8 +119,8 @@ class _Account:
         record: the record.
         cause: as for `exception_from`; empty if the cause is not known.
         who: the rank that noticed the failure.
-        peer: the rank concerned, as the end of a phrase; empty without such a rank.
-        on: the channel, as the end of a phrase.
+        peer: the rank that the error concerns, as the end of a phrase; "" if there is none.
+        on: the channel that the error concerns, as the end of a phrase.
     """
 
     def __init__(self, record: ErrorRecord, own_rank: int, cause: str) -> None:
@@ -172,7 +173,7 @@ def _proxy_lost(of: _Account) -> CommunicatorError:
 
 def _transfer_failed(of: _Account) -> CommunicatorError:
     record = of.record
-    # A failed completion may cover several operations.
+    # A failed completion may stand for several operations, so the message names none.
     operation = _operation(record) if record.operation else "a transfer"
     direction = "from" if record.operation & Operation.GET else "to"
     to = f" {direction} rank {record.peer}" if record.peer is not None else ""
@@ -189,7 +190,7 @@ def _bad_trigger(of: _Account) -> CommunicatorError:
     message = f"{of.who} pushed a trigger that was refused: {operation}{extent}{to}{of.on}"
     memory = SM_MEMORIES.get(record.wait)
     cause = ""
-    if memory is not None:  # refused by the kernel, for the memory with id `expected`
+    if memory is not None:  # the kernel refused the memory with id `expected`
         size = f"of {record.seen} bytes" if record.seen else f"(memory id {record.expected}, which is not registered)"
         cause = f"the transfer leaves {memory} {size}"
     return of.error(TriggerError, operation, of.with_cause(message, cause), offset=record.offset)
@@ -291,6 +292,6 @@ def _operation(record: ErrorRecord) -> str:
 
 
 def _execution_place(place: int) -> str:
-    """Names an operation of an execution plan, given the place that a step has (execution.h)."""
+    """Describes an operation of an execution plan, given the place that its step carries (execution.h)."""
     bits = lib.PROXYCCL_PLACE_OPERATION_BITS
     return f"operation {place & (1 << bits) - 1} of threadblock {place >> bits} of its execution plan"

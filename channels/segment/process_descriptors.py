@@ -1,6 +1,6 @@
-"""Descriptors of other processes (pidfd_open(2)), one for each process, shared by all its watchers. A process of
-another PID namespace has no number in this namespace, so it opens its own descriptor and passes the descriptor over a
-socket.
+"""Descriptors of other processes (pidfd_open(2)). This process has one for each, which all watchers of the process
+share. A process of another PID namespace has no number in this namespace, so that process opens a descriptor of itself
+and passes it over a socket.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PeerProcess(Struct, frozen=True):
         pid: the process's number in its PID namespace.
         view: its `proc_view`.
         token: 16 bytes that no other process has.
-        started: the process's start time (`start_of`), None if unknown. Needed because the system reuses process
-            numbers.
+        started: the process's start time (`start_of`), None if unknown. It tells the process from a later one, because
+            the system reuses process numbers.
     """
 
     pid: int
@@ -54,14 +54,14 @@ class PeerProcess(Struct, frozen=True):
 
     @property
     def is_ending(self) -> bool:
-        """Whether its first thread has ended, and its files can no longer be opened. A descriptor becomes readable when
-        all threads have ended: on a busy machine a second later and more.
+        """Whether the process's first thread has ended, and its files can no longer be opened. The process's descriptor
+        becomes readable only when all threads have ended, which on a busy machine may be a second later or more.
         """
         return self.is_visible and self.started is not None and start_of(self.pid) != self.started
 
 
 def acquire(process: PeerProcess) -> int:
-    """Returns a descriptor that becomes readable when the process ends. Each call is paired with a `release`.
+    """Returns a descriptor that becomes readable when the process ends. Each call needs a matching `release`.
 
     Raises:
         ProcessLookupError: the process has ended.
@@ -92,7 +92,7 @@ def _open(process: PeerProcess) -> int:
         return descriptor
     try:
         return fetch_descriptor(process.token, _KIND)
-    except UnreachableError as error:  # the process was reachable before
+    except UnreachableError as error:  # it could be reached before
         raise ProcessLookupError(str(error)) from None
     except OSError as error:
         raise ResourceError(f"process {process.pid} of another PID namespace can't be watched: {error}") from None

@@ -43,10 +43,10 @@ class RankPublication(OfProcess, frozen=True):
         host: the rank's host (`host_name`).
         runtime: the name of the rank's runtime.
         device: the ordinal of the rank's device.
-        neighbours: the ranks of the communicator on its host and in its PID namespace, itself among them.
+        neighbours: the ranks of the communicator on this rank's host and in its PID namespace, including this rank.
         segment: the handle of the rank's segment, in hexadecimal.
-        layout: the size of a segment of one rank. Where this size differs, the segment belongs to another version of
-            ProxyCCL.
+        layout: the size of a segment of one rank. If the reader's size differs, another version of ProxyCCL made the
+            segment.
     """
 
     description: Description
@@ -69,7 +69,7 @@ _RANKS = Codec(RankPublication, 1 << 20)
 
 
 class Published:
-    """A rank's file, from now until `withdraw`. A failure to write the file is only logged, because the rank works
+    """Publishes a rank's file until `withdraw`. A failure to write the file is only logged, because the rank works
     without it.
 
     Args:
@@ -97,14 +97,15 @@ class Published:
         self._path = try_write(new_name(_SUFFIX), _RANKS.encode(rank))
 
     def withdraw(self) -> None:
-        """Removes the file. Does nothing in a fork's child."""
+        """Removes the file. Does nothing in a forked child."""
         path, self._path = self._path, None
         if path is not None and self._pid == os.getpid():
             withdraw(path)
 
 
 def find_ranks() -> list[tuple[Path, RankPublication]]:
-    """The ranks of this user on this machine, by communicator and rank. Removes files of processes that ended.
+    """Returns the ranks of this user on this machine, with their files, ordered by communicator and rank. Removes files
+    of processes that ended.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.

@@ -16,7 +16,7 @@ from proxyccl.device.errors import ProxyCCLError, ResourceError, WaitTimeoutErro
 from proxyccl.proxy._engine import ffi, lib
 
 if TYPE_CHECKING:
-    from proxyccl.proxy._engine import ProxycclLetterPointer  # only the stub has this name; cffi lacks it
+    from proxyccl.proxy._engine import ProxycclLetterPointer  # this name exists only in the stub, not in cffi
 
 _MOST_REFUSALS = 4
 MOST_INVITATIONS: int = lib.PROXYCCL_INVITATIONS - _MOST_REFUSALS
@@ -26,8 +26,8 @@ _LONGEST_PAUSE_SECONDS = 1e-3
 
 
 def ranks_missing(exchange: str, missing: Sequence[int], rank: int) -> WaitTimeoutError:
-    """Returns the error of a rank that missed other ranks in an exchange; `exchange` describes the exchange in
-    words.
+    """Returns the error of a rank for which other ranks were missing in an exchange; `exchange` describes the exchange
+    in words.
     """
     return WaitTimeoutError(
         f"{exchange}: ranks {list(missing)} did not come in time",
@@ -38,13 +38,13 @@ def ranks_missing(exchange: str, missing: Sequence[int], rank: int) -> WaitTimeo
 
 
 def key_of(*what: object) -> int:
-    """Hashes a name to a key of 64 bits, for an invitation."""
+    """Returns the 64-bit key of an invitation that these values name."""
     digest = hashlib.sha256(repr(what).encode()).digest()
-    return int.from_bytes(digest[:8], "little") | 1  # 0 is not a key
+    return int.from_bytes(digest[:8], "little") | 1  # because 0 is not a key
 
 
 class Rendezvous:
-    """A rank's rendezvous, this rank's or a peer's.
+    """The rendezvous of this rank or of a peer.
 
     Args:
         address: the rendezvous's CPU address. Zeroed memory is an unused rendezvous.
@@ -90,9 +90,7 @@ class Rendezvous:
             self._used.discard(place)
 
     def refuse(self, key: int, reason: str) -> None:
-        """For the owner: leaves under a key the reason why this rank can't take part, until later entries replace
-        it.
-        """
+        """For the owner: leaves under a key the reason why this rank can't take part. Later refusals may replace it."""
         message = reason.encode()[: lib.PROXYCCL_INVITATION_BYTES]
         with self._lock:
             place = MOST_INVITATIONS + self._refusals % _MOST_REFUSALS
@@ -101,13 +99,14 @@ class Rendezvous:
             lib.proxyccl_invite(self._shared, place, key, message, len(message))
 
     def find(self, key: int) -> bytes | None:
-        """For a peer: returns the handle under a key, or None."""
+        """For a peer: returns the handle under a key, or None if there is none."""
         copy = ffi.new("ProxycclInvitation *")
         found = lib.proxyccl_invitation_find(self._shared, key, copy)
         return bytes(ffi.buffer(copy.handle, copy.handle_bytes)) if found else None
 
     def decide(self, question: int, value: int) -> int:
-        """For any rank: decides a question by a value above 0. Returns the value of the first rank to decide."""
+        """For any rank: decides a question by a value above 0. Returns the value that stands, that of the first rank
+        that decided."""
         return int(lib.proxyccl_decide(self._shared, question, value))
 
     def decision(self, question: int) -> int | None:
@@ -161,7 +160,7 @@ class Mailboxes:
 def wait_until(
     found: Callable[[], object], deadline: float, give_up: Callable[[], None], late: Callable[[], Exception]
 ) -> None:
-    """Waits until `found` returns true. Arguments as for `wait_at_most`; `late` gives the error to raise at the
+    """Waits until `found` returns true. Arguments as for `wait_at_most`; `late` returns the error to raise at the
     deadline."""
     if not wait_at_most(found, deadline, give_up):
         raise late()
@@ -177,9 +176,9 @@ def wait_at_most(
 
     Args:
         found: called repeatedly.
-        deadline: by `time.monotonic`.
+        deadline: the latest time, by `time.monotonic`.
         give_up: called while waiting; it raises to end the wait early.
-        longest_pause: seconds.
+        longest_pause: the longest pause, in seconds.
     """
     pause = _FIRST_PAUSE_SECONDS
     while not found():

@@ -66,7 +66,7 @@ _LENGTHS = struct.Struct("=QQ")
 _LOG = logging.getLogger("proxyccl.transfer")
 _agents: weakref.WeakValueDictionary[int, Agent] = weakref.WeakValueDictionary()
 """The agents of this process, by `id`. Read it by `valuerefs`, which is atomic, because other threads may make agents
-meanwhile.
+during the reading.
 """
 
 
@@ -76,24 +76,25 @@ class Agent:
     There is no group and no rank: agents start and end at any time, and know the agents that they `add`. Only the side
         that reads or writes acts; the other side's program takes no part.
 
-    Every method may be called by any thread at any time. Use the agent as a context manager, or call `close`. A fork's
-    child must make its own.
+    Every method may be called by any thread at any time. Use the agent as a context manager, or call `close`. A forked
+    child must make its own agent.
 
     Args:
         name: the name by which other agents know this one and see it in messages. At most 1024 characters.
         listen: this host's addresses at which other hosts may reach the agent; None: all addresses; (): none, so only
             agents of this host can connect.
-        paths: the paths that this agent's transfers may take, of "shared_memory", "process_vm", "unix", "fabric" and
-            "tcp"; None: ``PROXYCCL_TRANSFER_PATHS``, separated by commas, else all, "fabric" only with an adapter for
-            RDMA. A peer that can't be reached by them is refused.
-        timeout: bound of a connection's start and of `wait`, in seconds; None: ``PROXYCCL_TIMEOUT``, else 30.
+        paths: the paths that this agent's transfers may take, any of "shared_memory", "process_vm", "unix", "fabric"
+            and "tcp". None: those in ``PROXYCCL_TRANSFER_PATHS``, separated by commas, or all if it isn't set ("fabric"
+            only if there is an adapter for RDMA). A peer that none of the paths reaches is refused.
+        timeout: the longest that opening a connection and `wait` may take, in seconds; None: ``PROXYCCL_TIMEOUT``, else
+            30.
 
     Attributes:
-        name: its name.
-        timeout: seconds.
+        name: the agent's name.
+        timeout: the time-out in seconds.
 
     Raises:
-        ArgumentError: a wrong name, address, path or time.
+        ArgumentError: a name, address, path or time-out is invalid.
         ResourceError: there are too few descriptors or threads.
         RuntimeUnavailableError: "fabric" was named, and libfabric can't be used.
     """
@@ -121,7 +122,7 @@ class Agent:
         self._peers: dict[str, Peer] = {}
         self._kept: dict[Region, list[object]] = {}
         self._ledger = Ledger.make()
-        serve()  # offers the ledger to agents in other PID namespaces
+        serve()  # lets agents in other PID namespaces map the ledger
         self._devices = Devices()
         self._reached, self._pinned = Reached(), Pinned()
         self._serving: dict[Copier, ProxycclStagingPointer] = {}
@@ -146,7 +147,7 @@ class Agent:
         self._handle: ProxycclAgentPointer = handle
         forks.finalizer(self, _release, handle, served)
         _agents[id(self)] = self
-        forks.finalizer(self, self._published.withdraw).atexit = True  # in case the program does not close the agent
+        forks.finalizer(self, self._published.withdraw).atexit = True  # runs if the program does not close the agent
         self._published.write(())
         wants = FABRIC in allowed and (named or len(listeners) > 1)
         self._fabric, self._no_fabric = open_fabric(named) if wants else (None, "")
@@ -173,8 +174,8 @@ class Agent:
         self.close()
 
     def close(self) -> None:
-        """Closes the agent: its links end, on both sides, and its active transfers are canceled. A second call, by
-        another thread, returns when the first one has ended.
+        """Closes the agent: ends its links on both sides, and cancels its active transfers. If two threads call it, the
+        second call returns when the first call has ended.
         """
         self._process.require("the agent")
         with self._closing:
@@ -202,10 +203,10 @@ class Agent:
             memory: an array of the host or of a GPU, contiguous in C order and writable, or an array made by ProxyCCL;
                 or (address, bytes) of memory that the caller keeps mapped. The agent keeps an array alive until it is
                 deregistered.
-            label: a name by which others find the region.
-            device: with an address only: the device's number for device memory, or a number for the caller's own use
-                for host memory.
-            kind: with an address: "dram", the host's memory (also if None), or "vram", a device's.
+            label: a name by which other agents find the region.
+            device: only if `memory` is (address, bytes): for device memory the device's number, for host memory a
+                number for the caller's own use.
+            kind: only if `memory` is (address, bytes): "dram" or None for host memory, "vram" for device memory.
 
         Raises:
             ArgumentError: `memory` is neither an array nor (address, bytes), or is device memory that can't be shared
@@ -322,8 +323,8 @@ class Agent:
                     self._kept.pop(region, None)
 
     def _drop_pins_of_others(self, regions: Iterable[Region]) -> None:
-        """Drops the pins that other agents of this process hold on this agent's memory, which may be freed
-        afterwards.
+        """Unpins this agent's memory where other agents of this process have pinned it, because the program may free it
+        next.
         """
         for reference in _agents.valuerefs():
             agent = reference()
@@ -414,7 +415,8 @@ class Agent:
         self._remove(name, None)
 
     def _remove(self, name: str, token: bytes | None) -> None:
-        """Removes an agent; with a token, only the agent that has the token, if that is known."""
+        """Removes the agent of this name. If `token` is given, does nothing unless the agent is known and has this
+        token."""
         with self._lock:
             self._require_open()
             peer = self._peers.get(name)
@@ -430,7 +432,7 @@ class Agent:
             self._fabric.endpoint.remove(peer.number)
 
     def remove_agent_of(self, metadata: bytes) -> None:
-        """Removes the agent whose metadata these are, if it is known. Another agent that has taken its name stays.
+        """Removes the agent whose metadata these are, if it is known; a later agent of the same name stays.
 
         Raises:
             MetadataError: the bytes are not metadata.
@@ -458,7 +460,7 @@ class Agent:
         """Connects to another agent, unless a link exists. Without this call the first transfer or message connects.
 
         Returns:
-            How data moves between the two.
+            The path by which data moves between the two agents.
 
         Raises:
             UnknownAgentError: no such agent was added.
@@ -479,9 +481,9 @@ class Agent:
         return "" if link is None else link.lost
 
     def find_side(self, name: str, rows: Rows, kind: str) -> tuple[Side, int | None]:
-        """Returns an agent's current registered memory of a kind, for `prepare_checked`, and the index of the first
-        block that is not known to be registered; None if all are. `name` may be this agent's own. Rows are (address,
-        bytes, device). Raises UnknownAgentError.
+        """Returns an agent's registered memory of a kind as it is now, for `prepare_checked`; and the index of the
+        first block that is not known to be registered, or None if all blocks are registered. `name` may be this agent's
+        own. Rows are (address, bytes, device). Raises UnknownAgentError.
         """
         with self._lock:
             known = self._known(name)
@@ -501,13 +503,13 @@ class Agent:
         return peer
 
     def _known(self, name: str) -> Peer | None:
-        """Returns the known agent with a name; None for this agent's own name."""
+        """Returns the added agent of this name, or None if the name is this agent's own."""
         with self._lock:
             self._require_open()
             return None if name == self.name else self._peer(name)
 
     def _regions(self, peer: Peer | None) -> Regions:
-        """Returns the known registered regions of an agent; None: of this agent."""
+        """Returns the known registered regions of a peer, or this agent's own regions if `peer` is None."""
         if peer is None:
             return self._own
         if ended := peer.forget_ended():
@@ -515,11 +517,11 @@ class Agent:
         return peer.regions
 
     def _link(self, name: str, peer: Peer | None) -> Link | None:
-        """Returns the link to an agent; None for this agent itself.
+        """Returns the link to a peer, which it opens if there is none; None if `peer` is None, this agent itself.
 
         Raises:
-            UnknownAgentError: it was removed. Another one may have its name.
-            DisconnectedError: it can't be reached.
+            UnknownAgentError: the agent was removed, even if another agent now has its name.
+            DisconnectedError: the agent can't be reached.
         """
         with self._lock:
             self._require_open()
@@ -529,7 +531,7 @@ class Agent:
                 raise UnknownAgentError(f"agent {name!r} was removed", name)
             if peer.link is not None:
                 return peer.link
-        with peer.connecting:  # not under the agent's lock, because connecting may take long
+        with peer.connecting:  # the agent's lock isn't held, because connecting may take long
             if peer.link is None:
                 fabric = self._fabric if self._fabric and self._fabric.reaches(peer.place.fabric) else None
                 seconds = min(self.timeout, _CONNECT_SECONDS)
@@ -585,7 +587,7 @@ class Agent:
                 memory on both sides. Blocks must not overlap on the side that is written.
 
         Raises:
-            ArgumentError: a wrong operation or array.
+            ArgumentError: the operation is neither "read" nor "write", or `blocks` is not such an array.
             UnknownAgentError: no such agent was added.
             NotRegisteredError: a block lies outside registered memory.
             DisconnectedError: the peer can't be reached.
@@ -602,7 +604,8 @@ class Agent:
         return self.prepare_checked(operation == "write", rows, *sides)
 
     def _sides(self, peer: str, rows: Rows) -> tuple[Side, Side]:
-        """Returns both sides of blocks. Raises ArgumentError, UnknownAgentError, NotRegisteredError as `prepare`."""
+        """Returns the local and the remote side of blocks. Raises ArgumentError, UnknownAgentError, NotRegisteredError
+        as `prepare`."""
         with self._lock:
             known = self._known(peer)
             regions = self._regions(known)  # read once, because the peer may end a registration at any moment
@@ -611,10 +614,10 @@ class Agent:
             return Side(self.name, None, here, self._own.view(here)), Side(peer, known, there, regions.view(there))
 
     def prepare_checked(self, writes: bool, rows: Rows, ours: Side, theirs: Side) -> Transfer:
-        """Prepares a transfer like `prepare`, of rows that `find_side` found in the registered memory of both sides.
+        """Prepares a transfer like `prepare`, of rows whose blocks `find_side` has found registered on both sides.
 
         Raises:
-            UnknownAgentError: the other agent was removed. Another one may have its name.
+            UnknownAgentError: the other agent was removed, even if another agent now has its name.
             NotRegisteredError: memory was deregistered, or registered anew, since `find_side`.
             DisconnectedError, NoPathError: as `prepare`.
         """
@@ -647,7 +650,7 @@ class Agent:
 
         Args:
             transfers: started transfers.
-            timeout: bound for all of them together, in seconds; None: the agent's.
+            timeout: seconds for all of them together; None: the agent's time-out.
 
         Raises:
             TransferTimeoutError: a transfer is still active.
@@ -704,7 +707,7 @@ class Agent:
         """Waits until a message can be taken by `messages`.
 
         Raises:
-            TransferTimeoutError: no message came within the time-out, in seconds; None: the agent's.
+            TransferTimeoutError: no message came within `timeout` seconds (None: the agent's time-out).
             ClosedError: the agent was closed.
         """
         bounded = self.timeout if timeout is None else timeout_from(timeout)
@@ -743,8 +746,8 @@ def _unknown(name: str) -> UnknownAgentError:
 
 
 def _forget() -> None:
-    """In a fork's child: closes copies of descriptors, so that peers notice the parent's end while the child runs
-    on.
+    """In a forked child, closes the child's copies of descriptors, so that peers notice the parent's end while the
+    child runs on.
     """
     for agent in _agents.values():
         lib.proxyccl_agent_forget(agent._handle)

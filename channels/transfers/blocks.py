@@ -1,4 +1,4 @@
-"""Blocks of memory as arrays of numpy: one row for each, of unsigned 64-bit numbers."""
+"""Blocks of memory as numpy arrays of uint64, with one row per block."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ Rows = NDArray[np.uint64]
 def strided(
     local: int, remote: int, nbytes: int, count: int, local_stride: int, remote_stride: int | None = None
 ) -> Rows:
-    """Blocks at equal distances, for `Agent.read` and `Agent.write`.
+    """Returns blocks at equal distances, for `Agent.read` and `Agent.write`.
 
     Args:
-        local, remote: addresses of the first block on either side.
+        local, remote: the local and the remote address of the first block.
         nbytes: bytes of each block.
         count: the number of blocks.
-        local_stride, remote_stride: bytes from one block to the next; the second is by default the first.
+        local_stride, remote_stride: bytes from the start of one block to the start of the next, on each side; by
+            default, `remote_stride` equals `local_stride`.
 
     Returns:
         uint64, shape (count, 3): local address, remote address, bytes.
@@ -43,10 +44,11 @@ def strided(
 
 
 def as_rows(blocks: Any, argument: str = "blocks") -> Rows:
-    """A caller's blocks: anything that numpy makes an array of N rows of three integers.
+    """Returns a caller's blocks as rows. The caller may pass anything from which numpy makes an array of N rows of
+    three integers.
 
     Raises:
-        ArgumentError: it is something else, or a number is negative.
+        ArgumentError: the blocks are something else, or a number is negative.
     """
     if isinstance(blocks, np.ndarray) and blocks.dtype == np.uint64 and blocks.ndim == 2 and blocks.shape[1] == 3:
         return blocks
@@ -82,6 +84,7 @@ def joined(rows: Rows) -> Rows:
 
 
 def sides(rows: Rows) -> tuple[Rows, Rows]:
-    """Returns the lists that the engine takes: (address, bytes) for either side, of the joined rows."""
+    """Returns the two lists that the engine takes: (address, bytes) of the local side and of the remote side of the
+    joined rows."""
     rows = joined(rows)
     return np.ascontiguousarray(rows[:, ::2]), np.ascontiguousarray(rows[:, 1:])

@@ -1,4 +1,4 @@
-"""Copies blocks by a device: by its copy engine, or by a kernel if blocks are many and short."""
+"""Copies blocks by a device: by its copy engine, or by a kernel if there are many short blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxyccl.proxy._transfers import ProxycclDeviceCopiesPointer, ProxycclStagingPointer
 
 _STREAMS = 4
-"""The number of streams, which transfers use in turn, so that a short transfer does not wait for a long one."""
+"""The number of streams. Transfers use them in turn, so that a short transfer does not wait for a long one."""
 
 _LONG_BYTES = 8 << 20
 """The block size from which the copy engine is as fast as a kernel, although it takes two or three microseconds to
@@ -34,7 +34,7 @@ _FEW = 4
 """The number of short blocks that the copy engine copies in the time that a kernel takes to start."""
 
 _PIECES = (4 << 10, 64 << 10)
-"""The least and the most bytes that a warp copies at a time."""
+"""The least and the most bytes of a piece that a warp copies."""
 
 _BLOCKS = 32
 """The most multiprocessors that the kernel occupies."""
@@ -49,11 +49,12 @@ Place = tuple[PinnedMemory, int]
 
 
 class Table:
-    """Pinned memory borrowed from a copier, to which the memory returns at the end. The contents are undefined.
+    """Pinned memory borrowed from a copier, to which it is returned when nothing refers to it. The contents are
+    undefined.
 
     Attributes:
-        nbytes: its least size.
-        host_ptr, ptr: its address for the CPU, and for the device.
+        nbytes: the requested size; the memory may be larger.
+        host_ptr, ptr: the memory's address for the CPU, and for the device.
     """
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
@@ -79,8 +80,8 @@ class Copier:
     """Plans the copies of one device. Any thread may use it.
 
     Attributes:
-        runtime: the device's.
-        calls: the driver's calls, for the engine.
+        runtime: the device's runtime.
+        calls: the driver's functions, which the engine calls.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -102,9 +103,9 @@ class Copier:
         return self.runtime.shipped("copy_blocks.h", "copy_blocks")
 
     def plan(self, rows: Rows, *, kernels_reach: bool) -> tuple[ProxycclDeviceCopiesPointer, str, object]:
-        """Plans copies of rows of (target, source, bytes), in device addresses. `kernels_reach`: False if some memory
-        is unpinned host memory, on which a kernel would fault. Returns the engine's description of the copies, what
-        copies, and the objects that the description refers to.
+        """Plans copies of rows of (target, source, bytes), in device addresses. `kernels_reach` is False if some memory
+        is unpinned host memory, on which a kernel would fault. Returns the engine's description of the copies, the name
+        of what copies (such as "copy engine"), and the objects that the description refers to.
         """
         short = (rows[:, 2] < _LONG_BYTES) & kernels_reach
         if np.count_nonzero(short) <= _FEW:
@@ -144,8 +145,8 @@ class Copier:
         return self._kernel.prepare(blocks, threads, table.ptr, len(pieces)), table
 
     def staging(self, registered: Callable[[Table], Stages] | None = None) -> tuple[ProxycclStagingPointer, object]:
-        """Returns pinned memory for staging copies of another process's memory, and objects to keep with it.
-        `registered` registers the memory with the agent's libfabric endpoint, if there is one.
+        """Returns pinned memory that stages copies to or from another process's memory, and objects to keep as long as
+        it. `registered` registers the memory with the agent's libfabric endpoint, if there is one.
         """
         count, nbytes = lib.PROXYCCL_STAGES, lib.PROXYCCL_STAGE_BYTES
         table = Table(self, count * nbytes)
@@ -173,7 +174,8 @@ class Copier:
 
     def take_pinned(self, size: int) -> tuple[list[Place], Place]:
         """Takes returned pinned memory, or allocates new memory. Memory is reused because pinning takes longer than a
-        transfer. The size is a power of two. Returns the list of free memory to which it is returned, and the memory.
+        transfer. The size is a power of two. Returns the list of free memory to which the memory goes back after use,
+        and the memory.
         """
         free = self._free.setdefault(size, [])
         with self._lock:

@@ -1,4 +1,4 @@
-"""Shared memory: how an agent shares its own memory with processes of its host, and maps another agent's."""
+"""Shared memory: shares an agent's memory with processes of its host, and maps other agents' memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from proxyccl.proxy.codec import Message
 
 
 class Share(Message, frozen=True, weakref=True):
-    """How other processes of this host map a region.
+    """What other processes of this host need to map a region.
 
     Attributes:
         region: the region.
@@ -40,7 +40,8 @@ class Share(Message, frozen=True, weakref=True):
 
 
 def runtime_name() -> str:
-    """Returns the name of the runtime of devices given only by number: ``PROXYCCL_RUNTIME``'s, else the machine's."""
+    """Returns the name of the runtime of devices that have only a number: ``PROXYCCL_RUNTIME``, else the machine's
+    runtime."""
     return os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
 
 
@@ -55,7 +56,7 @@ class Devices:
         self._copiers: dict[tuple[str, int], Copier] = {}
 
     def copier(self, device: int, name: str | None = None, runtime: Runtime | None = None) -> Copier:
-        """Returns the copier of a device, by its number in this process, of the named runtime or of the default one.
+        """Returns the copier of a device, given by its number in this process, of the named or the default runtime.
 
         Raises:
             ArgumentError: there is no such device.
@@ -71,12 +72,12 @@ class Devices:
             return found
 
     def of(self, share: Share) -> Copier:
-        """Returns the device that a region of this process belongs to."""
+        """Returns the copier of the device that a region of this process belongs to."""
         return self.copier(share.region.device, share.place.partition(":")[0])
 
     def of_stream(self, stream: StreamLike) -> Copier:
-        """The device of a stream: the device that the stream names, as torch's streams do; otherwise the first
-        device that the agent uses. Errors as for `copier`.
+        """Returns the copier of a stream's device: the device that the stream names, as torch's streams do; otherwise
+        the device that the agent used first. Errors as for `copier`.
         """
         named = getattr(stream, "device_index", None)
         with self._lock:
@@ -84,8 +85,8 @@ class Devices:
         return self.copier(*(used[::-1] if named is None else (int(named), used[0])))
 
     def nearest(self, share: Share) -> Copier:
-        """The device that copies between the host's memory and a region: the region's own device, if this process sees
-        it, otherwise a device that reaches the region. Raises NoPathError if there is none.
+        """Returns the copier of the device that copies between host memory and a region: the region's own device if
+        this process sees it, otherwise a device that reaches the region. Raises NoPathError if there is none.
         """
         name = share.place.partition(":")[0]
         if name == "host":
@@ -100,7 +101,7 @@ class Devices:
         raise NoPathError(f"no device of this process reaches {share.place}")
 
     def share(self, region: Region, runtime: Runtime | None = None) -> Share:
-        """Shares a region with other processes, until the result is garbage.
+        """Shares a region with other processes, until nothing refers to the result.
 
         Raises:
             ArgumentError: the region is not memory of the device, or can't be shared.
@@ -111,7 +112,7 @@ class Devices:
         if owner != region.device:
             raise ArgumentError("memory", f"{region.address:#x} is not memory of {runtime.name} device {region.device}")
         self.copier(region.device, runtime=runtime)
-        serve()  # for agents in other PID namespaces
+        serve()  # lets agents in other PID namespaces map it
         share = Share(region, runtime.device_id, runtime.export(region.address, region.nbytes))
         forks.finalizer(share, runtime.end_export, share.handle)
         return share
@@ -135,8 +136,8 @@ class Reached:
         self._mapped: dict[tuple[Share, Copier | None], Memory | SharedMemory] = {}
 
     def add(self, shares: Iterable[Share], replaced: Iterable[Region] = ()) -> None:
-        """Adds regions, after those that they replace are forgotten. A region that was registered again has a new
-        handle. Mappings of other shares stay while transfers hold them."""
+        """Forgets the shares of replaced regions, then adds shares. A region that was registered again has a new
+        handle. Memory that was mapped by a former share stays mapped while transfers use it."""
         with self._lock:
             for region in replaced:
                 self._shares.pop(region, None)
@@ -146,7 +147,7 @@ class Reached:
             }
 
     def of(self, regions: Iterable[Region]) -> list[Share]:
-        """Returns the shares of the regions that have a share."""
+        """Returns the shares of those regions that are shared."""
         with self._lock:
             return [self._shares[region] for region in regions if region in self._shares]
 
@@ -163,8 +164,8 @@ class Reached:
         """Maps the regions that hold blocks (`View.holders`), for a device or, if `copier` is None, for the CPU.
 
         Returns:
-            The addresses at which the device reaches the blocks, the mapped memory that they lie in, and how it is
-            shared, in words.
+            The addresses at which the device reaches the blocks; the mapped memory that the blocks lie in; and how this
+            memory is shared, such as "IPC".
 
         Raises:
             NotSharedError: a region is not shared.
@@ -200,15 +201,15 @@ class Reached:
 
 
 class Pinned:
-    """An agent's host memory that transfers with devices use. It is pinned at its first use."""
+    """An agent's host memory that transfers with devices use. A region is pinned at its first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pinned: dict[Region, Memory | None] = {}
 
     def pin(self, copier: Copier, regions: Iterable[Region]) -> tuple[list[Memory], str]:
-        """Returns the pinned memory of regions, and the reason why some of the memory is not pinned; "" if all of it
-        is.
+        """Returns the pinned memory of regions; and the reason why some of it can't be pinned, or "" if all of it is
+        pinned.
         """
         memories, reason = [], ""
         with self._lock:
@@ -231,7 +232,7 @@ class Pinned:
                 self._pinned.pop(region, None)
 
     def forget(self, regions: Iterable[Region] | None = None) -> None:
-        """Unpins regions; None: all. No transfer may still use them."""
+        """Unpins regions, or all if `regions` is None. No transfer may still use them."""
         with self._lock:
             for region in list(self._pinned) if regions is None else regions:
                 memory = self._pinned.pop(region, None)

@@ -1,4 +1,4 @@
-"""The common part of the engine's calls: their statuses, and waits that let signals' handlers run."""
+"""What all calls of the engine need: errors for their statuses, and waits during which signal handlers can run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from proxyccl.proxy._transfers import lib
 
 
 def raise_status(status: int, peer: str, lost: str = "") -> None:
-    """Raises the error for an errno; `lost` is why the link to the peer is lost, if it is."""
+    """Raises the error for an errno; `lost` is why the link to the peer is lost, or "" if it isn't."""
     if status == 0:
         return
     if status == errno.EBUSY:
@@ -32,8 +32,8 @@ def raise_status(status: int, peer: str, lost: str = "") -> None:
 
 
 def wait_in_slices(wait: Callable[[int], int], pending: int, seconds: float) -> int:
-    """Calls `wait`, which waits in C for a number of nanoseconds, until its result is not `pending`, or the time is
-    over. The main thread returns to Python from time to time, so that signal handlers run.
+    """Calls `wait`, which waits in C for a number of nanoseconds, until it returns something else than `pending` or the
+    time is over. The main thread returns to Python from time to time, so that signal handlers run.
     """
     deadline = time.monotonic_ns() + int(seconds * 1e9)
     longest = SLICE_MS * 1_000_000 if threading.current_thread() is threading.main_thread() else int(seconds * 1e9)

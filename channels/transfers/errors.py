@@ -14,11 +14,11 @@ class TransferError(ProxyCCLError):
 
 
 class DisconnectedError(TransferError):
-    """The peer has ended, has closed its agent, or can't be reached. Agents that join later may have its name."""
+    """The peer has ended, has closed its agent, or can't be reached. A later agent may take its name."""
 
 
 class NoPathError(TransferError):
-    """Nothing moves data between these two kinds of memory, or between these two places."""
+    """No path moves data between these kinds of memory, or between these devices and hosts."""
 
 
 class UnknownAgentError(TransferError, LookupError):
@@ -30,7 +30,7 @@ class NotRegisteredError(TransferError, LookupError):
 
 
 class FreedMemoryError(TransferError):
-    """A block's memory is registered, but no longer mapped: its owner freed it before it deregistered it."""
+    """A block's memory is registered, but no longer mapped: the owner freed the memory before deregistering it."""
 
 
 class NameTakenError(TransferError):
@@ -42,15 +42,15 @@ class NotStartedError(TransferError):
 
 
 class ActiveError(TransferError):
-    """The transfer is active, so it can't be started again."""
+    """The transfer is still active, so it can't be started again."""
 
 
 class CanceledError(TransferError):
-    """The transfer was canceled, or this agent was closed."""
+    """The transfer was canceled, or this process closed its agent."""
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """A bounded wait ran out. The operation goes on."""
+    """A wait reached its time-out. The operation that it waited for goes on."""
 
 
 class MetadataError(ProtocolError):

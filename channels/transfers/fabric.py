@@ -34,7 +34,7 @@ _SOCKETS = frozenset({"tcp", "net", "sockets", "udp"})
 
 
 class Key(Message, frozen=True):
-    """How peers name a region: the address of its first byte for requests, and libfabric's key."""
+    """What peers name a region by in requests to libfabric: the address of its first byte, and its key."""
 
     region: Region
     address: Uint64
@@ -78,9 +78,9 @@ class AgentFabric:
     """The endpoint of one agent. Any thread may use it.
 
     Attributes:
-        endpoint: the endpoint.
+        endpoint: libfabric's endpoint.
         address: the endpoint's address for peers.
-        raw: the address in libfabric's form.
+        raw: the address as libfabric encodes it.
 
     Args:
         options: the provider and its settings.
@@ -123,8 +123,8 @@ class AgentFabric:
         return theirs is not None and (theirs.provider, theirs.format) == (mine.provider, mine.address_format)
 
     def register(self, regions: Iterable[Region], runtimes: Mapping[Region, Runtime]) -> None:
-        """Registers regions, except those of devices that the provider does not reach; a region may be registered
-        already. `runtimes` are the runtimes of the regions in device memory. Errors as for `FabricEndpoint.register`.
+        """Registers regions that aren't registered yet, except those of devices that the provider does not reach.
+        `runtimes` are the runtimes of the regions in device memory. Errors as for `FabricEndpoint.register`.
         """
         with self._lock:
             for region in regions:
@@ -140,8 +140,8 @@ class AgentFabric:
                 self._registered[region] = made
 
     def _register(self, region: Region, runtime: Runtime | None) -> Registration:
-        """Registers a region. Raises as `RegistrationCache.register_of`, and for memory that the driver does not
-        know.
+        """Registers a region. Raises the errors of `RegistrationCache.register_of`, and RuntimeUnavailableError for
+        memory that the driver does not know.
         """
         if runtime is None:
             return self.endpoint.register(region.address, region.nbytes)
@@ -170,7 +170,7 @@ class AgentFabric:
             "key": made.key,
             "base": made.address,
         }
-        # A finalizer releases nothing itself: its thread may have any lock. The table is not reused before the
+        # A finalizer releases nothing itself, because its thread may hold any lock. The table is not reused before the
         # registration is released, because a peer's late write may still land there.
         forks.finalizer(stages, self._ended.append, (made, table))
         return stages
@@ -189,7 +189,7 @@ class AgentFabric:
         """Makes the requests for rows of (local address, remote address, bytes), whose local blocks `holders` hold.
 
         Returns:
-            shape (N, 6): local address, the peer's for requests, bytes, local descriptor, the peer's key, the peer's
+            shape (N, 6): local address, remote address as requests name it, bytes, local descriptor, remote key, remote
             address.
 
         Raises:
@@ -218,10 +218,11 @@ class AgentFabric:
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
     """Opens an endpoint, with the options of ``PROXYCCL_FABRIC_…``, if this machine has a suitable adapter; if `asked`,
-    by any provider. Returns None and the reason if libfabric can't use this machine's adapters, "" if there are none.
+    by any provider. Otherwise returns None and the reason why libfabric can't use this machine's adapters, or "" if
+    there are no adapters.
 
     Raises:
-        ArgumentError, ResourceError, RuntimeUnavailableError: it was asked for, and can't be opened.
+        ArgumentError, ResourceError, RuntimeUnavailableError: `asked`, and the endpoint can't be opened.
     """
     if not asked and not (_ADAPTERS.is_dir() and os.listdir(_ADAPTERS)):
         return None, ""

@@ -18,26 +18,26 @@ _PLACE = "host"
 
 
 def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> NDArray[Any]:
-    """Allocates an array of zeros in host memory. Once it is registered, agents of other processes of the host can map
-    it, so that copies need neither a system call nor the kernel's permission.
+    """Allocates an array of zeros in host memory. Once the array is registered, agents of other processes of the host
+    can map it, so that copies need neither system calls nor the kernel's permission.
 
     Args:
-        shape: its shape, or the number of its elements.
-        dtype: numpy's, without objects.
+        shape: the array's shape, or the number of its elements.
+        dtype: a numpy type without Python objects.
 
     Raises:
-        ArgumentError: it has no elements.
+        ArgumentError: the array would have no elements.
         ResourceError: the memory is exhausted.
     """
     kind = np.dtype(dtype)
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     memory = SharedMemory.allocate(int(np.prod(sizes)) * kind.itemsize)
     interface = {"data": (memory.ptr, False), "typestr": kind.str, "shape": sizes, "version": 3}
-    return np.asarray(SimpleNamespace(memory=memory, __array_interface__=interface))  # the array keeps the memory
+    return np.asarray(SimpleNamespace(memory=memory, __array_interface__=interface))  # the array keeps the memory alive
 
 
 def mapped_memory(regions: Iterable[Region]) -> dict[Region, SharedMemory]:
-    """Returns the memory allocated by ProxyCCL that holds regions, for each region in such memory."""
+    """Returns the memory, allocated by ProxyCCL, that each region lies in; regions in other memory are left out."""
     found = ((region, find_range(region.address, region.nbytes)) for region in regions if region.nbytes)
     return {region: memory for region, memory in found if memory is not None}
 
@@ -46,5 +46,5 @@ def shares_of(mapped: Mapping[Region, SharedMemory]) -> list[Share]:
     """Returns shares of those regions of `mapped_memory` that are host memory, which other processes can map."""
     shares = [Share(region, _PLACE, memory.handle) for region, memory in mapped.items() if region.kind == DRAM]
     if shares:
-        serve()  # for agents in other PID namespaces
+        serve()  # lets agents in other PID namespaces map them
     return shares

@@ -1,7 +1,7 @@
-"""An agent's registrations, in memory that peers on the host map, so that they can check registrations while they copy.
+"""An agent's registrations, in memory that peers on the same host map, so that they can check them while they copy.
 
 The number of a registration is never used again. So memory that is registered later at the same address, even as an
-equal region, is not taken for the former one.
+equal region, is not taken for the former memory.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _NBYTES = _WORDS * 8  # pages of words that were never used take no memory
 
 
 class Ledger:
-    """The ledger of an agent: this process's agent, which writes the ledger, or a peer, whose ledger is mapped here.
+    """The ledger of an agent of this process, which writes it, or of a peer, whose ledger this process maps.
 
     The word of a registration, number % words, is the number while the memory is registered, and the number's
-    complement if the memory was freed first. After `end` it has any other value. Word 0 counts the registrations that
-    have ended: while word 0 does not change, all registrations remain valid.
+    complement if the memory was freed first. After `end` the word has some other value. Word 0 counts the registrations
+    that have ended: while word 0 does not change, all registrations remain valid.
 
     The callers of `begin` and `end` take turns.
 
     Attributes:
         words: all words, uint64.
-        pointer: their address, for the engine.
+        pointer: the address of the words, for the engine.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -49,7 +49,7 @@ class Ledger:
         self._unused: list[int] = []
         self._births = itertools.count(1)
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
-        forks.finalizer(self, _unwatch, self._watched)  # the memory's finalizers may outlive the agent
+        forks.finalizer(self, _unwatch, self._watched)  # finalizers of the watched memory may outlive the agent
 
     @classmethod
     def make(cls) -> Ledger:
@@ -80,8 +80,8 @@ class Ledger:
         return bool(number) and int(self.words[number % _WORDS]) == number
 
     def begin(self, pages: object = None) -> int:
-        """Begins a registration, and returns its number. If an object lives as long as the memory is mapped (`pages`),
-        the registration ends together with the object, as for freed memory. Raises ResourceError if there are too many
+        """Begins a registration, and returns its number. If `pages` is an object that lives as long as the memory is
+        mapped, the object's end records that the memory was freed. Raises ResourceError if there are too many
         registrations.
         """
         slot = self._unused.pop() if self._unused else next(self._next)
@@ -103,7 +103,7 @@ class Ledger:
         self._unused.append(number % _WORDS)
 
     def close(self) -> None:
-        """Closes the descriptor. Transfers that refer to the ledger still read it."""
+        """Closes the descriptor of the ledger's memory, which stays mapped for transfers that still read it."""
         self._memory.close()
 
 

@@ -1,4 +1,4 @@
-"""Unmaps the memory of lost agents, even if no thread of the program uses the agent that had it mapped."""
+"""Unmaps the memory of lost peers, even if no thread of the program uses the agent that mapped it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _event = -1
 
 def event_of_losses(task: Callable[[], object]) -> int:
     """Returns the process's eventfd, which the engine signals when a link is lost. A thread then calls all tasks, which
-    are methods of agents, and do not keep them alive. Raises ResourceError.
+    are weakly referenced methods of agents. Raises ResourceError.
     """
     global _event  # noqa: PLW0603
     with _lock:
@@ -50,7 +50,7 @@ def _run(event: int) -> None:
 
 
 def _forget() -> None:
-    """In a fork's child, which has neither the thread nor agents."""
+    """Starts afresh in a forked child, which has neither the thread nor agents."""
     global _event  # noqa: PLW0603
     if _event >= 0:
         os.close(_event)

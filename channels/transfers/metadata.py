@@ -1,5 +1,5 @@
-"""An agent's metadata: the bytes by which others find the agent and its memory. Anyone who has them may read and write
-this memory.
+"""An agent's metadata: the bytes by which other agents find this agent and its memory. Anyone who has the metadata may
+read and write this memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from proxyccl.proxy._transfers import lib
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
 LONGEST_NAME = 1024
-_LIMIT = 64 << 20  # bytes: some hundred thousand regions
+_LIMIT = 64 << 20  # bytes, enough for some hundred thousand regions
 _TOKEN = Meta(min_length=lib.PROXYCCL_SECRET_BYTES, max_length=lib.PROXYCCL_SECRET_BYTES)
 
 
@@ -30,8 +30,8 @@ class Place(Message, frozen=True):
         addresses: (address, port) pairs for other hosts.
         secret: the bytes that the agent expects on a link.
         secret_address: address of the secret in its process.
-        fabric: the address of its endpoint of libfabric; b"" if it has none.
-        ledger: the handle of its ledger.
+        fabric: the address of the agent's libfabric endpoint; b"" if it has none.
+        ledger: the handle of the agent's ledger.
     """
 
     host: Annotated[str, Meta(max_length=64)]
@@ -44,14 +44,14 @@ class Place(Message, frozen=True):
 
 
 class Metadata(Message, frozen=True):
-    """An agent's message on itself: its place, some of its regions, or both.
+    """What an agent says of itself: its place, some of its regions, or both.
 
     Attributes:
-        name: its name, which a later agent may have, too.
-        token: a text that no other agent has; names its Unix socket.
-        place: where it listens.
-        regions, registrations: its memory, and for each region the number of its registration.
-        shares, keys: how processes of its host map the memory, and libfabric's keys for it.
+        name: the agent's name, which a later agent may have, too.
+        token: a text that no other agent has; it names the agent's Unix socket.
+        place: where the agent listens; None if the message leaves that out.
+        regions, registrations: the agent's memory, and the number of each region's registration.
+        shares, keys: how processes of the agent's host map the regions, and the regions' libfabric keys.
     """
 
     format: Literal["proxyccl-agent-2"]

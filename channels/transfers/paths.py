@@ -47,13 +47,13 @@ _ANSWER_MS = 2000
 
 
 PATHS = ("process_vm", "unix", "tcp")
-"""The paths between agents that need Linux alone, the best first."""
+"""The paths between agents that need nothing but Linux, the best first."""
 
 FABRIC = "fabric"
 """The path by libfabric."""
 
 SHARED = "shared_memory"
-"""The path of memory that this process maps. A link always has a second path, for memory that can't be mapped."""
+"""The path for memory that this process maps. A link always has another path, for memory that can't be mapped."""
 
 _ALL = (SHARED, "process_vm", "unix", FABRIC, "tcp")
 
@@ -62,9 +62,9 @@ class Path(Struct, frozen=True):
     """How data moves to and from a peer.
 
     Attributes:
-        name: "self", within the agent; "shared_memory", copied by the CPU; "process_vm", copied once by the kernel;
-            "unix" or "tcp", through the socket; "fabric (…)", by libfabric's provider of that name (`fabric_path`);
-            `device_path` and `staged_path` name those of devices.
+        name: "self" (within the agent), "shared_memory" (the CPU copies), "process_vm" (the kernel copies), "unix" or
+            "tcp" (through the socket), "fabric (…)" (by the named provider of libfabric, see `fabric_path`), or a path
+            of device memory, which `device_path` or `staged_path` names.
         reason: why a faster path between agents of one host can't be used; "" if no faster one exists or is allowed.
     """
 
@@ -76,23 +76,25 @@ class Path(Struct, frozen=True):
 
 
 def device_path(by: str, ways: Iterable[str], unpinned: str = "") -> Path:
-    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)". `by` copies, and reaches memory
-    of other processes and of the host in the given ways. `unpinned` is the reason for going by the driver's buffers.
+    """Returns the path of a transfer that a device copies, such as "copy engine (IPC)". `by` names what copies, and
+    `ways` how it reaches memory of other processes and of the host. `unpinned` is the reason why the driver copies by
+    way of its own buffers; "" if it doesn't.
     """
     named = sorted({way for way in ways if way} | ({"staged by the driver"} if unpinned else set()))
     return Path(f"{by} ({', '.join(named)})" if named else by, unpinned)
 
 
 def fabric_path(provider: str, *, of_devices: bool = False) -> str:
-    """Returns the name of the path by a provider of libfabric; `of_devices`: whether its adapter reaches device
+    """Returns the name of the path by a provider of libfabric; `of_devices` tells whether the transfer is of device
     memory.
     """
     return f"{FABRIC} ({provider}{', device memory' if of_devices else ''})"
 
 
 def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
-    """Returns the path of device memory, on one side or both, through a link: "copy engine and tcp, staged". Each
-    device copies to and from pinned memory on its own side. `reason` tells why no device reaches both sides.
+    """Returns the path of device memory, on one side or both, that is staged and sent through a link, such as "copy
+    engine and tcp, staged". Each device copies to and from pinned memory on its own side. `reason` tells why no device
+    reaches both sides.
     """
     steps = ["copy engine"] * (kinds[0] == VRAM) + [link.name] + ["copy engine"] * (kinds[1] == VRAM)
     by = " and ".join((", ".join(steps[:-1]), steps[-1]))
@@ -103,14 +105,14 @@ class Link:
     """A link that this agent opened. The engine frees the link when neither this object nor a transfer refers to it.
 
     Args:
-        agent, secret: the engine's agent, and the other agent's secret.
+        agent, secret: the engine's handle of this agent, and the other agent's secret.
         peer: the other agent's name.
         connection: the socket, which the engine takes over.
         process: a pidfd of the other agent's process, which the engine also takes over, or -1.
-        pid: the process that the kernel copies from and to; 0: it does not.
+        pid: the process that the kernel copies from and to; 0 if the kernel does not copy.
         path: how the data moves.
         carrier: the kind of socket, "unix" or "tcp".
-        address: of this agent's endpoint of libfabric, which the peer will use; b"": it will not.
+        address: the address of this agent's libfabric endpoint, which the peer will use; b"" if there is none.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class Link:
         return ffi.string(reason).decode() if reason else ""
 
     def look(self) -> str:
-        """Like `lost`, but polls the socket first, so that a disconnect shows at once."""
+        """Returns `lost`, but polls the socket first, so that a disconnect is noticed immediately."""
         lib.proxyccl_link_look(self.handle)
         return self.lost
 
@@ -164,8 +166,8 @@ def unix_address(token: bytes) -> bytes:
 
 
 def open_listeners(token: bytes, addresses: Sequence[str] | None) -> tuple[list[socket.socket], list[tuple[str, int]]]:
-    """Makes listening sockets: a Unix socket that `token` names, and some at addresses of this host, None for all that
-    other hosts may reach. Returns them, and the addresses of those for other hosts.
+    """Makes listening sockets: a Unix socket that `token` names, and TCP sockets at `addresses` of this host (None: all
+    that other hosts may reach). Returns the sockets, and (address, port) of each TCP socket.
 
     Raises:
         ArgumentError: this host does not have such an address.
@@ -212,11 +214,11 @@ def _set_options(connection: socket.socket) -> None:
 
 
 def allowed_paths(names: Sequence[str] | None) -> tuple[frozenset[str], bool]:
-    """Returns the paths that data may take between agents: the named ones, or for None those of
-    ``PROXYCCL_TRANSFER_PATHS``, else all; and whether they were named.
+    """Returns the paths that data may take between agents, and whether any were named: `names`, or if that is None the
+    paths in ``PROXYCCL_TRANSFER_PATHS``, or if that isn't set all.
 
     Raises:
-        ArgumentError: a name is not a path's, or no path is named.
+        ArgumentError: no path is named, or a name is not that of a path.
     """
     argument = "paths"
     if names is None:
@@ -242,11 +244,11 @@ def connect(
     """Connects to an agent: by its Unix socket if it is on this host, else by TCP.
 
     Args:
-        agent: the engine's.
-        peer, token, place: of the other agent.
+        agent: the engine's handle of this agent.
+        peer, token, place: the other agent's name, token and place.
         allowed: the paths that data may take.
         timeout: seconds.
-        fabric: this agent's endpoint of libfabric, if the peer's has the same provider.
+        fabric: this agent's libfabric endpoint, if the peer has one of the same provider.
         reason: why this process can't check the peer's registrations, so that the kernel may not copy; "" if it can.
 
     Raises:
@@ -340,7 +342,7 @@ def _choose(
         by_fabric = fabric is not None and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
         if not copied and not by_fabric and carrier not in allowed:
             return None
-        if not copied and carrier == "tcp" and process >= 0:  # the number may be another's in this namespace
+        if not copied and carrier == "tcp" and process >= 0:  # in this namespace the number may be another process's
             os.close(process)
             process = -1
         connection.setblocking(False)
@@ -373,8 +375,8 @@ def _why_not_copied(pid: int, token: bytes, place: Place, carrier: str) -> str:
 
 
 def _ask_to_copy(token: bytes, place: Place) -> int:
-    """Asks the peer to let this process copy. Returns 0 or an errno. The question uses a separate connection: over the
-    link's, a late answer would be mistaken for the answer to a frame.
+    """Asks the peer to let this process copy. Returns 0 or an errno. The question uses a separate connection, because
+    on the link's connection a late answer would be mistaken for the answer to a frame.
     """
     connection = _by_unix(token, time.monotonic() + _ANSWER_MS / 1000, [])
     if connection is None:
@@ -384,7 +386,7 @@ def _ask_to_copy(token: bytes, place: Place) -> int:
 
 
 def _read_secret(pid: int, place: Place) -> tuple[int, bytes]:
-    """Reads the peer's secret from its process. Returns an errno, or 0 and the bytes read."""
+    """Reads the peer's secret from its process. Returns (0, the bytes read), or an errno and meaningless bytes."""
     seen = ffi.new("char[]", lib.PROXYCCL_SECRET_BYTES)
     error = lib.proxyccl_process_read(pid, place.secret_address, seen, len(seen))
     return error, bytes(ffi.buffer(seen))

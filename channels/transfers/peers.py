@@ -1,4 +1,4 @@
-"""Another agent, as its metadata describe it, and this process's resources for it."""
+"""Another agent, as its metadata describe it, and what this process holds for it, such as its link."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ class Peer:
         self.removed = False
         self.reached = Reached()
         self.keys = Keys()
-        self.number: int | None = None  # the endpoint's number, if the link uses libfabric
+        self.number: int | None = None  # the number of the peer's libfabric endpoint, if the link uses libfabric
         self._lock = threading.Lock()
         self._to_close: weakref.WeakSet[Transfer] = weakref.WeakSet()
 
     def keep(self, transfer: Transfer) -> Transfer:
-        """Closes a transfer before the peer's memory is unmapped, or its address forgotten."""
+        """Registers a transfer, to be closed before the peer's memory is unmapped or its address forgotten. Returns the
+        transfer."""
         with self._lock:
             self._to_close.add(transfer)
         return transfer
@@ -49,13 +50,13 @@ class Peer:
             return list(self._to_close)
 
     def know(self, message: Metadata) -> None:
-        """Adopts the regions of metadata, and how they are reached. A region replaces older regions at the same
+        """Adopts the regions of metadata, with their shares and keys. A region replaces older regions at the same
         addresses, whose memory may have been freed.
         """
         stale = {
             region
             for region, number in zip(message.regions, message.registrations, strict=True)
-            if number < self.regions.number(region)  # skips metadata that are older than earlier ones
+            if number < self.regions.number(region)  # these metadata are older than those already known
         }
         regions = [region for region in message.regions if region not in stale]
         shares = [share for share in message.shares if share.region not in stale]
@@ -66,7 +67,7 @@ class Peer:
         self._ended = -1
 
     def forget_ended(self) -> list[Region]:
-        """Forgets the regions that an agent of this host has deregistered, and returns them. Mapped regions stay
+        """Forgets the regions that an agent of this host has deregistered, and returns them. Those that are mapped stay
         mapped only while transfers use them.
         """
         ledger = self.ledger
@@ -84,7 +85,8 @@ class Peer:
 
     def unmap_lost(self) -> None:
         """Unmaps the peer's memory if its link is lost: no transfer that uses it begins again. This frees the memory of
-        a killed process. Memory that a device still copies after the time stays mapped until `leave`.
+        a killed process. If a transfer that uses the memory is still active after 30 s, the memory stays mapped until
+        `leave`.
         """
         if self.link is None or not self.link.lost:
             return
@@ -96,7 +98,7 @@ class Peer:
         """Ends the link, and then unmaps the peer's memory.
 
         Raises:
-            ActiveError: a transfer by libfabric has not ended. Everything else has.
+            ActiveError: a transfer by libfabric has not ended; all other transfers have.
         """
         if self.link is not None:
             self.link.end()

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class Side(Struct, frozen=True, eq=False):
-    """Registered memory of one kind and of one agent, at the time when blocks were found in it.
+    """A snapshot of one agent's registered memory of one kind, taken when blocks were found in it.
 
     Attributes:
         name: the agent's name.
-        peer: the agent; None: this agent.
+        peer: the agent; None for this agent.
         kind: the kind of memory.
-        view: its regions.
+        view: the regions.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Side(Struct, frozen=True, eq=False):
     view: View
 
     def holders(self, addresses: Rows, now: Regions) -> tuple[list[Region], Rows]:
-        """Returns `View.holders` of blocks. Raises NotRegisteredError if a region is not one of `now`, the agent's
-        current regions, or was registered anew.
+        """Returns `View.holders` of blocks. Raises NotRegisteredError if a region has been deregistered since the
+        snapshot, even if `now`, the agent's current regions, has it again.
         """
         regions, rows = self.view.holders(addresses)
         if now.view(self.kind) is not self.view:
@@ -57,11 +57,11 @@ class Side(Struct, frozen=True, eq=False):
 
 
 def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: str) -> str:
-    """Returns the kind of memory that all blocks of one side belong to. For errors, `side` is "local" or "remote", and
-    `peer` the other agent's name, or "" for the local side.
+    """Returns the kind of memory that all blocks of one side belong to. Error messages name `side`, "local" or
+    "remote", and `peer`, the other agent's name or "" for the local side.
 
     Raises:
-        ArgumentError: the blocks are of both kinds.
+        ArgumentError: some blocks are in device memory and some in host memory.
         NotRegisteredError: a block lies outside registered memory.
     """
     first = 0
@@ -83,9 +83,10 @@ def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: st
 
 
 class Pair(Struct, frozen=True, eq=False):
-    """The two sides of a transfer: the link to the peer, and the peer, None within the agent; its name; whether data
-    moves to it; rows of (local address, remote address, bytes) of registered memory, none of them empty; the kinds of
-    memory here and there, and the regions that hold the blocks."""
+    """The two sides of a transfer. `link` and `known` are the link to the peer and the peer, or None for a transfer
+    within the agent; `peer` is the peer's name; `writes` tells whether data moves to the peer. `rows` are (local
+    address, remote address, bytes) of registered blocks that aren't empty. `kinds` and `holders` are the kinds of
+    memory and the regions that hold the blocks, each of the local and of the remote side."""
 
     link: Link | None
     known: Peer | None
@@ -100,7 +101,7 @@ class Pair(Struct, frozen=True, eq=False):
         return VRAM in self.kinds
 
     @property
-    def is_apart(self) -> bool:  # on another host, or treated like one
+    def is_apart(self) -> bool:  # the peer is on another host, or is treated as if it were
         return self.link is not None and self.link.carrier == "tcp" and not self.link.pid
 
     @property
@@ -121,7 +122,7 @@ class Preparer(Struct, eq=False):
     _warned: set[str] = set()
 
     def warn_once(self, what: str, reason: str, stacklevel: int = 6) -> None:
-        """Warns of a slower path, unless its reason is empty, or was given before."""
+        """Warns of a slower path, unless `reason` is empty or this agent has warned of it before."""
         if reason and reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(f"agent {self._name} {what}: {reason}", RuntimeWarning, stacklevel=stacklevel)
@@ -141,15 +142,15 @@ class Preparer(Struct, eq=False):
             reason = made or reason
         raise NoPathError(reason)
 
-    # Each path returns a transfer, or the reason why it can't carry the pair; "" if it is for other kinds of pairs.
-    # `reason` has the reasons of earlier paths.
+    # Each of the following methods stands for a path. It returns a transfer, or the reason why the path can't carry the
+    # pair, or "" if the path is for other kinds of pairs. `reason` is why faster paths can't carry the pair.
 
     def _by_mapping(self, pair: Pair, reason: str) -> Transfer | str:
-        """The CPU copies to and from memory of the host that this process maps."""
+        """Path "shared_memory": the CPU copies to and from the peer's host memory, which this process maps."""
         known = pair.known
         if pair.of_devices or SHARED not in self.paths or known is None or known.ledger is None:
             return ""
-        if not known.reached.of(pair.holders[1][:1]):  # usual, because most memory is private
+        if not known.reached.of(pair.holders[1][:1]):  # the usual case, because most memory is private
             return ""
         try:
             mapped, memories, _ = known.reached.map(None, pair.rows[:, 1], pair.holders[1])
@@ -163,7 +164,7 @@ class Preparer(Struct, eq=False):
         return known.keep(made)
 
     def _by_fabric(self, pair: Pair, reason: str) -> Transfer | str:
-        """Adapters of both hosts read and write the memory of both sides."""
+        """Path by libfabric: the adapters of both hosts access the blocks directly."""
         known = pair.known
         if self._fabric is None or known is None or known.number is None or pair.link is None:
             return ""
@@ -179,7 +180,8 @@ class Preparer(Struct, eq=False):
         return known.keep(self._made(pair, handle, path, sides(pair.rows), kept=requests))
 
     def _staged_by_fabric(self, pair: Pair, reason: str) -> Transfer | str:
-        """Stages through pinned memory on both sides, between which the peer's adapter moves the data."""
+        """Path by libfabric with stages: both sides stage the data in pinned memory, and the peer's adapter moves it
+        between the stages."""
         fabric, known = self._fabric, pair.known
         if fabric is None or known is None or known.number is None or not pair.is_apart or pair.kinds[1] != VRAM:
             return ""
@@ -194,7 +196,7 @@ class Preparer(Struct, eq=False):
         return known.keep(self._of_blocks(pair, path, create, staging, 1, copier=copier, kept=staged))
 
     def _by_kernel(self, pair: Pair, reason: str) -> Transfer | str:
-        """The kernel copies between two processes, or the CPU within the agent."""
+        """Paths "process_vm" and "self": the kernel copies between two processes, or the CPU within the agent."""
         link = pair.link
         if pair.of_devices or reason or (link is not None and not link.pid):
             return reason
@@ -202,7 +204,8 @@ class Preparer(Struct, eq=False):
         return self._of_blocks(pair, path, lib.proxyccl_transfer_create, ffi.NULL, pid)
 
     def _staged_by_kernel(self, pair: Pair, reason: str) -> Transfer | str:
-        """Copies between this process's device memory and another process's host memory, staged."""
+        """Path "copy engine and process_vm": data between this process's device memory and another process's host
+        memory is staged."""
         pid = 0 if pair.link is None or pair.is_in_process else pair.link.pid
         if not pid or pair.kinds != (VRAM, DRAM):
             return ""
@@ -213,7 +216,7 @@ class Preparer(Struct, eq=False):
         return self._of_blocks(pair, path, lib.proxyccl_transfer_create, staging, pid, copier=copier, kept=staged)
 
     def _on_device(self, pair: Pair, reason: str) -> Transfer | str:
-        """A device of this process copies to and from memory that it reaches on both sides."""
+        """Path of a device of this process that reaches the memory of both sides, and copies it."""
         link, known, rows, kinds = pair.link, pair.known, pair.rows, pair.kinds
         if not pair.of_devices or pair.is_apart or (kinds[1] == DRAM and not pair.is_in_process):
             return ""
@@ -259,7 +262,7 @@ class Preparer(Struct, eq=False):
         return made if known is None else known.keep(made)
 
     def _by_socket(self, pair: Pair, reason: str) -> Transfer | str:
-        """Moves data through the link's socket; device memory of this side is staged through pinned memory."""
+        """Path through the link's socket; device memory of this side is staged in pinned memory."""
         link = pair.link
         if link is None:
             return ""
@@ -278,11 +281,12 @@ class Preparer(Struct, eq=False):
         return self._of_blocks(pair, path, create, staging, 0, copier=copier, kept=staged)
 
     def _local_copier(self, pair: Pair) -> Copier:
-        """The device of the local blocks."""
+        """Returns the copier of the local blocks' device."""
         return self._devices.of(self._reached.share(pair.holders[0][0]))
 
     def _mapped_here(self, pair: Pair) -> tuple[Copier, Pair]:
-        """Returns the device of the local blocks, and the pair with the addresses at which the device reaches them."""
+        """Returns the copier of the local blocks' device, and the pair with the addresses at which the device reaches
+        these blocks."""
         copier, mapped = self._local_copier(pair), pair.rows.copy()
         mapped[:, 0], _, _ = self._reached.map(copier, mapped[:, 0], pair.holders[0])
         return copier, replace(pair, rows=mapped)

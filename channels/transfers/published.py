@@ -42,8 +42,8 @@ class AgentSeen(OfProcess, frozen=True):
         name: the agent's name.
         program: the program that it belongs to.
         links: the links that it opened.
-        labels: peer and path by the numbers in records of transfers.
-        log: the handle of the memory with these records.
+        labels: the peer and the path that each number in records of transfers stands for.
+        log: the handle of the memory that holds these records.
     """
 
     name: str
@@ -54,7 +54,7 @@ class AgentSeen(OfProcess, frozen=True):
 
     @property
     def reaches(self) -> str:
-        """The agent's peers, and the path to each."""
+        """The agent's peers and the path to each, as text."""
         return ", ".join(f"{link.peer} by {link.path}" for link in self.links) or "no peer so far"
 
 
@@ -62,7 +62,8 @@ _SEEN = Codec(AgentSeen, 16 << 20)
 
 
 class Published:
-    """An agent's file. A failure to write it is only logged: the agent works without. Any thread may use it.
+    """An agent's file. A failure to write the file is only logged, because the agent works without it. Any thread may
+    use it.
 
     Attributes:
         log: the memory with its records of transfers, a ProxycclTransferLog.
@@ -85,7 +86,7 @@ class Published:
         self._write()
 
     def label(self, peer: str, path: str) -> int:
-        """Returns the number of a peer and a path in records of transfers."""
+        """Returns the number that stands for a peer and a path in records of transfers."""
         with self._lock:
             number = self._labels.get((peer, path))
             if number is not None:
@@ -100,7 +101,7 @@ class Published:
         program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
         with self._lock:
             labels = [LinkSeen(*label) for label in self._labels]
-            try:  # OSError: no descriptor may be left to read /proc
+            try:  # OSError, because no descriptor may be left to read /proc
                 seen = AgentSeen(*this_process(), self._name, program, self._links, labels, self.log.handle)
                 self._path = write(self._file, _SEEN.encode(seen))
             except (OSError, ArgumentError, ProtocolError) as error:
@@ -126,7 +127,8 @@ def find_agents() -> list[AgentSeen]:
 
 
 def agents_text() -> str:
-    """Returns a line for each agent of this user, with its peers and the path to each. "" if there is no agent."""
+    """Returns a line for each agent of this user, with its peers and the path to each of them; "" if there is no
+    agent."""
     return "\n".join(
         shown(f"agent {seen.name}: reaches {seen.reaches}; process {seen.pid}, {seen.program}")
         for seen in find_agents()

@@ -17,7 +17,7 @@ DRAM = "dram"
 """The host's memory."""
 
 VRAM = "vram"
-"""Memory of a device: a GPU's, or the host runtime's in its place."""
+"""Memory of a device: of a GPU, or of the host runtime, which stands in for one."""
 
 LONGEST_LABEL = 4096
 _END = 2**63
@@ -30,7 +30,7 @@ class Region(Message, frozen=True):
     Attributes:
         address, nbytes: the range.
         device: for device memory, the device's number in the owner's process; otherwise a number that the owner
-            chooses. Part of the region's identity.
+            chooses. It is part of the region's identity.
         kind: the kind of memory: "dram" or "vram".
         label: the owner's name for the region.
     """
@@ -43,7 +43,7 @@ class Region(Message, frozen=True):
 
 
 def require_valid(region: Region) -> None:
-    """Raises ArgumentError for a region that a caller made of wrong values."""
+    """Raises ArgumentError if a caller's region has invalid values."""
     for name in ("address", "nbytes", "device"):
         value = getattr(region, name)
         if type(value) is not int or not 0 <= value < 2**64:
@@ -59,20 +59,20 @@ def require_valid(region: Region) -> None:
 
 
 def is_range(region: Region) -> bool:
-    """Whether a process can have memory at the range."""
+    """Whether the range can be memory of a process."""
     return region.address + region.nbytes < _END
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 has all characters of a text: it has no surrogates, which stand for undecodable bytes."""
+    """Whether UTF-8 can encode a text: it can't encode surrogates, which stand for undecodable bytes."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 class Regions:
     """The regions of an agent. Regions may overlap, and a region may be registered more than once.
 
-    A block belongs to memory if one region holds all of it. Each region has the number of its latest registration
-    (`Ledger`). Adding or removing a few of many costs only copies of arrays.
+    A block counts as registered if one region holds all of it. Each region has the number of its latest registration
+    (`Ledger`). If there are many regions, adding or removing a few of them costs only copies of arrays.
     """
 
     def __init__(self) -> None:
@@ -97,15 +97,16 @@ class Regions:
         return self._numbers.get(region, 0)
 
     def add(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
-        """Adds regions, with the numbers of their registrations. A region that is present is registered once more."""
+        """Adds regions, with the numbers of their registrations. A region that is already present counts as registered
+        once more."""
         for region, number in zip(regions, numbers, strict=True):
             self._counts[region] = self._counts.get(region, 0) + 1
             self._numbers[region] = number
         self._change(regions)
 
     def know(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
-        """Adds regions of another agent. Of two registrations of a region, the later one counts, because metadata may
-        arrive out of order.
+        """Adds regions of another agent. If a region is already known, the later of its registrations counts, because
+        metadata may arrive out of order.
         """
         for region, number in zip(regions, numbers, strict=True):
             self._counts[region] = 1
@@ -113,8 +114,8 @@ class Regions:
         self._change(regions)
 
     def remove(self, regions: Iterable[Region]) -> list[Region] | None:
-        """Removes one registration of each region. Returns the regions whose last registration this was; None, without
-        effect, if a region is absent.
+        """Removes one registration of each region. Returns the regions whose last registration this was; if a region is
+        absent, removes nothing and returns None.
         """
         counts: dict[Region, int] = {}
         for region in regions:
@@ -139,15 +140,16 @@ class Regions:
         self._views.clear()
 
     def view(self, kind: str = DRAM, device: int | None = None) -> View:
-        """Returns the current regions of one kind; `device`: only of one device, None: of all."""
+        """Returns the current regions of one kind, of all devices or only of `device`."""
         view = self._views.get((kind, device))
         if view is None:
             view = self._views[kind, device] = self._table.view(kind, device)
         return view
 
     def ranges(self, kind: str = DRAM, device: int | None = None) -> tuple[Rows, Rows]:
-        """The first addresses and the ends of the memory of regions, in order. Regions that touch are one range: blocks
-        that follow each other are sent as one, whatever regions they belong to. Takes the arguments of `view`.
+        """Returns the first addresses and the ends of the ranges of memory that the regions cover, in ascending order.
+        Regions that touch are one range: adjacent blocks are sent as one block, whatever regions they belong to. Takes
+        the arguments of `view`.
         """
         view = self.view(kind, device)
         starts, ends = view.starts, view.ends
@@ -157,7 +159,7 @@ class Regions:
         return starts[first], ends[np.append(first[1:], len(starts)) - 1]
 
     def overlapping(self, others: Iterable[Region]) -> set[Region]:
-        """Returns the regions, of any kind, that overlap one of some regions."""
+        """Returns the regions, of any kind, that overlap any of `others`."""
         chosen = sorted((other for other in others if other.nbytes), key=_order)
         found: set[Region] = set()
         if chosen:
@@ -169,7 +171,7 @@ class Regions:
         return found
 
     def ended(self, words: Rows) -> list[Region]:
-        """Returns the regions that were deregistered, by the words of their ledger (`Ledger.words`)."""
+        """Returns the regions that were deregistered, according to the words of their ledger (`Ledger.words`)."""
         numbers = self._table.numbers
         now = words[numbers % np.uint64(len(words))]
         ended: list[Region] = self._table.regions[(now != numbers) & (now != ~numbers)].tolist()
@@ -177,7 +179,7 @@ class Regions:
 
 
 class _Table:
-    """Regions by address, those that start at one address with the longest first."""
+    """Regions in the order of their addresses; of regions that start at the same address, the longest is first."""
 
     def __init__(self) -> None:
         self.are_vram = np.empty(0, bool)
@@ -185,7 +187,7 @@ class _Table:
         self.regions: NDArray[np.object_] = np.empty(0, object)
 
     def put(self, numbers: Mapping[Region, int]) -> None:
-        """Adds absent regions, and sets the numbers of all."""
+        """Adds the regions that are absent, and sets the numbers of all given regions."""
         new, places, again = [], [], {}
         for region, number in sorted(numbers.items(), key=lambda each: _order(each[0])):
             place, is_there = self._find(region)
@@ -216,7 +218,8 @@ class _Table:
         self.devices, self.numbers, self.regions = self.devices[left], self.numbers[left], self.regions[left]
 
     def _find(self, region: Region) -> tuple[int, bool]:
-        """Returns the index of a region, or its insertion point; and whether the region is present."""
+        """Returns the index of a region and True if the region is present, else the index at which to insert it and
+        False."""
         place = int(np.searchsorted(self.starts, np.uint64(region.address)))
         while place < len(self.starts) and self.starts[place] == region.address:
             if self.regions[place] == region:
@@ -237,7 +240,7 @@ class View:
     """An immutable snapshot of regions of one kind.
 
     Attributes:
-        starts: the first addresses of the regions, in order.
+        starts: the first addresses of the regions, in ascending order.
         ends: for each region, the highest end of all regions up to this one.
     """
 
@@ -250,7 +253,7 @@ class View:
         self._starts, self._numbers, self._regions = self.starts[chosen], numbers[chosen], regions[chosen]
 
     def find_outside(self, addresses: Rows, nbytes: Rows) -> int | None:
-        """The index of the first block that no region holds; None if all belong to these regions."""
+        """Returns the index of the first block that no region holds; None if each block lies in a region."""
         if not len(self.starts):
             return 0 if len(addresses) else None
         at = np.searchsorted(self.starts, addresses, "right") - 1
@@ -259,17 +262,17 @@ class View:
         return int(outside.argmax()) if outside.any() else None
 
     def holders(self, addresses: Rows) -> tuple[list[Region], Rows]:
-        """Returns the regions that hold blocks; for a block in several regions, the outermost region. Each block must
-        lie in some region.
+        """Returns the regions that hold the given blocks; if a block lies in several regions, the outermost of them.
+        Each block must lie in some region.
 
         Returns:
-            The regions, and rows of (number of its registration, address of a block in it).
+            The regions, and for each region a row of (number of its registration, address of a block in it).
         """
         if not len(addresses):
             return [], np.empty((0, 2), np.uint64)
         at = self._starts.searchsorted(addresses, "right") - 1
         a_block = np.zeros(len(self._starts), np.uint64)
-        a_block[at[::-1]] = addresses[::-1]  # a region's first block, if it holds several
+        a_block[at[::-1]] = addresses[::-1]  # if a region holds several blocks, the first of them
         (used,) = a_block.nonzero()  # no memory has the address 0
         rows = np.empty((len(used), 2), np.uint64)
         rows[:, 0], rows[:, 1] = self._numbers[used], a_block[used]

@@ -1,4 +1,5 @@
-"""Orders a transfer that no device copies with a stream: the stream writes one word, and waits for another.
+"""Gives a transfer that no device copies its place in the order of a stream: the stream writes one word, and waits for
+another.
 
 Both words are in pinned memory. The agent's thread, or a caller that waits, begins the transfer when it sees the first
 word, and stores the second word at the transfer's end. Then the stream writes the first word again. Until then the
@@ -32,7 +33,7 @@ class Turn:
     """The words of one start of a transfer.
 
     Args:
-        copier: the device of the stream.
+        copier: the copier of the stream's device.
     """
 
     def __init__(self, copier: Copier) -> None:
@@ -80,10 +81,10 @@ def _is_passed(table: Table) -> bool:
 
 
 def require_no_capture(runtime: BaseRuntime, stream: StreamLike) -> int:
-    """The handle of a stream.
+    """Returns the handle of a stream.
 
     Raises:
-        ArgumentError: `stream` is not a stream, or is being captured.
+        ArgumentError: `stream` is not a stream, or is being captured into a graph.
     """
     handle = runtime.stream_handle(stream)
     if runtime.is_capturing(handle):

@@ -23,7 +23,7 @@ class TracedTransfer(Struct, frozen=True):
         writes: whether data moved to the peer.
         nbytes, blocks: totals.
         posted_ns, ended_ns: times of CLOCK_MONOTONIC.
-        end: "done", or how else the transfer ended.
+        end: how the transfer ended, such as "done" or "canceled".
     """
 
     peer: str
@@ -51,7 +51,7 @@ class AgentTrace(Struct, frozen=True):
 
 
 class AgentTracer:
-    """Traces one agent for some seconds. One thread may use it; several tracers may trace an agent.
+    """Traces one agent for some seconds. Only one thread may use a tracer; several tracers may trace the same agent.
 
     Args:
         agent: the agent.
@@ -88,7 +88,7 @@ class AgentTracer:
     def stop(self) -> AgentTrace:
         """Ends the recording."""
         self.fetch()
-        # The agent may have new peers and paths.
+        # reads the file again, because the agent may have new peers and paths
         now = [each for each in find_agents() if (each.pid, each.log) == (self._agent.pid, self._agent.log)]
         agent = now[0] if now else self._agent
         names = {number: (label.peer, label.path) for number, label in enumerate(agent.labels)}

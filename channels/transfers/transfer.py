@@ -78,7 +78,7 @@ _FAULTS: dict[int, tuple[type[TransferError], str]] = {
     ),
 }
 _FABRIC_ERRORS = 256
-"""The first error number that is libfabric's own."""
+"""The lowest error number of libfabric's own errors."""
 
 
 class Times(Struct, frozen=True):
@@ -98,8 +98,8 @@ class Times(Struct, frozen=True):
 class Transfer:
     """Blocks to read from a peer's memory, or to write to it. Made by `Agent.prepare`; may be started many times.
 
-    Any thread may use it. A transfer keeps the peer's link alive, and the arrays that describe the blocks, but not the
-    memory.
+    Any thread may use it. A transfer keeps alive the peer's link and the arrays that describe the blocks, but not the
+    memory of the blocks.
 
     Attributes:
         peer: the other agent's name.
@@ -145,17 +145,17 @@ class Transfer:
         return f"Transfer({self.nbytes} bytes {direction} {self.peer} by {self.path.name}, {state})"
 
     def start(self, message: bytes | None = None, *, stream: StreamLike = None) -> Self:
-        """Starts the transfer, and returns at once. A short transfer may have ended by then.
+        """Starts the transfer, and returns immediately. A short transfer may have ended by then.
 
         Args:
             message: sent to the peer when all data has arrived; None for no message.
-            stream: a device's stream: the transfer begins after the stream's earlier work, and the stream's later work
-                follows the transfer's end, even a failure. If a device copies, the stream must be of that device. None:
-                the transfer is not ordered with any stream.
+            stream: a device's stream. The transfer begins after the stream's earlier work, and the stream's later work
+                waits until the transfer has ended, also if it failed. If a device copies, the stream must be of that
+                device. None: the transfer is not ordered with any stream.
 
         Raises:
             ActiveError: the transfer is active.
-            ArgumentError: the message is longer than 256 MiB, or the stream is invalid, or captured into a graph.
+            ArgumentError: the message is longer than 256 MiB, or the stream is invalid or being captured into a graph.
             ClosedError: the transfer was closed, or belongs to another process.
         """
         handle = self._open()
@@ -177,15 +177,16 @@ class Transfer:
 
     @property
     def state(self) -> State:
-        """The transfer's state. Never raises for a transfer that failed."""
+        """The transfer's state. Also for a failed transfer, reading it does not raise."""
         return _STATES[lib.proxyccl_transfer_state(self._open())]
 
     def done(self) -> bool:
         """Whether the transfer has ended with its data in place. On the path "process_vm" this call may copy a piece.
 
         Raises:
-            NotStartedError: it was never started.
-            DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: it ended otherwise.
+            NotStartedError: the transfer was never started.
+            DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer ended in
+                another way.
         """
         state = lib.proxyccl_transfer_help(self._open())
         return state == _DONE or self._outcome(_STATES[state])
@@ -198,8 +199,9 @@ class Transfer:
 
         Raises:
             TransferTimeoutError: the transfer is still active.
-            NotStartedError: it was never started.
-            DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: it ended otherwise.
+            NotStartedError: the transfer was never started.
+            DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer ended in
+                another way.
         """
         if self._outcome(self.state):
             return
@@ -215,7 +217,7 @@ class Transfer:
         """Cancels the transfer if it is active. When this returns, the transfer no longer accesses local memory.
 
         Args:
-            timeout: seconds in which requests to libfabric, which can't be taken back, must have ended; None:
+            timeout: seconds to wait for the end of requests to libfabric, which can't be taken back; None:
                 ``PROXYCCL_TIMEOUT``, else 30.
 
         Raises:
@@ -274,7 +276,7 @@ class Transfer:
         raise TransferError(f"the transfer with agent {self.peer} by {self.path.name} failed: {reason}", self.peer)
 
     def _raise_fault(self) -> None:
-        """Raises the error for memory that could not be accessed, if the transfer ended so."""
+        """If the transfer failed because memory could not be accessed, raises the error for that."""
         fault = ffi.new("ProxycclFault *")
         lib.proxyccl_transfer_fault(self._open(), fault)
         if fault.kind in _FAULTS:
@@ -284,8 +286,8 @@ class Transfer:
 
 
 def has_ended(transfer: Transfer, seconds: float) -> bool:
-    """Waits at most for a time until a transfer is not active. Returns whether it is inactive, so that nothing accesses
-    its memory. Only threads of the library call this.
+    """Waits up to `seconds` until a transfer is not active. Returns whether it is inactive, which means that nothing
+    accesses its memory. Only threads of the library call this.
     """
     if transfer._closed:
         return True
@@ -293,8 +295,8 @@ def has_ended(transfer: Transfer, seconds: float) -> bool:
 
 
 def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> None:
-    """Makes a transfer that was never started depend on registrations of one side: rows of (number of a registration,
-    address of a block in it), and their ledger."""
+    """Makes a transfer that was never started depend on registrations of one side. `rows` are (number of a registration
+    in the ledger, address of a block in its memory)."""
     kept = np.ascontiguousarray(rows)
     transfer._kept.append((ledger, kept))
     pointer = ffi.cast("uint64_t *", kept.ctypes.data)

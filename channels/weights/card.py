@@ -15,14 +15,14 @@ _METADATA = Meta(max_length=64 << 20)
 
 
 class Card(Message, frozen=True):
-    """A holder.
+    """The description of a holder that other holders connect with.
 
     Attributes:
-        metadata: its agent's metadata.
+        metadata: the metadata of the holder's agent.
         holder: a number that no other holder has, including later holders of an agent of this name.
-        version_address: address of two words of 64 bits: the version that others may read now, 0 for none; and
-            `holder`, until the holder is closed.
-        parts: its parts of tensors.
+        version_address: the address of two 64-bit words. The first is the version that others may read now, or 0 for
+            none; the second is `holder`, or 0 once the holder is closed.
+        parts: the holder's parts of tensors.
         groups: the index of each group's first part.
     """
 
@@ -44,18 +44,18 @@ class Join(Message, frozen=True, tag="join"):
 
 
 class Offered(Message, frozen=True, tag="offered"):
-    """Tells readers to re-read the version."""
+    """Tells a reader to read the sender's version word again."""
 
 
 class HasRead(Message, frozen=True, tag="read"):
-    """Tells a holder that the sender, the holder of this number, has read its parts of this version."""
+    """Tells a holder that the sender, whose number is `holder`, has read the receiver's parts of this version."""
 
     version: Uint64
     holder: Uint64
 
 
 class Leave(Message, frozen=True, tag="leave"):
-    """Tells a holder that the sender, the holder of this number, will not read further versions."""
+    """Tells a holder that the sender, whose number is `holder`, will not read further versions."""
 
     holder: Uint64
 

@@ -24,7 +24,8 @@ from proxyccl.device.errors import ArgumentError
 _SLICE = 0.05
 """Seconds between checks of the links, because a lost link does not wake a thread that waits for messages."""
 _LAST_MESSAGE_SECONDS = 0.5
-"""How long a reader's last message may come after the end of the link to the reader, who sends over another link."""
+"""How long after the end of the link to a reader its last message may still arrive, because the reader sends over
+another link."""
 
 
 class Holder:
@@ -63,11 +64,11 @@ class Holder:
             tensor: the tensor's name, the same in all sources and targets.
             array: contiguous memory of the host or of a GPU; or a DTensor of torch, whose local part is added. FSDP's
                 parameters are DTensors.
-            sharding: how the tensor is divided among agents, by their names. It gives `start` and `size`.
+            sharding: how the tensor is divided among agents, by their names. It determines `start` and `size`.
             start: the index of the part's first element in each dimension of the tensor.
-            size: shape of the whole tensor. Without it and a sharding, the part is the whole.
-            within: the slices of the array that hold the part; (): all of it. Add a fused array in several calls, each
-                with one tensor's name.
+            size: shape of the whole tensor. With neither `size` nor `sharding`, the part is the whole tensor.
+            within: the slices of the array that hold the part; (): the whole array. To add a fused array, call `add`
+                once for each of its tensors.
 
         Raises:
             ArgumentError: shapes do not fit together, or the array can't be registered.
@@ -108,7 +109,7 @@ class Holder:
         self._parts.clear()
 
     def _open(self, version: int) -> None:
-        """Publishes that others may read a version here."""
+        """Publishes that others may now read a version from this holder."""
         self._version[0] = version
         for name in list(self._readers):
             self._tell(name)
@@ -138,7 +139,7 @@ class Holder:
                     self._ended.pop(sender, None)
 
     def _meet(self, metadata: bytes) -> str:
-        """Adds another agent. Newer metadata means that the former agent of that name has ended, so it is replaced."""
+        """Adds another agent. If another agent of that name is known, it has ended, and is replaced."""
         try:
             return self._agent.add(metadata)
         except NameTakenError as error:
@@ -146,7 +147,8 @@ class Holder:
             return self._agent.add(metadata)
 
     def _lost_readers(self) -> dict[str, str]:
-        """Forgets readers whose links ended _LAST_MESSAGE_SECONDS ago, and returns the reasons by name."""
+        """Forgets readers whose links ended _LAST_MESSAGE_SECONDS ago, and returns, by reader's name, why its link
+        ended."""
         now = time.monotonic()
         for name in self._readers:
             if reason := self._agent.lost(name):
@@ -160,21 +162,22 @@ class Holder:
         return lost
 
     def _wait(self, met: Callable[[], bool], deadline: float, expected: Callable[[], str]) -> None:
-        """Takes messages until a condition is met.
+        """Takes messages until `met` returns true.
 
         Raises:
-            TransferTimeoutError: the deadline, of `time.monotonic`, has passed. `expected` names the awaited event.
+            TransferTimeoutError: the deadline, by `time.monotonic`, has passed. The text of `expected` says what did
+                not happen.
         """
         self._take_messages()
         while not met():
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TransferTimeoutError(f"agent {self._agent.name}: {expected()} within the time")
-            with contextlib.suppress(TransferTimeoutError):  # polls, because links and others' memory may change
+            with contextlib.suppress(TransferTimeoutError):  # `met` may depend on links and others' memory
                 self._agent.wait_for_message(min(left, _SLICE))
             self._take_messages()
 
 
 def deadline_of(agent: Agent, timeout: float | None) -> float:
-    """Returns the deadline of a wait, by `time.monotonic`. None: the agent's time-out."""
+    """Returns the deadline of a wait, by `time.monotonic`; if `timeout` is None, the agent's time-out applies."""
     return time.monotonic() + (agent.timeout if timeout is None else timeout_from(timeout))

@@ -21,7 +21,7 @@ class Part(Message, frozen=True):
 
     Attributes:
         tensor: the tensor's name.
-        dtype: the name of its element type.
+        dtype: the name of the tensor's element type.
         itemsize: bytes of an element.
         size: shape of the whole tensor.
         start, shape: the box, in elements of the tensor.

@@ -16,7 +16,7 @@ from proxyccl.channels.weights.sharding import Box
 from proxyccl.device.errors import ArgumentError
 
 _SHORTEST = 64 << 10
-"""Boxes with fewer bytes than this are not cut for balance."""
+"""The least bytes of a piece; smaller boxes are not cut to balance the work."""
 
 
 class Read(Struct, frozen=True):
@@ -45,13 +45,14 @@ Held = Mapping[str, Sequence[Part]]
 def plan(sources: Held, targets: Held, nodes: Mapping[str, Hashable] | None = None) -> dict[str, list[Read]]:
     """Plans how targets get their parts of tensors from sources.
 
-    If several sources have a part, each serves an even share, and sources on the target's node come first. If several
-    targets of a node need a part, each reads an equal share from a source, and the others read that share from it.
+    If several sources have a part, each serves an equal share; if some of them are on the target's node, only these
+    serve it. If several targets of a node need a part, each of them reads an equal share from a source, and the other
+    targets read that share from this target.
 
     Args:
-        sources, targets: parts by holder. Names of holders are different. A target may have parts of any number of
-            shardings; several parts of one holder may hold the same elements.
-        nodes: the node of each holder. Each holder without an entry is on a node of its own.
+        sources, targets: the parts of each holder, by its name. No name is in both. A target may have parts of any
+            number of shardings; several parts of one holder may hold the same elements.
+        nodes: the node of each holder. A holder without an entry is alone on its node.
 
     Returns:
         The reads of each target, by its name: at most one from each source and one from each other target.
@@ -77,7 +78,7 @@ class _Planner:
     """Makes a plan, and lists the blocks of the chosen targets.
 
     Attributes:
-        links: (target, peer, whether the read is relayed) of all reads, in their order.
+        links: for each read, in order, (target, peer, whether the read is relayed), and its blocks.
         reads: the reads of each chosen target.
     """
 
@@ -87,9 +88,9 @@ class _Planner:
         self._nodes, self._chosen = nodes, chosen
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
-        self._cells: dict[tuple[object, ...], list[_Cell]] = {}  # layers of a model have the same shapes
-        # The blocks between two parts, by the pair of parts. A block stays within a part on either side, as memory is
-        # registered by parts.
+        self._cells: dict[tuple[object, ...], list[_Cell]] = {}  # kept, because layers of a model have the same shapes
+        # The blocks are kept by pair of parts, because memory is registered by parts and a block must lie within one
+        # part on either side.
         self.links: dict[tuple[str, str, bool], dict[tuple[int, int], list[Rows]]] = {}
         held = _by_tensor(sources)
         for tensor, wanted in _by_tensor(targets).items():
@@ -170,7 +171,7 @@ class _Cell(NamedTuple):
 
 
 def _cells(parts: Sequence[Part], held: int) -> Iterator[_Cell]:
-    """Returns boxes that no part's boundary cuts and that a target wants, each with the indices of the parts that
+    """Yields the boxes that a target wants and that no part's boundary cuts, each with the indices of the parts that
     contain it.
 
     Args:
@@ -194,7 +195,7 @@ def _cells(parts: Sequence[Part], held: int) -> Iterator[_Cell]:
 
 
 def _cut(box: Box, itemsize: int, pieces: int) -> Iterator[Box]:
-    """Cuts a box into up to a number of pieces of about equal size, along the first dimension that is long enough."""
+    """Cuts a box into at most `pieces` pieces of about equal size, along the first dimension that is long enough."""
     pieces = min(pieces, math.prod(box.shape) * itemsize // _SHORTEST)
     dim = next((dim for dim, extent in enumerate(box.shape) if extent >= pieces), None)
     if pieces <= 1 or dim is None:

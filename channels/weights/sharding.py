@@ -17,8 +17,8 @@ class Replicate(Struct, frozen=True):
 
 
 class Shard(Struct, frozen=True):
-    """The holders along a mesh axis divide a dimension like `torch.chunk`: into parts of ceil(n / holders) and, at the
-    end, less.
+    """The holders along a mesh axis divide a dimension like `torch.chunk`: into parts of ceil(n / holders) elements;
+    the last parts may have fewer.
 
     Attributes:
         dim: the tensor's dimension, from 0.
@@ -31,8 +31,8 @@ class Box(Struct, frozen=True):
     """A part of a tensor.
 
     Attributes:
-        start: the index of its first element in each dimension.
-        shape: its elements in each dimension.
+        start: the index of the part's first element in each dimension.
+        shape: the number of the part's elements in each dimension.
     """
 
     start: tuple[int, ...]
@@ -43,8 +43,8 @@ class Sharding:
     """How a tensor is divided among the holders of a mesh.
 
     Args:
-        shape: of the whole tensor.
-        mesh: nested sequences of holders, in row-major order: names of agents, or ranks. Each holder occurs once.
+        shape: the shape of the whole tensor.
+        mesh: the holders (names of agents, or ranks) as nested sequences in row-major order. Each holder occurs once.
         placements: one `Replicate` or `Shard` for each axis of the mesh. If several axes divide one dimension, the
             first of them divides it first.
 
@@ -80,7 +80,7 @@ class Sharding:
         return f"Sharding({self.shape}, {self._mesh_shape} holders, {list(self.placements)})"
 
     def box(self, holder: Hashable) -> Box:
-        """Returns the part of a holder; an extent of its shape may be 0.
+        """Returns the part of a holder, which may be empty: some extents of its shape are then 0.
 
         Raises:
             ArgumentError: the mesh does not have this holder.

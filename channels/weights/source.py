@@ -12,10 +12,10 @@ from proxyccl.device.arguments.integers import as_integer
 
 
 class WeightSource(Holder):
-    """Offers versions of weights, which targets read from its memory.
+    """Offers versions of weights, which targets read from the source's memory.
 
     A version may be read while it is offered. Outside of `offer` and `offered` the program may change the weights: a
-    target that reads meanwhile notices, and waits for the next version.
+    target that still reads notices this, and waits for the next version.
 
     Args:
         agent: the source's agent. Nothing else may take this agent's messages.
@@ -33,19 +33,19 @@ class WeightSource(Holder):
     def offer(self, version: int, *, targets: int = 0, timeout: float | None = None) -> list[str]:
         """Offers a version, and returns when all known targets have read it.
 
-        All work on the weights must have ended, on the device too. Every source offers the same versions.
+        All work on the weights must have ended, also on the device. Every source must offer the same versions.
 
         Args:
             version: the version's number, from 1 on. Each number identifies one state of the weights.
-            targets: waits until at least this number of targets have read it. Targets may join while it waits.
-            timeout: seconds; None: the agent's.
+            targets: the least number of targets that must have read the version. Targets may join during the wait.
+            timeout: seconds; None: the agent's time-out.
 
         Returns:
             The names of the targets that have read the version.
 
         Raises:
-            DisconnectedError: a target, whose name is `peer`, ended. The others have read the version, and the source
-                is ready for the next one.
+            DisconnectedError: a target, whose name is `peer`, ended. The other targets have read the version, and the
+                source is ready for the next one.
             TransferTimeoutError: targets, which the error names, did not read the version within the time.
         """
         deadline = deadline_of(self._agent, timeout)
@@ -72,8 +72,8 @@ class WeightSource(Holder):
 
     @contextlib.contextmanager
     def offered(self, version: int) -> Iterator[None]:
-        """Offers a version within the block. The program leaves the block when it knows by other means that targets
-        have read.
+        """Offers a version during the `with` block. The program must know by other means when the targets have read the
+        version, and then leave the block.
 
         Raises:
             ArgumentError: the version is not an integer from 1 on.

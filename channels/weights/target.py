@@ -27,19 +27,21 @@ _WORDS = 2
 
 
 class Group(Struct):
-    """The transfers of one group of parts: from sources, and from other targets once these have read their shares."""
+    """The transfers of one group of parts: `direct` from sources, and `relayed` from other targets, once these have
+    read their shares."""
 
     direct: list[Transfer]
     relayed: list[Transfer]
 
 
 class Connected:
-    """The reads of a target, whose agent has added the agents of all cards. All its peers compute the same plan.
+    """The reads of a target, whose agent has added the agents of all cards. The target and its peers all compute the
+    same plan.
 
     Attributes:
         groups: the transfers of each group.
         sources: names of all sources, including those that this target reads nothing from: the target reports its reads
-            to all sources, so that each counts the same targets.
+            to all sources, so that all sources count the same targets.
         peers: names of the targets that this one reads from.
         readers: by name, the numbers of the peers that read from this target.
     """
@@ -85,7 +87,8 @@ class Connected:
         ]
 
     def versions(self, names: Iterable[str], deadline: float) -> set[int]:
-        """Returns the versions that holders offer now; 0: none. Raises DisconnectedError, TransferTimeoutError."""
+        """Returns the set of versions that the named holders offer now, where 0 means that a holder offers none. Raises
+        DisconnectedError, TransferTimeoutError."""
         chosen = {name: self._index[name] for name in names}
         try:
             self.move([self._looks[index] for index in chosen.values()], deadline)
@@ -131,7 +134,7 @@ class Received(Struct, frozen=True):
     Attributes:
         version: the weights' version.
         nbytes: bytes that this target read.
-        seconds: from the start of the first read to the end of the last.
+        seconds: the time from the start of the first read to the end of the last read.
     """
 
     version: int
@@ -153,23 +156,23 @@ class WeightTarget(Holder):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a version moves to this target, once it is connected."""
+        """The bytes that each version moves to this target; 0 before `connect`."""
         return 0 if self._connected is None else self._connected.nbytes
 
     def next_group(self) -> None:
-        """Begins a group of parts. Groups are read one after another, so their parts may share memory: `receive` calls
-        `each` between them."""
+        """Begins a new group of parts, to which later calls of `add` belong. Groups are read one after another, and
+        `receive` calls `each` between them, so parts of different groups may share memory."""
         self._groups.append(len(self._parts))
 
     def connect(self, sources: Iterable[bytes], *, peers: Iterable[bytes] = ()) -> None:
-        """Plans and prepares the reads, and joins the sources. Call `add` for all parts before. Connect again when
-        another holder has replaced one that ended.
+        """Plans and prepares the reads, and joins the sources. Call `add` for all parts before. Call this again when a
+        holder has ended and another one has replaced it.
 
         Args:
             sources: cards of all sources.
-            peers: cards of other targets, which connect to the same sources and have this target's card. If several
-                targets are on one host, one of them reads each part from a source, and the others read it from that
-                target. All of them must receive each version.
+            peers: cards of other targets, which connect to the same sources and have this target's card. If several of
+                these targets are on one host, one of them reads each piece from a source, and the others read it from
+                that target. So all of them must receive each version.
 
         Raises:
             ArgumentError: no source has a part, shapes or element types differ, or peers have different numbers of
@@ -200,11 +203,11 @@ class WeightTarget(Holder):
 
         Args:
             version: the version to read; None: the next version that differs from the last one received.
-            timeout: bound of the whole call in seconds; None: the agent's.
+            timeout: the longest that the whole call may take, in seconds; None: the agent's time-out.
             stream: a stream of the parts' device: the reads follow the stream's queued work, and its later work follows
                 the reads.
-            each: called with the number of each group when its data is in place, before the next group is read. On a
-                device it queues its work on `stream`.
+            each: called with the number of each group when its data is in place, before the next group is read. If it
+                works on a device, it must queue that work on `stream`.
 
         Returns:
             The version that has arrived; all sources were told of its arrival.
@@ -270,14 +273,13 @@ class WeightTarget(Holder):
         stream: StreamLike,
         each: Callable[[int], object] | None,
     ) -> bool:
-        """Reads a version. Returns False if a source withdrew it meanwhile."""
+        """Reads a version. Returns False if a source withdrew it during the reads."""
         for number, group in enumerate(connected.groups):
             connected.move(group.direct, deadline, stream)
             if connected.versions(connected.sources, deadline) != {version}:
                 return False
             if connected.peers or connected.readers:
-                # Returns a number, which fits in a word, that differs from the numbers of earlier groups, because
-                # groups may share memory.
+                # Groups may share memory, so this number, which fits in a word, differs from those of earlier groups.
                 shared = 1 + (version * len(connected.groups) + number) % (2**63 - 1)
                 self._pass_on(connected, group, shared, deadline, stream)
             if each is not None:
