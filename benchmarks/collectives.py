@@ -87,8 +87,7 @@ def sizes_of(parsed: argparse.Namespace) -> list[int]:
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Returns the bus bandwidth divided by the algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md).
-"""
+    """Returns the bus bandwidth divided by the algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
     if collective == "all_reduce":
         return 2 * (ranks - 1) / ranks
     if collective == "broadcast":

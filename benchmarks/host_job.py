@@ -1,4 +1,5 @@
-"""The ranks on the host runtime: numpy's arrays, and bursts that the CPU's clock times. The host runtime has no peers.
+"""The `Job` on the host runtime: arrays are numpy's, and the CPU's clock times bursts of calls. The host runtime has no
+peers.
 
 So the programs can be tried without a GPU. Bursts are issued one call after another, so the times contain that.
 """
@@ -42,7 +43,7 @@ class Calls(Burst):
 
 
 class Products(Burst):
-    """Products of two matrices that numpy makes in a thread."""
+    """Products of two matrices, which numpy computes in a thread."""
 
     def __init__(self, size: int, calls: int) -> None:
         self.calls, self._ended = calls, 0.0
@@ -73,7 +74,7 @@ class Products(Burst):
         self._start()
 
     def wait(self) -> float:
-        """Waits for the thread, and returns when its last product was made."""
+        """Waits for the thread. Returns the time at which it finished its last product."""
         assert self._thread is not None
         self._enough.set()
         self._thread.join()
@@ -133,7 +134,7 @@ class HostJob(Job):
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Waits for the stream; raises what a call ran into."""
+        """Waits for the stream. Raises the error of a call that failed on it."""
         self.handle.synchronize()
         self.comm.check()
 
@@ -146,7 +147,9 @@ class HostJob(Job):
         return Calls(call, calls)
 
     def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
-        """Times the burst by the CPU's clock, after a barrier of the ranks. Concurrent products run until the end."""
+        """Times the burst by the CPU's clock, after a barrier of the ranks. Products beside it run until the burst
+        ends.
+        """
         self.synchronize()
         self.world.Barrier()
         if isinstance(beside, Products):
@@ -164,5 +167,5 @@ class HostJob(Job):
         return (ended - start) * 1e6 / timed.calls, beside_ended >= ended
 
     def product(self, size: int, calls: int) -> Burst:
-        """Products of float32 matrices, in a thread."""
+        """Returns a burst of products of float32 matrices, which a thread computes."""
         return Products(size, calls)

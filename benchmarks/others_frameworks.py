@@ -43,7 +43,7 @@ def tokens_for(world: World, model: Any, seed: int) -> Tensor:
 
 
 def accelerate_llama(world: World, *, sharded: bool) -> None:
-    """Training by Accelerate, by its FSDP2 or DDP."""
+    """Trains a Llama by Accelerate, with its FSDP2 or DDP."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
 
@@ -70,7 +70,9 @@ def accelerate_llama(world: World, *, sharded: bool) -> None:
 
 
 def lightning_ddp(world: World) -> None:
-    """64 steps of a small convolution net by Lightning's DDP, with SyncBatchNorm and a log of all ranks' mean loss."""
+    """Trains a small convolution net by Lightning's DDP for 64 steps, with SyncBatchNorm, and logs all ranks' mean
+    loss.
+    """
     import pytorch_lightning as lightning
 
     class Net(lightning.LightningModule):  # type: ignore[misc,unused-ignore]  # the package may be missing
@@ -110,7 +112,7 @@ def lightning_ddp(world: World) -> None:
         accelerator="gpu" if world.on_gpus else "cpu",
         devices=world.size,
         strategy="ddp",
-        sync_batchnorm=world.on_gpus,  # torch has none for CPUs
+        sync_batchnorm=world.on_gpus,  # torch has no SyncBatchNorm for CPUs
         max_steps=64,
         callbacks=[Timed()],
         logger=False,
@@ -124,7 +126,9 @@ def lightning_ddp(world: World) -> None:
 
 
 def llama_tp(world: World, *, what: str, compiled: bool) -> None:
-    """Inference by transformers' own tensor parallelism, of a saved model: only loading splits it."""
+    """Runs inference by transformers' tensor parallelism. The model is saved first, because transformers splits a model
+    only when it loads it.
+    """
     from transformers import AutoModelForCausalLM
 
     folder = world.folder / "llama"

@@ -46,7 +46,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; the first column is aligned left, the others right."""
+    """Returns the lines of a Markdown table; the first column is aligned left, the others right."""
     lines = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
 
@@ -57,7 +57,7 @@ def on_gpus(result: Result) -> bool:
 
 
 def place(result: Result) -> str:
-    """Where kernels ran, for a heading."""
+    """Says in a heading's words where kernels ran."""
     ranks = result.get("world_size", 1)
     if ranks == 1:
         return "on a GPU" if on_gpus(result) else "on the host runtime"
@@ -65,7 +65,7 @@ def place(result: Result) -> str:
 
 
 def origin(result: Result) -> list[str]:
-    """On what a result was measured, and when."""
+    """Returns lines that say on which machine, with which versions and when a result was measured."""
     machine, versions = result["machine"], {**result["versions"], **result.get("peers", {})}
     facts: list[str] = [result.get("device", result["runtime"])]
     if result.get("nvidia_driver", "unknown") != "unknown":
@@ -132,7 +132,7 @@ def programs_section(result: Result) -> Section:
 
 
 def collective_table(result: Result, dtype: str) -> list[str]:
-    """Times by size and contender, and the bus bandwidth of the fastest one."""
+    """Returns a table of the times by size and contender, with the bus bandwidth of the fastest contender."""
     rows = [row for row in result["results"] if row["type"] == dtype]
     names = list(dict.fromkeys((row["name"], row["ours"]) for row in rows))
     sizes = list(dict.fromkeys(row["size"] for row in rows))
@@ -153,7 +153,9 @@ def collective_table(result: Result, dtype: str) -> list[str]:
 
 
 def multiprocessors_table(rows: Sequence[Result]) -> list[str]:
-    """How many multiprocessors each contender's kernels could occupy, over all sizes; nothing if no graph told."""
+    """Returns a table of how many multiprocessors each contender's kernels could occupy, over all sizes; no lines if no
+    graph showed the number.
+    """
     used: dict[str, list[int]] = {}
     for row in rows:
         if row.get("multiprocessors") is not None:
@@ -611,7 +613,7 @@ def rdma_writes_section(result: Result) -> Section:
 def _beside(
     rows: Iterable[Result], digits: int, scale: float, bound: str, elsewhere: str = "daemon"
 ) -> Iterable[list[str]]:
-    """Rows that compare a proxy in its rank with one elsewhere: in the daemon, or in a process of the job's own."""
+    """Yields rows that compare a proxy in its rank with a proxy in the daemon, or in a process of the job's own."""
     for row in rows:
         figures = (number(row[where] * scale, digits) for where in ("thread", elsewhere))
         yield [row["what"], *figures, number(row["ratio"]), f"{bound} {row['aim']:g}"]
