@@ -96,7 +96,8 @@ def reduced_by_gloo(source: Floats) -> Contender:
 def contenders(
     comm: Communicator, collective: str, count: int, *, gloo: bool = False
 ) -> tuple[list[Contender], Floats]:
-    """Returns the contenders for a call whose longer array has `count` elements, and the output that each must write.
+    """Returns the contenders for a call whose longer array has `count` elements, and the output that each must
+    write.
     """
     world, ranks = MPI.COMM_WORLD, comm.world_size
     given = np.arange(ranks * count, dtype=np.float32).reshape(ranks, count) % 251  # their sums are exact

@@ -163,7 +163,8 @@ def summarise(comparisons: list[Fields], ratios: dict[str, list[float]]) -> Fiel
 
 
 def measure(collective: str, description: str) -> int:
-    """Runs the program for one collective: parses options, prints the table and writes results. Returns the exit code.
+    """Runs the program for one collective: parses options, prints the table and writes results. Returns the
+    exit code.
     """
     parser = arguments(description, aims.ALL_REDUCE_SIZES, _QUICK_SIZES)
     parsed = resolve(parser.parse_args())

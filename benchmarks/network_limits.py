@@ -42,7 +42,8 @@ def limits(job: Job) -> Fields:
 
 
 def _connections(job: Job, ranks: tuple[int, int], count: int, undo: ExitStack) -> list[socket.socket]:
-    """Opens connections between two ranks. Returns them in the same order on both ranks; an empty list on other ranks.
+    """Opens connections between two ranks. Returns them in the same order on both ranks; an empty list on other
+    ranks.
     """
     first, second = ranks
     made: list[socket.socket] = []
@@ -116,7 +117,8 @@ def _round_trip(job: Job, ranks: tuple[int, int]) -> float:
 
 
 def _bus(job: Job) -> Fields:
-    """Measures the GB/s of a rank's copies to pinned memory, from pinned memory, and in each direction while both run.
+    """Measures the GB/s of a rank's copies to pinned memory, from pinned memory, and in each direction while
+    both run.
     """
     runtime, found = job.comm.runtime, {}
     device = job.comm.empty(2 * _COPY_BYTES, "uint8")

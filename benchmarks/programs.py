@@ -114,7 +114,8 @@ def of_rests(results: Fields) -> list[Fields]:
 
 
 def of_values(results: Fields) -> list[Fields]:
-    """Makes a row for each operation that carries a value in its trigger, with the time of a put of 8 bytes beside it.
+    """Makes a row for each operation that carries a value in its trigger, with the time of a put of 8 bytes
+    beside it.
     """
     times = {each["operation"]: each["one_way_us"] for each in results["value_latency"]}
     beside = "putWithSignal, 8 B"
@@ -144,15 +145,13 @@ def of_normal_mode(results: Fields) -> list[Fields]:
 
 @dataclass(frozen=True)
 class Part:
-        """A part of the measurements, which runs as a separate job.
-
+    """A part of the measurements, which runs as a separate job.
 
     Attributes:
         arguments: the program that the job runs, and its options.
-                seconds: the time after which the job is ended.
+        seconds: the time after which the job is ended.
         of_file: makes rows from the JSON file that the program writes; mpiexec starts such a program. None if the
             program prints its rows; such a program is started with torchrun's variables.
-
         ranks: the only number of ranks with which the program runs; None for any number.
         needs_gpus: whether the program can't run on CPUs.
         quick: options with which the program measures less.
@@ -188,8 +187,7 @@ class Job:
 
     Args:
         commands: for each process, its command and environment variables. `lines` reads the first process's output.
-                seconds: the time after which the processes are ended.
-
+        seconds: the time after which the processes are ended.
         log: the file for the output of the other processes.
     """
 
@@ -356,7 +354,7 @@ def run_others(
             str(folder),
             *(("--quick",) if parsed.quick else ()),
         ]
-        own = {**CONTENDERS[contender], "TORCHELASTIC_RUN_ID": "programs"}  # torchrun sets it too, and Lightning reads it
+        own = {**CONTENDERS[contender], "TORCHELASTIC_RUN_ID": "programs"}  # Lightning reads it, as from torchrun
         commands = [(each, {**given, **own}) for each, given in ranks_of(command, parsed.ranks)]
         output: list[str] = []
         running = ""

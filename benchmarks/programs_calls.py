@@ -63,7 +63,8 @@ def measure_issue(ranks: Ranks, *, quick: bool) -> None:
 
 
 def measure_experts(ranks: Ranks, *, quick: bool) -> None:
-    """Measures pairs of dispatch and combine outside of graphs, and in a graph, where only the kernels limit the speed.
+    """Measures pairs of dispatch and combine outside of graphs, and in a graph, where only the kernels limit
+    the speed.
     """
     tokens, hidden, topk, experts = (128, 7168, 8, 256) if ranks.on_gpus else (8, 128, 2, 4)
     buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
@@ -120,7 +121,8 @@ def _whole(issue: Figure, pairs: int) -> Figure:
 
 
 def measure_proxied_graphs(ranks: Ranks, *, quick: bool) -> None:
-    """Measures an all_reduce by proxy in a graph of a few calls; on CPUs, which have no graphs, the calls themselves.
+    """Measures an all_reduce by proxy in a graph of a few calls; on CPUs, which have no graphs, the calls
+    themselves.
     """
     with ranks.communicator() as comm:
         for nbytes in _GRAPH_BYTES:

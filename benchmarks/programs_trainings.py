@@ -91,7 +91,7 @@ class Way:
 
     @classmethod
     def of(cls, ranks: Ranks, case: Case, name: str, group: Any, *, registered: bool = False) -> Way:
-                """Makes the model and its optimizer. All ranks call this together."""
+        """Makes the model and its optimizer. All ranks call this together."""
         torch.manual_seed(1)
         with ranks.device:
             blocks = [_Block(case.width) for _ in range(case.blocks)]

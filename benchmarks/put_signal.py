@@ -305,7 +305,8 @@ class Bench:
         }
 
     def _count_wrong_of_first(self, nbytes: int, theirs: np.ndarray, *, get: bool) -> None:
-        """Counts the wrong bytes after transfers that only rank 0 made: on rank 0 after gets, on the peer after puts.
+        """Counts the wrong bytes after transfers that only rank 0 made: on rank 0 after gets, on the peer after
+        puts.
         """
         if self.first == get:
             self.count_wrong(nbytes, theirs)

@@ -221,7 +221,7 @@ class Comparison:
         """
         start = time.monotonic()
         rate = _CALIBRATION / min(self._run(contender, _CALIBRATION) for contender in self._contenders)
-        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # half of the time is for the work between the runs
+        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # half of the time is for work between runs
         self._count = max(_CALIBRATION, min(_MOST_WRITES, int(rate * share)))
         while self.rounds < rounds and (self.rounds == 0 or time.monotonic() - start < seconds):
             for contender in self._contenders:

@@ -80,7 +80,8 @@ class Contender(ABC):
 
 
 class Ours(Contender):
-    """A `Contender` of ours. `how` makes the new communicator, given the one of all ranks and MPI's for the new ranks.
+    """A `Contender` of ours. `how` makes the new communicator, given the one of all ranks and MPI's for the new
+    ranks.
     """
 
     def __init__(self, name: str, how: Callable[[Communicator, MPI.Intracomm], Communicator], *, stuck: bool) -> None:

@@ -208,7 +208,8 @@ def _bare_drain(runtime: Runtime, fifo_size: int, count: int) -> Iterator[Fifo]:
 
 
 def _bare_rate(runtime: Runtime, fifo_size: int, trigger: tuple[int, int], count: int) -> float:
-    """Measures triggers per second through a fresh ring and the bare loop, after equally many to warm both threads up.
+    """Measures triggers per second through a fresh ring and the bare loop, after equally many to warm both
+    threads up.
     """
     with _bare_drain(runtime, fifo_size, 2 * count) as fifo:
         _produce(fifo, 0, trigger, count)
