@@ -2,8 +2,8 @@
 
 Contenders, each making a communicator of all ranks but the last:
 - `Communicator` over MPI;
-- `split`, whose result fails when the communicator of all ranks fails;
-- `shrink`, whose result does not fail with it, and which works after ranks were lost;
+- `split`, whose result ends when the communicator of all ranks ends;
+- `shrink`, whose result outlives that communicator, and which works after ranks were lost;
 - on NVIDIA GPUs NCCL's ncclCommInitRank, whose unique id MPI passes on, and its ncclCommShrink.
 They are measured while no call is running, and during an all_reduce that the last rank does not join, as if it were
 lost. In the second case the communicator of all ranks is given up: ours by `abort`, NCCL's by ncclCommAbort, or by

@@ -76,7 +76,7 @@ class Start(NamedTuple):
 
 
 def environment() -> dict[str, str]:
-    """The environment of the processes: this process's variables, with bytecode caching turned on."""
+    """Returns the processes' environment: this process's variables, with bytecode caching turned on."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -89,7 +89,9 @@ def start(arguments: Sequence[str]) -> Start:
 
 
 def measure(repeats: int, seconds: float) -> list[Fields]:
-    """A row for each program: one run to fill caches, then `repeats` runs, or fewer where the time is up."""
+    """Runs each program once to fill caches, then `repeats` times, or fewer if the time is up. Returns a row
+    for each.
+    """
     for arguments in PROGRAMS.values():
         start(arguments)
     end = time.monotonic() + seconds
@@ -112,7 +114,7 @@ def measure(repeats: int, seconds: float) -> list[Fields]:
 
 
 def slowest_imports(program: str, repeats: int) -> list[Fields]:
-    """The modules that took the longest in the best of several runs of a program."""
+    """Returns the modules that took the longest to import, each by its best time in several runs of a program."""
     best: dict[str, int] = {}
     for _ in range(repeats):
         done = subprocess.run(
