@@ -1,7 +1,7 @@
 """Compares ProxyCCL's calls with its peers' in one process group. Programs for any runtime share this module. Needs no
 torch.
 
-The programs that use this module choose the calls; this module knows no collective. `Job` checks and times
+The programs that use this module choose the calls; this module does not depend on the collective. `Job` checks and times
 calls that take turns; jobs.py picks the kind of job that the runtime needs.
 
 Contenders alternate. A time is the median over repeats of the maximum over ranks. Calls are timed in bursts, so that on
