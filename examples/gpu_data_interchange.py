@@ -71,7 +71,7 @@ def main(bootstrap: Bootstrap) -> int:
     except RuntimeUnavailableError as error:
         if rank == 0:
             print(f"gpu_data_interchange.py: {error}", file=sys.stderr, flush=True)
-        bootstrap.all_gather(b"", 30, lambda: None)  # MPI ends all ranks when the first exits with an error
+        bootstrap.all_gather(b"", 30, lambda: None)  # MPI ends all ranks when the first one exits with an error
         return 2
     with comm:
         next_rank, previous_rank = (rank + 1) % ranks, (rank - 1) % ranks

@@ -20,7 +20,7 @@ from proxyccl import Communicator
 
 @triton.jit
 def multiply_tile(a, b, c, row, column, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """One tile of c = a * b, which are row by row in memory: a has K columns, b and c have N."""
+    """Computes one tile of c = a * b. The matrices are stored row by row: a has K columns, b and c have N columns."""
     rows = row + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)
     inner = tl.arange(0, BK)
@@ -36,10 +36,10 @@ def multiply_tile(a, b, c, row, column, N, K, BM: tl.constexpr, BN: tl.constexpr
 def gemm_all_reduce(
     a, b, memory, done, channels, barrier, rank, ranks, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """`memory` holds this rank's products [M, N], the others' summands of its rows [ranks, M / ranks, N], and the sum
-    [M, N].
+    """`memory` holds this rank's products [M, N], the summands of this rank's rows that other ranks send [ranks, M /
+    ranks, N], and the sum [M, N].
 
-    `done` counts the complete tiles of each share, from 0.
+    `done` counts the complete tiles of each share, and must start at 0.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
