@@ -47,9 +47,9 @@ class Block:
     """A block of code.
 
     Attributes:
-        page: where it is.
-        line: its first line's number there.
-        language: that the page names.
+        page: the page that contains the block.
+        line: the number of the block's first line in the page.
+        language: the language that the page names.
         text: the code.
     """
 

@@ -94,7 +94,7 @@ class _Events:
             self._write(json.dumps(event))
 
     def _track(self, name: str) -> int:
-        """Adds a track below the others. Returns the track's number, which is unique within the process."""
+        """Adds a track below the other tracks. Returns the track's number, which is unique within the process."""
         number = next(self._tracks)
         self._describe("thread", number, name, number)
         return number
@@ -216,7 +216,7 @@ def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTr
 
 
 class _Ended:
-    """A context that notes whether Ctrl-C or SIGTERM has ended the recording. Only for the main thread."""
+    """A context that records whether Ctrl-C or SIGTERM has ended the recording. Use it only in the main thread."""
 
     def __init__(self) -> None:
         self.by_signal = False
@@ -246,8 +246,9 @@ def record(
     Args:
         seconds: how long to record.
         job, ranks, process: see `find`. Agents belong to no job and have no rank.
-        most: the most triggers to keep of all services together, the first ones; see `Allowance`.
-        ended: returns whether to end earlier.
+        most: the largest number of triggers to keep, of all services together; the first ones are kept. See
+            `Allowance`.
+        ended: a function that returns whether to end earlier.
 
     Raises:
         ResourceError: no such service or agent runs, or another process traces one of the services.

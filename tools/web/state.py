@@ -1,4 +1,4 @@
-"""The state that the page shows, as one message: ranks, waits, rates of proxies and failures."""
+"""Makes the state that the page shows, as one message: ranks, waits, rates of proxies and failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class State(Message, frozen=True):
     Attributes:
         time: the time of day.
         problem: the reason why the other attributes are empty; "" if there is no problem.
-        communicators: by name.
+        communicators: the communicators, sorted by name.
         services: the proxies' rates since the last state; new proxies are left out.
         agents: a line for each agent.
         failures: the newest diagnoses of reports, the newest first.
@@ -49,7 +49,7 @@ STATES = Codec(State, MOST_BYTES)
 
 
 class States:
-    """Makes one state after the other, of one job or all, and of the proxies in one process or all."""
+    """Makes the successive states, for one job or all jobs, and for the proxies of one process or of all processes."""
 
     def __init__(self, job: str | None, process: int | None) -> None:
         self._job = job
@@ -59,7 +59,7 @@ class States:
         self._failures: tuple[Diagnosis, ...] = ()
 
     def now(self) -> State:
-        """The current state. Raises:
+        """Returns the current state. Raises:
         ArgumentError: the directory of publications is not this user's own.
         """
         rates = self._watch.rates()
