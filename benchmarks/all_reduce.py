@@ -93,7 +93,7 @@ class Buffers:
         ours: bool = False,
         also_wrong: Callable[[], int] = lambda: 0,
     ) -> Contender:
-        """A contender that overwrites `x`."""
+        """Returns a contender that overwrites `x`."""
 
         def refill() -> None:
             x[:] = self.source

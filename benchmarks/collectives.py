@@ -60,7 +60,7 @@ _COLUMNS = (
 
 
 def algorithms_of(collective: str, algorithm: str) -> tuple[str | None, ...]:
-    """The algorithms to measure, in order: the named algorithm, None for "auto", or all algorithms for "each".
+    """Returns the algorithms to measure, in order: the named algorithm, None for "auto", or all algorithms for "each".
 
     Raises:
         ArgumentError: the collective has no algorithm of that name.

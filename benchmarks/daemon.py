@@ -236,7 +236,7 @@ def start_daemon(path: Path, threads: int) -> subprocess.Popen[bytes]:
 
 
 def compared(rows: dict[str, dict[str, list[float]]], *, higher_is_better: bool) -> list[Fields]:
-    """The medians of both kinds, and the ratio of the daemon's median to the ranks' median."""
+    """Returns the medians of both kinds, and the ratio of the daemon's median to the ranks' median."""
     found = []
     for name, values in rows.items():
         thread, daemon = (statistics.median(values[where]) for where in _WHERE)

@@ -95,12 +95,12 @@ def plan(
 
 
 def remote(peers: list[int], peer: int, kind: str, index: int) -> dict[str, int]:
-    """A reference to a chunk of a peer's buffer."""
+    """Returns a reference to a chunk of a peer's buffer."""
     return {"buffer_id": "ios".index(kind) * len(peers) + peers.index(peer), "index": index, "size": 1}
 
 
 def own(kind: str, index: int) -> dict[str, Any]:
-    """A reference to a chunk of the rank's own buffer."""
+    """Returns a reference to a chunk of the rank's own buffer."""
     return {"type": kind, "index": index, "size": 1}
 
 
@@ -201,7 +201,7 @@ class Arrays:
         self._expected = total
 
     def contender(self, name: str) -> Contender:
-        """A contender that reduces these arrays."""
+        """Returns a contender that reduces these arrays."""
         stream = self._job.handle
         if name == _TWO_SHOT:
             return self._contender(

@@ -48,7 +48,7 @@ class Routing:
 
     @classmethod
     def random(cls, job: Job, count: int, hidden: int, topk: int, experts: int, dtype: str) -> Routing:
-        """A new random routing, the same on all ranks."""
+        """Returns a new random routing, the same on all ranks."""
         seed, per_rank = fresh_seed(job), experts // job.ranks
         tokens = [torch.as_tensor(x).view(count, hidden) for x in random_inputs(job, count * hidden, dtype, seed)]
         ids = []

@@ -153,11 +153,11 @@ class GpuJob(Job):
             dist.destroy_process_group()
 
     def empty(self, count: int, dtype: str) -> Any:
-        """A tensor of torch's own memory."""
+        """Returns a tensor of torch's own memory."""
         return torch.empty(count, dtype=getattr(torch, dtype), device=self.device)
 
     def registered(self, count: int, dtype: str) -> Any:
-        """A tensor on memory of `Communicator.empty`."""
+        """Returns a tensor on memory of `Communicator.empty`."""
         array = self.comm.empty(count, dtype)
         self.comm.register(array)
         return torch.from_dlpack(array)
@@ -211,7 +211,7 @@ class GpuJob(Job):
         return Peer(name, lambda out, x: call(out, x, made.group), lambda some: made.arrays(some, element))
 
     def _symmetric_memory_peers(self, count: int, dtype: str) -> list[Peer]:
-        """The algorithms of torch symmetric memory."""
+        """Returns the algorithms of torch symmetric memory."""
         tensor, missing = symmetric_memory(self, count, getattr(torch, dtype))
         if tensor is None:
             return [Peer(name, missing=missing) for name in ("torch one-shot", "torch two-shot")]
@@ -236,7 +236,7 @@ class GpuJob(Job):
         ]
 
     def peer_versions(self) -> Fields:
-        """The versions of torch and of the libraries that it contains."""
+        """Returns the versions of torch and of the libraries that it contains."""
         return {
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
             "torch": torch.__version__,

@@ -1,7 +1,8 @@
 """The `Job` on the host runtime: arrays are numpy's, and the CPU's clock times bursts of calls. The host runtime has no
 peers.
 
-So the programs can be tried without a GPU. Bursts are issued one call after another, so the times contain that.
+It lets the programs be tried without a GPU. The calls of a burst are issued one after another, so the times include the
+time to issue them.
 """
 
 from __future__ import annotations
@@ -97,11 +98,11 @@ class HostJob(Job):
         self.handle = self.comm.runtime.create_stream()
 
     def empty(self, count: int, dtype: str) -> Any:
-        """An array of numpy's own memory."""
+        """Returns an array of numpy's own memory."""
         return np.empty(count, dtype)
 
     def registered(self, count: int, dtype: str) -> Any:
-        """An array on memory of `Communicator.empty`."""
+        """Returns an array on memory of `Communicator.empty`."""
         array = self.comm.empty(count, dtype)
         self.comm.register(array)
         return np.asarray(array)
@@ -143,7 +144,7 @@ class HostJob(Job):
         return self.time_burst(Calls(call, calls))[0]
 
     def burst(self, call: Callable[[], object], calls: int) -> Burst:
-        """The calls, to be made one after another."""
+        """Returns the calls, to be made one after another."""
         return Calls(call, calls)
 
     def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:

@@ -42,7 +42,7 @@ _COLUMNS = (
 
 
 def calls(job: GpuJob) -> dict[str, Callable[[], object]]:
-    """The calls to issue, by name: ours, the peers, then parts of ours."""
+    """Returns the calls to issue, by name: ours, the peers, then parts of ours."""
     x, y, out = (torch.zeros(_COUNT, device=job.device) for _ in range(3))
     array = job.comm.empty(_COUNT, "float32").fill(0)
     comm, handle, group = job.comm, job.stream.cuda_stream, job.group_name

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 def llama(world: World) -> Any:
-    """A Llama of 8 layers, tiny on CPUs, with the same weights on all ranks."""
+    """Returns a Llama of 8 layers, tiny on CPUs, with the same weights on all ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width, layers, words = (2048, 8, 32000) if world.on_gpus else (64, 2, 128)
@@ -36,7 +36,7 @@ def llama(world: World) -> Any:
 
 
 def tokens_for(world: World, model: Any, seed: int) -> Tensor:
-    """A batch of random tokens."""
+    """Returns a batch of random tokens."""
     size = (4, 512) if world.on_gpus else (2, 16)
     generator = torch.Generator(world.device).manual_seed(seed)
     return torch.randint(model.config.vocab_size, size, device=world.device, generator=generator)

@@ -32,14 +32,14 @@ def end_if_it_hangs(seconds: float) -> None:
 
 
 def nvidia_driver() -> str:
-    """The version of NVIDIA's kernel driver, or "unknown"."""
+    """Returns the version of NVIDIA's kernel driver, or "unknown"."""
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r"Kernel Module\D*?(\d+\.[\d.]+)", path.read_text()) if path.exists() else None
     return found[1] if found else "unknown"
 
 
 def describe(comm: Communicator) -> Fields:
-    """The fields of results that describe the ranks and their devices."""
+    """Returns the fields of results that describe the ranks and their devices."""
     from mpi4py import MPI  # programs that torchrun starts do not use MPI
 
     return {

@@ -208,7 +208,7 @@ class Job:
         self._timer.start()
 
     def lines(self) -> Iterator[str]:
-        """The lines of the first process, as they come."""
+        """Yields the lines of the first process, as they come."""
         output = self._processes[0].stdout
         assert output is not None
         yield from output

@@ -81,7 +81,7 @@ class Variant:
 
 
 def communicator_of(group: Any, device: torch.device) -> Communicator:
-    """The communicator of one of our process groups."""
+    """Returns the communicator of one of our process groups."""
     backend = group if hasattr(group, "endpoints") else group._get_backend(device)
     made: Communicator = backend.endpoints.of_all(device)
     return made
@@ -134,7 +134,7 @@ class Ranks:
             yield comm
 
     def ones(self, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor of ones on the device."""
+        """Returns a tensor of ones on the device."""
         return torch.ones(count, dtype=dtype, device=self.device)
 
     def synchronize(self) -> None:

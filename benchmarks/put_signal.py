@@ -221,7 +221,7 @@ class Bench:
         return end.elapsed(start)
 
     def clock_step(self) -> int:
-        """The step of the kernels' clock in nanoseconds."""
+        """Returns the step of the kernels' clock in nanoseconds."""
         self.launch("clock_step", 1, 1, self.ns)
         return int(self.ns.numpy()[0])
 

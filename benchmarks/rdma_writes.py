@@ -78,7 +78,7 @@ class Pair:
             self.regions.append(registrations.register(self.memories[-1].ptr, _LONG))
 
     def describe(self) -> list[str]:
-        """A line of text for each device."""
+        """Returns a line of text for each device."""
         return [device.describe() for device in self._devices]
 
     @property
@@ -100,7 +100,7 @@ class Pair:
             ffi.memmove(ffi.cast("char *", memory.ptr), data, nbytes)
 
     def wrong(self, nbytes: int) -> int:
-        """The number of bytes that differ after a write."""
+        """Returns the number of bytes that differ after a write."""
         sent, received = (bytes(ffi.buffer(ffi.cast("char *", memory.ptr), nbytes)) for memory in self.memories)
         return sum(a != b for a, b in zip(sent, received, strict=True)) if sent != received else 0
 

@@ -1,20 +1,20 @@
 """Costs that grow with the number of ranks: python benchmarks/scale.py -n 8 16 32
 
 The program starts jobs of more and more ranks on the host runtime, with a process for each rank, in nodes of 8. The
-nodes are rehearsed: they are groups of ranks on one machine that share its memory, or, with --hosts, don't. For each
-rank:
+nodes are rehearsed: they are groups of ranks on one machine that share its memory, or, with --hosts, don't. It measures
+for each rank:
 
 - descriptors, mappings, sockets, threads and memory;
-- the connections, channels and memory ids of its proxy;
+- the connections, channels and memory ids of the rank's proxy;
 - the time to make the communicator, by phase;
 - the time of a round of the exchange, of a barrier, of an all_reduce of 1 KiB, and of splits;
-- the share of a core that it takes at rest.
+- the share of a core that the rank takes at rest.
 
-The table shows medians over the ranks of a job, of times the longest.
+The table shows the median over the ranks of a job, and for times the maximum.
 
-To each quantity it fits a + b n, by least squares of the relative errors, with several sizes of nodes
-a + b n + c (number of nodes); and to times a + b n + c n², because all ranks share the machine's cores. It shows what
-that gives for 1,024 and 16,384 ranks.
+The program fits a formula to each quantity, by least squares of the relative errors: for times a + b n + c n², because
+all ranks share the machine's cores; for other quantities a + b n, or with several sizes of nodes a + b n + c (number of
+nodes). It shows what the formula gives for 1,024 and 16,384 ranks.
 """
 
 from __future__ import annotations

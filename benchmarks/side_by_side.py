@@ -1,8 +1,8 @@
 """Compares ProxyCCL's calls with its peers' in one process group. Programs for any runtime share this module. Needs no
 torch.
 
-The programs that use this module choose the calls; this module does not depend on the collective. `Job` checks and times
-calls that take turns; jobs.py picks the kind of job that the runtime needs.
+The programs that use this module choose the calls; this module works for any. `Job` checks and times calls that take
+turns; jobs.py picks the kind of job that the runtime needs.
 
 Contenders alternate. A time is the median over repeats of the maximum over ranks. Calls are timed in bursts, so that on
 GPUs no time contains the CPU's work to issue a call; gpu_job.py and host_job.py say how.
@@ -238,7 +238,7 @@ class Job(ABC):
 
     @abstractmethod
     def peer_versions(self) -> Fields:
-        """The peers' versions by name."""
+        """Returns the peers' versions by name."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
@@ -274,7 +274,7 @@ class Job(ABC):
         """Returns a burst of products of two square matrices of this many rows, on another stream than the job's."""
 
     def describe(self) -> Fields:
-        """The fields of results that describe the devices and the peers."""
+        """Returns the fields of results that describe the devices and the peers."""
         return {**describe(self.comm), "peers": self.peer_versions()}
 
     def heading(self, title: str, *notes: str) -> None:
@@ -412,12 +412,12 @@ def random_inputs(job: Job, count: int, dtype: str, seed: int) -> Iterable[Any]:
 
 
 def fresh_seed(job: Job) -> int:
-    """A new random seed, the same on all ranks."""
+    """Returns a new random seed, the same on all ranks."""
     return int(job.world.bcast(int.from_bytes(os.urandom(6), "little")))
 
 
 def differing(x: Any, expected: Any) -> int:
-    """The number of elements of two arrays that differ."""
+    """Returns the number of elements of two arrays that differ."""
     return int((x != expected).sum())
 
 
@@ -491,5 +491,5 @@ def show(job: Job, table: Table, case: Case, timings: Sequence[Timing]) -> list[
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of positive values; nan for an empty sequence."""
+    """Returns the geometric mean of positive values; nan for an empty sequence."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan

@@ -2,9 +2,10 @@
 
 Every call is a process of its own, run on the host runtime with the modules' bytecode cached. Times are wall-clock
 times of the whole process, from fork to exit, and processor times include the process's children. Calls alternate, so
-the load of the machine is the same for all. What Python and numpy take by themselves stands beside.
+the load of the machine is the same for all. For comparison, the table also has the times of Python alone and numpy
+alone.
 
-Below the table are the modules that took the longest to import by themselves, without those that they import, as
+Below the table are the modules that took the longest to import, not counting the modules that these import in turn, as
 `python -X importtime` shows it.
 """
 

@@ -39,7 +39,7 @@ class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torc
         return self._size
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
-        """The backend's name."""
+        """Returns the backend's name."""
         return "nothing"
 
     def _set_sequence_number_for_group(self) -> None:
@@ -66,7 +66,7 @@ class _DoneWork(dist.Work):
         return True
 
     def get_future(self) -> Any:
-        """A future that has the result."""
+        """Returns a future that has the result."""
         devices = {each.device for each in self._result if each.is_cuda}
         found: Any = torch.futures.Future(devices=list(devices))
         found.set_result(self._result)

@@ -54,7 +54,7 @@ def usual(of: list[list[Event]]) -> list[Event]:
 
 
 def _step(length: float) -> float:
-    """A round distance between ticks, in µs."""
+    """Returns a round distance between ticks, in µs."""
     factor = 1.0
     while factor * 10 * _TICKS < length:
         factor *= 10
@@ -62,7 +62,7 @@ def _step(length: float) -> float:
 
 
 def picture(events: list[Event], pause_us: float) -> str:
-    """The SVG text."""
+    """Returns the SVG text."""
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     ranks = {e["pid"]: e["args"]["name"].partition(" of ")[0] for e in events if e["name"] == "process_name"}
     burst = usual(list(bursts([e for e in events if e["ph"] == "X"], pause_us)))

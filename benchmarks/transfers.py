@@ -172,7 +172,7 @@ def run(path: str, flags: list[str], *, tcp: bool) -> dict[str, dict[str, float]
 
 
 def version_in(directory: Path) -> str:
-    """The version of NIXL that is installed in a directory."""
+    """Returns the version of NIXL that is installed in a directory."""
     found = next(directory.glob("nixl-*.dist-info"), None)
     return "unknown" if found is None else found.stem.removeprefix("nixl-")
 

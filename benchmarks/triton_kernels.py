@@ -307,7 +307,7 @@ class Products:
         return a.float() @ b.float() if self.on_gpus else a.astype(np.float32) @ b.astype(np.float32)
 
     def wrong(self, found: Any, expected: Any) -> int:
-        """The number of elements of two matrices that differ by more than rounding."""
+        """Returns the number of elements of two matrices that differ by more than rounding."""
         difference = abs(found - expected)
         return int((~(difference <= _GEMM_ERROR * abs(expected).max())).sum())
 

@@ -85,9 +85,9 @@ def gemm_all_reduce(
 def all_gather_gemm(
     a, b, c, channels, barrier, rank, ranks, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """`a` is [M, K], of which the rank's share of rows is filled, and the others' arrive.
+    """`a` is [M, K]; this rank's share of rows is filled before the launch, and the other ranks' shares arrive.
 
-    All ranks meet before a next launch sends other rows: a rank may still multiply the old ones.
+    All ranks must synchronize before the next launch sends new rows, because a rank may still multiply the old rows.
     """
     program = tl.program_id(0)
     share = M // ranks

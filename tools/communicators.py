@@ -1,6 +1,6 @@
-"""A snapshot of this machine's communicators and their ranks, for RAS clients and `proxyccl top --web`.
+"""Takes a snapshot of this machine's communicators and their ranks, for RAS clients and `proxyccl top --web`.
 
-It opens the segments that ranks publish, through `/proc`, and takes no part in the communicators.
+It only opens the segments that ranks publish, through `/proc`; it is not a rank of the communicators.
 """
 
 from __future__ import annotations

@@ -354,7 +354,7 @@ def _idle_policies(watch: Watch) -> list[Finding]:
 
 
 def _containers() -> list[Finding]:
-    """The place where ranks in different PID namespaces of this machine meet."""
+    """Finds the directory in which ranks in different PID namespaces of this machine meet."""
     _, problem = usable_directory()
     advice = "mount one directory into all containers of the machine, and name it by PROXYCCL_SOCKETS"
     return [Finding("Containers", "sockets", not problem, problem or str(directory()), advice if problem else "")]

@@ -67,7 +67,7 @@ def _result(view: RankView) -> int:
 
 
 def as_json(communicators: Sequence[CommunicatorView], seconds: float) -> str:
-    """The answer to STATUS after SET FORMAT json, for communicators that it took these seconds to read."""
+    """Returns the answer to STATUS after SET FORMAT json. Reading the communicators took `seconds`."""
     host = host_addresses()[0]
     found = []
     for each in communicators:
@@ -133,7 +133,7 @@ def _now() -> str:
 
 
 class _Summary:
-    """A communicator's status and errors, for a line of NCCL's table."""
+    """A communicator's status and errors, as a line of NCCL's table shows them."""
 
     def __init__(self, of: CommunicatorView) -> None:
         self.of = of

@@ -39,7 +39,9 @@ _FETCH_EVERY = 0.005  # seconds between two fetches
 
 
 def _alike(traced: TracedTrigger) -> tuple[object, ...]:
-    """Equal consecutive triggers on one channel, within one clock reading of the worker, are shown as one event."""
+    """Returns what equal triggers have in common: consecutive triggers for which this is equal are shown as one
+    event.
+    """
     trigger = traced.trigger
     return traced.worker, traced.look, trigger.channel, trigger.operation, trigger.size, traced.completed_ns
 
@@ -51,8 +53,8 @@ def _name_of(run: list[TracedTrigger]) -> str:
 
 
 class _Lanes:
-    """The tracks of one channel: events that overlap need separate tracks, which `add` makes, given a track's name.
-    Returns the track's number.
+    """The tracks of one channel; events that overlap need separate tracks. `add` makes a track of a name, and returns
+    the track's number.
     """
 
     def __init__(self, add: Callable[[str], int], name: str) -> None:

@@ -59,8 +59,10 @@ class States:
         self._failures: tuple[Diagnosis, ...] = ()
 
     def now(self) -> State:
-        """Returns the current state. Raises:
-        ArgumentError: the directory of publications is not this user's own.
+        """Returns the current state.
+
+        Raises:
+            ArgumentError: the directory of publications is not this user's own.
         """
         rates = self._watch.rates()
         views = [self._with_waits(view) for view in communicators() if self._job in (None, view.name)]
@@ -72,8 +74,8 @@ class States:
         return replace(of, waits=(*_schedules(of.name, self._watch.views), *self._behind(of)))
 
     def _behind(self, of: CommunicatorView) -> Iterator[WaitView]:
-        """Pairs of a rank that has made the most calls and a rank that has made fewer, if no rank of the communicator
-        has made a call since the last state.
+        """Yields a wait of each rank that has made the most calls for each rank that has made fewer. Yields nothing if
+        any rank of the communicator has made a call since the last state.
         """
         still = all(self._made.get((of.name, view.rank)) == view.made for view in of.present)
         most = max((view.made for view in of.present), default=0)
