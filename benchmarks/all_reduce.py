@@ -3,8 +3,8 @@
 All sums are in place, except torch's one-shot, which always writes to another tensor; that tensor is made once. The
 buffers of torch symmetric memory, of `NCCL, symmetric`, and of our `registered` (the library's choice for symmetric
 memory) and `registered_proxy` are allocated and registered beforehand. The other contenders use tensors that are not
-registered. `bare copies` is not a peer, but the link's limit: copies of as many bytes as an all-reduce must send, both
-ways at once. gpu_job.py says how times are measured.
+registered. `bare copies` is not a peer, but the link's limit: copies of as many bytes as an all-reduce must send, in
+both directions concurrently. gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations

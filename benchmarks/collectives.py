@@ -1,9 +1,9 @@
 """A table like nccl-tests', with MPI's time for the same call: mpiexec -n 4 python -m mpi4py collectives.py all_reduce
 
 Method: results are checked in the same run, on fresh random data with poisoned outputs. Calls of ProxyCCL and MPI
-alternate, each after a barrier. Both use the same buffers, except that on a GPU MPI's are in host memory. The time is
-the median over iterations of the maximum over ranks. If calls are slow, as with more busy ranks than cores, fewer calls
-are timed than were requested, so that the run takes about its time limit.
+alternate, each after a barrier. ProxyCCL and MPI use the same buffers, except that on a GPU MPI's are in host memory.
+The time is the median over iterations of the maximum over ranks. If calls are slow, as with more busy ranks than cores,
+fewer calls are timed than were requested, so that the run takes about its time limit.
 
 The formulas are those of nccl-tests' doc/PERFORMANCE.md: the algorithm bandwidth is size / time, and the bus bandwidth
 is that times a factor that makes it comparable with the speed of the links for any number of ranks n: 2 (n - 1) / n for

@@ -42,7 +42,7 @@ _SIZES = tuple(aims.KIB << shift for shift in (6, 8, 10, 12, 14, 16, 18))
 _QUICK_SIZES = (64 * aims.KIB, 1 * aims.MIB, 64 * aims.MIB)
 _HOST_SIZES = (4 * aims.KIB, 256 * aims.KIB)
 _LONGEST_PACKETS = 4 * aims.MIB
-_MOST_THREADBLOCKS = 128  # limited, because all threadblocks must be resident at once
+_MOST_THREADBLOCKS = 128  # limited, because all threadblocks must be resident together
 _TWO_SHOT = "two_shot"
 
 Block = list[dict[str, Any]]

@@ -1,8 +1,8 @@
 """Makes the results page: python results_page.py [DIRECTORY]
 
-It reads every JSON file of the programs there, whatever its name, and writes README.md and plots beside them. If a
-program has several results of the same part with the same number of ranks and the same runtime, it shows the latest.
-Plots need matplotlib (the extra `bench`); without it the page has only its tables, and says so.
+It reads every JSON file of the programs in the directory, whatever its name, and writes README.md and plots to the same
+directory. If a program has several results of the same part with the same number of ranks and the same runtime, it
+shows the latest. Plots need matplotlib (the extra `bench`); without it the page has only its tables, and says so.
 """
 
 from __future__ import annotations

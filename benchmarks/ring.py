@@ -326,7 +326,7 @@ def kernel_rates(
 ) -> list[Fields]:
     """Measures how many triggers per second kernels push, by ring size, layout of the producers, and consumer.
 
-    Arguments as for `drain_rates`; on a GPU rings of other sizes than `fifo_size` are measured too.
+    Arguments as for `drain_rates`. On a GPU, rings of other sizes than `fifo_size` are also measured.
     """
     gpu = runtime.name != "host"
     sizes = sorted({fifo_size, *(_GPU_FIFO_SIZES if gpu else ())})

@@ -62,7 +62,7 @@ class _DoneWork(dist.Work):
         self._result = result
 
     def wait(self, timeout: Any = None) -> bool:
-        """Returns at once, because there is no work to wait for."""
+        """Returns immediately, because there is no work to wait for."""
         return True
 
     def get_future(self) -> Any:

@@ -7,7 +7,8 @@ final weights must agree within 1e-5.
     mpiexec -n 4 python -m mpi4py examples/digits_data_parallel.py
     mpiexec -n 4 python -m mpi4py examples/digits_data_parallel.py --algorithm proxy
 
-Both runs keep the weights in float64 and round the gradients to float32. They differ only in the order of summation.
+Both runs keep the weights in float64 and round the gradients to float32. The runs differ only in the order of
+summation.
 """
 
 from __future__ import annotations

@@ -274,7 +274,8 @@ class Model:
     def gradient(self, samples: Digits, rate: float) -> Floats:
         """Returns the gradient of the summed cross-entropy for this process's samples.
 
-        The experts get the samples of all processes, and take a step of this rate at once.
+        The experts get the samples of all processes; this call already updates the experts' weights, by a step of this
+        rate.
         """
         seen = self.forward(samples.images)
         error = seen.probabilities

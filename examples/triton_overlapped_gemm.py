@@ -3,7 +3,7 @@
 - GEMM + all-reduce: each rank has a share of the inner dimension, and C is the sum of the ranks' products. Rank r owns
   the r-th share of C's rows. Rows that others own are multiplied first, and travel as soon as they are complete.
 - All-gather + GEMM: each rank has a share of A's rows, and all need A * B of all rows. A kernel starts sending its own
-  rows, multiplies them meanwhile, and takes the others' rows as they arrive.
+  rows, multiplies its own rows while they travel, and then the other ranks' rows as these arrive.
 
     mpiexec -n 2 python -m mpi4py examples/triton_overlapped_gemm.py
 

@@ -102,7 +102,7 @@ def communicators() -> list[CommunicatorView]:
         seen = {}
         first = None
         for _, publication in of:
-            with contextlib.suppress(ArgumentError):  # the communicator was closed meanwhile
+            with contextlib.suppress(ArgumentError):  # the communicator may have been closed
                 view = rank_view(publication)
                 first = first or publication
                 if not is_stopped(view.pid):

@@ -123,7 +123,7 @@ def _loadable(library: str) -> bool:
 
 def _describe(name: str) -> str:
     """Describes a runtime in one line. Raises RuntimeUnavailableError."""
-    if name == "host":  # the host runtime is always there, and takes longer to import than all other checks
+    if name == "host":  # the host runtime is always available, and its import takes longer than all checks
         return describe_cpu()
     if not _VENDORS[name].is_here():
         raise RuntimeUnavailableError("there is neither a GPU nor its driver")

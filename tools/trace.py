@@ -259,7 +259,7 @@ def record(
     with contextlib.ExitStack() as opened:
         tracers = []
         for path, publication in find(job, ranks, process):
-            with contextlib.suppress(ArgumentError):  # the agent or service was closed meanwhile
+            with contextlib.suppress(ArgumentError):  # the agent or service may have been closed
                 tracers.append(opened.enter_context(Tracer(path, publication, allowance)))
         of_agents = []
         for agent in find_agents() if job is None and ranks is None else ():

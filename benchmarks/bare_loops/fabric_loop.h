@@ -1,5 +1,5 @@
 /* A loop that only writes through a libfabric endpoint: the provider's limit, with which benchmarks compare the
- * transport. And a loop that only polls, as the target of such writes must. */
+ * transport. The second loop only polls, as the target of such writes must. */
 #ifndef PROXYCCL_FABRIC_LOOP_H
 #define PROXYCCL_FABRIC_LOOP_H
 
@@ -24,7 +24,7 @@ typedef struct ProxycclFabricBareWrites {
 /* Nanoseconds from the first write to the last completion; or the number of libfabric's error, negative. */
 int64_t proxyccl_fabric_bare_writes(const ProxycclFabricBareWrites* options);
 
-/* Polls a queue without completions for this long. 0, or the number of libfabric's error. */
+/* Polls a queue, which has no completions, for this long. Returns 0, or the number of libfabric's error. */
 int proxyccl_fabric_bare_serve(uintptr_t queue, uint64_t for_ns);
 
 #endif
