@@ -287,7 +287,7 @@ def main() -> int:
         skipped = []
         for dtype in job.element_types(parsed.dtypes):
             itemsize = job.empty(0, dtype).itemsize
-            unit = 16 // itemsize * job.ranks  # a chunk for each rank, of multiples of 16 bytes
+            unit = 16 // itemsize * job.ranks  # each rank has a chunk, of a multiple of 16 bytes
             longest = max(unit, max(parsed.sizes) // itemsize)
             own = job.registered(longest, dtype), job.registered(longest, dtype)
             for size in parsed.sizes:

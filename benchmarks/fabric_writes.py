@@ -35,14 +35,14 @@ from proxyccl.proxy.registrations import Registration
 from proxyccl.tools.results import Fields, machine, versions, write_json
 
 _LOOK = 0.002  # seconds between two reads of the flush word
-_FIFO_SIZE = 1 << 18  # a turn's writes fit: the thread that pushes would spin for room, on a core of the others
+_FIFO_SIZE = 1 << 18  # has room for a turn's writes, else the pushing thread would spin
 _CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _BYTES = 1 << 20
 _SHORT, _LONG = 8, _BYTES
 _AIMS = {_SHORT: aims.FABRIC_RATE_RATIO, _LONG: aims.FABRIC_BANDWIDTH_RATIO}
 _RUN_SECONDS = 0.5
 _CALIBRATION = {_SHORT: 5000, _LONG: 20}
-_RUNS_OF_A_WINDOW = 4  # completions that a window asks for, as the engine does
+_RUNS_OF_A_WINDOW = 4  # completions requested in a window, as by the engine
 
 
 def _endpoint(options: FabricOptions, memory: np.ndarray) -> tuple[FabricEndpoint, Registration]:
@@ -144,7 +144,7 @@ def main() -> int:
     print(f"# ProxyCCL {versions().get('proxyccl', '')} writes through libfabric {load().version}: {endpoint.offer}")
     print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}")
     peers = beside(endpoint.offer, NetworkPeers(parsed.peers))
-    pipe.send(endpoint.address)  # from now on it polls
+    pipe.send(endpoint.address)  # from now on the target polls
     to = endpoint.connect(address, key)
     rows = []
     with contextlib.ExitStack() as closing:

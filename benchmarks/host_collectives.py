@@ -100,7 +100,7 @@ def contenders(
     write.
     """
     world, ranks = MPI.COMM_WORLD, comm.world_size
-    given = np.arange(ranks * count, dtype=np.float32).reshape(ranks, count) % 251  # their sums are exact
+    given = np.arange(ranks * count, dtype=np.float32).reshape(ranks, count) % 251  # sums of these are exact
     source = given[comm.rank] if collective != "all_gather" else given[comm.rank, : count // ranks]
     expected = expected_output(collective, given, comm.rank)
 

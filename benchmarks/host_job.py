@@ -131,7 +131,7 @@ class HostJob(Job):
         return {}
 
     def current(self) -> AbstractContextManager[object]:
-        """numpy does not have streams."""
+        """Returns a context that does nothing, because numpy does not have streams."""
         return nullcontext()
 
     def synchronize(self) -> None:

@@ -20,7 +20,7 @@ _PORT = 47592  # the port of both programs, which run one after the other
 _SECONDS = 2
 _MESSAGES, _MOST_BYTES = 2000, 256 << 20  # messages in each direction
 _LIMIT = 60.0
-_TRIES = 50  # attempts of a client, until the server listens
+_TRIES = 50  # how often a client tries to reach the server
 
 
 class NetworkPeers:

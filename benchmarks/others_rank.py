@@ -34,7 +34,7 @@ from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.processes import stat_of
 
 _SAMPLES = 16
-_AIMED_STEPS = 10  # the first steps, of which only step 1 may be slow
+_AIMED_STEPS = 10  # steps 2 to this one must not be slow (`late`)
 _UNCOUNTED_STEPS = 3  # CPU time is not counted in these steps, which create caches
 
 
@@ -178,7 +178,7 @@ def main() -> None:
         if world.rank == 0:
             print(RESULT + json.dumps(row), flush=True)
         faulthandler.cancel_dump_traceback_later()
-        gc.collect()  # models contain reference cycles
+        gc.collect()  # frees models, which contain reference cycles
         if world.on_gpus:
             torch.cuda.empty_cache()
     if dist.is_initialized():

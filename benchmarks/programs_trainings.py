@@ -26,7 +26,7 @@ from torch_calls import nothing_group
 from proxyccl.channels.collectives.table import COLLECTIVES
 
 _PROFILED_STEPS = 3
-_LOSSES_DIFFER = 0.05  # relative to the loss: more than the rounding of bfloat16
+_LOSSES_DIFFER = 0.05  # relative to the loss; bfloat16's rounding is less
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Bare:
         }
 
     def __call__(self, nbytes: int, count: int) -> float:
-        """Seconds that `count` writes of `nbytes` bytes take."""
+        """Makes `count` writes of `nbytes` bytes. Returns the seconds that they take."""
         taken = bare_loops.verbs_write(**self._options, bytes=nbytes, count=count)
         if taken < 0:
             raise TransportError(f"the bare loop: {TRANSPORT.status_text(-taken)}")

@@ -72,7 +72,7 @@ _LAYOUTS = {
     "512 blocks of 1": (512, 1),
 }
 _GPU_FIFO_SIZES = (256, 8192)  # ring sizes besides the requested size
-_MOST_HOST_BLOCKS = 64  # each is a thread of the CPU
+_MOST_HOST_BLOCKS = 64  # each block is a thread of the CPU
 
 _SOURCE = r"""
 #include "proxyccl/proxyccl.h"
@@ -249,7 +249,7 @@ def drain_rates(
         seconds: about the time to spend.
         triggers: the number of triggers in each timed run; None for as many as fit in the time.
     """
-    each = seconds / (2 * (1 + len(_KINDS)))  # half of each run warms up
+    each = seconds / (2 * (1 + len(_KINDS)))  # the first half of each run is a warm-up
     with Loopback(runtime, fifo_size) as proxy:
         kinds = {name: proxy.trigger(*kind) for name, kind in _KINDS.items()}
         counts: dict[str, int] = {}

@@ -349,7 +349,7 @@ class Job(ABC):
         contender.refill()
         self.synchronize()
         burst = self.burst(contender.call, calls)
-        burst.queue()  # the first time also warms up
+        burst.queue()  # this first run is also the warm-up
         self.synchronize()
         return burst, contender.wrong(calls)
 

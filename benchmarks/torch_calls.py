@@ -31,11 +31,11 @@ class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torc
         self._work, self.calls = _DoneWork(), SimpleNamespace(group_name="", group_desc="")
 
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """Returns this rank's number in the group."""
         return self._rank
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         return self._size
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name

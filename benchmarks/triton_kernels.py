@@ -437,7 +437,7 @@ def main() -> int:
             raise SystemExit("triton_kernels.py needs 2 ranks: mpiexec -n 2 python -m mpi4py ...")
         job.heading("kernels in Triton", f"Triton {triton.__version__}; {job.timing}")
         report = Report(job, (5 if options.quick else 15) if on_gpus(job) else 1)
-        rounds = 200 if on_gpus(job) else 2  # fewer in the interpreter, where a round takes milliseconds
+        rounds = 200 if on_gpus(job) else 2  # fewer rounds in the interpreter, where a round takes milliseconds
         measure_put_signal(job, report, rounds)
         measure_diffusion(job, report, rounds)
         measure_all_reduce(job, report)

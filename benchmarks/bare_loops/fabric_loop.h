@@ -8,15 +8,15 @@
 enum { PROXYCCL_FABRIC_BARE_DEPTH = 1024 };
 
 typedef struct ProxycclFabricBareWrites {
-  uintptr_t endpoint, queue; /* fid_ep * and its fid_cq *, on which nothing is outstanding */
+  uintptr_t endpoint, queue; /* fid_ep *, and its fid_cq *; no operation is outstanding on them */
   uint64_t peer;             /* fi_addr_t */
   uint64_t local, remote;    /* each write's source and target */
   uintptr_t descriptor;      /* descriptor of `local` */
   uint64_t key;              /* key of `remote` */
   uint64_t bytes;            /* bytes of each write */
   uint32_t depth;            /* most writes outstanding: at most PROXYCCL_FABRIC_BARE_DEPTH */
-  uint32_t complete_every;   /* one write in this number has a completion, by which the target reports delivery, and so
-                                has the last write; at most `depth` */
+  uint32_t complete_every;   /* one write in this number, at most `depth`, and the last write have a completion, by
+                                which the target reports delivery */
   uint64_t count;            /* number of writes */
   uint64_t timeout_ns;       /* time-out of all writes together */
 } ProxycclFabricBareWrites;
