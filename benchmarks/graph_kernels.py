@@ -40,6 +40,6 @@ def multiprocessors_used(driver: Any, graph: int, available: int) -> int:
         available: the number of the device's multiprocessors.
 
     Raises:
-        RuntimeError: the driver refuses a question about the graph.
+        RuntimeError: a call of the driver about the graph failed.
     """
     return min(available, max(_grids(driver, driver.CUgraph(graph)), default=0))

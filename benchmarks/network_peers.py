@@ -1,7 +1,7 @@
-"""A network's rate as others measure it: iperf3's one stream of TCP, and libfabric's own fi_pingpong.
+"""Measures a network's rate by other programs: iperf3, with one stream of TCP, and libfabric's own fi_pingpong.
 
-Both are Debian's packages (iperf3, libfabric-bin), installed or unpacked into a directory. A server runs beside its
-client, on the interface of an address.
+The programs come from Debian's packages (iperf3, libfabric-bin), installed or unpacked into a directory. A server runs
+beside its client, on the interface of an address.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Programs of Accelerate, Lightning and transformers, for others_rank.py, as users write them: none mentions ProxyCCL.
+"""Programs with Accelerate, Lightning and transformers, for others_rank.py. They are written as users write them, and
+don't mention ProxyCCL.
 
-Models come from configurations, with random weights. Each program takes a `World`, as those of others_torch.py do.
+Models come from configurations, with random weights. Each program takes a `World`, like the programs of
+others_torch.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs that use torch alone, for others_rank.py, as users write them: none mentions ProxyCCL.
+"""Programs that use only torch, for others_rank.py. They are written as users write them, and don't mention ProxyCCL.
 
 Each program takes a `World`, iterates over its `steps`, and passes its outputs to `keep`.
 """

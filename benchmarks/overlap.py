@@ -87,7 +87,7 @@ class Figures:
 
 
 class Together:
-    """Measures collectives and products, alone and together. All ranks do the same.
+    """Measures collectives and products, alone and together. All ranks make the same calls.
 
     Args:
         job: the ranks.

@@ -1,4 +1,5 @@
-"""Single calls as programs make them, for `programs.py`: the CPU's time to issue them, and small proxied graphs.
+"""Measures single calls for `programs.py`, as programs make them: the CPU's time to issue them, and small graphs of
+calls by proxy.
 
 Each function measures a part with `Ranks` and reports its rows. The CPU's share is the time to issue a call, divided by
 the time until the device has finished.

@@ -1,8 +1,8 @@
-"""Steps of FSDP2 and DDP by our backend and by torch's own, for `programs.py`.
+"""Measures steps of FSDP2 and DDP with our backend and with torch's own, for `programs.py`.
 
-The ways take turns with the same model and data. A step's time begins after a barrier of all ranks and ends when the
-device has finished the step; the CPU's share is the part until everything was issued. With `together` the steps of a
-turn follow one another without a barrier, as in a training ("a step among others"), so a CPU that issues faster than
+The backends take turns with the same model and data. A step's time begins after a barrier of all ranks and ends when
+the device has finished the step; the CPU's share is the part until everything was issued. With `together` the steps of
+a turn follow one another without a barrier, as in a training ("a step among others"), so a CPU that issues faster than
 the device works runs ahead. Where Python can make a group that does nothing (torch_calls.py), steps with that group
 show the shortest time that any backend could reach.
 """

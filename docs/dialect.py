@@ -86,8 +86,8 @@ def findings(name: str, text: str) -> list[str]:
     """Returns a line for each phrase found in a file's prose: the phrase's place, and the words to use instead.
 
     Args:
-        name: the file's name; its suffix says the language.
-        text: its contents.
+        name: the file's name, whose suffix determines the language.
+        text: the file's contents.
     """
     read = _READERS.get(name.rpartition(".")[2], _of_c)
     pieces = list(_joined(read(text)))

@@ -351,7 +351,7 @@ class Result:
 
     Attributes:
         tokens_per_second: tokens per second of all ranks together.
-        cpu_share: part of the step's time that the CPU took to issue it. On CPUs they do everything.
+        cpu_share: part of the step's time in which the CPU issued it; without GPUs that is the whole step.
         losses: for each step, the mean loss of all ranks.
     """
 

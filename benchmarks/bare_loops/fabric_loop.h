@@ -1,5 +1,5 @@
-/* A loop that only writes through a libfabric endpoint: the provider's limit, with which benchmarks compare the
- * transport. The second loop only polls, as the target of such writes must. */
+/* A loop that only writes through a libfabric endpoint: it shows the provider's limit, with which benchmarks compare
+ * the transport. The second loop only polls, as the target of such writes must. */
 #ifndef PROXYCCL_FABRIC_LOOP_H
 #define PROXYCCL_FABRIC_LOOP_H
 

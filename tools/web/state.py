@@ -54,7 +54,7 @@ class States:
     def __init__(self, job: str | None, process: int | None) -> None:
         self._job = job
         self._watch = Watch(job, process)
-        self._made: dict[tuple[str, int], int] = {}  # numbers of calls at the last state
+        self._made: dict[tuple[str, int], int] = {}  # each rank's number of calls at the last state
         self._reports: list[Path] = []
         self._failures: tuple[Diagnosis, ...] = ()
 
